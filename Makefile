@@ -1,0 +1,69 @@
+# One virtual environment for everything. `make run` is all a newcomer needs.
+
+PYTHON ?= python3
+VENV   ?= .venv
+RECIPE ?= tiny
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
+# On few cores, threads of numerical libraries that spin while they wait take the core from those that work.
+QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test check format bench gpu-check clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed ## create the environment, once
+
+run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
+	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
+
+test: $(VENV)/.installed-dev ## the whole test suite
+	@$(QUIET_THREADS) $(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: $(VENV)/.installed-dev ## formatting, lint, types, architecture
+	@$(BIN)/ruff format --check --quiet . || { echo 'make check: run `make format`'; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(QUIET_THREADS) $(BIN)/python -m pytest -q tests/architecture
+
+format: $(VENV)/.installed-dev ## rewrite the sources as `make check` wants them
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --quiet --fix .
+
+bench: $(VENV)/.installed-bench ## every benchmark, or make bench NAME=decode [ARGS=--quick]
+	@$(QUIET_THREADS) $(BIN)/python -m benchmarks $(or $(NAME),all) $(ARGS)
+
+gpu-check: $(VENV)/.installed-dev ## the tests that need an NVIDIA GPU
+	@$(BIN)/python -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "make gpu-check: torch sees no GPU here")'
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+clean: ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- the environment: each stamp is younger than what it was made from, so a second `make` installs nothing ------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
+	  echo "make: $(PYTHON) must be Python 3.11, 3.12 or 3.13; name one with: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "make: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "make: installing into $(VENV); the first time takes minutes" >&2
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "make: installing into $(VENV) with the development tools" >&2
+	@$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "make: installing into $(VENV) with what the benchmarks compare against" >&2
+	@$(PIP) --editable '.[dev,bench]'
+	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed

@@ -1,0 +1,183 @@
+"""Tokens/s of the torch engine over Hugging Face `generate` in static batches, on one thread.
+
+    ours       every request at once to the engine, which has `concurrency` rows and fills a row as soon as it is free
+    generate   batches of `concurrency` in the order of arrival, each as long as its longest answer
+
+Same model, prompts, sampling and answer lengths; only the tokens that were asked for count. Ours also returns log-probs.
+Loads: all answers equally long, and heavy tails (Pareto), where a static batch waits for its longest answer.
+Targets: at least 1 with equal lengths, at least 2 with heavy tails, hoped for 4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import Paired, Row, paired, print_table, write_record
+from inference_contract.schemas import ChatCompletionRequest
+from pipelinerl import rng
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.torch_engine import EngineDevice, TorchEngineSettings, load_runner
+from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.models.tokenizer import ChatTokenizer
+
+TINY = DecoderShape(hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, vocab=56, max_positions=2048)
+CONTEXT = 320
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Answer lengths: at least `shortest`, Pareto with exponent `tail`, cut at `longest`; `tail` 0: all `shortest`."""
+
+    name: str
+    shortest: int
+    longest: int
+    tail: float
+    least_ratio: float
+
+    def lengths(self, count: int) -> list[int]:
+        """One length for each request."""
+        if self.tail == 0:
+            return [self.shortest] * count
+        random = rng.generator(0, "engine benchmark", self.name)
+        drawn = self.shortest * (1 + random.pareto(self.tail, count))
+        return [min(self.longest, int(length)) for length in drawn]
+
+
+LOADS = (
+    Load("equal", shortest=48, longest=48, tail=0, least_ratio=1.0),
+    Load("heavy tails", shortest=8, longest=256, tail=1.0, least_ratio=2.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Prompts and how many tokens must follow each."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, load: Load, count: int, vocab: int) -> Job:
+        """`count` requests with prompts of 8 to 24 tokens."""
+        random = rng.generator(1, "engine benchmark", load.name)
+        sizes = random.integers(8, 25, count)
+        return cls([random.integers(6, vocab, size).tolist() for size in sizes], load.lengths(count))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens asked for."""
+        return sum(self.lengths)
+
+
+async def ours(engine: BatchingEngine, job: Job) -> None:
+    """All requests at once."""
+    answers = await asyncio.gather(
+        *(
+            engine.complete(
+                ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=length, seed=index, return_token_ids=True)
+            )
+            for index, (prompt, length) in enumerate(zip(job.prompts, job.lengths, strict=True))
+        )
+    )
+    assert [answer.usage.completion_tokens for answer in answers] == job.lengths
+
+
+def generate(model: Any, job: Job, concurrency: int) -> None:
+    """Static batches, padded on the left."""
+    for start in range(0, len(job.prompts), concurrency):
+        prompts = job.prompts[start : start + concurrency]
+        longest = max(map(len, prompts))
+        token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        new = max(job.lengths[start : start + concurrency])
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=token_ids,
+                attention_mask=mask,
+                max_new_tokens=new,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        assert out.shape[1] == longest + new
+
+
+def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: int) -> tuple[Paired, dict[str, float]]:
+    """Tokens/s of both arms, and the engine's occupancy over all rounds."""
+    loop = asyncio.new_event_loop()
+    settings = TorchEngineSettings(
+        model_path=path,
+        batching=BatchingSettings(model_id="m", max_waiting=65536),
+        slots=concurrency,
+        context_length=CONTEXT,
+        device=EngineDevice.CPU,
+        threads=1,
+    )
+    tokenizer = ChatTokenizer(char_tokenizer(), ())  # no token ends an answer
+    engine = BatchingEngine(settings.batching, load=lambda: load_runner(settings), tokenizer=tokenizer)
+    loop.run_until_complete(engine.start())
+    model = random_decoder_at(path)
+    job = Job.of(load, batches * concurrency, vocab=56)
+
+    def rate(work: Callable[[], object]) -> Callable[[], float]:
+        def arm() -> float:
+            start = time.perf_counter()
+            work()
+            return job.num_tokens / (time.perf_counter() - start)
+
+        return arm
+
+    arms = {
+        "ours": rate(lambda: loop.run_until_complete(ours(engine, job))),
+        "generate": rate(lambda: generate(model, job, concurrency)),
+    }
+    timings = paired(arms, rounds)
+    metrics = engine.metrics()
+    loop.run_until_complete(engine.close())
+    loop.close()
+    occupancy = metrics.occupied_slot_steps_total / (metrics.decode_steps_total * metrics.slots)
+    return timings, {"occupancy": occupancy, "tokens": float(job.num_tokens)}
+
+
+def random_decoder_at(path: Path) -> Any:
+    """The model in `path` as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()
+
+
+def run(quick: bool = False) -> None:
+    """Measure, print, record."""
+    torch.set_num_threads(1)
+    shapes = {"0.3 MB": TINY} if quick else {"0.3 MB": TINY, "3 MB": DebugSize.MB_3}
+    rounds, batches = (2, 2) if quick else (5, 4)
+    rows, record = [], {}
+    for size, shape in shapes.items():
+        with tempfile.TemporaryDirectory() as folder:
+            random_decoder(shape).save_pretrained(folder)
+            for load in LOADS:
+                for concurrency in (8, 32, 128):
+                    timings, facts = measure(Path(folder), load, concurrency, rounds=rounds, batches=batches)
+                    ratio = timings.ratio("ours", "generate")
+                    name = f"{size}, {load.name}, {concurrency} at once"
+                    rows.append(Row(name, ratio, f">= {load.least_ratio:g}", ratio.low >= load.least_ratio))
+                    rows.append(Row("    tokens/s of ours", timings.median("ours")))
+                    record[name] = {"ratio": ratio.as_dict(), **facts, **timings.as_dict()}
+    print_table("engine: tokens/s over Hugging Face generate", rows)
+    write_record("engine", {"quick": quick, "loads": record})
+
+
+if __name__ == "__main__":
+    run(quick="--quick" in sys.argv)

@@ -1,0 +1,192 @@
+"""How every benchmark measures, records and prints, so that a figure means the same thing in each of them.
+
+A shared machine gets slower and faster by the second, so a time by itself says little. The arms are therefore run
+in turn within each round, in alternating order, and what is reported is the median over the rounds of the *paired*
+ratio, with a 95 % interval from a bootstrap over the rounds. Only ratios are to be trusted.
+
+    timings = paired({"ours": seconds_of(ours), "theirs": seconds_of(theirs)}, rounds=15)
+    faster = timings.ratio("theirs", "ours")          # Interval(median, low, high)
+    print_table("decode", [Row("speed-up", faster, ">= 2", faster.low >= 2)])
+    write_record("decode", {"speed_up": faster.as_dict(), **timings.as_dict()})
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.rng import generator
+
+RESULTS = Path(__file__).parent / "results"
+
+_LIBRARIES = ("torch", "transformers", "numpy", "redis", "trl", "vllm", "jax")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A median with its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+    def as_dict(self) -> dict[str, float]:
+        """For a record."""
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """What each arm measured, round by round: `samples[arm][round]`, in the unit that the arm returns."""
+
+    samples: Mapping[str, tuple[float, ...]]
+
+    def median(self, arm: str) -> float:
+        """Median of one arm."""
+        return float(np.median(self.samples[arm]))
+
+    def ratio(self, numerator: str, denominator: str) -> Interval:
+        """Median over the rounds of numerator / denominator."""
+        pairs = np.divide(self.samples[numerator], self.samples[denominator])
+        return bootstrap_median(pairs.tolist())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Medians and every sample, for a record."""
+        return {
+            "medians": {arm: self.median(arm) for arm in self.samples},
+            "samples": {arm: list(values) for arm, values in self.samples.items()},
+        }
+
+
+def paired(arms: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> Paired:
+    """Run every arm once per round, forwards in even rounds and backwards in odd ones.
+
+    Args:
+        arms: by name, functions that do the work once and return what they measured (seconds, tokens/s, …).
+        rounds: measured rounds; warmup: rounds that are run first and forgotten.
+
+    Raises:
+        ValueError: no arms, no rounds, or an arm measured something that is not finite and positive.
+    """
+    if not arms or rounds < 1:
+        raise ValueError(f"expected at least one arm and one round, got {len(arms)} arms and {rounds} rounds")
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(-warmup, rounds):
+        order = list(arms) if number % 2 == 0 else list(arms)[::-1]
+        for name in order:
+            gc.collect()
+            value = float(arms[name]())
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"arm {name!r} must measure a finite positive number, got {value}")
+            if number >= 0:
+                samples[name].append(value)
+    return Paired({name: tuple(values) for name, values in samples.items()})
+
+
+def seconds_of(work: Callable[[], object]) -> Callable[[], float]:
+    """An arm that measures how long `work` takes on the wall clock."""
+
+    def arm() -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    return arm
+
+
+def bootstrap_median(values: Sequence[float], *, draws: int = 4000) -> Interval:
+    """Median of `values` with the 95 % percentile interval of the bootstrap (Efron 1979); the draws are seeded."""
+    data = np.asarray(values, dtype=np.float64)
+    picks = generator(0, "bootstrap", len(data)).integers(0, len(data), size=(draws, len(data)))
+    low, high = np.quantile(np.median(data[picks], axis=1), [0.025, 0.975])
+    return Interval(float(np.median(data)), float(low), float(high))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a benchmark's table; `met` is None where nothing is demanded."""
+
+    name: str
+    value: object
+    target: str = ""
+    met: bool | None = None
+
+
+def print_table(title: str, rows: Sequence[Row]) -> None:
+    """Print the rows, with a mark where a target is met or missed."""
+    mark = {True: "met", False: "MISSED", None: ""}
+    cells = [("measure", "value", "target", "")]
+    cells += [(row.name, _short(row.value), row.target, mark[row.met]) for row in rows]
+    widths = [max(len(cell[column]) for cell in cells) for column in range(4)]
+    print(f"\n{title}")
+    for number, cell in enumerate(cells):
+        print("  " + "  ".join(text.ljust(width) for text, width in zip(cell, widths, strict=True)).rstrip())
+        if number == 0:
+            print("  " + "  ".join("-" * width for width in widths[:3]))
+
+
+def write_record(name: str, payload: Mapping[str, Any], *, folder: Path = RESULTS) -> Path:
+    """Write `payload` with the facts of this machine to `<folder>/<name>.json`; NaN and infinity are refused."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    record = {"benchmark": name, "machine": machine_facts(), **payload}
+    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader must know to judge a figure: date, Python, libraries, processor, cores, memory."""
+    versions = {}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": sys.version.split()[0],
+        "platform": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": _cores(),
+        "memory_gib": _memory_gib(),
+        "libraries": versions,
+    }
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _memory_gib() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return round(int(lines[0].split()[1]) / 2**20, 1)

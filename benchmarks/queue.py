@@ -1,0 +1,262 @@
+"""How fast rollouts go through the queue, and how many bytes they take on it.
+
+    ours        encode ─ append in batches ─ read ─ decode          through RedisStream and records
+    ceiling     XADD and XREAD of the same bytes at the same depth   a blocking socket, answers cut but not looked into
+    transport   ours without the codec, on records made before     its ratio to the ceiling is the client's share
+    pickled     one pickled rollout for each XADD, read one at a time; `pickled groups`: one pickled group for each
+
+All talk to one embedded server. The ceiling is what redis-benchmark would show; it is driven from here, since the wheel
+brings only the server. Targets: at most 10 bytes for each sampled token, and 4 times the rollouts/s of `pickled`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from redis import Redis
+
+from benchmarks.measure import Interval, Paired, Row, paired, print_table, write_record
+from pipelinerl.rng import generator
+from pipelinerl.streams.embedded_redis import EmbeddedRedis
+from pipelinerl.streams.records import decode_group, encode_group
+from pipelinerl.streams.redis_stream import RedisStream
+from pipelinerl.streams.stream import START
+from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+
+MAX_BYTES_PER_TOKEN = 10.0
+MIN_SPEED_UP = 4.0
+DEPTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent: groups of `group_size` rollouts, a prompt, responses of `shortest` to `longest` tokens."""
+
+    name: str
+    num_groups: int
+    prompt_tokens: int
+    shortest: int
+    longest: int
+    group_size: int = 16
+
+    def groups(self) -> list[RolloutGroup]:
+        """The groups, drawn from the load's name. Long responses are sampled by up to three versions."""
+        random = generator(0, "queue benchmark", self.name)
+        return [self._group(random, number) for number in range(self.num_groups)]
+
+    def _group(self, random: np.random.Generator, number: int) -> RolloutGroup:
+        prompt = random.integers(0, 150_000, self.prompt_tokens, dtype=np.int32)
+        rollouts = tuple(self._rollout(random, prompt) for _ in range(self.group_size))
+        return RolloutGroup(group_id=f"prompt-{number:06d}", index=number, domain="math", actor="a0", rollouts=rollouts)
+
+    def _rollout(self, random: np.random.Generator, prompt: np.ndarray[Any, np.dtype[np.int32]]) -> Rollout:
+        length = int(random.integers(self.shortest, self.longest + 1))
+        cuts = np.sort(random.integers(0, length + 1, 2)) if length >= 100 else np.array([0, 0])
+        counts = np.diff([0, *cuts, length])
+        spans = tuple(VersionSpan(300 + place, int(count)) for place, count in enumerate(counts) if count)
+        turn = Turn(
+            context_token_ids=prompt,
+            token_ids=random.integers(0, 150_000, length, dtype=np.int32),
+            behavior_logprobs=-random.exponential(0.3, length).astype(np.float32),
+            spans=spans,
+        )
+        correct = bool(random.random() < 0.5)
+        verdict = Verdict(outcome=Outcome.CORRECT if correct else Outcome.WRONG, reward=float(correct))
+        return Rollout(turns=(turn,), verdict=verdict, finish_reason="stop", temperature=1.0, epoch=1)
+
+
+LOADS = (
+    Load("tiny", num_groups=256, prompt_tokens=12, shortest=10, longest=10),
+    Load("realistic", num_groups=96, prompt_tokens=150, shortest=100, longest=1000),
+)
+
+
+async def ours(streams: RedisStream, groups: list[RolloutGroup]) -> None:
+    """Encode, append `DEPTH` groups at a time, read as many, decode."""
+    for start in range(0, len(groups), DEPTH):
+        batch = [encode_group(group) for group in groups[start : start + DEPTH]]
+        await streams.append("ours", batch, first_id=start + 1)
+    offset, arrived = START, 0
+    while arrived < len(groups):
+        for entry in await streams.read({"ours": offset}, count=DEPTH, block_s=5.0):
+            arrived += len(decode_group(entry.payload).rollouts) > 0
+            offset = entry.entry_id
+
+
+async def transport(streams: RedisStream, payloads: list[bytes]) -> None:
+    """Append and read as `ours` does, without encoding or decoding."""
+    for start in range(0, len(payloads), DEPTH):
+        await streams.append("transport", payloads[start : start + DEPTH], first_id=start + 1)
+    offset, arrived = START, 0
+    while arrived < len(payloads):
+        entries = await streams.read({"transport": offset}, count=DEPTH, block_s=5.0)
+        arrived += len(entries)
+        offset = entries[-1].entry_id
+
+
+def pickled(client: Redis, records: Sequence[object]) -> None:
+    """One XADD for each pickled record, then one XREAD for each, with redis-py's own blocking client."""
+    for record in records:
+        client.xadd("pickled", {"p": pickle.dumps(record)})
+    offset: bytes = START.encode()
+    for _ in records:
+        answer: Any = client.xread({"pickled": offset}, count=1, block=5000)
+        ((offset, fields),) = answer[0][1]
+        pickle.loads(fields[b"p"])  # the baseline's own bytes
+
+
+class RawSocket:
+    """The least that a client must do: write commands, and take as many bytes as the answers have."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._socket = socket.create_connection((parts.hostname, parts.port))
+        self._file = self._socket.makefile("rb", buffering=1 << 20)
+        self._socket.sendall(_wire(b"AUTH", (parts.password or "").encode()))
+        assert self._file.readline() == b"+OK\r\n"
+
+    def ceiling(self, payloads: list[bytes]) -> None:
+        """XADD in pipelines of `DEPTH`, then XREAD of `DEPTH`."""
+        for start in range(0, len(payloads), DEPTH):
+            batch = payloads[start : start + DEPTH]
+            adds = [
+                _wire(b"XADD", b"bench:raw", b"%d-0" % number, b"p", payload)
+                for number, payload in enumerate(batch, start + 1)
+            ]
+            self._socket.sendall(b"".join(adds))
+            for _ in batch:
+                self._bulk()
+        for start in range(0, len(payloads), DEPTH):
+            command = (b"XREAD", b"COUNT", b"%d" % DEPTH, b"STREAMS", b"bench:raw", b"%d-0" % start)
+            self._socket.sendall(_wire(*command))
+            self._lines(2)  # one stream: its name and its entries
+            self._bulk()
+            entries = int(self._file.readline()[1:])
+            for _ in range(entries):
+                self._lines(1)
+                self._bulk()
+                self._lines(1)
+                self._bulk()
+                self._bulk()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._file.close()
+        self._socket.close()
+
+    def _lines(self, count: int) -> None:
+        for _ in range(count):
+            self._file.readline()
+
+    def _bulk(self) -> None:
+        self._file.read(int(self._file.readline()[1:]) + 2)
+
+
+def _wire(*parts: bytes) -> bytes:
+    return b"".join((b"*%d\r\n" % len(parts), *(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)))
+
+
+def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, dict[str, float]]:
+    """Rollouts/s of each arm, and bytes for each sampled token."""
+    groups = load.groups()
+    payloads = [encode_group(group) for group in groups]
+    num_rollouts = load.num_groups * load.group_size
+    # One pickled rollout at a time is slow; a part of the load is enough to know its rate.
+    few = groups[: max(8, load.num_groups // 8)]
+    few_rollouts = len(few) * load.group_size
+    admin = Redis.from_url(url, protocol=2)
+    raw = RawSocket(url)
+    loop = asyncio.new_event_loop()
+    streams = loop.run_until_complete(RedisStream.connect(url, namespace="bench"))
+
+    def rate(work: Callable[[], object], count: int) -> Callable[[], float]:
+        def arm() -> float:
+            admin.flushall()
+            start = time.perf_counter()
+            work()
+            return count / (time.perf_counter() - start)
+
+        return arm
+
+    def awaited(work: Callable[[], Awaitable[None]]) -> Callable[[], object]:
+        return lambda: loop.run_until_complete(work())
+
+    arms = {
+        "ours": rate(awaited(lambda: ours(streams, groups)), num_rollouts),
+        "ceiling": rate(lambda: raw.ceiling(payloads), num_rollouts),
+        "transport": rate(awaited(lambda: transport(streams, payloads)), num_rollouts),
+        "pickled": rate(lambda: pickled(admin, [r for group in few for r in group.rollouts]), few_rollouts),
+        "pickled groups": rate(lambda: pickled(admin, few), few_rollouts),
+        "encode": rate(lambda: [encode_group(group) for group in groups], num_rollouts),
+        "decode": rate(lambda: [decode_group(payload) for payload in payloads], num_rollouts),
+    }
+    try:
+        timings = paired(arms, rounds)
+    finally:
+        loop.run_until_complete(streams.close())
+        loop.close()
+        raw.close()
+        admin.close()
+    size = sum(len(payload) for payload in payloads)
+    sampled = sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
+    sizes = {
+        "bytes_per_sampled_token": size / sampled,
+        "bytes_per_token": size / sum(group.num_tokens for group in groups),
+        "pickled_bytes_per_sampled_token": sum(len(pickle.dumps(r)) for group in few for r in group.rollouts)
+        / sum(rollout.num_sampled_tokens for group in few for rollout in group.rollouts),
+    }
+    return timings, sizes
+
+
+def rows(load: Load, timings: Paired, sizes: dict[str, float]) -> list[Row]:
+    """The table of one load."""
+    of_ceiling = timings.ratio("ours", "ceiling")
+    client = timings.ratio("transport", "ceiling")
+    speed_up, of_groups = timings.ratio("ours", "pickled"), timings.ratio("ours", "pickled groups")
+    size = sizes["bytes_per_sampled_token"]
+    return [
+        *(Row(f"{arm}, rollouts/s", timings.median(arm)) for arm in timings.samples),
+        Row("ours / ceiling", _short(of_ceiling)),
+        Row("transport / ceiling", _short(client)),
+        Row("ours / pickled groups", _short(of_groups)),
+        Row("ours / pickled", _short(speed_up), f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
+        Row("bytes per sampled token", size, f"<= {MAX_BYTES_PER_TOKEN:g}", size <= MAX_BYTES_PER_TOKEN),
+        Row("the same, pickled", sizes["pickled_bytes_per_sampled_token"]),
+    ]
+
+
+def _short(ratio: Interval) -> str:
+    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """Measure each load, print, and write the record."""
+    payload: dict[str, Any] = {"depth": DEPTH}
+    with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder) / "server") as server:
+        for load in LOADS:
+            timings, sizes = measure(load, server.url, rounds=3 if quick else 15)
+            print_table(f"queue, {load.name} groups of {load.group_size}", rows(load, timings, sizes))
+            payload[load.name] = {
+                "ours_over_ceiling": timings.ratio("ours", "ceiling").as_dict(),
+                "transport_over_ceiling": timings.ratio("transport", "ceiling").as_dict(),
+                "ours_over_pickled_groups": timings.ratio("ours", "pickled groups").as_dict(),
+                "ours_over_pickled": timings.ratio("ours", "pickled").as_dict(),
+                **sizes,
+                **timings.as_dict(),
+            }
+    write_record("queue", payload)
+    return payload
+
+
+if __name__ == "__main__":
+    run()

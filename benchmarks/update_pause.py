@@ -1,0 +1,276 @@
+"""How long tokens stop while an engine takes new weights, against the time of copying as many bytes.
+
+A torch engine with a random decoder runs in a process of its own and decodes; this process is the trainer and publishes
+through HTTP and gloo. The end of each decode step is noted inside the engine's decode thread, on the system's monotonic
+clock. For every update:
+
+    longest   the longest time between two steps from PREPARE to the answer to COMMIT
+    swap      the time between the two steps around the swap itself
+    control   the longest time between two steps in as long a while without an update
+    step      the median step of that while
+    memcpy    copying the model's bytes once, the engine idle: what an update in place would stop decoding for, at least
+
+`extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which `longest`
+contains and a machine with a core for each does not have; `swap` is what the design itself costs.
+Targets: at 24 MB no gap longer by more than one step than any without an update; at 310 MB extra/memcpy at most 0.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
+from inference_contract.schemas import ChatCompletionRequest, WeightLayout
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.runner import ModelRunner
+from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.engines.http_server import create_app, listen, serve
+from pipelinerl.engines.torch_engine import TorchEngineSettings, load_runner
+from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.publisher import Publication
+
+SLOTS: Final = 4
+CONTEXT: Final = 2048
+
+
+class Stopwatch:
+    """A runner that notes when each of its steps ended; everything else is the runner's own."""
+
+    def __init__(self, runner: ModelRunner, ends: list[float]) -> None:
+        self._runner = runner
+        self._ends = ends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+        """One step."""
+        answer = self._runner.decode(num_rows)
+        self._ends.append(time.monotonic())
+        return answer
+
+    def swap(self) -> None:
+        """The swap, noted as a negative time."""
+        self._runner.swap()
+        self._ends.append(-time.monotonic())
+
+
+def _engine(folder: str, pipe: multiprocessing.connection.Connection) -> None:
+    """The engine's process: sends its port, then all notes whenever it is asked."""
+    torch.set_num_threads(1)
+    settings = BatchingSettings(model_id="debug")
+    load = TorchEngineSettings(
+        model_path=Path(folder), batching=settings, slots=SLOTS, context_length=CONTEXT, threads=1
+    )
+    ends: list[float] = []
+    watched: Any = lambda: Stopwatch(load_runner(load), ends)  # noqa: E731
+    # No token ends a sample: lengths are what is asked for.
+    tokenizer = ChatTokenizer(char_tokenizer(), ())
+    engine = BatchingEngine(settings, load=watched, tokenizer=tokenizer)
+
+    def answer() -> None:
+        while pipe.recv():
+            taken, ends[:] = list(ends), []
+            pipe.send(taken)
+
+    listener = listen("127.0.0.1", 0)
+    pipe.send(listener.getsockname()[1])
+    threading.Thread(target=answer, daemon=True).start()
+    serve(create_app(engine, token=None), listener=listener)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds, one of each per update."""
+
+    longest: list[float] = field(default_factory=list)
+    swap: list[float] = field(default_factory=list)
+    control: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
+    memcpy: list[float] = field(default_factory=list)
+    pause: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+
+    def ratio(self, above: Sequence[float], minus: Sequence[float], below: Sequence[float]) -> Interval:
+        """Median of (above − minus) / below."""
+        rows = zip(above, minus, below, strict=True)
+        return bootstrap_median([(a - m) / b for a, m, b in rows])
+
+
+def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
+    """Times between consecutive steps that touch [start, end]."""
+    steps = [note for note in notes if note > 0]
+    return [b - a for a, b in zip(steps, steps[1:], strict=False) if b >= start and a <= end]  # noqa: RUF007
+
+
+def _around_swap(notes: Sequence[float]) -> float:
+    """The time between the steps before and after the last swap."""
+    at = max(row for row, note in enumerate(notes) if note < 0)
+    before = next(note for note in reversed(notes[:at]) if note > 0)
+    after = next(note for note in notes[at:] if note > 0)
+    return after - before
+
+
+async def _measure(url: str, pipe: multiprocessing.connection.Connection, rounds: int) -> tuple[Samples, int]:
+    async with EngineClient() as client:
+        layout = (await client.models(url)).data[0].layout
+        publisher = BroadcastPublisher(client)
+        samples, source = Samples(), _parameters(layout)
+        spare = np.empty(layout.num_bytes, np.uint8)
+        for number in range(-1, rounds):  # the first touches every page once and is forgotten
+            memcpy = _copy_seconds(spare)
+            asking = asyncio.create_task(_keep_busy(client, url))
+            await _steps(client, url, 8)
+            began = time.monotonic()
+            publication = Publication(
+                version=number + 2, epoch=1, layout=layout, weights=lambda: iter(source), engines=[url], membership=1
+            )
+            report = await publisher.publish(publication)
+            ended = time.monotonic()
+            await asyncio.sleep(ended - began + 0.1)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            pipe.send(True)
+            notes = pipe.recv()
+            if number < 0:
+                continue
+            during, after = _gaps(notes, began, ended), _gaps(notes, ended + 0.05, ended + 0.05 + ended - began)
+            samples.longest.append(max(during))
+            samples.control.append(max(after))
+            samples.step.append(float(np.median(after)))
+            samples.swap.append(_around_swap(notes))
+            samples.memcpy.append(memcpy)
+            samples.pause.append(report.pauses_s[url])
+            samples.total.append(report.total_s)
+        await publisher.close()
+    return samples, layout.num_bytes
+
+
+def _parameters(layout: WeightLayout) -> list[tuple[str, Any]]:
+    """Small constant weights: what they are does not matter to time."""
+    return [(p.name, torch.full(p.shape, 0.01, dtype=getattr(torch, p.dtype.value))) for p in layout.parameters]
+
+
+async def _steps(client: EngineClient, url: str, count: int, *, timeout_s: float = 60.0) -> None:
+    """Wait until the engine has decoded `count` more steps."""
+    first = (await client.metrics(url))["decode_steps_total"]
+    async with asyncio.timeout(timeout_s):
+        while (await client.metrics(url))["decode_steps_total"] < first + count:
+            await asyncio.sleep(0.01)
+
+
+async def _keep_busy(client: EngineClient, url: str) -> None:
+    """Keep every slot decoding."""
+    request = ChatCompletionRequest(prompt_token_ids=[6, 7, 8], n=SLOTS, max_tokens=CONTEXT - 8, seed=1)
+    while True:
+        await client.chat(url, request)
+
+
+def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
+    """Best of three copies of as many bytes."""
+    origin = np.zeros_like(target)
+    origin[::4096] = 1
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        np.copyto(target, origin)
+        took.append(time.perf_counter() - began)
+    return min(took)
+
+
+def _size(size: DebugSize, rounds: int) -> tuple[Samples, int]:
+    """All rounds with a model of this size."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        random_decoder(size).save_pretrained(folder)
+        char_tokenizer().save_pretrained(folder, save_jinja_files=False)
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_engine, args=(folder, theirs), daemon=True)
+        process.start()
+        try:
+            url = f"http://127.0.0.1:{ours.recv()}"
+            asyncio.run(_ready(url))
+            return asyncio.run(_measure(url, ours, rounds))
+        finally:
+            process.terminate()
+            process.join(10)
+
+
+async def _ready(url: str, *, timeout_s: float = 60.0) -> None:
+    async with EngineClient(state_timeout_s=timeout_s) as client:
+        await client.health(url)
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """Measure, print, record."""
+    sizes = (DebugSize.MB_3,) if quick else (DebugSize.MB_3, DebugSize.MB_24, DebugSize.MB_310)
+    payload: dict[str, Any] = {}
+    rows: list[Row] = []
+    for size in sizes:
+        samples, num_bytes = _size(size, rounds=3 if quick else 9)
+        none = [0.0] * len(samples.step)
+        in_steps = samples.ratio(samples.longest, samples.control, samples.step)
+        extra = samples.ratio(samples.longest, samples.step, samples.memcpy)
+        swap = samples.ratio(samples.swap, samples.step, samples.memcpy)
+        pause = samples.ratio(samples.pause, none, samples.memcpy)
+        name = f"{num_bytes / 1e6:.1f} MB"
+        median = {key: float(np.median(values)) * 1e3 for key, values in _columns(samples).items()}
+        rows += [
+            Row(f"{name}: step / longest / control / swap [ms]", _listed(median, "step", "longest", "control", "swap")),
+            Row(f"{name}: memcpy / pause / whole update [ms]", _listed(median, "memcpy", "pause", "total")),
+            Row(
+                f"{name}: (longest - control) / step",
+                in_steps,
+                "<= 1" if size is DebugSize.MB_24 else "",
+                in_steps.median <= 1 if size is DebugSize.MB_24 else None,
+            ),
+            Row(
+                f"{name}: extra / memcpy",
+                extra,
+                "<= 0.1" if size is DebugSize.MB_310 else "",
+                extra.median <= 0.1 if size is DebugSize.MB_310 else None,
+            ),
+            Row(f"{name}: (swap - step) / memcpy", swap),
+            Row(f"{name}: engine's own pause / memcpy", pause),
+        ]
+        payload[name] = {
+            "num_bytes": num_bytes,
+            "longest_minus_control_in_steps": in_steps.as_dict(),
+            "extra_over_memcpy": extra.as_dict(),
+            "swap_over_memcpy": swap.as_dict(),
+            "pause_over_memcpy": pause.as_dict(),
+            "median_ms": median,
+            "samples_s": _columns(samples),
+        }
+    print_table("update_pause: how long tokens stop for new weights", rows)
+    if not quick:
+        write_record("update_pause", payload)
+    return payload
+
+
+def _columns(samples: Samples) -> dict[str, list[float]]:
+    names = ("longest", "swap", "control", "step", "memcpy", "pause", "total")
+    return {name: list(getattr(samples, name)) for name in names}
+
+
+def _listed(median: dict[str, float], *names: str) -> str:
+    return " / ".join(f"{median[name]:.2f}" for name in names)
+
+
+if __name__ == "__main__":
+    run(quick="--quick" in os.sys.argv)  # type: ignore[attr-defined]

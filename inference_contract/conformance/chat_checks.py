@@ -1,0 +1,181 @@
+"""Checks of `/v1/chat/completions`, answered whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from inference_contract import routes
+from inference_contract.conformance.session import Session, Unsupported
+from inference_contract.schemas import Choice, FinishReason
+
+
+def ids_of(choice: Choice) -> list[int]:
+    """Its token ids, which `return_token_ids` asked for."""
+    assert choice.token_ids is not None, "with return_token_ids each choice must have token_ids"
+    return choice.token_ids
+
+
+def check_columns(choice: Choice, *, versions: set[int] | None = None) -> None:
+    """Log-probs and spans must belong to the tokens."""
+    tokens = ids_of(choice)
+    assert choice.token_logprobs is not None, "with return_token_ids each choice must have token_logprobs"
+    assert len(choice.token_logprobs) == len(tokens), (
+        f"token_logprobs must have one entry per token, got {len(choice.token_logprobs)} for {len(tokens)}"
+    )
+    for logprob in choice.token_logprobs:
+        assert math.isfinite(logprob) and logprob <= 1e-6, f"a log-prob must be finite and at most 0, got {logprob}"
+    assert choice.version_spans is not None, "with return_token_ids each choice must have version_spans"
+    covered = sum(count for _, count in choice.version_spans)
+    assert covered == len(tokens), f"version_spans must cover all {len(tokens)} tokens, they cover {covered}"
+    named = [version for version, _ in choice.version_spans]
+    assert all(count > 0 for _, count in choice.version_spans), "no version span may be empty"
+    assert all(a < b for a, b in itertools.pairwise(named)), "version spans must rise, one per version"
+    if versions is not None:
+        assert set(named) <= versions, f"the tokens must come from versions {sorted(versions)}, spans name {named}"
+
+
+def chat_answers(session: Session) -> None:
+    """A chat completion has OpenAI's shape, with usage that adds up."""
+    card = session.card()
+    completion = session.chat(model=card.id)
+    assert completion.model == card.id, f"the answer must name the model {card.id!r}, got {completion.model!r}"
+    assert completion.model_version == card.model_version, "model_version must be that of /v1/models"
+    assert [choice.index for choice in completion.choices] == [0], "n=1 must give one choice, of index 0"
+    usage = completion.usage
+    assert usage.completion_tokens == len(ids_of(completion.choices[0])), "usage must count the sampled tokens"
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, "total_tokens must be the sum"
+
+
+def n_gives_n_choices(session: Session) -> None:
+    """n samples come as n choices in order of index, of one prompt."""
+    completion = session.chat(n=5)
+    assert [choice.index for choice in completion.choices] == list(range(5)), "n=5 must give choices 0 to 4 in order"
+    assert completion.usage.completion_tokens == sum(len(ids_of(choice)) for choice in completion.choices)
+    assert completion.prompt_token_ids is not None, "with return_token_ids the answer must have prompt_token_ids"
+    assert completion.usage.prompt_tokens == len(completion.prompt_token_ids), "the prompt must be counted once"
+
+
+def columns_match_tokens(session: Session) -> None:
+    """Log-probs are at most 0, one per token; spans cover all tokens and name the version served."""
+    version = session.card().model_version
+    for choice in session.chat(n=4).choices:
+        check_columns(choice, versions={version})
+
+
+def openai_logprobs_match(session: Session) -> None:
+    """With `logprobs` each choice has OpenAI's records, equal to token_logprobs."""
+    for choice in session.chat(n=2, logprobs=True).choices:
+        assert choice.logprobs is not None, "logprobs=true must give choice.logprobs"
+        given = [record.logprob for record in choice.logprobs.content]
+        assert given == choice.token_logprobs, "logprobs.content must hold the log-probs of token_logprobs"
+
+
+def extras_only_on_request(session: Session) -> None:
+    """Without `return_token_ids` and `logprobs` neither is in the answer."""
+    choice = session.chat(return_token_ids=False).choices[0]
+    assert choice.token_ids is None and choice.logprobs is None, "token_ids and logprobs must be left out unless asked"
+
+
+def same_seed_same_samples(session: Session) -> None:
+    """The same seed gives the same samples, log-probs included."""
+    first, again = session.chat(n=4, seed=7), session.chat(n=4, seed=7)
+    for one, two in zip(first.choices, again.choices, strict=True):
+        assert ids_of(one) == ids_of(two), f"seed 7 must repeat sample {one.index}"
+        assert one.token_logprobs == two.token_logprobs, f"seed 7 must repeat the log-probs of sample {one.index}"
+
+
+def noise_is_per_sample(session: Session) -> None:
+    """The noise of sample i depends on (seed, i) alone: fewer samples are the first of more."""
+    few, many = session.chat(n=2, seed=11), session.chat(n=6, seed=11)
+    for one, two in zip(few.choices, many.choices, strict=False):
+        assert ids_of(one) == ids_of(two), f"sample {one.index} must be the same with n=2 and n=6"
+
+
+def seeds_and_samples_differ(session: Session) -> None:
+    """Other seeds, and other samples of one seed, give other noise."""
+    sampled = {tuple(ids_of(choice)) for seed in range(4) for choice in session.chat(n=4, seed=seed).choices}
+    if len(sampled) == 1 and all(value > -1e-3 for value in session.chat().choices[0].token_logprobs or ()):
+        raise Unsupported("the model is certain of every token, so that noise cannot show")
+    assert len(sampled) > 1, "16 samples of 4 seeds must not all be equal"
+
+
+def greedy_repeats(session: Session) -> None:
+    """Temperature 0 takes the likeliest token, whatever the seed."""
+    one, two = session.chat(temperature=0.0, seed=1), session.chat(temperature=0.0, seed=2)
+    assert ids_of(one.choices[0]) == ids_of(two.choices[0]), "greedy samples must not depend on the seed"
+
+
+def top_k_one_is_certain(session: Session) -> None:
+    """Log-probs are those of the distribution sampled from: with top_k=1 they are 0."""
+    choice = session.chat(top_k=1).choices[0]
+    worst = min(choice.token_logprobs or [0.0])
+    assert abs(worst) < 1e-4, f"with top_k=1 every log-prob must be 0, got {worst}"
+
+
+def max_tokens_is_kept(session: Session) -> None:
+    """No choice is longer than max_tokens, and one that is cut says `length`."""
+    for choice in session.chat(n=4, max_tokens=3).choices:
+        count = len(ids_of(choice))
+        assert count <= 3, f"max_tokens=3 must be kept, got {count} tokens"
+        if choice.finish_reason is FinishReason.LENGTH:
+            assert count == 3, f"finish_reason length must mean max_tokens were sampled, got {count} of 3"
+    only = session.chat(max_completion_tokens=2, max_tokens=8).choices[0]
+    assert len(ids_of(only)) <= 2, "max_completion_tokens must win over max_tokens"
+
+
+def stoppable(session: Session) -> tuple[int, str, str]:
+    """A seed, the text that it gives, and two characters from the middle of that text."""
+    for seed in range(12):
+        text = session.chat(seed=seed).choices[0].message.content
+        stop = text[1:3]
+        # A character that is half sampled shows as U+FFFD, which no stop string can mean.
+        if len(stop) == 2 and "\ufffd" not in text:
+            return seed, text, stop
+    raise Unsupported("none of 12 samples has three whole characters, so that none can be stopped in the middle")
+
+
+def stop_string_ends_text(session: Session) -> None:
+    """A stop string ends the choice with `stop` and is not in its text."""
+    seed, text, stop = stoppable(session)
+    choice = session.chat(seed=seed, stop=stop).choices[0]
+    kept = text.split(stop)[0]
+    assert choice.message.content == kept, (
+        f"with stop={stop!r} the text must be cut before it: expected {kept!r}, got {choice.message.content!r}"
+    )
+    assert choice.finish_reason is FinishReason.STOP, f"finish_reason must be stop, got {choice.finish_reason}"
+
+
+def prompt_ids_go_through(session: Session) -> None:
+    """Token ids in are token ids out, and sample as the messages that they came from."""
+    told = session.chat(n=2, seed=5)
+    prompt = told.prompt_token_ids
+    assert prompt, "with return_token_ids the answer must have prompt_token_ids"
+    again = session.chat(n=2, seed=5, prompt_token_ids=prompt)
+    assert again.prompt_token_ids == prompt, "prompt_token_ids must come back unchanged"
+    for one, two in zip(told.choices, again.choices, strict=True):
+        assert ids_of(one) == ids_of(two), "the ids of a prompt must sample as its messages do"
+
+
+def alias_is_served(session: Session) -> None:
+    """`/v1/chat/completion`, as PipelineRL's post spells it, is the same route."""
+    plural, singular = session.chat(seed=3), session.chat(routes.CHAT_COMPLETION_ALIAS, seed=3)
+    assert ids_of(plural.choices[0]) == ids_of(singular.choices[0]), "both spellings must give the same answer"
+
+
+CHECKS = (
+    chat_answers,
+    n_gives_n_choices,
+    columns_match_tokens,
+    openai_logprobs_match,
+    extras_only_on_request,
+    same_seed_same_samples,
+    noise_is_per_sample,
+    seeds_and_samples_differ,
+    greedy_repeats,
+    top_k_one_is_certain,
+    max_tokens_is_kept,
+    stop_string_ends_text,
+    prompt_ids_go_through,
+    alias_is_served,
+)

@@ -1,0 +1,88 @@
+"""Checks that what is wrong is refused by name, in OpenAI's error shape, and is not repeated to the caller."""
+
+from __future__ import annotations
+
+from inference_contract import routes
+from inference_contract.conformance.session import Session, body, refused
+
+_SECRET = "do-not-repeat-me-4711"
+
+
+def unknown_field_is_refused(session: Session) -> None:
+    """An unknown field is refused by name, never dropped in silence."""
+    error = refused(session.post(routes.CHAT_COMPLETIONS, body(frobnicate=1)), 400, 422)
+    assert error["param"] == "frobnicate", f"param must name the unknown field 'frobnicate', got {error['param']!r}"
+
+
+def wrong_type_is_refused(session: Session) -> None:
+    """A field of the wrong type is refused by its path, and its value is not repeated."""
+    response = session.post(routes.CHAT_COMPLETIONS, body(max_tokens=_SECRET))
+    error = refused(response, 400, 422)
+    assert error["param"] == "max_tokens", f"param must be 'max_tokens', got {error['param']!r}"
+    assert _SECRET not in response.text, "an error must not repeat the input"
+    nested = refused(session.post(routes.CHAT_COMPLETIONS, body(messages=[{"role": "user", "content": 3}])), 400, 422)
+    assert str(nested["param"]).startswith("messages"), f"param must be a path below messages, got {nested['param']!r}"
+
+
+def out_of_range_is_refused(session: Session) -> None:
+    """Values outside their range are refused by name."""
+    for name, value in (("temperature", -1.0), ("top_p", 0.0), ("n", 0), ("max_tokens", 0)):
+        error = refused(session.post(routes.CHAT_COMPLETIONS, body(**{name: value})), 400, 422)
+        assert error["param"] == name, f"{name}={value}: param must be {name!r}, got {error['param']!r}"
+
+
+def missing_prompt_is_refused(session: Session) -> None:
+    """A request with neither messages nor prompt_token_ids is refused."""
+    refused(session.post(routes.CHAT_COMPLETIONS, {"max_tokens": 4}), 400, 422)
+
+
+def malformed_body_is_refused(session: Session) -> None:
+    """A body that is not JSON is refused, and not repeated."""
+    response = session.post(routes.CHAT_COMPLETIONS, f'{{"messages": {_SECRET}'.encode())
+    refused(response, 400, 422)
+    assert _SECRET not in response.text, "an error must not repeat the input"
+
+
+def too_long_prompt_is_refused(session: Session) -> None:
+    """A prompt that leaves no room for a token is refused with 400 and its param."""
+    length = session.card().context_length
+    error = refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1] * length)), 400)
+    assert error["param"] == "prompt_token_ids", f"param must be 'prompt_token_ids', got {error['param']!r}"
+
+
+def foreign_token_is_refused(session: Session) -> None:
+    """Token ids outside the vocabulary are refused."""
+    for token_id in (-1, 2**31 - 1):
+        error = refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1, token_id])), 400, 422)
+        assert "prompt_token_ids" in str(error["param"]), f"param must be prompt_token_ids, got {error['param']!r}"
+
+
+def unknown_model_is_refused(session: Session) -> None:
+    """A request for another model is refused with 404."""
+    refused(session.post(routes.CHAT_COMPLETIONS, body(model="no-such-model")), 404, code="model_not_found")
+
+
+def refused_stream_is_no_stream(session: Session) -> None:
+    """A streamed request that is refused gets a plain error, with its status."""
+    length = session.card().context_length
+    refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1] * length, stream=True)), 400)
+
+
+def unknown_route_and_method_are_refused(session: Session) -> None:
+    """404 and 405 have the same error shape."""
+    refused(session.get("/v1/no-such-route"), 404)
+    refused(session.request("GET", routes.CHAT_COMPLETIONS), 405)
+
+
+CHECKS = (
+    unknown_field_is_refused,
+    wrong_type_is_refused,
+    out_of_range_is_refused,
+    missing_prompt_is_refused,
+    malformed_body_is_refused,
+    too_long_prompt_is_refused,
+    foreign_token_is_refused,
+    unknown_model_is_refused,
+    refused_stream_is_no_stream,
+    unknown_route_and_method_are_refused,
+)

@@ -1,0 +1,154 @@
+"""`Session`: a plain HTTP client, what is known of the engine so far, and the trainer that the kit plays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, final
+
+import httpx
+
+from inference_contract import routes
+from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Health, ModelCard, ModelList
+
+if TYPE_CHECKING:
+    from inference_contract.conformance.trainer import KitTrainer
+
+#: What the checks ask; any chat model has an answer.
+MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
+
+
+class Unsupported(Exception):
+    """The engine, or this machine, cannot show what the check looks for."""
+
+
+@final
+class Session:
+    """One run of the kit against one engine."""
+
+    def __init__(self, url: str, *, token: str | None, timeout_s: float, host: str) -> None:
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        self.token = token
+        self.timeout_s = timeout_s
+        self._host = host
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
+        self._trainer: KitTrainer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._trainer is not None:
+            self._trainer.close()
+        self._client.close()
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """GET; any status."""
+        return self._client.get(path, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        """POST a JSON body, or raw bytes; any status."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self._client.post(path, content=content, headers={"content-type": "application/json"}, **options)
+
+    def request(self, method: str, path: str) -> httpx.Response:
+        """Another method."""
+        return self._client.request(method, path)
+
+    def without_token(self, path: str) -> httpx.Response:
+        """GET without, or with a wrong, bearer token."""
+        return self._client.get(path, headers={"authorization": "Bearer wrong"})
+
+    def health(self) -> Health:
+        """GET /health, which must succeed."""
+        return Health.model_validate(succeeded(self.get(routes.HEALTH)))
+
+    def card(self) -> ModelCard:
+        """The one model of GET /v1/models."""
+        models = ModelList.model_validate(succeeded(self.get(routes.MODELS)))
+        assert len(models.data) == 1, f"/v1/models must list the one model served, it lists {len(models.data)}"
+        return models.data[0]
+
+    def chat(self, path: str = routes.CHAT_COMPLETIONS, **fields: Any) -> ChatCompletion:
+        """A completion that must succeed; `messages`, ids in the answer and few tokens unless told otherwise."""
+        return ChatCompletion.model_validate(succeeded(self.post(path, body(**fields))))
+
+    def stream(self, **fields: Any) -> Iterator[ChatCompletionChunk]:
+        """The chunks of a streamed completion, which must end with `data: [DONE]`."""
+        asked = body(**fields) | {"stream": True}
+        with self._client.stream("POST", routes.CHAT_COMPLETIONS, json=asked) as response:
+            assert response.status_code == 200, f"a streamed completion must answer 200, got {response.status_code}"
+            media = response.headers.get("content-type", "")
+            assert media.startswith("text/event-stream"), f"a stream must be text/event-stream, got {media!r}"
+            done = False
+            for line in response.iter_lines():
+                if not line:
+                    continue
+                assert line.startswith("data: "), f"each event must be one line `data: …`, got {line[:40]!r}"
+                assert not done, "nothing may follow `data: [DONE]`"
+                done = line == "data: [DONE]"
+                if not done:
+                    yield ChatCompletionChunk.model_validate_json(line.removeprefix("data: "))
+        assert done, "a stream must end with `data: [DONE]`"
+
+    def greedy(self) -> tuple[list[int], list[float]]:
+        """Token ids and log-probs of one greedy sample: a fingerprint of the weights that serve."""
+        choice = self.chat(temperature=0.0, max_tokens=6).choices[0]
+        assert choice.token_ids is not None and choice.token_logprobs is not None, "return_token_ids must be honoured"
+        return choice.token_ids, choice.token_logprobs
+
+    def generated_tokens(self) -> float:
+        """generated_tokens_total of GET /metrics."""
+        samples = [line for line in self.get(routes.METRICS).text.splitlines() if line[:1] != "#"]
+        return float(next(line for line in samples if "generated_tokens_total" in line).rsplit(" ", 1)[1])
+
+    def recover(self) -> None:
+        """After a check that broke off: a new membership drops what it left staged, so that the next begins afresh."""
+        if self._trainer is not None:
+            self._trainer.leave()
+
+    def trainer(self) -> KitTrainer:
+        """The trainer that the kit plays, in a process group with the engine.
+
+        Raises:
+            Unsupported: torch is not installed here.
+        """
+        if self._trainer is None:
+            try:
+                from inference_contract.conformance.trainer import KitTrainer
+            except ImportError as error:
+                raise Unsupported(f"the weight checks play the trainer and need {error.name}; install it") from error
+            self._trainer = KitTrainer(self, host=self._host)
+        return self._trainer
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """A chat request: short, with ids in the answer."""
+    prompt = {} if "prompt_token_ids" in fields else {"messages": MESSAGES}
+    return prompt | {"max_tokens": 8, "seed": 1, "return_token_ids": True} | fields
+
+
+def succeeded(response: httpx.Response) -> Any:
+    """The JSON of a 200."""
+    asked = f"{response.request.method} {response.request.url.path}"
+    assert response.status_code == 200, f"{asked} must answer 200, got {response.status_code}: {response.text[:300]}"
+    return response.json()
+
+
+def refused(response: httpx.Response, *statuses: int, code: str | None = None) -> dict[str, Any]:
+    """The error of a refusal with one of `statuses`, in OpenAI's shape."""
+    asked = f"{response.request.method} {response.request.url.path}"
+    wanted = " or ".join(map(str, statuses))
+    assert response.status_code in statuses, f"{asked} must answer {wanted}, got {response.status_code}"
+    answer = response.json()
+    error = answer.get("error") if isinstance(answer, dict) else None
+    assert isinstance(error, dict), f"{asked}: a refusal must have the shape {{'error': {{…}}}}"
+    for name in ("message", "type", "param", "code"):
+        assert name in error, f"{asked}: the error must have a field {name!r}"
+    assert isinstance(error["message"], str) and error["message"], f"{asked}: the error's message must be a sentence"
+    if code is not None:
+        assert error["code"] == code, f"{asked}: the error's code must be {code!r}, got {error['code']!r}"
+    return error

@@ -1,0 +1,171 @@
+"""`KitTrainer`: rank 0 of the weight group, as a trainer would be, but written apart from ours: a second opinion.
+
+Its weights are a pure function of (layout, tag), so that the kit can send the same again and expect the same answers.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
+
+import httpx
+import torch
+import torch.distributed
+import xxhash
+
+from inference_contract import routes
+from inference_contract.schemas import ParameterSpec, WeightLayout
+
+if TYPE_CHECKING:
+    from inference_contract.conformance.session import Session
+
+dist: Any = torch.distributed
+
+_GROUP = "conformance"
+_BUCKET_BYTES = 2**16
+
+
+def weights(layout: WeightLayout, tag: int) -> torch.Tensor:
+    """Bytes [num_bytes] of small, finite weights, another set for each `tag`."""
+    return torch.cat([_parameter(spec, tag + 7 * row) for row, spec in enumerate(layout.parameters)])
+
+
+def _parameter(spec: ParameterSpec, tag: int) -> torch.Tensor:
+    count = spec.num_bytes // spec.dtype.itemsize
+    wave = torch.sin(torch.arange(count, dtype=torch.float64) * 0.7548776662 * (1 + tag % 101) + tag)
+    scaled = (wave * 60).to(torch.int8) if spec.dtype == "int8" else (wave * 0.5).to(getattr(torch, spec.dtype.value))
+    return scaled.view(torch.uint8)
+
+
+def digest(data: torch.Tensor) -> str:
+    """The contract's digest of these bytes."""
+    bytes_: Any = data.numpy()
+    return xxhash.xxh3_128(bytes_).hexdigest()
+
+
+@final
+class KitTrainer:
+    """Forms groups of two, itself and the engine, and sends updates through them."""
+
+    def __init__(self, session: Session, *, host: str) -> None:
+        self._session = session
+        self._host = host
+        listener = socket.create_server((host, 0))
+        self._port = listener.getsockname()[1]
+        # Our own listening socket: a store that opens its own listens on every address.
+        self._store: Any = dist.TCPStore(
+            host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._group: Any = None
+        card = session.card()
+        # Above whatever the engine has seen, so that the kit may be run again.
+        self.epoch = card.epoch + 1
+        self.layout = card.layout
+        self.generation = 1000 * self.epoch
+        self.version = card.model_version
+
+    def close(self) -> None:
+        """Leave."""
+        self._group = self._store = None
+
+    def join_request(self, generation: int, **fields: Any) -> dict[str, Any]:
+        """Body of POST /init_process_group."""
+        return {
+            "group": _GROUP,
+            "backend": "gloo",
+            "rendezvous_host": self._host,
+            "rendezvous_port": self._port,
+            "rank": 1,
+            "world_size": 2,
+            "generation": generation,
+            "timeout_s": self._session.timeout_s / 2,
+        } | fields
+
+    def form(self) -> httpx.Response:
+        """A new membership, one generation up; returns the engine's answer."""
+        self.leave()
+        self.generation += 1
+        answer: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: answer.append(
+                self._session.post(routes.INIT_PROCESS_GROUP, self.join_request(self.generation))
+            )
+        )
+        asking.start()
+        try:
+            self._group = self._joined(self.generation)
+        finally:
+            asking.join(self._session.timeout_s)
+        assert answer, "POST /init_process_group must answer once both ranks have joined"
+        return answer[0]
+
+    def formed(self) -> None:
+        """Form a group unless there is one."""
+        if self._group is None:
+            answer = self.form()
+            assert answer.status_code == 200, f"joining must answer 200, got {answer.status_code}: {answer.text[:300]}"
+
+    def leave(self) -> None:
+        """Leave the group; an engine that waits in a broadcast sees it at once."""
+        self._group = None
+
+    def _joined(self, generation: int) -> Any:
+        patience = timedelta(seconds=self._session.timeout_s / 2)
+        store = dist.PrefixStore(
+            f"{_GROUP}/{generation}",
+            dist.TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=patience),
+        )
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        options._timeout = patience
+        return dist.ProcessGroupGloo(store, 0, 2, options)
+
+    def update(self, phase: str, version: int, **fields: Any) -> httpx.Response:
+        """POST /request_weight_update; PREPARE names the group and the engine's layout unless told otherwise."""
+        request: dict[str, Any] = {
+            "phase": phase,
+            "version": version,
+            "epoch": self.epoch,
+            "bucket_bytes": _BUCKET_BYTES,
+            "timeout_s": self._session.timeout_s / 2,
+        }
+        if phase == "prepare":
+            request |= {"group": _GROUP, "generation": self.generation}
+            if "layout_id" not in fields:
+                request["layout"] = self.layout.model_dump(mode="json")
+        return self._session.post(routes.REQUEST_WEIGHT_UPDATE, request | fields)
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Send the bytes, bucket by bucket."""
+        for start, end in self.layout.buckets(_BUCKET_BYTES):
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            options.timeout = timedelta(seconds=self._session.timeout_s / 2)
+            self._group.broadcast([data[start:end]], options).wait(options.timeout)
+
+    def next_version(self) -> int:
+        """A version that was not used yet."""
+        self.version += 1
+        return self.version
+
+    def publish(self, version: int, *, tag: int, before_commit: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """A whole update, each phase of which must succeed; returns the answer to COMMIT."""
+        self.formed()
+        data = weights(self.layout, tag)
+        self.accepted(self.update("prepare", version), "prepared")
+        self.broadcast(data)
+        before_commit()
+        return self.accepted(self.update("commit", version, digest=digest(data)), "committed")
+
+    @staticmethod
+    def accepted(response: httpx.Response, status: str) -> dict[str, Any]:
+        """The answer, which must be 200 with this status."""
+        assert response.status_code == 200, (
+            f"/request_weight_update must answer 200 {status}, got {response.status_code}: {response.text[:300]}"
+        )
+        answer: dict[str, Any] = response.json()
+        assert answer["status"] == status, f"the phase must end {status!r}, got {answer['status']!r}"
+        return answer

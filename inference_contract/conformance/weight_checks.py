@@ -1,0 +1,290 @@
+"""Checks of the weight group and of updates in flight; the kit plays rank 0."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from inference_contract import routes
+from inference_contract.conformance.chat_checks import check_columns
+from inference_contract.conformance.session import Session, Unsupported, refused, succeeded
+from inference_contract.conformance.stream_checks import gathered
+
+# --- the group ---------------------------------------------------------------------------------------------------
+
+
+def update_without_group_is_refused(session: Session) -> None:
+    """PREPARE that names a group nobody joined is refused at once."""
+    trainer = session.trainer()
+    refused(trainer.update("prepare", trainer.next_version(), generation=trainer.generation + 500), 409)
+
+
+def group_is_joined(session: Session) -> None:
+    """/init_process_group joins, and the same generation again is a no-op."""
+    trainer = session.trainer()
+    status = succeeded(trainer.form())
+    assert status["generation"] == trainer.generation, "the answer must name the generation joined"
+    assert (status["rank"], status["world_size"]) == (1, 2), "the answer must name rank 1 of 2"
+    again = session.post(routes.INIT_PROCESS_GROUP, trainer.join_request(trainer.generation))
+    assert succeeded(again) == status, "joining the same generation again must be a no-op"
+
+
+def lower_generation_is_refused(session: Session) -> None:
+    """A membership older than the one joined is refused, and the group lives on."""
+    trainer = session.trainer()
+    trainer.formed()
+    older = session.post(routes.INIT_PROCESS_GROUP, trainer.join_request(trainer.generation - 1))
+    refused(older, 409, code="stale_generation")
+    trainer.publish(trainer.next_version(), tag=1)
+
+
+def higher_generation_replaces(session: Session) -> None:
+    """A higher generation replaces the group, and updates go through the new one."""
+    trainer = session.trainer()
+    trainer.formed()
+    succeeded(trainer.form())
+    trainer.publish(trainer.next_version(), tag=2)
+
+
+# --- an update ---------------------------------------------------------------------------------------------------
+
+
+def update_is_served(session: Session) -> None:
+    """After COMMIT the new version serves, and its bytes alone decide what is sampled."""
+    trainer = session.trainer()
+    trainer.publish(trainer.next_version(), tag=3)
+    before = session.greedy()
+    version = trainer.next_version()
+    answer = trainer.publish(version, tag=4)
+    assert (answer["epoch"], answer["version"]) == (trainer.epoch, version), "COMMIT must name the version served"
+    card, health = session.card(), session.health()
+    assert (card.epoch, card.model_version) == (trainer.epoch, version), "/v1/models must name the new version"
+    assert (health.epoch, health.model_version) == (trainer.epoch, version), "/health must name the new version"
+    assert card.digest == answer["digest"], "/v1/models must carry the digest that was committed"
+    assert session.greedy()[1] != before[1], "other weights must give other log-probs: the update had no effect"
+    for choice in session.chat(n=2).choices:
+        check_columns(choice, versions={version})
+    trainer.publish(trainer.next_version(), tag=3)
+    assert session.greedy() == before, "the same bytes again must give the same greedy sample and log-probs"
+
+
+def layout_id_is_enough(session: Session) -> None:
+    """An engine that has seen a layout takes its id, and asks for the whole when it does not know the id."""
+    trainer = session.trainer()
+    trainer.publish(trainer.next_version(), tag=5)
+    version = trainer.next_version()
+    error = refused(trainer.update("prepare", version, layout_id="0" * 32), 400, 409, 422)
+    assert "layout" in str(error["param"]), f"param must be layout_id, got {error['param']!r}"
+    trainer.accepted(trainer.update("prepare", version, layout_id=trainer.layout.layout_id), "prepared")
+    _send_and_commit(session, version, tag=6)
+
+
+def same_version_is_a_no_op(session: Session) -> None:
+    """PREPARE and COMMIT of the version that serves change nothing and need no broadcast."""
+    trainer = session.trainer()
+    version = trainer.next_version()
+    served = trainer.publish(version, tag=7)
+    trainer.accepted(trainer.update("prepare", version), "already_serving")
+    trainer.accepted(trainer.update("commit", version, digest=served["digest"]), "already_serving")
+
+
+def prepare_repeats(session: Session) -> None:
+    """PREPARE of the update that is prepared already is a no-op; of another it is refused."""
+    trainer = session.trainer()
+    trainer.formed()
+    version = trainer.next_version()
+    trainer.accepted(trainer.update("prepare", version), "prepared")
+    trainer.accepted(trainer.update("prepare", version), "prepared")
+    refused(trainer.update("prepare", trainer.next_version()), 409, code="update_in_progress")
+    _send_and_commit(session, version, tag=8)
+
+
+def older_version_is_refused(session: Session) -> None:
+    """A version older than the one that serves is refused, and so is an older epoch."""
+    trainer = session.trainer()
+    version = trainer.next_version()
+    trainer.publish(version, tag=9)
+    refused(trainer.update("prepare", version - 1), 409, code="stale_version")
+    refused(trainer.update("prepare", version + 5, epoch=trainer.epoch - 1), 409, code="stale_version")
+    assert session.card().model_version == version, "a refused update must change nothing"
+
+
+def wrong_layout_is_refused(session: Session) -> None:
+    """Missing, foreign, reordered, reshaped and retyped parameters are refused by name before any broadcast."""
+    trainer = session.trainer()
+    trainer.formed()
+    version = trainer.next_version()
+    rows: list[dict[str, Any]] = trainer.layout.model_dump(mode="json")["parameters"]
+    first, rest = rows[0], rows[1:]
+    other = "float16" if first["dtype"] != "float16" else "float32"
+    wrong = {
+        "a foreign parameter": [*rows, {"name": "kit.foreign", "shape": [1], "dtype": "float32"}],
+        "a wrong shape": [first | {"shape": [*first["shape"], 2]}, *rest],
+        "a wrong dtype": [first | {"dtype": other}, *rest],
+        "another name": [first | {"name": "kit.renamed"}, *rest],
+    }
+    if rest:
+        wrong |= {"a missing parameter": rest, "another order": [rest[0], first, *rest[1:]]}
+    for what, parameters in wrong.items():
+        response = trainer.update("prepare", version, layout={"parameters": parameters})
+        assert response.status_code == 422, f"{what} must be refused with 422, got {response.status_code}"
+        error = refused(response, 422, code="layout_mismatch")
+        names = [row["name"] for row in [*rows, *parameters]]
+        assert any(name in error["message"] for name in names), f"{what}: the message must name the parameter"
+    trainer.publish(version, tag=10)
+
+
+def commit_needs_prepare(session: Session) -> None:
+    """COMMIT and ABORT of an update that was not prepared are refused."""
+    trainer = session.trainer()
+    version = trainer.next_version()
+    refused(trainer.update("commit", version, digest="0" * 32), 409, code="not_prepared")
+    refused(trainer.update("abort", version), 409, code="not_prepared")
+
+
+def wrong_digest_is_refused(session: Session) -> None:
+    """If the bytes do not have the digest, the old weights serve on, and the next update works."""
+    from inference_contract.conformance.trainer import weights
+
+    trainer = session.trainer()
+    serving = trainer.next_version()
+    trainer.publish(serving, tag=11)
+    before, version = session.greedy(), trainer.next_version()
+    trainer.accepted(trainer.update("prepare", version), "prepared")
+    trainer.broadcast(weights(trainer.layout, 12))
+    refused(trainer.update("commit", version, digest="f" * 32), 502, code="digest_mismatch")
+    assert session.card().model_version == serving, "after a wrong digest the old version must serve"
+    assert session.greedy() == before, "after a wrong digest the old weights must serve: greedy output changed"
+    trainer.publish(trainer.next_version(), tag=12)
+    assert session.greedy()[1] != before[1], "the update after a wrong digest must take effect"
+
+
+def abort_leaves_old_weights(session: Session) -> None:
+    """An aborted update leaves the old weights, and a new membership brings the next."""
+    trainer = session.trainer()
+    serving = trainer.next_version()
+    trainer.publish(serving, tag=13)
+    before, version = session.greedy(), trainer.next_version()
+    trainer.accepted(trainer.update("prepare", version), "prepared")
+    trainer.accepted(trainer.update("abort", version), "aborted")
+    trainer.leave()
+    assert session.card().model_version == serving, "after an abort the old version must serve"
+    assert session.greedy() == before, "after an abort the old weights must serve"
+    trainer.publish(trainer.next_version(), tag=14)
+
+
+def lost_trainer_leaves_old_weights(session: Session) -> None:
+    """A trainer that dies in the middle of the broadcast leaves an engine that serves and can be updated again."""
+    trainer = session.trainer()
+    trainer.publish(trainer.next_version(), tag=15)
+    before, version = session.greedy(), trainer.next_version()
+    trainer.accepted(trainer.update("prepare", version), "prepared")
+    trainer.leave()
+    error = refused(trainer.update("commit", version, digest="0" * 32), 502, 504, 409)
+    assert error["code"] in ("peer_lost", "deadline_exceeded", "not_prepared"), f"got the code {error['code']!r}"
+    assert session.greedy() == before, "after a lost trainer the old weights must serve"
+    trainer.publish(trainer.next_version(), tag=16)
+
+
+# --- in flight ---------------------------------------------------------------------------------------------------
+
+
+def update_in_flight(session: Session) -> None:
+    """Generation goes on across an update, and spans say which weights sampled which tokens."""
+    trainer = session.trainer()
+    for attempt in range(5):
+        old = trainer.next_version()
+        trainer.publish(old, tag=17)
+        new = trainer.next_version()
+        trainer.accepted(trainer.update("prepare", new), "prepared")
+        chunks = session.stream(n=16, max_tokens=session.card().context_length, seed=attempt)
+        received = [next(chunks)]
+        _send_and_commit(session, new, tag=18)
+        received.extend(chunks)
+        choices = gathered(received)
+        for choice in choices:
+            check_columns(choice, versions={old, new})
+        if any(len(choice.version_spans or ()) == 2 for choice in choices):
+            return
+    raise Unsupported("16 samples of full length ended before an update could be committed; give a longer context")
+
+
+def update_during_whole_answer(session: Session) -> None:
+    """An answer given whole across an update has the spans of both versions."""
+    trainer = session.trainer()
+    for attempt in range(5):
+        old = trainer.next_version()
+        trainer.publish(old, tag=21)
+        new = trainer.next_version()
+        trainer.accepted(trainer.update("prepare", new), "prepared")
+        before, answers = session.generated_tokens(), []
+        length = session.card().context_length
+        asking = threading.Thread(target=lambda: answers.append(session.chat(n=16, max_tokens=length, seed=attempt)))  # noqa: B023
+        asking.start()
+        while asking.is_alive() and session.generated_tokens() == before:
+            time.sleep(0.001)
+        _send_and_commit(session, new, tag=22)
+        committed = session.generated_tokens()
+        asking.join(session.timeout_s)
+        assert answers, f"the answer must come within {session.timeout_s:g} s although the weights changed meanwhile"
+        for choice in answers[0].choices:
+            check_columns(choice, versions={old, new})
+        after = session.generated_tokens() - committed
+        spans = [span for choice in answers[0].choices for span in choice.version_spans or ()]
+        named = sum(count for version, count in spans if version == new)
+        assert named >= after, f"{after:g} tokens were sampled after COMMIT, the spans give {named} to version {new}"
+        if 0 < named < sum(count for _, count in spans):
+            return
+    raise Unsupported("no answer of 16 samples spanned an update: they end too soon; give a longer context")
+
+
+def abort_on_update_ends_samples(session: Session) -> None:
+    """With on_update=abort each running sample ends with `abort`, all of it from one version."""
+    trainer = session.trainer()
+    for attempt in range(5):
+        old = trainer.next_version()
+        trainer.publish(old, tag=19)
+        new = trainer.next_version()
+        trainer.accepted(trainer.update("prepare", new, on_update="abort"), "prepared")
+        chunks = session.stream(n=16, max_tokens=session.card().context_length, seed=attempt)
+        received = [next(chunks)]
+        _send_and_commit(session, new, tag=20, on_update="abort")
+        received.extend(chunks)
+        choices = gathered(received)
+        for choice in choices:
+            check_columns(choice, versions={old})
+        if any(choice.finish_reason == "abort" for choice in choices):
+            return
+    raise Unsupported("16 samples of full length ended before an update could be committed; give a longer context")
+
+
+def _send_and_commit(session: Session, version: int, *, tag: int, **fields: Any) -> None:
+    """The rest of an update that is prepared."""
+    from inference_contract.conformance.trainer import digest, weights
+
+    trainer = session.trainer()
+    data = weights(trainer.layout, tag)
+    trainer.broadcast(data)
+    trainer.accepted(trainer.update("commit", version, digest=digest(data), **fields), "committed")
+
+
+CHECKS = (
+    update_without_group_is_refused,
+    group_is_joined,
+    lower_generation_is_refused,
+    higher_generation_replaces,
+    update_is_served,
+    layout_id_is_enough,
+    same_version_is_a_no_op,
+    prepare_repeats,
+    older_version_is_refused,
+    wrong_layout_is_refused,
+    commit_needs_prepare,
+    wrong_digest_is_refused,
+    abort_leaves_old_weights,
+    lost_trainer_leaves_old_weights,
+    update_in_flight,
+    update_during_whole_answer,
+    abort_on_update_ends_samples,
+)

@@ -1,0 +1,163 @@
+"""The errors an engine may answer with, as one tree.
+
+    ContractError                 500 internal_error
+    ├── InvalidRequest            400 invalid_request_error   the body is wrong; `param` names the field
+    ├── Unauthorized              401 unauthorized            no token, or the wrong one
+    ├── UnknownModel              404 model_not_found
+    ├── Conflict                  409
+    │   ├── StaleGeneration       409 stale_generation        a process group older than the one joined
+    │   ├── StaleVersion          409 stale_version           a weight version older than the one served
+    │   ├── UpdateInProgress      409 update_in_progress      another update holds the second buffer
+    │   └── NotPrepared           409 not_prepared            commit or broadcast without its prepare
+    ├── LayoutMismatch            422 layout_mismatch         names, order, shapes or dtypes differ from the model's
+    ├── Overloaded                429 overloaded              the waiting queue is full
+    ├── Dirty                     503 dirty                   a half-received update; a full one mends it
+    ├── EngineStopped             503 engine_stopped          the engine is closing
+    ├── DigestMismatch            502 digest_mismatch         what arrived is not what was sent
+    ├── PeerLost                  502 peer_lost               another rank left or died during a join or a broadcast
+    └── DeadlineExceeded          504 deadline_exceeded       a peer did not come in time
+
+To add one: subclass the nearest parent, set `status` and `code`, add the line above. On the wire an error is OpenAI's
+shape, `{"error": {"message", "type", "param", "code"}}`; `from_wire` gives the client the same class back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class ContractError(Exception):
+    """Base of the tree. `message` says what was expected, what came, and what to do; `param` names the field."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON body for this error."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class InvalidRequest(ContractError):
+    """The body is malformed or asks for what the engine cannot do."""
+
+    status = 400
+    code = "invalid_request_error"
+
+
+class Unauthorized(ContractError):
+    """The bearer token is missing or wrong."""
+
+    status = 401
+    code = "unauthorized"
+
+
+class UnknownModel(ContractError):
+    """The request names a model this engine does not serve."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class Conflict(ContractError):
+    """The request is well formed but does not fit the engine's state."""
+
+    status = 409
+    code = "conflict"
+
+
+class StaleGeneration(Conflict):
+    """A process group older than the one already joined."""
+
+    code = "stale_generation"
+
+
+class StaleVersion(Conflict):
+    """A weight version that does not come after the one served."""
+
+    code = "stale_version"
+
+
+class UpdateInProgress(Conflict):
+    """Another update is being received."""
+
+    code = "update_in_progress"
+
+
+class NotPrepared(Conflict):
+    """A commit, or an abort, for an update that was not prepared, or a broadcast without a process group."""
+
+    code = "not_prepared"
+
+
+class LayoutMismatch(ContractError):
+    """The announced parameters differ from the model's in name, order, shape or dtype."""
+
+    status = 422
+    code = "layout_mismatch"
+
+
+class Overloaded(ContractError):
+    """The waiting queue is full; retry elsewhere or later."""
+
+    status = 429
+    code = "overloaded"
+
+
+class DigestMismatch(ContractError):
+    """The bytes that arrived do not have the digest that was announced; the old weights still serve."""
+
+    status = 502
+    code = "digest_mismatch"
+
+
+class PeerLost(ContractError):
+    """Another rank of the process group left or died; the old weights still serve, a new membership is needed."""
+
+    status = 502
+    code = "peer_lost"
+
+
+class Dirty(ContractError):
+    """The engine holds half-received weights and serves only after a full update."""
+
+    status = 503
+    code = "dirty"
+
+
+class EngineStopped(ContractError):
+    """The engine is closing."""
+
+    status = 503
+    code = "engine_stopped"
+
+
+class DeadlineExceeded(ContractError):
+    """Something this request waited for did not come in time; the message names it."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+
+def _tree(root: type[ContractError]) -> list[type[ContractError]]:
+    return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
+
+
+def from_wire(status: int, body: Any) -> ContractError:
+    """The error an engine answered with, as the class it was raised as.
+
+    Args:
+        status: HTTP status of the answer.
+        body: decoded JSON body; anything that is not the error shape gives a plain `ContractError`.
+    """
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        return ContractError(f"expected a contract error body, got HTTP {status} with another body")
+    classes = {cls.code: cls for cls in _tree(ContractError)}
+    cls = classes.get(str(error.get("code")), ContractError)
+    return cls(str(error.get("message")), param=error.get("param"))

@@ -1,0 +1,251 @@
+"""Wire types of the inference contract: frozen, validated, closed.
+
+An unknown field is refused by name, never dropped in silence. Shapes are in elements, times in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from inference_contract.weights import (
+    Backend as Backend,
+    DType as DType,
+    InitProcessGroupRequest as InitProcessGroupRequest,
+    OnUpdate as OnUpdate,
+    ParameterSpec as ParameterSpec,
+    ProcessGroupStatus as ProcessGroupStatus,
+    Transport as Transport,
+    UpdatePhase as UpdatePhase,
+    UpdateStatus as UpdateStatus,
+    WeightLayout as WeightLayout,
+    WeightUpdateRequest as WeightUpdateRequest,
+    WeightUpdateResponse as WeightUpdateResponse,
+)
+from inference_contract.wire import Wire as Wire
+
+# --- chat completions --------------------------------------------------------------------------------------------
+
+
+class ChatMessage(Wire):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class StreamOptions(Wire):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+
+
+class ChatCompletionRequest(Wire):
+    """OpenAI's chat completion, plus token ids in and out.
+
+    `prompt_token_ids` replaces the tokenised `messages`. With `return_token_ids` each choice carries `token_ids`,
+    `token_logprobs` and `version_spans`. Log-probs are those of the distribution sampled from, after temperature,
+    top-k and top-p. The noise of sample i at position t is a function of (`seed`, i, t) alone.
+    """
+
+    model: str | None = None
+    messages: list[ChatMessage] | None = None
+    prompt_token_ids: list[int] | None = None
+    n: int = Field(default=1, ge=1, le=1024)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0, description="0 keeps every token")
+    stop: str | list[str] | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=0, description="only the sampled token's is reported")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _prompt_given(self) -> Self:
+        if not self.messages and not self.prompt_token_ids:
+            raise ValueError("one of messages and prompt_token_ids must be given and not empty")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to sample per choice; None means up to the context's end."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Texts that end a choice; the text is cut before the first of them."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+#: (model_version, num_tokens), run-length, oldest first: which weights sampled which tokens.
+Span = tuple[int, int]
+
+
+class TokenLogprob(Wire):
+    """OpenAI's per-token record."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[Any] = Field(default_factory=list)
+
+
+class ChoiceLogprobs(Wire):
+    """OpenAI's `logprobs` of one choice."""
+
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(Wire):
+    """The answer's text."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class Choice(Wire):
+    """One of the `n` samples."""
+
+    index: int
+    message: AssistantMessage
+    finish_reason: FinishReason
+    logprobs: ChoiceLogprobs | None = None
+    token_ids: list[int] | None = None
+    token_logprobs: list[float] | None = None
+    version_spans: list[Span] | None = None
+
+
+class Usage(Wire):
+    """Token counts; the prompt is counted once however many samples share it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(Wire):
+    """The whole answer. `epoch` is the trainer epoch whose weights began to sample it."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    model_version: int
+    epoch: int = 0
+
+
+class Delta(Wire):
+    """What a chunk adds to a choice."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(Wire):
+    """One choice's part of a chunk."""
+
+    index: int
+    delta: Delta
+    finish_reason: FinishReason | None = None
+    logprobs: ChoiceLogprobs | None = None
+    token_ids: list[int] | None = None
+    token_logprobs: list[float] | None = None
+    version_spans: list[Span] | None = None
+
+
+class ChatCompletionChunk(Wire):
+    """One server-sent event of a streamed answer; `data: [DONE]` follows the last."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    model_version: int
+    epoch: int = 0
+
+
+# --- state -------------------------------------------------------------------------------------------------------
+
+
+class ModelCard(Wire):
+    """A served model: OpenAI's card plus what a trainer must know to update it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "pipelinerl"
+    model_version: int
+    epoch: int
+    context_length: int
+    layout: WeightLayout
+    layout_id: str
+    digest: str | None = None
+
+
+class ModelList(Wire):
+    """OpenAI's list of models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class EngineState(StrEnum):
+    """May the engine be given work?"""
+
+    READY = "ready"
+    DIRTY = "dirty"
+    STOPPED = "stopped"
+
+
+class Health(Wire):
+    """Liveness and load; answered without a token, so it carries nothing that is worth one."""
+
+    state: EngineState
+    model_version: int
+    epoch: int
+
+
+class EngineMetrics(Wire):
+    """Load and totals since the engine started; `/metrics` prints them in Prometheus' text form."""
+
+    running_sequences: int = 0
+    waiting_sequences: int = 0
+    slots: int = 0
+    generated_tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    finished_sequences_total: int = 0
+    aborted_sequences_total: int = 0
+    decode_steps_total: int = 0
+    occupied_slot_steps_total: int = 0
+    weight_updates_total: int = 0
+    weight_update_failures_total: int = 0
+    last_update_pause_s: float = 0.0
+    last_update_receive_s: float = 0.0
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    model_version: int = 0
+    epoch: int = 0

@@ -1,0 +1,242 @@
+"""The half of the contract that speaks of weights: the group they travel in, their layout, the phases of an update.
+
+Readers import these names from `schemas`, where the whole contract is in one place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+from typing import Annotated, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from inference_contract.wire import Wire
+
+# --- process group -----------------------------------------------------------------------------------------------
+
+
+class Backend(StrEnum):
+    """Collective library: gloo between CPUs, NCCL between NVIDIA GPUs."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+class InitProcessGroupRequest(Wire):
+    """Join the process group `group` as `rank` of `world_size` (rank 0 is the trainer).
+
+    `generation` orders memberships: the same one again is a no-op, a higher one replaces the group, a lower one is
+    refused with `stale_generation`. `rendezvous_*` is the trainer's TCP store.
+    """
+
+    group: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    backend: Backend
+    rendezvous_host: str
+    rendezvous_port: int = Field(ge=1, le=65535)
+    rank: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+    generation: int = Field(ge=0)
+    timeout_s: float = Field(default=60.0, gt=0, le=3600)
+
+    @model_validator(mode="after")
+    def _rank_in_world(self) -> Self:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank must be below world_size {self.world_size}, got {self.rank}")
+        return self
+
+
+class ProcessGroupStatus(Wire):
+    """The group that is joined now."""
+
+    group: str
+    generation: int
+    rank: int
+    world_size: int
+
+
+# --- weights -----------------------------------------------------------------------------------------------------
+
+
+class DType(StrEnum):
+    """Element types that travel in a weight update."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[self.value]
+
+
+class ParameterSpec(Wire):
+    """One parameter under its Hugging Face name."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    dtype: DType
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the parameter on the wire."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class WeightLayout(Wire):
+    """Every parameter of a model in the order in which its bytes travel, back to back, without padding."""
+
+    parameters: tuple[ParameterSpec, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_unique(self) -> Self:
+        names = [parameter.name for parameter in self.parameters]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"parameter names must be unique, got {twice!r} twice")
+        return self
+
+    @cached_property
+    def layout_id(self) -> str:
+        """Digest of names, order, shapes and dtypes: sent instead of the layout once an engine knows it."""
+        rows = [[p.name, list(p.shape), p.dtype.value] for p in self.parameters]
+        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()[:32]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of the whole model on the wire."""
+        return sum(parameter.num_bytes for parameter in self.parameters)
+
+    def buckets(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        """Byte ranges [start, end) that travel as one collective each.
+
+        Whole parameters are gathered until `bucket_bytes` is reached; a larger parameter makes a bucket of its own.
+        Both sides derive the same ranges from the layout, so they are never sent.
+        """
+        ranges: list[tuple[int, int]] = []
+        start = end = 0
+        for parameter in self.parameters:
+            if end > start and end - start + parameter.num_bytes > bucket_bytes:
+                ranges.append((start, end))
+                start = end
+            end += parameter.num_bytes
+        if end > start:
+            ranges.append((start, end))
+        return ranges
+
+    def difference(self, other: WeightLayout) -> str | None:
+        """One sentence on the first difference of `other` from this layout; None when they are equal."""
+        if self.layout_id == other.layout_id:
+            return None
+        ours = {p.name: p for p in self.parameters}
+        theirs = {p.name: p for p in other.parameters}
+        for name in ours.keys() - theirs.keys():
+            return f"parameter {name!r} is missing"
+        for name in theirs.keys() - ours.keys():
+            return f"parameter {name!r} is not part of this model"
+        for position, (expected, got) in enumerate(zip(self.parameters, other.parameters, strict=True)):
+            if expected.name != got.name:
+                return f"parameter {position} must be {expected.name!r}, got {got.name!r}: the order differs"
+            if expected.shape != got.shape:
+                return f"parameter {got.name!r} must have shape {list(expected.shape)}, got {list(got.shape)}"
+            if expected.dtype != got.dtype:
+                return f"parameter {got.name!r} must have dtype {expected.dtype.value}, got {got.dtype.value}"
+        return None
+
+
+class UpdatePhase(StrEnum):
+    """A weight update takes two exchanges, so that no engine enters a collective that another has refused."""
+
+    PREPARE = "prepare"
+    COMMIT = "commit"
+    ABORT = "abort"
+
+
+class Transport(StrEnum):
+    """How the bytes come: pushed through the process group, or pulled from a parameter server."""
+
+    BROADCAST = "broadcast"
+    PULL = "pull"
+
+
+class OnUpdate(StrEnum):
+    """What happens to sequences in flight when new weights are committed."""
+
+    CONTINUE = "continue"
+    """Keep the KV cache and go on (PipelineRL); spans record the switch."""
+    RECOMPUTE_KV = "recompute_kv"
+    """Recompute the cache of every running sequence with the new weights (LlamaRL), then go on."""
+    ABORT = "abort"
+    """End every running sequence with finish_reason `abort` (RLAX: one version per rollout; the actor resubmits)."""
+    DRAIN = "drain"
+    """Admit nothing new and let the running sequences finish with the old weights first."""
+
+
+class WeightUpdateRequest(Wire):
+    """One phase of the update to weights (`epoch`, `version`).
+
+    `prepare` carries the manifest (`layout`, or the `layout_id` of one sent before) and arms the receiver: it answers
+    as soon as the manifest is accepted, and the broadcast may start once every engine has answered. `commit` carries
+    the digest of the bytes sent and answers when the new weights serve. `abort` drops what was staged; if its broadcast
+    had not ended, rank 0 leaves the group, which ends the receive, and the next update needs a higher generation.
+
+    The broadcast, from rank 0: one collective of uint8 per range of `WeightLayout.buckets(bucket_bytes)`, in order.
+    `digest` is XXH3-128, in hexadecimal, of those bytes.
+    """
+
+    phase: UpdatePhase
+    version: int = Field(ge=0)
+    epoch: int = Field(default=0, ge=0)
+    transport: Transport = Transport.BROADCAST
+    group: str | None = None
+    generation: int | None = None
+    source: str | None = None
+    layout: WeightLayout | None = None
+    layout_id: str | None = None
+    bucket_bytes: int = Field(default=16 * 2**20, ge=1)
+    on_update: OnUpdate = OnUpdate.CONTINUE
+    digest: str | None = None
+    timeout_s: float = Field(default=120.0, gt=0, le=3600)
+
+    @model_validator(mode="after")
+    def _fields_of_phase(self) -> Self:
+        if self.phase is UpdatePhase.PREPARE:
+            if (self.layout is None) == (self.layout_id is None):
+                raise ValueError("prepare needs exactly one of layout and layout_id")
+            if self.transport is Transport.BROADCAST and (self.group is None or self.generation is None):
+                raise ValueError("prepare with transport broadcast needs group and generation")
+            if self.transport is Transport.PULL and self.source is None:
+                raise ValueError("prepare with transport pull needs source")
+        if self.phase is UpdatePhase.COMMIT and self.digest is None:
+            raise ValueError("commit needs digest")
+        return self
+
+
+class UpdateStatus(StrEnum):
+    """Outcome of one phase."""
+
+    PREPARED = "prepared"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    ALREADY_SERVING = "already_serving"
+
+
+class WeightUpdateResponse(Wire):
+    """What the engine serves after the phase, and what the update cost.
+
+    `pause_s` is how long no sequence could decode; `receive_s` how long the bytes took, decode going on meanwhile.
+    """
+
+    status: UpdateStatus
+    version: int
+    epoch: int
+    digest: str | None = None
+    pause_s: float = 0.0
+    receive_s: float = 0.0
+    num_bytes: int = 0

@@ -1,0 +1,184 @@
+"""Which processes a run consists of, as a value: pure, so that it can be printed, compared and tested.
+
+    redis ──▶ controller ──▶ engine-0 … engine-N
+                        ├──▶ trainer
+                        └──▶ actor-0 … actor-M          ▶ = is started once the one before is healthy
+
+Every process is `python -m pipelinerl.cli <role>` with the arguments
+
+    --recipe <run>/recipe.toml --run-dir <run> --name <name> --token-file <file> --redis-url … --controller-url …
+
+and, where it serves HTTP, `--port`. They stop in the order actors, trainer, engines, controller, redis, so that each
+finds what it still needs. The controller's exit with status 0 completes the run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from pipelinerl.config import RunConfig
+
+#: Up to this many cores a process of its own core is worth more than the scheduler's freedom.
+_SMALL_MACHINE = 8
+
+_LOOPBACK = "127.0.0.1"
+
+
+class OnExit(StrEnum):
+    """What the end of a process means. Exit status 2 (what the user gave is wrong) is never worth another try."""
+
+    RESTART = "restart"
+    """It should have gone on: start it again, within its budget."""
+    COMPLETE = "complete"
+    """Status 0 completes the run; any other is a death, as above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One process.
+
+    Attributes:
+        argv: program and arguments.
+        env: added to the launcher's environment.
+        health: `http://…` that answers 200, or `tcp://host:port` that accepts, once it is ready; None: at once.
+        after: names of the processes that must be healthy before this one is started.
+        restarts: how often it may be started again; staying up for a while gives the budget back.
+        stop_order: lower stops earlier; equal ones together.
+        cpu: cores it may run on; None: all.
+        log_name: file below the run's `logs/`.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    health: str | None = None
+    after: tuple[str, ...] = ()
+    on_exit: OnExit = OnExit.RESTART
+    restarts: int = 3
+    stop_order: int = 0
+    cpu: tuple[int, ...] | None = None
+
+    @property
+    def log_name(self) -> str:
+        """File name of its log."""
+        return f"{self.name}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The processes in the order in which they may start.
+
+    Raises:
+        ValueError: two share a name, or one waits for a process that does not come before it.
+    """
+
+    specs: tuple[ProcessSpec, ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for spec in self.specs:
+            if spec.name in seen:
+                raise ValueError(f"process names must be unique, got {spec.name!r} twice")
+            if missing := set(spec.after) - seen:
+                raise ValueError(f"{spec.name} waits for {', '.join(sorted(missing))}, which must come before it")
+            seen.add(spec.name)
+
+    def spec(self, name: str) -> ProcessSpec:
+        """The process of that name; KeyError when there is none."""
+        for spec in self.specs:
+            if spec.name == name:
+                return spec
+        raise KeyError(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Loopback ports of the services; `redis` is None when the recipe names a server of its own."""
+
+    controller: int
+    engines: tuple[int, ...]
+    redis: int | None = None
+
+    @staticmethod
+    def count(config: RunConfig) -> int:
+        """How many ports the run needs."""
+        return 1 + config.engine.count + (config.streams.redis_url is None)
+
+    @classmethod
+    def of(cls, config: RunConfig, free: Sequence[int]) -> Ports:
+        """Hand out `count` free ports."""
+        embedded = config.streams.redis_url is None
+        return cls(
+            controller=free[0],
+            engines=tuple(free[1 : 1 + config.engine.count]),
+            redis=free[1 + config.engine.count] if embedded else None,
+        )
+
+
+def plan(
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    ports: Ports,
+    token_file: Path,
+    cores: Sequence[int],
+    python: str = sys.executable,
+) -> Plan:
+    """The processes of a run of `config` on this machine, whose usable cores are `cores`."""
+    redis_url = config.streams.redis_url or f"redis://{_LOOPBACK}:{ports.redis}/0"
+    controller_url = f"http://{_LOOPBACK}:{ports.controller}"
+    env = {
+        "OMP_NUM_THREADS": str(config.launch.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+    def spec(name: str, role: str, *, port: int | None = None, **rest: object) -> ProcessSpec:
+        argv = [python, "-m", "pipelinerl.cli", role, "--recipe", str(run_dir / "recipe.toml")]
+        argv += ["--run-dir", str(run_dir), "--name", name, "--token-file", str(token_file)]
+        argv += ["--redis-url", redis_url, "--controller-url", controller_url]
+        argv += [] if port is None else ["--port", str(port)]
+        return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=config.launch.restarts, **rest)  # type: ignore[arg-type]
+
+    engine_cores, trainer_cores = _pinning(config, cores)
+    embedded = ports.redis is not None
+    specs = []
+    if embedded:
+        health = f"tcp://{_LOOPBACK}:{ports.redis}"
+        specs.append(spec("redis", "redis", port=ports.redis, health=health, stop_order=4))
+    specs.append(
+        spec(
+            "controller",
+            "controller",
+            port=ports.controller,
+            health=f"{controller_url}/health",
+            after=("redis",) if embedded else (),
+            on_exit=OnExit.COMPLETE,
+            stop_order=3,
+        )
+    )
+    after = ("controller",)
+    for number, port in enumerate(ports.engines):
+        cpu = engine_cores[number % len(engine_cores)] if engine_cores else None
+        health = f"http://{_LOOPBACK}:{port}/health"
+        specs.append(spec(f"engine-{number}", "engine", port=port, health=health, after=after, stop_order=2, cpu=cpu))
+    specs.append(spec("trainer", "trainer", after=after, stop_order=1, cpu=trainer_cores))
+    specs += [spec(f"actor-{number}", "actor", after=after, stop_order=0) for number in range(config.actor.count)]
+    return Plan(tuple(specs))
+
+
+def _pinning(config: RunConfig, cores: Sequence[int]) -> tuple[list[tuple[int, ...]], tuple[int, ...] | None]:
+    """Cores for the engines, dealt in turn, and for the trainer: the last core is the trainer's, the others theirs.
+
+    Decode and training are the two that never rest. Left to the scheduler they meet on one core again and again, each
+    time for a whole time slice, which the engine shows as a pause. The rest is light and goes where there is room.
+    """
+    fits = 2 <= len(cores) <= _SMALL_MACHINE and config.launch.threads == 1
+    if config.launch.pin == "none" or not fits:
+        return [], None
+    return [(core,) for core in cores[:-1]], (cores[-1],)

@@ -1,0 +1,144 @@
+"""One process of a run: started in a group of its own, its output in its log, asked and then made to stop.
+
+Promises: `start` returns at once; after `finish` nothing of its process group is alive; waiting is the supervisor's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, final
+from urllib.parse import urlsplit
+
+from launch.plan import ProcessSpec
+
+_LEASH = Path(__file__).with_name("leash.py")
+_PROBE_TIMEOUT_S = 0.5
+_TAIL_BYTES = 32768
+
+
+class State(StrEnum):
+    """Where a process is in its life, as the supervisor sees it."""
+
+    WAITING = "waiting"
+    """for those that it is to start after"""
+    STARTING = "starting"
+    HEALTHY = "healthy"
+    BACKING_OFF = "backing_off"
+    """died; is started again at `due`"""
+    ENDED = "ended"
+
+
+@final
+class Process:
+    """The current incarnation of a spec."""
+
+    def __init__(self, spec: ProcessSpec, logs: Path) -> None:
+        self.spec = spec
+        self.log = logs / spec.log_name
+        self.state = State.WAITING
+        self.started_at = 0.0
+        self.due = 0.0
+        self.deaths = 0
+        self._log_offset = 0
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self, now: float) -> int:
+        """Start it; returns its process group."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        cores = ",".join(map(str, self.spec.cpu or ()))
+        command = [sys.executable, "-S", "-E", str(_LEASH), str(os.getpid()), cores, "--", *self.spec.argv]
+        with self.log.open("ab") as log:
+            self._log_offset = log.tell()
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.spec.env},
+                start_new_session=True,
+            )
+        self.state, self.started_at = State.STARTING, now
+        return self._child.pid
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, which is its group's too; None when it does not run."""
+        return None if self._child is None else self._child.pid
+
+    def exit_status(self) -> int | None:
+        """None while it runs; negative when a signal ended it."""
+        return None if self._child is None else self._child.poll()
+
+    def answers(self) -> bool:
+        """Does it answer its health check now?"""
+        return self.spec.health is None or _answers(self.spec.health)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to the process itself, which stops its own children in its own way."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.terminate()
+
+    def finish(self) -> None:
+        """SIGKILL to whatever of its group is left, and collect it."""
+        if self._child is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+        self._child = None
+
+    def last_lines(self, count: int = 12) -> str:
+        """The end of what it wrote since it was last started, indented; JSON log lines as their message."""
+        try:
+            with self.log.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_offset, end - _TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        shown = [text for line in lines[-count:] for text in _readable(line).splitlines()]
+        return "\n".join(f"    {text}" for text in shown[-count:]) or "    (it wrote nothing)"
+
+
+def exit_words(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+def _answers(address: str) -> bool:
+    parts = urlsplit(address)
+    if parts.scheme == "tcp":
+        with contextlib.suppress(OSError), socket.create_connection((parts.hostname, parts.port), _PROBE_TIMEOUT_S):
+            return True
+        return False
+    # No proxy: a health check never leaves this machine, whatever the environment says.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with contextlib.suppress(OSError, ValueError), opener.open(address, timeout=_PROBE_TIMEOUT_S) as answer:
+        return bool(answer.status == 200)
+    return False
+
+
+def _readable(line: str) -> str:
+    try:
+        fields: Any = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(fields, dict) or "message" not in fields:
+        return line
+    trace = f"\n{fields['trace']}" if fields.get("trace") else ""
+    return f"{fields.get('level', 'info')}: {fields['message']}{trace}"

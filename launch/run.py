@@ -1,0 +1,117 @@
+"""`pipelinerl run`: make the run's directory, start its processes, show progress, leave a report and a summary.
+
+Three things happen at once and none waits for another: the supervisor's loop in the main thread, a thread that asks the
+controller for its status, and the run itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from launch import run_directory
+from launch.local import Outcome, Supervisor
+from launch.plan import Ports, plan
+from launch.ports import free_ports
+from launch.run_directory import RunDirectory
+from pipelinerl.config import RunConfig
+from pipelinerl.observability.events import read_events
+from pipelinerl.observability.progress import Progress
+from pipelinerl.observability.report import write_report as write_files
+from pipelinerl.observability.status import RunStatus
+from pipelinerl.observability.story import tell
+from pipelinerl.observability.summary import summary
+
+POLL_S = 0.5
+
+
+def start(config: RunConfig) -> int:
+    """Run a recipe from its beginning; returns the exit status."""
+    return _launch(run_directory.create(config))
+
+
+def resume(path: Path) -> int:
+    """Go on with a run from its newest checkpoint; returns the exit status."""
+    return _launch(run_directory.open_run(path))
+
+
+def write_report(path: Path) -> list[Path]:
+    """Write the learning curve and the report of the run in `path`; returns the files."""
+    files = write_files(path)
+    return [files.html, files.picture]
+
+
+def _launch(directory: RunDirectory) -> int:
+    console = Console()
+    with directory.locked():
+        config = directory.config
+        ports = Ports.of(config, free_ports(Ports.count(config)))
+        cores = sorted(os.sched_getaffinity(0))
+        processes = plan(config, run_dir=directory.path, ports=ports, token_file=directory.tokens, cores=cores)
+        token = json.loads(directory.tokens.read_text())["token"]
+        console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
+        with Progress(console) as progress, _StatusReader(ports.controller, token) as reader:
+
+            def show() -> None:
+                if (status := reader.take()) is not None:
+                    progress.show(status)
+
+            result = Supervisor(
+                processes,
+                directory.path,
+                start_timeout_s=config.launch.start_timeout_s,
+                grace_s=config.launch.grace_s,
+                announce=lambda text: progress.console.print(text, highlight=False, soft_wrap=True),
+                on_tick=show,
+            ).run()
+    if directory.events.is_file():
+        files = write_report(directory.path)
+        console.print(summary(tell(read_events(directory.events)), run_dir=directory.path))
+        for path in files:
+            console.print(f"  {path}", highlight=False, soft_wrap=True)
+    style = {Outcome.COMPLETED: "green", Outcome.STOPPED: "yellow", Outcome.FAILED: "red"}[result.outcome]
+    console.print(f"[{style}]{result.outcome}[/]: {result.message}", highlight=False, soft_wrap=True)
+    return result.exit_status
+
+
+class _StatusReader:
+    """A thread that keeps the controller's newest status at hand; silence is no error, the run may be starting."""
+
+    def __init__(self, port: int, token: str) -> None:
+        self._http = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {token}"}, timeout=5.0
+        )
+        self._newest: RunStatus | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="status", daemon=True)
+
+    def __enter__(self) -> _StatusReader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=6.0)
+        self._http.close()
+
+    def take(self) -> RunStatus | None:
+        """What came since the last call."""
+        status, self._newest = self._newest, None
+        return status
+
+    def _read(self) -> None:
+        while not self._ended.is_set():
+            began = time.monotonic()
+            try:
+                answer = self._http.get("/status")
+                if answer.status_code == httpx.codes.OK:
+                    self._newest = RunStatus.from_json(answer.content)
+            except (httpx.HTTPError, ValueError):
+                pass
+            self._ended.wait(max(0.0, POLL_S - (time.monotonic() - began)))

@@ -1,0 +1,120 @@
+"""The directory of a run: made once, resumed many times, used by one launcher at a time.
+
+runs/tiny/
+  recipe.toml      the resolved recipe, whole: no base, no overrides
+  tokens.json      bearer token and password of this run, readable by its owner only
+  events.jsonl     what happened (written by the controller)
+  checkpoints/     (written by the training loop)
+  logs/            one file per process
+  report.html, learning_curve.png, …
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+
+from pipelinerl.config import RunConfig, load, to_table
+from pipelinerl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Where a run lives, and the recipe it runs by."""
+
+    path: Path
+    config: RunConfig
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.toml"
+
+    @property
+    def tokens(self) -> Path:
+        """The secret of this launch: `{"token": …}`."""
+        return self.path / "tokens.json"
+
+    @property
+    def events(self) -> Path:
+        """The event log."""
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the processes' logs."""
+        return self.path / "logs"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory for this launcher; its bearer token is made anew.
+
+        Raises:
+            UserError: another launcher holds it.
+        """
+        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(file, 32).decode() or "unknown"
+                raise UserError(
+                    f"{self.path} is being run by process {holder}; stop that run first, or start another one"
+                ) from None
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
+            _write_token(self.tokens)
+            yield
+        finally:
+            os.close(file)
+
+
+def create(config: RunConfig) -> RunDirectory:
+    """Make the directory of a new run. A name that is taken gets a number: tiny, tiny-2, tiny-3, …
+
+    Raises:
+        UserError: the directory cannot be made.
+    """
+    wanted = config.run.name
+    number = 1
+    while True:
+        name = wanted if number == 1 else f"{wanted}-{number}"
+        chosen = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+        try:
+            chosen.run_directory.mkdir(parents=True, exist_ok=False)
+            break
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise UserError(f"run.directory: {chosen.run_directory} cannot be made: {error}") from None
+    directory = RunDirectory(chosen.run_directory.resolve(), chosen)
+    directory.recipe.write_text(tomli_w.dumps(to_table(chosen)))
+    return directory
+
+
+def open_run(path: Path) -> RunDirectory:
+    """The directory of a run that was started before; nothing is changed.
+
+    Raises:
+        UserError: there is no run in `path`.
+        RecipeError: its recipe is damaged.
+    """
+    recipe = path / "recipe.toml"
+    if not recipe.is_file():
+        raise UserError(f"{path} holds no run: expected {recipe}; `pipelinerl run <recipe>` starts one")
+    return RunDirectory(path.resolve(), load(recipe))
+
+
+def _write_token(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(file, "w") as stream:
+        json.dump({"token": secrets.token_urlsafe(32)}, stream)

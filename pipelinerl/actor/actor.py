@@ -1,0 +1,238 @@
+"""The loop around engines: take a prompt order, sample G completions, verify them, put the group.
+
+    loop       consumes                  waits for              unblocked by
+    claim      prompt orders (stream)    room for another group a group that ended
+    work × n   one order                 the engine's answer    engine, or another one after a failure
+    flush      finished groups           —                      Redis
+    heartbeat  —                         its interval           the clock
+
+Promises: at most `groups_in_flight` orders are held; an order is acknowledged only after its group is appended, so one
+that a dead actor held is claimed again by another; the second copy that this can make is dropped by the trainer, by
+group id. Every order ends as a group, an evaluation answer, or a failure with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, final
+
+from inference_contract.errors import ContractError
+from inference_contract.schemas import ChatCompletionRequest, ChatMessage
+from pipelinerl.actor.assembly import Answer, assemble
+from pipelinerl.engines.engine_pool import Answered
+from pipelinerl.errors import PipelineError, RecordError
+from pipelinerl.messages import (
+    ACTORS_GROUP,
+    PROMPTS,
+    REPORTS,
+    ROLLOUTS,
+    ActorAlive,
+    EvaluationDone,
+    GroupFailed,
+    Message,
+    encode,
+)
+from pipelinerl.streams.records import decode_order, encode_group
+from pipelinerl.streams.stream import Stream
+from pipelinerl.types import Outcome, PromptOrder, Purpose, RolloutGroup
+from pipelinerl.verifiers.verifier import Verifier
+
+
+class Sampler(Protocol):
+    """Where completions come from: an `EnginePool`."""
+
+    async def complete(self, request: ChatCompletionRequest) -> Answered:
+        """The answer of some engine, after retries; raises when all of them failed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSettings:
+    """`attempts` bounds how often an order aborted by a weight update is sampled anew."""
+
+    name: str
+    groups_in_flight: int
+    attempts: int
+    model: str | None = None
+    reclaim_idle_s: float = 60.0
+    heartbeat_s: float = 2.0
+    block_s: float = 0.25
+
+
+@final
+@dataclass(slots=True)
+class _Outbox:
+    """What is finished and not yet appended, in order."""
+
+    groups: list[RolloutGroup] = field(default_factory=list)
+    reports: list[Message] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@final
+class Actor:
+    """One actor process. `run` returns when `stop` was called and what was in flight has been put or given up."""
+
+    def __init__(
+        self,
+        settings: ActorSettings,
+        *,
+        stream: Stream,
+        sampler: Sampler,
+        verifier_of: Callable[[str], Verifier],
+    ) -> None:
+        self.settings = settings
+        self._stream = stream
+        self._sampler = sampler
+        self._verifier_of = verifier_of
+        self._outbox = _Outbox()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(settings.groups_in_flight)
+        self._stopping = asyncio.Event()
+        self._groups_done = 0
+        self._resampled = 0
+
+    def stop(self) -> None:
+        """Take no more orders; orders in flight are left to be claimed by another actor."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Work until stopped."""
+        partition = ROLLOUTS + self.settings.name
+        next_id = int((await self._stream.last_id(partition)).split("-")[0]) + 1
+        async with asyncio.TaskGroup() as group:
+            flusher = group.create_task(self._flush(partition, next_id))
+            heartbeat = group.create_task(self._heartbeat())
+            await self._claim(group)
+            for task in self._tasks:
+                task.cancel()
+            heartbeat.cancel()
+            self._outbox.ready.set()
+            await flusher
+
+    async def _claim(self, group: asyncio.TaskGroup) -> None:
+        while not self._stopping.is_set():
+            await self._room.acquire()
+            free = 1
+            while free < self.settings.groups_in_flight and not self._room.locked():
+                await self._room.acquire()
+                free += 1
+            entries = await self._stream.claim(
+                PROMPTS,
+                group=ACTORS_GROUP,
+                consumer=self.settings.name,
+                count=free,
+                block_s=self.settings.block_s,
+                reclaim_idle_s=self.settings.reclaim_idle_s,
+            )
+            for entry in entries:
+                task = group.create_task(self._work(entry.entry_id, entry.payload))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            for _ in range(free - len(entries)):
+                self._room.release()
+
+    async def _work(self, entry_id: str, payload: bytes) -> None:
+        try:
+            order = decode_order(payload)
+            await self._fulfil(order)
+            self._outbox.done.append(entry_id)
+        except RecordError:
+            # Whoever wrote it, it will not get better: acknowledge it, so that it is not claimed for ever.
+            self._outbox.done.append(entry_id)
+        finally:
+            self._room.release()
+            self._outbox.ready.set()
+
+    async def _fulfil(self, order: PromptOrder) -> None:
+        try:
+            group = assemble(order, await self._sample(order), actor=self.settings.name)
+        except (ContractError, PipelineError) as error:
+            self._outbox.reports.append(
+                GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason=str(error))
+            )
+            return
+        if order.purpose is Purpose.TRAINING:
+            self._outbox.groups.append(group)
+            self._groups_done += 1
+        else:
+            self._outbox.reports.append(_evaluation(order, group))
+
+    async def _sample(self, order: PromptOrder) -> list[Answer]:
+        """G verified answers; those that an `abort` update cut short are sampled anew."""
+        verifier = self._verifier_of(order.problem.domain)
+        answers: list[Answer] = []
+        for attempt in range(self.settings.attempts):
+            answered = await self._sampler.complete(self._request(order, missing=len(answers), attempt=attempt))
+            completion = answered.completion
+            for choice in completion.choices:
+                if choice.finish_reason != "abort":
+                    verdict = await verifier.verify(order.problem, choice.message.content)
+                    answers.append(Answer(completion, choice, verdict))
+            if len(answers) == order.sampling.num_samples:
+                return answers
+            self._resampled += order.sampling.num_samples - len(answers)
+        raise PipelineError(
+            f"{order.order_id}: weight updates aborted its samples in each of {self.settings.attempts} attempts; "
+            "raise j, or use on_update = continue"
+        )
+
+    def _request(self, order: PromptOrder, *, missing: int, attempt: int) -> ChatCompletionRequest:
+        sampling = order.sampling
+        return ChatCompletionRequest(
+            model=self.settings.model,
+            messages=[ChatMessage.model_construct(role=m.role, content=m.content) for m in order.problem.messages],
+            n=sampling.num_samples - missing,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop=list(sampling.stop) or None,
+            seed=(order.seed + attempt) % 2**63,
+            return_token_ids=True,
+        )
+
+    async def _flush(self, partition: str, next_id: int) -> None:
+        outbox = self._outbox
+        while not (self._stopping.is_set() and not (outbox.groups or outbox.reports or outbox.done)):
+            await outbox.ready.wait()  # at the latest, the heartbeat sets it
+            outbox.ready.clear()
+            groups, outbox.groups = outbox.groups, []
+            reports, outbox.reports = outbox.reports, []
+            done, outbox.done = outbox.done, []
+            if groups:
+                await self._stream.append(partition, [encode_group(g) for g in groups], first_id=next_id)
+                next_id += len(groups)
+            if reports:
+                await self._stream.append(REPORTS, [encode(report) for report in reports])
+            if done:
+                await self._stream.acknowledge(PROMPTS, group=ACTORS_GROUP, entry_ids=done)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            self._outbox.reports.append(
+                ActorAlive(
+                    name=self.settings.name,
+                    groups_in_flight=len(self._tasks),
+                    groups_done=self._groups_done,
+                    retries=self._resampled,
+                )
+            )
+            self._outbox.ready.set()
+            await asyncio.sleep(self.settings.heartbeat_s)
+
+
+def _evaluation(order: PromptOrder, group: RolloutGroup) -> EvaluationDone:
+    rollout = group.rollouts[0]
+    return EvaluationDone(
+        order_id=order.order_id,
+        index=order.index,
+        correct=rollout.verdict.outcome is Outcome.CORRECT,
+        judged=rollout.verdict.outcome.is_judgement,
+        oldest_version=rollout.oldest_version,
+        newest_version=rollout.newest_version,
+        num_tokens=rollout.num_sampled_tokens,
+    )

@@ -1,0 +1,345 @@
+"""`pipelinerl`: the command line. Every command is a thin reading of arguments before the part that does the work.
+
+User errors are one sentence on stderr and exit status 2. Heavy libraries are imported by the commands that need them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from pipelinerl import config as recipes
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import PipelineError, RecipeError, UserError
+
+app = typer.Typer(
+    name="pipelinerl",
+    help="Asynchronous streaming RL post-training with in-flight weight updates.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+knobs_app = typer.Typer(help="Show or change the knobs of a live run.", no_args_is_help=True)
+conformance_app = typer.Typer(help="Check an engine or a trainer against its contract.", no_args_is_help=True)
+app.add_typer(knobs_app, name="knobs")
+app.add_typer(conformance_app, name="conformance")
+
+ROLES: Final = "Roles (each is one process; `run` starts them all)"
+
+Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")]
+RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as runs/tiny.")]
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")] = "tiny",
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run from its newest checkpoint.")] = None,
+) -> None:
+    """Train: start every role on this machine, show progress, write the report."""
+    from launch import run as launching
+
+    if resume is not None:
+        status = launching.resume(resume)
+    else:
+        status = launching.start(recipes.load(recipe, overrides or []))
+    raise typer.Exit(status)
+
+
+@app.command()
+def check(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Dry run of a recipe: everything that can be refused without training is refused here."""
+    from pipelinerl.roles.dry_run import findings
+
+    config = recipes.load(recipe, overrides or [])
+    for name, finding in findings(config):
+        typer.echo(f"{name:<12} {finding}")
+    typer.echo("the recipe can run")
+
+
+@app.command()
+def status(
+    run_dir: RunPath,
+    json: Annotated[bool, typer.Option("--json", help="The whole state, for programs.")] = False,
+) -> None:
+    """What a live run is doing, and what it waits for."""
+    from pipelinerl.observability import progress
+    from pipelinerl.observability.status import RunStatus
+    from pipelinerl.roles.remote import Remote
+
+    answer = Remote.of(run_dir).get("/status")
+    if json:
+        typer.echo(answer.text)
+        return
+    state = RunStatus.from_json(answer.content)
+    typer.echo(progress.line(state))
+    typer.echo(f"waits for {state.waiting_for}")
+
+
+@knobs_app.command("show")
+def knobs_show(run_dir: RunPath) -> None:
+    """The knobs of a live run and the log of their changes."""
+    from pipelinerl.roles.remote import Remote
+
+    body = Remote.of(run_dir).get("/knobs").json()
+    for name, value in body["knobs"].items():
+        typer.echo(f"{name} = {value}")
+    for change in body["log"]:
+        typer.echo(f"step {change['step']}: {change['changes']} by {change['who']}")
+
+
+@knobs_app.command("set")
+def knobs_set(
+    run_dir: RunPath, changes: Annotated[list[str], typer.Argument(help="knob=value …, e.g. k=4 j=2")]
+) -> None:
+    """Change knobs of a live run; they take effect at the next step boundary."""
+    from pipelinerl.roles.remote import Remote
+
+    body = Remote.of(run_dir).patch("/knobs", dict(_assignment(change) for change in changes)).json()
+    for name, value in body["knobs"].items():
+        typer.echo(f"{name} = {value}")
+    typer.echo(f"effective {body['effective']}")
+
+
+@app.command()
+def stop(run_dir: RunPath) -> None:
+    """End a live run at its next step boundary, with checkpoint and evaluation."""
+    from pipelinerl.roles.remote import Remote
+
+    Remote.of(run_dir).post("/stop")
+    typer.echo("the run will stop at its next step boundary")
+
+
+@app.command()
+def report(run_dir: RunPath) -> None:
+    """Write learning_curve.png and report.html of a run, also while it is live."""
+    from launch.run import write_report
+
+    for path in write_report(run_dir):
+        typer.echo(str(path))
+
+
+@app.command()
+def warmstart(
+    output: Annotated[Path, typer.Argument(help="Directory to write the model to.")],
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+    recipe: Annotated[str, typer.Option(help="Recipe whose domains give the demonstrations.")] = "tiny",
+    accuracy: Annotated[float, typer.Option(help="Stop at this greedy accuracy on the validation split.")] = 0.40,
+) -> None:
+    """Make a small model and train it on demonstrations to partial skill, as a start for RL."""
+    from pipelinerl.roles.warmstart import make
+
+    make(recipes.load(recipe), output=output, seed=seed, accuracy=accuracy, say=typer.echo)
+
+
+@conformance_app.command("engine")
+def conformance_engine(
+    url: Annotated[str, typer.Argument(help="Base URL of the engine, such as http://127.0.0.1:8001.")],
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token.")] = None,
+) -> None:
+    """Run the inference contract's kit against a live engine. It leaves other weights behind."""
+    from inference_contract import conformance
+    from pipelinerl.roles.process import read_token
+
+    _tell(conformance.run(url, token=read_token(token_file)))
+
+
+@conformance_app.command("trainer")
+def conformance_trainer(
+    target: Annotated[str, typer.Argument(help="module:Class, or the name of a registered trainer.")],
+    model: Annotated[Path, typer.Option(help="Model directory for it to train.")],
+) -> None:
+    """Run the trainer contract's kit against a class."""
+    from pipelinerl import registry
+    from trainer_contract import conformance
+
+    entry = registry.TRAINERS.get(target)
+    _tell(conformance.run(registry.resolve(entry.target if entry else target), model))
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="A benchmark's name, or `all`.")] = "all",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes.")] = False,
+) -> None:
+    """Run benchmarks and write their records (from a checkout)."""
+    import subprocess
+
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "benchmarks", name, *(["--quick"] if quick else [])]))
+
+
+# --- roles -----------------------------------------------------------------------------------------------------------
+
+RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; the same for every role.")]
+Name = Annotated[str, typer.Option("--name", help="This process' name; unique within the run.")]
+RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's directory [default: by the recipe].")]
+RedisUrl = Annotated[str, typer.Option("--redis-url", help="Where the streams are.")]
+ControllerUrl = Annotated[str, typer.Option("--controller-url", help="Where the controller is.")]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="Bearer token [default: $PIPELINERL_TOKEN].")]
+Host = Annotated[str, typer.Option("--host", help="Address to bind.")]
+Port = Annotated[int, typer.Option("--port", help="Port to bind.")]
+Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the recipe: section.key=value.")]
+
+LOCAL_REDIS: Final = "redis://127.0.0.1:6379/0"
+LOCAL_CONTROLLER: Final = "http://127.0.0.1:8000"
+
+
+@app.command(rich_help_panel=ROLES)
+def redis(
+    recipe: RoleRecipe = "tiny",
+    name: Name = "redis",
+    run_dir: RunDir = None,
+    redis_url: RedisUrl = LOCAL_REDIS,
+    controller_url: ControllerUrl = LOCAL_CONTROLLER,
+    token_file: TokenFile = None,
+    port: Port = 6379,
+    changes: Changes = None,
+) -> None:
+    """The embedded stream server."""
+    from pipelinerl.roles import redis_role
+
+    redis_role.run(_identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes, port=port))
+
+
+@app.command(rich_help_panel=ROLES)
+def controller(
+    recipe: RoleRecipe = "tiny",
+    name: Name = "controller",
+    run_dir: RunDir = None,
+    redis_url: RedisUrl = LOCAL_REDIS,
+    controller_url: ControllerUrl = LOCAL_CONTROLLER,
+    token_file: TokenFile = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    changes: Changes = None,
+) -> None:
+    """Issues prompts, owns version, knobs and fleet; ends when the run is over."""
+    from pipelinerl.roles import controller_role
+
+    _start(
+        controller_role.run,
+        _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes, host=host, port=port),
+    )
+
+
+@app.command(rich_help_panel=ROLES)
+def engine(
+    recipe: RoleRecipe = "tiny",
+    name: Name = "engine-0",
+    run_dir: RunDir = None,
+    redis_url: RedisUrl = LOCAL_REDIS,
+    controller_url: ControllerUrl = LOCAL_CONTROLLER,
+    token_file: TokenFile = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8001,
+    type: Annotated[str | None, typer.Option(help="Engine type [default: the recipe's].")] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory [default: the recipe's].")] = None,
+    changes: Changes = None,
+) -> None:
+    """An inference server; joins the run of the controller, or serves alone with --controller-url ''."""
+    from pipelinerl.roles import engine_role
+
+    chosen = [*(changes or []), *([f"engine.type={type}"] if type else []), *([f"model.path={model}"] if model else [])]
+    _start(
+        engine_role.run,
+        _identity(recipe, name, run_dir, redis_url, controller_url, token_file, chosen, host=host, port=port),
+    )
+
+
+@app.command(rich_help_panel=ROLES)
+def actor(
+    recipe: RoleRecipe = "tiny",
+    name: Name = "actor-0",
+    run_dir: RunDir = None,
+    redis_url: RedisUrl = LOCAL_REDIS,
+    controller_url: ControllerUrl = LOCAL_CONTROLLER,
+    token_file: TokenFile = None,
+    changes: Changes = None,
+) -> None:
+    """Samples prompts at the engines, verifies the answers, streams the groups."""
+    from pipelinerl.roles import actor_role
+
+    _start(actor_role.run, _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes))
+
+
+@app.command(rich_help_panel=ROLES)
+def trainer(
+    recipe: RoleRecipe = "tiny",
+    name: Name = "trainer",
+    run_dir: RunDir = None,
+    redis_url: RedisUrl = LOCAL_REDIS,
+    controller_url: ControllerUrl = LOCAL_CONTROLLER,
+    token_file: TokenFile = None,
+    changes: Changes = None,
+) -> None:
+    """Trains on the streamed groups and publishes weights; goes on from the newest checkpoint of the run."""
+    from pipelinerl.roles import trainer_role
+
+    _start(trainer_role.run, _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes))
+
+
+def _identity(
+    recipe: str,
+    name: str,
+    run_dir: Path | None,
+    redis_url: str,
+    controller_url: str,
+    token_file: Path | None,
+    changes: list[str] | None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> Any:
+    from pipelinerl.roles.process import Identity, read_token
+
+    config: RunConfig = recipes.load(recipe, changes or [])
+    return Identity(
+        config=config,
+        run_dir=run_dir or config.run_directory,
+        name=name,
+        redis_url=redis_url,
+        controller_url=controller_url.rstrip("/"),
+        token=read_token(token_file),
+        host=host,
+        port=port,
+    )
+
+
+def _start(role: Any, identity: Any) -> None:
+    from pipelinerl.roles.process import run_until_signalled
+
+    run_until_signalled(role, identity)
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise RecipeError(f"expected knob=value, got {text!r}")
+    return name.strip(), value.strip()
+
+
+def _tell(results: list[Any]) -> None:
+    """Print a kit's results; exit status 1 when a check failed."""
+    for result in results:
+        typer.echo(str(result))
+    raise typer.Exit(int(any(result.failed for result in results)))
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        app()
+    except UserError as error:
+        print(f"pipelinerl: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except PipelineError as error:
+        print(f"pipelinerl: {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""`RunConfig`: a run, as a TOML recipe. Read once, resolved, validated, frozen.
+
+A recipe may begin with `base = "other.toml"` (a path beside it, or the name of a shipped recipe) and change only what
+differs. Overrides `section.key=value` come last. Every error names the path of the field.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from inference_contract.schemas import OnUpdate
+from pipelinerl.errors import RecipeError
+from pipelinerl.staleness import PRESETS, StalenessBounds
+from trainer_contract.types import Device, Precision
+
+RECIPES = Path(__file__).resolve().parent.parent / "launch" / "recipes"
+MODELS = Path(__file__).resolve().parent / "models"
+
+
+class Section(BaseModel):
+    """Base of every section: immutable and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class RunSection(Section):
+    """What the run is called, where it writes and when it ends."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    directory: Path = Path("runs")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    steps: int = Field(default=100, ge=1)
+    until_accuracy: float | None = Field(default=None, gt=0, le=1)
+    """End early once an evaluation reaches this held-out accuracy."""
+
+
+class ModelSection(Section):
+    """The policy to start from: a local Hugging Face directory, or `shipped:<name>`."""
+
+    path: str
+
+    @property
+    def resolved(self) -> Path:
+        """The directory."""
+        name = self.path.removeprefix("shipped:")
+        return MODELS / name if name != self.path else Path(self.path).expanduser()
+
+
+class EngineSection(Section):
+    """Inference servers."""
+
+    type: str = "torch"
+    count: int = Field(default=1, ge=1)
+    slots: int = Field(default=128, ge=1)
+    max_waiting: int = Field(default=4096, ge=1)
+    context_length: int = Field(default=512, ge=2)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Device = Device.AUTO
+    on_update: OnUpdate = OnUpdate.CONTINUE
+
+
+class ActorSection(Section):
+    """Loops around the engines."""
+
+    count: int = Field(default=1, ge=1)
+    groups_in_flight: int = Field(default=32, ge=1)
+    attempts: int = Field(default=4, ge=1)
+    timeout_s: float = Field(default=300.0, gt=0)
+
+
+class SamplingSection(Section):
+    """How training rollouts are sampled."""
+
+    group_size: int = Field(default=16, ge=1)
+    temperature: float = Field(default=1.0, gt=0, le=100)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_tokens: int = Field(default=256, ge=1)
+    stop: tuple[str, ...] = ()
+
+
+class OptimizerSection(Section):
+    """AdamW and the learning-rate schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, ge=0)
+
+
+class TrainerSection(Section):
+    """The training backend."""
+
+    type: str = "torch"
+    precision: Precision = Precision.FP32
+    device: Device = Device.AUTO
+    gradient_checkpointing: bool = False
+    micro_batch_tokens: int = Field(default=16384, ge=2)
+
+
+class TrainingSection(Section):
+    """What makes a step."""
+
+    rollouts_per_step: int = Field(default=256, ge=1)
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    """Step as soon as this many tokens are ready, even if `rollouts_per_step` is not reached."""
+    keep_no_signal: bool = False
+    """Train on groups in which every advantage is zero, too."""
+    deadline_s: float = Field(default=300.0, gt=0)
+    """How long a step may wait for rollouts before the run says so and stops."""
+
+
+class StalenessSection(Section):
+    """The bounds j and k (RLAX §4.2), by preset or by number."""
+
+    preset: str | None = None
+    j: int | None = None
+    k: float | None = None
+
+    @property
+    def bounds(self) -> StalenessBounds:
+        """The pair, a number given here taking precedence over the preset's."""
+        base = PRESETS[self.preset or "pipeline"]
+        return StalenessBounds(base.j if self.j is None else self.j, base.k if self.k is None else self.k)
+
+    @model_validator(mode="after")
+    def _resolvable(self) -> Self:
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+        try:
+            _ = self.bounds
+        except RecipeError as error:
+            raise ValueError(str(error).removeprefix("staleness.")) from error
+        return self
+
+
+class EvaluationSection(Section):
+    """Greedy accuracy on held-out problems."""
+
+    interval_steps: int = Field(default=50, ge=1)
+    problems: int = Field(default=512, ge=0)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+
+class CheckpointSection(Section):
+    """When to checkpoint, and how many to keep."""
+
+    interval_steps: int = Field(default=100, ge=1)
+    keep: int = Field(default=2, ge=1)
+
+
+class StreamsSection(Section):
+    """Where the streams live; without `redis_url` the launcher starts an embedded server."""
+
+    redis_url: str | None = None
+    max_groups: int = Field(default=4096, ge=1)
+    """Most groups issued and not yet accounted for: the bound of every stream."""
+
+
+class DomainSection(Section):
+    """A kind of problem: where its problems come from, what verifies them, and its share of the mixture."""
+
+    name: str
+    source: str
+    verifier: str = "math_answer"
+    weight: float = Field(default=1.0, gt=0)
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class LaunchSection(Section):
+    """How the local launcher runs the roles."""
+
+    threads: int = Field(default=1, ge=1)
+    pin: Literal["auto", "none"] = "auto"
+    start_timeout_s: float = Field(default=120.0, gt=0)
+    restarts: int = Field(default=3, ge=0)
+    grace_s: float = Field(default=5.0, gt=0)
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    model: ModelSection
+    domains: tuple[DomainSection, ...] = Field(min_length=1)
+    run: RunSection = RunSection()
+    objective: str | dict[str, Any] = "pipelinerl"
+    engine: EngineSection = EngineSection()
+    actor: ActorSection = ActorSection()
+    sampling: SamplingSection = SamplingSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    trainer: TrainerSection = TrainerSection()
+    training: TrainingSection = TrainingSection()
+    staleness: StalenessSection = StalenessSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    streams: StreamsSection = StreamsSection()
+    launch: LaunchSection = LaunchSection()
+
+    @field_validator("domains")
+    @classmethod
+    def _domain_names_unique(cls, domains: tuple[DomainSection, ...]) -> tuple[DomainSection, ...]:
+        names = [domain.name for domain in domains]
+        if len(set(names)) != len(names):
+            raise ValueError(f"domain names must be unique, got {', '.join(names)}")
+        return domains
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.training.rollouts_per_step % self.sampling.group_size:
+            raise ValueError(
+                f"training.rollouts_per_step ({self.training.rollouts_per_step}) must be a multiple of "
+                f"sampling.group_size ({self.sampling.group_size})"
+            )
+        if self.sampling.max_tokens >= self.engine.context_length:
+            raise ValueError(
+                f"sampling.max_tokens ({self.sampling.max_tokens}) must be below engine.context_length "
+                f"({self.engine.context_length}): the prompt needs room too"
+            )
+        return self
+
+    @property
+    def run_directory(self) -> Path:
+        """Where this run writes."""
+        return self.run.directory / self.run.name
+
+    @property
+    def groups_per_step(self) -> int:
+        """Groups that make a step."""
+        return self.training.rollouts_per_step // self.sampling.group_size
+
+
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe file (or the name of a shipped one) and apply `section.key=value` overrides.
+
+    Raises:
+        RecipeError: with the path of the field, what was expected and what came.
+    """
+    table = _read(_locate(str(recipe), beside=None))
+    for override in overrides:
+        _apply(table, override)
+    return parse(table)
+
+
+def parse(table: Mapping[str, Any]) -> RunConfig:
+    """Validate a resolved table."""
+    try:
+        return RunConfig.model_validate(table)
+    except ValidationError as error:
+        raise RecipeError(_sentences(error)) from None
+
+
+def _locate(recipe: str, *, beside: Path | None) -> Path:
+    candidates = [Path(recipe), RECIPES / f"{recipe}.toml", RECIPES / recipe]
+    if beside is not None:
+        candidates.insert(0, beside.parent / recipe)
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        shipped = ", ".join(sorted(path.stem for path in RECIPES.glob("*.toml")))
+        raise RecipeError(f"recipe {recipe!r} is neither a file nor a shipped recipe; shipped are: {shipped}")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    base = table.pop("base", None)
+    if base is None:
+        return table
+    return _merge(_read(_locate(str(base), beside=path)), table)
+
+
+def _merge(base: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in change.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_tables else value
+    return merged
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    path, separator, text = override.partition("=")
+    if not separator or not path.strip():
+        raise RecipeError(f"an override must read section.key=value, got {override!r}")
+    *sections, key = path.strip().split(".")
+    node = table
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise RecipeError(f"{path.strip()}: {section} is not a table")
+        node = child
+    node[key] = _literal(text.strip())
+
+
+def _literal(text: str) -> Any:
+    """A TOML value, or the text itself when it is not one, so that shells need no double quoting."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentences(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False):
+        path = ".".join(str(part) for part in problem["loc"]) or "recipe"
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            message = "unknown key; remove it or correct its spelling"
+        elif problem["type"] == "missing":
+            message = "must be given"
+        elif problem["type"] != "value_error":
+            message = f"{message}, got {problem['input']!r}"
+        lines.append(f"{path}: {message}")
+    return "\n".join(lines)
+
+
+def to_table(config: RunConfig) -> dict[str, Any]:
+    """The resolved recipe as plain TOML values; keys that are None are left out."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items() if item is not None}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+
+    table: dict[str, Any] = plain(config.model_dump(mode="python"))
+    bounds = config.staleness.bounds
+    table["staleness"] = {"j": bounds.j, "k": bounds.k if math.isinf(bounds.k) else int(bounds.k)}
+    return table

@@ -1,0 +1,108 @@
+"""The knobs of a live run: validated as a whole, changed by patch, logged with who and when.
+
+A change is accepted at once and takes effect at the next step boundary; the log is append-only and part of a snapshot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final, Self
+
+from pipelinerl.errors import RecipeError
+from pipelinerl.staleness import PRESETS, StalenessBounds
+
+
+_WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """Everything that may change while the run is live."""
+
+    j: int
+    k: float
+    temperature: float
+    learning_rate: float
+    rollouts_per_step: int
+    evaluation_interval_steps: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        StalenessBounds(self.j, self.k)
+        positive = {
+            "temperature": self.temperature,
+            "learning_rate": self.learning_rate,
+            "rollouts_per_step": self.rollouts_per_step,
+            "evaluation_interval_steps": self.evaluation_interval_steps,
+        }
+        for name, value in positive.items():
+            if not (value > 0 and math.isfinite(value)):
+                raise RecipeError(f"{name} must be a positive number, got {value}")
+        if self.rollouts_per_step % self.group_size:
+            raise RecipeError(
+                f"rollouts_per_step must be a multiple of the group size {self.group_size}, got {self.rollouts_per_step}"
+            )
+
+    @property
+    def bounds(self) -> StalenessBounds:
+        """(j, k)."""
+        return StalenessBounds(self.j, self.k)
+
+    @property
+    def groups_per_step(self) -> int:
+        """Groups that make a step."""
+        return self.rollouts_per_step // self.group_size
+
+    def patched(self, changes: Mapping[str, Any]) -> Self:
+        """These knobs with `changes` applied, valid as a whole.
+
+        `preset` sets j and k together; k may be the text `inf`.
+
+        Raises:
+            RecipeError: unknown knob, wrong type, or a combination that cannot run.
+        """
+        values: dict[str, Any] = {}
+        for name, value in changes.items():
+            if name == "preset":
+                values.update(_preset(value))
+            else:
+                values[name] = self._converted(name, value)
+        return replace(self, **values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; an infinite k is the text `inf`, which JSON can carry."""
+        values = asdict(self)
+        del values["group_size"]
+        values["k"] = "inf" if math.isinf(self.k) else int(self.k)
+        return values
+
+    def _converted(self, name: str, value: Any) -> Any:
+        changeable = {field.name for field in fields(self)} - {"group_size"}
+        if name not in changeable:
+            raise RecipeError(f"unknown knob {name!r}; knobs are {', '.join(sorted(changeable))} and preset")
+        whole = name in _WHOLE
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if isinstance(value, bool) or math.isnan(number) or (whole and not number.is_integer()):
+            raise RecipeError(f"{name} must be a {'whole ' if whole else ''}number, got {value!r}")
+        return int(number) if whole else number
+
+
+def _preset(name: Any) -> dict[str, Any]:
+    if name not in PRESETS:
+        raise RecipeError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
+    return {"j": PRESETS[name].j, "k": PRESETS[name].k}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnobChange:
+    """One line of the knob log."""
+
+    time: float
+    step: int
+    who: str
+    changes: dict[str, Any]

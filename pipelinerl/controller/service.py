@@ -1,0 +1,160 @@
+"""The controller's hands: reads reports, lets `Controller` decide, and carries out what it decided.
+
+    loop     waits for                unblocked by
+    reports  entries in `reports`     trainer, actors
+    poll     its interval             the clock; each engine has its own deadline
+
+All decisions run on one event loop, one after the other; effects are carried out in order before the next report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, final
+
+import msgspec
+
+from inference_contract.errors import ContractError
+from inference_contract.schemas import EngineMetrics
+from pipelinerl.controller.controller import Controller, Effect, Finish, IssuePrompts, Record, Send
+from pipelinerl.controller.statement import run_status
+from pipelinerl.errors import PipelineError, RecordError
+from pipelinerl.messages import ORDERS, PROMPTS, REPORTS, decode_report, encode
+from pipelinerl.observability.events import EventLog
+from pipelinerl.observability.status import RunStatus
+from pipelinerl.streams.dead_letter import DeadLetters
+from pipelinerl.streams.records import encode_order
+from pipelinerl.streams.stream import Entry, Stream
+
+log = logging.getLogger("pipelinerl")
+
+
+class EngineProbe(Protocol):
+    """Asks an engine for its load; satisfied by `EngineClient`."""
+
+    async def metrics(self, url: str) -> Mapping[str, float]:
+        """Raises ContractError or PipelineError when the engine does not answer in time."""
+        ...
+
+
+@final
+class ControllerService:
+    """Runs one `Controller` until its run is over."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        *,
+        name: str,
+        stream: Stream,
+        probe: EngineProbe,
+        events: EventLog,
+        poll_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.controller = controller
+        self._name = name
+        self._stream = stream
+        self._probe = probe
+        self._events = events
+        self._poll_s = poll_s
+        self._clock = clock
+        self._started = clock()
+        self._dead_letters = DeadLetters(stream)
+        self._next_prompt_entry = 0
+        self._turn = asyncio.Lock()
+        self.finished = asyncio.Event()
+        self.failure = ""
+
+    async def run(self) -> None:
+        """Serve until cancelled; `finished` is set when the run is over."""
+        self._next_prompt_entry = int((await self._stream.last_id(PROMPTS)).split("-")[0]) + 1
+        self._record("run_started", {"run": self._name, "knobs": self.controller.knobs.to_json()})
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._reports())
+            group.create_task(self._poll())
+
+    async def perform(self, decide: Callable[[], list[Effect]]) -> None:
+        """Take one decision and carry it out; decisions never overlap."""
+        async with self._turn:
+            for effect in decide():
+                await self._carry_out(effect)
+
+    def status(self) -> RunStatus:
+        """What the run is doing now."""
+        return run_status(
+            self.controller, name=self._name, now=self._clock(), elapsed_s=self._elapsed(), failure=self.failure
+        )
+
+    # --- loops -----------------------------------------------------------------------------------------------------
+
+    async def _reports(self) -> None:
+        offset = await self._stream.last_id(REPORTS)
+        while True:
+            entries = await self._stream.read({REPORTS: offset}, count=512, block_s=1.0)
+            for entry in entries:
+                offset = entry.entry_id
+                await self._report(entry)
+            if entries:
+                await self._stream.trim(REPORTS, before=offset)
+
+    async def _report(self, entry: Entry) -> None:
+        try:
+            report = decode_report(entry.payload)
+        except msgspec.DecodeError as error:
+            await self._dead_letters.bury(entry, RecordError(f"not a report: {error}"))
+            return
+        await self.perform(lambda: self.controller.handle(report, now=self._clock()))
+
+    async def _poll(self) -> None:
+        while True:
+            records = self.controller.fleet.records()
+            await asyncio.gather(*(self._ask(record.url) for record in records))
+            await self.perform(self.controller.reload_if_due)
+            alive = self.controller.fleet.records()
+            if alive:
+                self._record(
+                    "engines",
+                    {
+                        "tokens_per_s": sum(record.tokens_per_s for record in alive),
+                        "occupancy": sum(record.occupancy for record in alive) / len(alive),
+                        "running": sum(record.metrics.running_sequences for record in alive),
+                        "waiting": sum(record.metrics.waiting_sequences for record in alive),
+                    },
+                )
+            await asyncio.sleep(self._poll_s)
+
+    async def _ask(self, url: str) -> None:
+        try:
+            metrics = EngineMetrics.model_validate(await self._probe.metrics(url))
+        except (ContractError, PipelineError) as error:
+            if self.controller.fleet.missed(url, str(error)):
+                await self.perform(lambda: self.controller.engine_left(url, str(error)))
+            return
+        self.controller.fleet.answered(url, metrics, self._clock())
+
+    # --- effects ---------------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case IssuePrompts(orders):
+                await self._stream.append(
+                    PROMPTS, [encode_order(order) for order in orders], first_id=self._next_prompt_entry
+                )
+                self._next_prompt_entry += len(orders)
+            case Send(directive):
+                await self._stream.append(ORDERS, [encode(directive)])
+            case Record(kind, fields):
+                self._record(kind, fields)
+            case Finish(reason):
+                self._record("run_finished", {"reason": reason, "ledger": self.controller.account.ledger()})
+                self.finished.set()
+
+    def _record(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self._events.write(kind, elapsed_s=round(self._elapsed(), 3), **fields)
+
+    def _elapsed(self) -> float:
+        return self._clock() - self._started

@@ -1,0 +1,97 @@
+"""Problems made by a generator: those of its drafts that belong to one split.
+
+Promises that validation and held-out problems are distinct; training problems may recur.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+from pipelinerl import rng
+from pipelinerl.data.drafts import Draft, Split, split_of, to_problem
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Message, Problem
+
+_MAX_DRAWS: Final = 10_000
+
+
+@final
+class GeneratedSource:
+    """Problems of a generator that belong to one split.
+
+    Args:
+        draw: the draft of a 63-bit key, a pure function.
+        pattern: what the whole ground truth must match, if anything.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[int], Draft],
+        *,
+        domain: str,
+        split: Split,
+        seed: int,
+        pattern: re.Pattern[str] | None = None,
+    ) -> None:
+        self._draw = draw
+        self._domain = domain
+        self._split = split
+        self._seed = seed
+        self._pattern = pattern
+        # Distinct problems have to be enumerated; this is a cache of a pure function, nothing more.
+        self._distinct: dict[tuple[Message, ...], Problem] = {}
+        self._in_order: list[Problem] = []
+        self._tried = 0
+
+    def problem(self, index: int) -> Problem:
+        """Problem `index`. Raises `RecipeError` when the generator yields too few that fit."""
+        if self._split is Split.TRAIN:
+            return self._fitting(index)
+        while len(self._in_order) <= index:
+            self._append_distinct()
+        return self._in_order[index]
+
+    def _fitting(self, index: int) -> Problem:
+        for attempt in range(_MAX_DRAWS):
+            draft = self._draw(rng.key(self._seed, self._split, index, attempt))
+            if self._fits(draft):
+                return to_problem(draft, self._domain)
+        raise RecipeError(
+            f"domains.{self._domain}: none of {_MAX_DRAWS} problems fitted the {self._split} split; "
+            "widen the parameters or answer_pattern"
+        )
+
+    def _append_distinct(self) -> None:
+        for _ in range(_MAX_DRAWS):
+            draft = self._draw(rng.key(self._seed, self._split, self._tried))
+            self._tried += 1
+            if self._fits(draft) and draft.messages not in self._distinct:
+                problem = to_problem(draft, self._domain)
+                self._distinct[draft.messages] = problem
+                self._in_order.append(problem)
+                return
+        raise RecipeError(
+            f"domains.{self._domain}: the {self._split} split seems to hold only {len(self._in_order)} distinct "
+            "problems; ask for fewer, or widen the parameters"
+        )
+
+    def _fits(self, draft: Draft) -> bool:
+        right_split = split_of(draft.messages) is self._split
+        return right_split and (self._pattern is None or self._pattern.fullmatch(draft.ground_truth) is not None)
+
+
+def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
+    """`12+345=` → `357`, operands of 1 to `max_digits` digits (each number of digits equally likely)."""
+    unknown = set(parameters) - {"max_digits"}
+    max_digits = parameters.get("max_digits", 3)
+    if unknown or not isinstance(max_digits, int) or not 1 <= max_digits <= 18:
+        raise RecipeError(f"{where}.parameters takes max_digits, 1 to 18, got {dict(parameters)!r}")
+
+    def draw(key: int) -> Draft:
+        noise = rng.generator(key, "addition")
+        a, b = (int(noise.integers(10 ** int(noise.integers(1, max_digits + 1)))) for _ in range(2))
+        return Draft(messages=(Message("user", f"{a}+{b}="),), ground_truth=str(a + b), metadata={})
+
+    return draw

@@ -1,0 +1,332 @@
+"""`BatchingEngine`: a continuous-batching engine over any `ModelRunner`; satisfies `inference_contract.engine.Engine`.
+
+The event loop validates, tokenises and answers; a `DecodeLoop` thread owns the model. Between them goes one call per
+request and one per step with news, so that HTTP costs decoding little. Weight updates go through a `WeightReceiver`,
+whose target this engine is: bytes arrive in the runner's second buffer while decoding goes on, and the swap re-points
+parameters between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UnknownModel
+from inference_contract.schemas import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatMessage,
+    EngineMetrics,
+    EngineState,
+    Health,
+    InitProcessGroupRequest,
+    ModelCard,
+    OnUpdate,
+    ProcessGroupStatus,
+    WeightLayout,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl import rng
+from pipelinerl.engines.batching import answers
+from pipelinerl.engines.batching.decode_loop import DecodeLoop, Delivery
+from pipelinerl.engines.batching.runner import ModelRunner
+from pipelinerl.engines.batching.scheduler import Scheduler
+from pipelinerl.engines.batching.sequence import Request
+from pipelinerl.engines.batching.text import Detokenizer, TextWindow
+from pipelinerl.engines.weight_receiver import PullSource, WeightReceiver
+from pipelinerl.errors import PipelineError
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer; `pipelinerl.models.tokenizer.ChatTokenizer` satisfies it."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sample."""
+        ...
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The prompt's tokens, the opening of the assistant's turn included."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`."""
+        ...
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingSettings:
+    """What does not depend on the array library.
+
+    Attributes:
+        model_id: name under which requests ask for the model.
+        max_waiting: most samples that may wait for a row.
+        prefill_tokens: most prompt tokens that enter between two decode steps.
+        seed: keys the noise of requests that name no seed.
+        serving: (epoch, version) of the weights the engine starts with.
+        stop_timeout_s: how long `close` waits for the decode thread.
+    """
+
+    model_id: str
+    max_waiting: int = 4096
+    prefill_tokens: int = 8192
+    seed: int = 0
+    serving: tuple[int, int] = (0, 0)
+    stop_timeout_s: float = 30.0
+
+
+@final
+class BatchingEngine:
+    """An engine. Args: `load` builds the runner, on the decode thread; `pull` offers the transport `pull`."""
+
+    def __init__(
+        self,
+        settings: BatchingSettings,
+        *,
+        load: Callable[[], ModelRunner],
+        tokenizer: Tokenizer,
+        pull: PullSource | None = None,
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._loop = DecodeLoop(
+            load=load,
+            scheduler=lambda runner: Scheduler(
+                slots=runner.slots, max_waiting=settings.max_waiting, prefill_tokens=settings.prefill_tokens
+            ),
+            stop_ids=tokenizer.eos_token_ids,
+            deliver=self._deliver_from_thread,
+            serving=settings.serving,
+        )
+        self._receiver = WeightReceiver(self, pull=pull)
+        self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
+        self._numbers = itertools.count()
+        self._runner: ModelRunner | None = None
+        self._events: asyncio.AbstractEventLoop
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model; what `load` raises is raised here."""
+        self._events = asyncio.get_running_loop()
+        self._runner = await asyncio.wrap_future(self._loop.start())
+
+    async def close(self) -> None:
+        """Stop; running requests are answered with `EngineStopped`. Closing twice is a no-op."""
+        if self._runner is None:
+            return
+        self._receiver.close()
+        ended = await asyncio.to_thread(self._loop.stop, self._settings.stop_timeout_s)
+        if not ended:
+            stuck = f"the decode thread has not ended its step within {self._settings.stop_timeout_s:g} s"
+            self._deliver(
+                [Delivery(work, is_last=True, error=EngineStopped(stuck)) for work, _ in self._waiters.values()]
+            )
+
+    # --- generation ----------------------------------------------------------------------------------------------
+
+    async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
+        """Sample all choices and answer when the last has ended. Cancelling it frees what it held."""
+        work = self._work(request, streams=False)
+        ended: asyncio.Future[Delivery] = self._events.create_future()
+        self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
+        try:
+            delivery = await ended
+        finally:
+            self._forget(work)
+        if delivery.error is not None:
+            raise delivery.error
+        return answers.completion(request, work, self._settings.model_id, self._tokenizer)
+
+    async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        """Sample all choices and yield what is new as it comes. Closing the iterator frees what it held."""
+        work = self._work(request, streams=True)
+        model = self._settings.model_id
+        news: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._submit(work, news.put_nowait)
+        try:
+            delivery = await news.get()  # unblocked by the decode thread: a step, an end, or its own end
+            version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
+            if delivery.error is None:
+                yield answers.first_chunk(request, work, model, version)
+            while True:
+                if delivery.error is not None:
+                    raise delivery.error
+                for token in delivery.tokens:
+                    version = token.version
+                    yield answers.chunk(request, work, model, token, self._tokenizer)
+                if delivery.is_last:
+                    break
+                delivery = await news.get()
+        finally:
+            self._forget(work)
+        if request.stream_options is not None and request.stream_options.include_usage:
+            yield answers.usage_chunk(request, work, model, version)
+
+    def _work(self, asked: ChatCompletionRequest, *, streams: bool) -> Request:
+        """The request as the decode loop knows it. Raises `InvalidRequest`, `UnknownModel`, `Dirty`."""
+        runner = self._started()
+        if self._receiver.dirty is not None:
+            raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
+        if asked.model is not None and asked.model != self._settings.model_id:
+            raise UnknownModel(f"this engine serves {self._settings.model_id!r}, got {asked.model!r}", param="model")
+        prompt = asked.prompt_token_ids or self._encoded(asked.messages or [])
+        room = _room(prompt, runner, "prompt_token_ids" if asked.prompt_token_ids else "messages")
+        number = next(self._numbers)
+        work = Request(
+            request_id=f"chatcmpl-{number}",
+            prompt_token_ids=prompt,
+            token_limit=room if asked.token_limit is None else min(asked.token_limit, room),
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            streams=streams,
+        )
+        seed = asked.seed if asked.seed is not None else rng.key(self._settings.seed, "request", number)
+        stops = asked.stop_strings
+        windows = [
+            TextWindow(self._tokenizer.detokenizer(), stops) if stops or streams else None for _ in range(asked.n)
+        ]
+        work.add_sequences(rng.sample_keys(seed, asked.n).tolist(), windows)
+        return work
+
+    def _encoded(self, messages: list[ChatMessage]) -> list[int]:
+        try:
+            return self._tokenizer.encode_chat(messages)
+        except PipelineError as error:
+            raise InvalidRequest(str(error), param="messages") from error
+
+    def _submit(self, work: Request, waiter: Callable[[Delivery], None]) -> None:
+        self._waiters[work.request_id] = (work, waiter)
+        try:
+            self._loop.submit(work)
+        except ContractError:
+            del self._waiters[work.request_id]
+            raise
+
+    def _forget(self, work: Request) -> None:
+        if self._waiters.pop(work.request_id, None) is not None:
+            self._loop.cancel(work)
+
+    def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
+        if not self._events.is_closed():
+            self._events.call_soon_threadsafe(self._deliver, deliveries)
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            request_id = delivery.request.request_id
+            known = self._waiters.pop(request_id, None) if delivery.is_last else self._waiters.get(request_id)
+            if known is not None:
+                known[1](delivery)
+
+    # --- weights: the contract's two methods, and the receiver's target ------------------------------------------
+
+    async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+        """Join the weight group; returns once every rank has joined."""
+        self._started()
+        return await self._receiver.init_process_group(request)
+
+    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        """Run one phase of a weight update."""
+        self._started()
+        return await self._receiver.request_weight_update(request)
+
+    @property
+    def layout(self) -> WeightLayout:
+        """The model's parameters in the order in which they are received."""
+        return self._started().layout
+
+    def staging(self) -> Any:
+        """Flat uint8 [layout.num_bytes] that the model does not read until `commit`."""
+        return self._started().staging()
+
+    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+        """Serve what `staging` holds from the next decode step on; returns the pause in seconds.
+
+        The digest was compared by the receiver, which also remembers it.
+        """
+        return await asyncio.wrap_future(self._loop.commit(version=version, epoch=epoch, on_update=on_update))
+
+    def serving(self) -> tuple[int, int]:
+        """(epoch, version) of the weights that serve."""
+        return self._loop.serving
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def model_card(self) -> ModelCard:
+        """The served model, its version and layout."""
+        runner = self._started()
+        epoch, version = self._loop.serving
+        return ModelCard(
+            id=self._settings.model_id,
+            model_version=version,
+            epoch=epoch,
+            context_length=runner.context_length,
+            layout=runner.layout,
+            layout_id=runner.layout.layout_id,
+            digest=self._receiver.digest,
+        )
+
+    def health(self) -> Health:
+        """State without waiting."""
+        state = EngineState.READY if self._receiver.dirty is None else EngineState.DIRTY
+        if self._runner is None or not self._loop.is_alive:
+            state = EngineState.STOPPED
+        epoch, version = self._loop.serving
+        return Health(state=state, model_version=version, epoch=epoch)
+
+    def metrics(self) -> EngineMetrics:
+        """Load and totals without waiting."""
+        runner, totals, updates = self._started(), self._loop.totals, self._receiver.totals
+        epoch, version = self._loop.serving
+        return EngineMetrics(
+            running_sequences=self._loop.num_running,
+            waiting_sequences=self._loop.num_waiting,
+            slots=runner.slots,
+            generated_tokens_total=totals.generated_tokens,
+            prompt_tokens_total=totals.prompt_tokens,
+            finished_sequences_total=totals.finished_sequences,
+            aborted_sequences_total=totals.aborted_sequences,
+            decode_steps_total=totals.decode_steps,
+            occupied_slot_steps_total=totals.occupied_slot_steps,
+            weight_updates_total=updates.updates,
+            weight_update_failures_total=updates.failures,
+            last_update_pause_s=updates.last_pause_s,
+            last_update_receive_s=updates.last_receive_s,
+            weight_bytes=runner.layout.num_bytes,
+            cache_bytes=runner.cache_bytes,
+            model_version=version,
+            epoch=epoch,
+        )
+
+    def _started(self) -> ModelRunner:
+        if self._runner is None:
+            raise EngineStopped("the engine has not been started")
+        return self._runner
+
+
+def _room(prompt: list[int], runner: ModelRunner, param: str) -> int:
+    """Tokens that may follow `prompt`. Raises `InvalidRequest` when there is none, or the prompt is no prompt."""
+    room = runner.context_length - len(prompt)
+    if not prompt:
+        raise InvalidRequest("the prompt must have at least one token, got none", param=param)
+    if room < 1:
+        raise InvalidRequest(
+            f"the prompt must leave room for a token in the context of {runner.context_length} tokens, it has "
+            f"{len(prompt)}; shorten it",
+            param=param,
+        )
+    lowest, highest = min(prompt), max(prompt)
+    if lowest < 0 or highest >= runner.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise InvalidRequest(f"token ids must be in [0, {runner.vocab_size}), got {wrong}", param=param)
+    return room

@@ -1,0 +1,389 @@
+"""`DecodeLoop`: the thread that owns the model. It decodes, admits, retires and swaps weights, and never spins.
+
+    ┌─▶ drop cancelled ─▶ commit new weights, if due ─▶ admit and prefill ─▶ decode one token per row ─▶ deliver ─┐
+    └─────────────────────────────────────────────────────────────────────────────────────────────────────────────┘
+
+| waits for | unblocked by |
+|---|---|
+| work, when there is none | `submit`, `commit`, `stop` |
+| the rows to empty, before a `drain` commit | each sample's token limit: decoding goes on |
+
+The event loop's side calls `submit`, `cancel`, `commit` and `stop`; what they share with the thread is guarded by one
+lock that is never held while the model runs. Results leave in one batch per step through `deliver`. Whatever ends the
+thread, every request and every commit is answered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import final
+
+from inference_contract.errors import ContractError, EngineStopped, UpdateInProgress
+from inference_contract.schemas import FinishReason, OnUpdate
+from pipelinerl.engines.batching.runner import ModelRunner, Prefill, RowState
+from pipelinerl.engines.batching.scheduler import Admission, Moves, Scheduler
+from pipelinerl.engines.batching.sequence import Request, Sequence, extend
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What one step added to one sample of a streamed request; `token_id` is None when it ended without a token."""
+
+    index: int
+    text: str
+    token_id: int | None
+    logprob: float
+    version: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """News of one request: streamed tokens, its end (`is_last`), or the error that ended it."""
+
+    request: Request
+    tokens: tuple[SampledToken, ...] = ()
+    is_last: bool = False
+    error: ContractError | None = None
+
+
+@final
+@dataclass(slots=True)
+class LoopTotals:
+    """Counts since the start; written by the thread, read by anyone."""
+
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    finished_sequences: int = 0
+    aborted_sequences: int = 0
+    decode_steps: int = 0
+    occupied_slot_steps: int = 0
+
+
+@dataclass(slots=True)
+class _Commit:
+    version: int
+    epoch: int
+    on_update: OnUpdate
+    pause_s: Future[float] = field(default_factory=Future)
+
+
+@final
+class DecodeLoop:
+    """One model, one thread.
+
+    Args:
+        load: builds the runner; called on the thread, so that every call of the array library comes from it.
+        scheduler: fresh; shared under the lock from here on.
+        stop_ids: tokens that end a sample.
+        deliver: takes one step's news to the event loop; called on the thread, must not block.
+        serving: (epoch, version) of the weights that `load` loads.
+    """
+
+    def __init__(
+        self,
+        *,
+        load: Callable[[], ModelRunner],
+        scheduler: Callable[[ModelRunner], Scheduler],
+        stop_ids: frozenset[int],
+        deliver: Callable[[list[Delivery]], None],
+        serving: tuple[int, int],
+    ) -> None:
+        self.totals = LoopTotals()
+        self.serving = serving
+        self.ready: Future[ModelRunner] = Future()
+        self._load = load
+        self._build_scheduler = scheduler
+        self._stop_ids = stop_ids
+        self._deliver = deliver
+        self._changed = threading.Condition()
+        self._cancelled: list[Request] = []
+        self._commit: _Commit | None = None
+        self._streams = 0
+        self._stopping = False
+        self._scheduler: Scheduler
+        self._runner: ModelRunner
+        self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
+
+    # --- called from the event loop ------------------------------------------------------------------------------
+
+    def start(self) -> Future[ModelRunner]:
+        """Start the thread; the future is done when the model is loaded."""
+        self._thread.start()
+        return self.ready
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after its current step; False when it has not ended in time."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        """Does the thread run, and will it go on?"""
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def num_running(self) -> int:
+        """Samples in rows."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples in the queue."""
+        return self._scheduler.num_waiting
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises `Overloaded` or `EngineStopped`."""
+        with self._changed:
+            if not self.is_alive:
+                raise EngineStopped("the engine is closing; send the request to another one")
+            self._scheduler.submit(request)
+            self._streams += request.streams
+            self._changed.notify()
+
+    def cancel(self, request: Request) -> None:
+        """Nobody waits for `request` any more: its rows are free from the next step on. Nothing is delivered."""
+        with self._changed:
+            self._cancelled.append(request)
+            self._changed.notify()
+
+    def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
+        """Swap to the staged weights between two steps; the future carries the pause in seconds.
+
+        Raises:
+            EngineStopped; UpdateInProgress, when another commit still waits for its rows to drain.
+        """
+        with self._changed:
+            if not self.is_alive:
+                raise EngineStopped("the engine is closing; the old weights served last")
+            if self._commit is not None:
+                raise UpdateInProgress(
+                    f"the swap to {self._commit.epoch}.{self._commit.version} still waits for running samples to end"
+                )
+            self._commit = _Commit(version, epoch, on_update)
+            self._commit.pause_s.set_running_or_notify_cancel()  # once asked for, it happens
+            self._changed.notify()
+            return self._commit.pause_s
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            if not self._loaded():
+                return
+            while self._await_work():
+                self._drop_cancelled()
+                self._commit_if_due()
+                self._admit()
+                if self._scheduler.running:
+                    self._step()
+        finally:  # also after a fault of the model, which threading's excepthook reports
+            self._end()
+
+    def _loaded(self) -> bool:
+        try:
+            self._runner = self._load()
+            self._scheduler = self._build_scheduler(self._runner)
+        except BaseException as error:  # handed to whoever waits for `ready`, whatever it is
+            self.ready.set_exception(error)
+            return False
+        self.ready.set_result(self._runner)
+        return True
+
+    def _await_work(self) -> bool:
+        with self._changed:
+            while not (
+                self._stopping
+                or self._scheduler.running
+                or self._scheduler.num_waiting
+                or self._commit is not None
+                or self._cancelled
+            ):
+                self._changed.wait()
+            return not self._stopping
+
+    def _drop_cancelled(self) -> None:
+        if not self._cancelled:
+            return
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, []
+            rows: list[int] = []
+            for request in cancelled:
+                if request.unfinished:
+                    rows += self._scheduler.withdraw(request)
+                    self.totals.aborted_sequences += request.unfinished
+                    self._streams -= request.streams
+                    request.unfinished = 0
+            moves = self._scheduler.retire(rows)
+        self._move(moves)
+
+    def _admit(self) -> None:
+        if self._commit is not None:
+            return  # it waits for the rows to drain
+        with self._changed:
+            admissions = self._scheduler.admit()
+        if not admissions:
+            return
+        prefills = [_prefill(each) for each in admissions if each.sibling is None]
+        self._runner.prefill([prefill for prefill in prefills if prefill.token_ids])
+        epoch, version = self.serving
+        for each in admissions:
+            prompt = each.request.prompt_token_ids
+            if each.sibling is None:
+                self.totals.prompt_tokens += len(prompt)
+            elif len(prompt) > 1:
+                self._runner.copy_cache(each.sibling, each.rows, len(prompt) - 1)
+            if each.sequences[0].index == 0:
+                each.request.epoch = epoch
+            for sequence in each.sequences:
+                sequence.mark_version(version)
+        self._runner.place([state for each in admissions for state in _row_states(each)])
+
+    def _step(self) -> None:
+        running = self._scheduler.running
+        token_ids, logprobs = self._runner.decode(len(running))
+        ended = extend(running, token_ids, logprobs, self._stop_ids)
+        self.totals.decode_steps += 1
+        self.totals.occupied_slot_steps += len(running)
+        self.totals.generated_tokens += len(running)
+        streamed = [_sampled(sequence) for sequence in running if sequence.request.streams] if self._streams else []
+        finished: list[Request] = []
+        if ended:
+            self.totals.finished_sequences += len(ended)
+            finished = self._finish(ended)
+        self._report(streamed, finished)
+
+    def _finish(self, rows: list[int]) -> list[Request]:
+        """Book the samples in `rows` as ended and free them; returns the requests that have ended with them."""
+        finished = []
+        with self._changed:
+            for row in rows:
+                request = self._scheduler.running[row].request
+                request.unfinished -= 1
+                if request.unfinished == 0:
+                    finished.append(request)
+                    self._streams -= request.streams
+            moves = self._scheduler.retire(rows)
+        self._move(moves)
+        return finished
+
+    def _report(self, streamed: list[tuple[Request, SampledToken]], finished: list[Request]) -> None:
+        """Hand over one step's news: at most one delivery per request, and one call for all of them."""
+        tokens: dict[str, list[SampledToken]] = {}
+        for request, token in streamed:
+            tokens.setdefault(request.request_id, []).append(token)
+        requests = {request.request_id: request for request, _ in streamed}
+        requests.update((request.request_id, request) for request in finished)
+        last = {request.request_id for request in finished}
+        if requests:
+            self._deliver([Delivery(r, tuple(tokens.get(i, ())), i in last) for i, r in requests.items()])
+
+    def _move(self, moves: Moves) -> None:
+        if moves.sources:
+            self._runner.move(moves.sources, moves.targets)
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def _commit_if_due(self) -> None:
+        commit, running = self._commit, self._scheduler.running
+        if commit is None or (commit.on_update is OnUpdate.DRAIN and running):
+            return
+        start = time.perf_counter()
+        if commit.on_update is OnUpdate.ABORT:
+            self._abort_running()
+        self._runner.swap()
+        self.serving = (commit.epoch, commit.version)
+        for sequence in running:
+            sequence.mark_version(commit.version)
+        if commit.on_update is OnUpdate.RECOMPUTE_KV and running:
+            rows = enumerate(running)
+            self._runner.prefill([Prefill(_before_next(sequence), [row]) for row, sequence in rows])
+        with self._changed:
+            self._commit = None
+        commit.pause_s.set_result(time.perf_counter() - start)
+
+    def _abort_running(self) -> None:
+        running = list(self._scheduler.running)
+        for sequence in running:
+            sequence.finish_reason = FinishReason.ABORT
+        self.totals.aborted_sequences += len(running)
+        streamed = [_aborted(sequence) for sequence in running if sequence.request.streams]
+        self._report(streamed, self._finish(list(range(len(running)))))
+
+    def _end(self) -> None:
+        with self._changed:
+            self._stopping = True
+            commit, self._commit = self._commit, None
+            requests = self._scheduler.withdraw_all() if self.ready.exception() is None else []
+            requests = [request for request in requests if request not in self._cancelled]
+        if commit is not None:
+            commit.pause_s.set_exception(EngineStopped("the engine closed before the swap; the old weights served"))
+        stopped = EngineStopped("the engine closed while it worked on this request; send it to another one")
+        if requests:
+            self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
+
+
+def _sampled(sequence: Sequence) -> tuple[Request, SampledToken]:
+    """The last token of a streamed sample, with the text that it made certain."""
+    position = len(sequence.token_ids) - 1
+    token = SampledToken(
+        index=sequence.index,
+        text=_certain_text(sequence),
+        token_id=sequence.token_ids[position],
+        logprob=sequence.logprobs[position],
+        version=sequence.version_of(position),
+        finish_reason=sequence.finish_reason,
+    )
+    return sequence.request, token
+
+
+def _aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
+    """The end of a streamed sample that was aborted."""
+    token = SampledToken(
+        index=sequence.index,
+        text=_certain_text(sequence),
+        token_id=None,
+        logprob=0.0,
+        version=sequence.newest_version,
+        finish_reason=FinishReason.ABORT,
+    )
+    return sequence.request, token
+
+
+def _certain_text(sequence: Sequence) -> str:
+    if sequence.text is None:
+        return ""
+    if sequence.finish_reason is not None:
+        sequence.text.close()
+    return sequence.text.take()
+
+
+def _prefill(admission: Admission) -> Prefill:
+    return Prefill(admission.request.prompt_token_ids[:-1], admission.rows)
+
+
+def _before_next(sequence: Sequence) -> list[int]:
+    """What the cache of a running sample holds: all but the last sampled token, which is fed next."""
+    return sequence.request.prompt_token_ids + sequence.token_ids[:-1]
+
+
+def _row_states(admission: Admission) -> Iterable[RowState]:
+    request = admission.request
+    prompt = request.prompt_token_ids
+    for row, sequence in zip(admission.rows, admission.sequences, strict=True):
+        yield RowState(
+            row=row,
+            token_id=prompt[-1],
+            position=len(prompt) - 1,
+            noise_key=sequence.noise_key,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+        )

@@ -1,0 +1,125 @@
+"""`Scheduler`: which sequence runs in which row, first come first served. Pure bookkeeping, no arrays, no clock.
+
+    submit ─▶ waiting (bounded) ─▶ admit ─▶ running: rows 0..B-1, no holes ─▶ retire
+
+Sequences join and leave at every decode step. The samples of a request that are admitted together share one prefill;
+one that joins later, because the rows were full, takes the prompt's cache from a sibling that still runs. When rows
+end, the last rows move into the holes, so the batch stays dense; each move has a distinct source and target.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import final
+
+from inference_contract.errors import Overloaded
+from pipelinerl.engines.batching.sequence import Request, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """`sequences` of one request take `rows`; `sibling` is the row of another sample whose cache holds the prompt."""
+
+    request: Request
+    sequences: list[Sequence]
+    rows: list[int]
+    sibling: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Rows `sources` become rows `targets`, pairwise; the two sets are disjoint."""
+
+    sources: list[int]
+    targets: list[int]
+
+
+@final
+class Scheduler:
+    """Rows and the waiting queue.
+
+    Args:
+        slots: rows. max_waiting: most samples that may wait for a row.
+        prefill_tokens: most prompt tokens admitted at once, so that a flood of prompts cannot starve decoding; a single
+            longer prompt is still admitted, alone.
+    """
+
+    def __init__(self, *, slots: int, max_waiting: int, prefill_tokens: int) -> None:
+        self.running: list[Sequence] = []
+        self.num_waiting = 0
+        self._slots = slots
+        self._max_waiting = max_waiting
+        self._prefill_tokens = prefill_tokens
+        self._waiting: deque[Request] = deque()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            Overloaded: its samples do not fit in the queue.
+        """
+        samples = len(request.sequences)
+        if self.num_waiting + samples > self._max_waiting:
+            raise Overloaded(
+                f"the waiting queue holds at most {self._max_waiting} samples, {self.num_waiting} wait and {samples} "
+                "more were asked for; retry later or at another engine"
+            )
+        self._waiting.append(request)
+        self.num_waiting += samples
+
+    def admit(self) -> list[Admission]:
+        """Give free rows to the longest waiting."""
+        admissions: list[Admission] = []
+        budget = self._prefill_tokens
+        while self._waiting and len(self.running) < self._slots:
+            request = self._waiting[0]
+            sibling = self._sibling(request) if request.started else None
+            cost = len(request.prompt_token_ids) if sibling is None else 0
+            if admissions and cost > budget:
+                break
+            budget -= cost
+            admissions.append(self._start(request, sibling))
+            if request.started == len(request.sequences):
+                self._waiting.popleft()
+        return admissions
+
+    def retire(self, rows: Collection[int]) -> Moves:
+        """Take `rows` out and close the holes with the last rows."""
+        kept = len(self.running) - len(rows)
+        leaving = set(rows)
+        targets = sorted(row for row in leaving if row < kept)
+        sources = [row for row in range(kept, len(self.running)) if row not in leaving]
+        for source, target in zip(sources, targets, strict=True):
+            self.running[target] = self.running[source]
+        del self.running[kept:]
+        return Moves(sources, targets)
+
+    def withdraw(self, request: Request) -> list[int]:
+        """Forget the waiting samples of `request`; returns the rows of its running ones, which the caller retires."""
+        if request.started < len(request.sequences) and request in self._waiting:
+            self._waiting.remove(request)
+            self.num_waiting -= len(request.sequences) - request.started
+        return [row for row, sequence in enumerate(self.running) if sequence.request is request]
+
+    def withdraw_all(self) -> list[Request]:
+        """Forget everything; returns every request that had not ended."""
+        requests = {id(request): request for request in self._waiting}
+        requests.update({id(sequence.request): sequence.request for sequence in self.running})
+        self._waiting.clear()
+        self.running.clear()
+        self.num_waiting = 0
+        return list(requests.values())
+
+    def _sibling(self, request: Request) -> int | None:
+        return next((row for row, sequence in enumerate(self.running) if sequence.request is request), None)
+
+    def _start(self, request: Request, sibling: int | None) -> Admission:
+        first_row = len(self.running)
+        count = min(self._slots - first_row, len(request.sequences) - request.started)
+        sequences = request.sequences[request.started : request.started + count]
+        request.started += count
+        self.num_waiting -= count
+        self.running.extend(sequences)
+        return Admission(request, sequences, list(range(first_row, first_row + count)), sibling)

@@ -1,0 +1,104 @@
+"""One request and its samples while they are being generated.
+
+A `Sequence` promises that `token_ids`, `logprobs` and `spans()` always speak of the same tokens, and that a span names
+the weights that really sampled its tokens. Versions are kept as marks, one per change, so a step pays nothing for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import final
+
+from inference_contract.schemas import FinishReason, Span
+from pipelinerl.engines.batching.text import TextWindow
+
+
+@final
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One of the `n` samples of a request. `noise_key` makes its noise independent of the batch it runs in."""
+
+    request: Request
+    index: int
+    noise_key: int
+    text: TextWindow | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    _marks: list[tuple[int, int]] = field(default_factory=list)
+
+    def mark_version(self, version: int) -> None:
+        """From the next token on, `version` samples. Marking the version that already samples is a no-op."""
+        if not self._marks or self._marks[-1][0] != version:
+            self._marks.append((version, len(self.token_ids)))
+
+    def spans(self) -> list[Span]:
+        """(model_version, num_tokens), run-length, oldest first; they sum to the number of tokens."""
+        ends = [start for _, start in self._marks[1:]] + [len(self.token_ids)]
+        return [(version, end - start) for (version, start), end in zip(self._marks, ends, strict=True) if end > start]
+
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that sampled any of it, or that were to when it was ended before its first token."""
+        return self._marks[-1][0] if self._marks else 0
+
+    def version_of(self, position: int) -> int:
+        """The weights that sampled token `position`."""
+        return next(version for version, start in reversed(self._marks) if start <= position)
+
+
+@final
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One chat completion under way: a prompt that its samples share.
+
+    `token_limit` is the most tokens to sample per choice, already cut to the context. `epoch` is that of the weights
+    that began it. `unfinished` counts samples without a finish reason.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    token_limit: int
+    temperature: float
+    top_p: float
+    top_k: int
+    streams: bool
+    sequences: list[Sequence] = field(default_factory=list)
+    started: int = 0
+    unfinished: int = 0
+    cancelled: bool = False
+    epoch: int = 0
+
+    def add_sequences(self, noise_keys: Iterable[int], texts: Iterable[TextWindow | None]) -> None:
+        """Create the samples."""
+        for index, (key, text) in enumerate(zip(noise_keys, texts, strict=True)):
+            self.sequences.append(Sequence(request=self, index=index, noise_key=key, text=text))
+        self.unfinished = len(self.sequences)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens sampled so far, over all choices."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float], stop_ids: frozenset[int]) -> list[int]:
+    """Append one step's tokens; returns the rows that ended, ascending, with their finish reason set.
+
+    The end-of-turn token that stops a choice is kept: it was sampled, and it trains. This runs once per token of the
+    engine, which is why it is one plain loop.
+    """
+    ended = []
+    for row, sequence in enumerate(running):
+        token_id = token_ids[row]
+        sampled = sequence.token_ids
+        sampled.append(token_id)
+        sequence.logprobs.append(logprobs[row])
+        if token_id in stop_ids or (sequence.text is not None and sequence.text.push(token_id)):
+            sequence.finish_reason = FinishReason.STOP
+        elif len(sampled) >= sequence.request.token_limit:
+            sequence.finish_reason = FinishReason.LENGTH
+        else:
+            continue
+        ended.append(row)
+    return ended

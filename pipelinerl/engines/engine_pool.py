@@ -1,0 +1,143 @@
+"""`EnginePool`: one chat completion from whichever engine has least to do, surviving engines that come and go.
+
+Promises: a request is tried until it is answered or its deadline passes, on another engine if there is one, with the
+same seed, so an answer does not depend on how often it was tried; a refusal of the request itself is raised at once.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| an engine that is not suspect | its suspicion ends, or `update` | the pool's deadline |
+| the completion | the engine | the pool's deadline |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+from inference_contract.errors import ContractError, DeadlineExceeded, Dirty, EngineStopped, Overloaded
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from pipelinerl.errors import DeadlineError, EngineUnreachable
+
+#: Refusals that say something about the engine's state, not about the request.
+_ELSEWHERE: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineUnreachable)
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 2.0
+_DEFAULT_TOKENS: Final = 256
+
+
+class ChatClient(Protocol):
+    """What the pool needs of `EngineClient`."""
+
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        """One whole completion."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A completion and the engine it came from."""
+
+    completion: ChatCompletion
+    url: str
+
+
+def cost(request: ChatCompletionRequest) -> int:
+    """Tokens that a request may still make an engine work on: prompt once, samples up to their limit."""
+    prompt = len(request.prompt_token_ids or ()) or sum(len(m.content) for m in request.messages or ()) // 4
+    return prompt + request.n * (request.token_limit or _DEFAULT_TOKENS)
+
+
+def pick(outstanding: Mapping[str, int], suspect_until: Mapping[str, float], *, now: float) -> str | None:
+    """The engine with the fewest outstanding tokens among those not suspect at `now`; ties go by name.
+
+    Args:
+        outstanding: tokens asked for and not yet answered, by engine.
+        suspect_until: monotonic seconds until which an engine is avoided.
+    """
+    free = [url for url in outstanding if suspect_until.get(url, 0.0) <= now]
+    return min(free, key=lambda url: (outstanding[url], url), default=None)
+
+
+@final
+class EnginePool:
+    """Used from one event loop."""
+
+    def __init__(
+        self, client: ChatClient, urls: Iterable[str] = (), *, deadline_s: float = 600.0, suspect_s: float = 2.0
+    ) -> None:
+        """
+        Args:
+            deadline_s: longest time for one request, all tries together.
+            suspect_s: how long an engine is avoided after it failed.
+        """
+        self._client = client
+        self._deadline_s = deadline_s
+        self._suspect_s = suspect_s
+        self._outstanding: dict[str, int] = {}
+        self._suspect_until: dict[str, float] = {}
+        self._changed = asyncio.Event()
+        self.update(urls)
+
+    @property
+    def outstanding(self) -> Mapping[str, int]:
+        """Tokens asked for and not yet answered, by engine."""
+        return dict(self._outstanding)
+
+    def update(self, urls: Iterable[str]) -> None:
+        """Use these engines from now on. Requests that run elsewhere are left to end or fail there."""
+        self._outstanding = {url: self._outstanding.get(url, 0) for url in urls}
+        self._suspect_until = {url: at for url, at in self._suspect_until.items() if url in self._outstanding}
+        self._changed.set()
+
+    async def complete(self, request: ChatCompletionRequest) -> Answered:
+        """Answer `request`; give it a seed, or each try draws its own noise.
+
+        Raises:
+            ContractError: the request itself was refused.
+            DeadlineError: no engine answered in time; the message names the last failure.
+        """
+        deadline = time.monotonic() + self._deadline_s
+        pause_s, last = _FIRST_PAUSE_S, "no engine is known"
+        while (remaining := deadline - time.monotonic()) > 0:
+            url = pick(self._outstanding, self._suspect_until, now=time.monotonic())
+            if url is None:
+                await self._change(min(pause_s, remaining))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            try:
+                async with asyncio.timeout(remaining):
+                    return Answered(await self._tried(url, request), url)
+            except _ELSEWHERE as error:
+                last = f"{url}: {error}"
+                self._suspect_until[url] = time.monotonic() + _suspicion(error, self._suspect_s, pause_s)
+            except TimeoutError:
+                last = f"{url} had not answered after {remaining:.1f} s"
+        known = ", ".join(self._outstanding) or "none"
+        raise DeadlineError(
+            f"no engine completed the request within {self._deadline_s:g} s (engines: {known}); last: {last}"
+        )
+
+    async def _tried(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        tokens = cost(request)
+        self._outstanding[url] += tokens
+        try:
+            return await self._client.chat(url, request)
+        finally:
+            if url in self._outstanding:
+                self._outstanding[url] = max(self._outstanding[url] - tokens, 0)
+
+    async def _change(self, timeout_s: float) -> None:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+
+def _suspicion(error: ContractError | EngineUnreachable, suspect_s: float, pause_s: float) -> float:
+    """A full engine is free again soon; a broken one is not."""
+    return pause_s if isinstance(error, Overloaded) else suspect_s

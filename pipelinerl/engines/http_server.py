@@ -1,0 +1,350 @@
+"""`create_app`, `serve`: the inference contract over HTTP, in front of anything that satisfies `Engine`.
+
+Promises: every answer that is not a success has OpenAI's error shape, whatever went wrong; no error repeats the body;
+every route but `/health` wants the bearer token, compared in constant time; bodies are bounded; a client that goes away
+cancels what it asked for.
+
+The POSTs are plain ASGI on bytes, for they are the hot path: one validation of the body, one serialisation of the
+answer, nothing between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from ipaddress import ip_address
+from typing import Any, Final, TypeVar
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inference_contract import routes
+from inference_contract.engine import Engine
+from inference_contract.errors import ContractError, DeadlineExceeded, InvalidRequest, Unauthorized
+from inference_contract.schemas import (
+    ChatCompletionRequest,
+    EngineMetrics,
+    Health,
+    InitProcessGroupRequest,
+    ModelList,
+    WeightUpdateRequest,
+)
+from pipelinerl.errors import AddressError
+
+Body = TypeVar("Body", bound=BaseModel)
+
+#: A layout of a hundred thousand parameters takes 10 MB; prompts take far less.
+MAX_BODY_BYTES: Final = 32 * 2**20
+
+#: A body that has not come by then is not coming; a request that is being served has no such limit.
+BODY_TIMEOUT_S: Final = 30.0
+
+#: Longer than a client keeps an idle connection, so that it is the client that closes it and no request meets a close.
+KEEP_ALIVE_S: Final = 75
+
+_LOG = logging.getLogger(__name__)
+
+
+class _Disconnected(Exception):
+    """The client went away; nobody is there to answer."""
+
+
+def create_app(engine: Engine, *, token: str | None) -> FastAPI:
+    """The application that serves `engine`; it starts the engine when it starts and closes it when it stops.
+
+    Args:
+        token: the bearer token that every route but `/health` requires; None lets everybody in.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await engine.start()
+        try:
+            yield
+        finally:
+            await engine.close()
+
+    app = FastAPI(title="pipelinerl inference contract", lifespan=lifespan, openapi_url=None)
+    chat = _Chat(engine)
+    for path in (routes.CHAT_COMPLETIONS, routes.CHAT_COMPLETION_ALIAS):
+        app.router.routes.append(_post(path, chat))
+    app.router.routes.append(
+        _post(routes.INIT_PROCESS_GROUP, _Call(InitProcessGroupRequest, engine.init_process_group))
+    )
+    app.router.routes.append(
+        _post(routes.REQUEST_WEIGHT_UPDATE, _Call(WeightUpdateRequest, engine.request_weight_update))
+    )
+    app.router.routes.extend(_state_routes(engine))
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)
+    app.add_middleware(_Gate, token=token)
+    app.state.guarded = token is not None
+    return app
+
+
+def _state_routes(engine: Engine) -> list[APIRoute]:
+    async def health() -> Health:
+        return engine.health()
+
+    async def models() -> ModelList:
+        return ModelList(data=[engine.model_card()])
+
+    async def metrics() -> Response:
+        return Response(prometheus_text(engine.metrics()), media_type="text/plain; version=0.0.4")
+
+    return [
+        APIRoute(routes.HEALTH, health, methods=["GET"]),
+        APIRoute(routes.MODELS, models, methods=["GET"], response_model_exclude_none=True),
+        APIRoute(routes.METRICS, metrics, methods=["GET"]),
+    ]
+
+
+def _post(path: str, endpoint: ASGIApp) -> Route:
+    # Starlette takes an instance for an ASGI application and then filters no method unless told to.
+    return Route(path, endpoint, methods=["POST"])
+
+
+# --- requests ----------------------------------------------------------------------------------------------------
+
+
+async def _parsed(schema: type[Body], receive: Receive) -> Body:
+    """The validated body.
+
+    Raises:
+        InvalidRequest: malformed, too large, or not as the schema wants it; `param` is the path of the field.
+    """
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await _body(receive)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the body must come within {BODY_TIMEOUT_S:g} s") from None
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+async def _body(receive: Receive) -> bytes:
+    chunks, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Disconnected
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise InvalidRequest(f"the body must be at most {MAX_BODY_BYTES} bytes, got more")
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    """The first finding as a sentence, without the input that caused it."""
+    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
+    return InvalidRequest(f"{param or 'body'}: {first['msg']}{more}", param=param)
+
+
+async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
+    """The result of `work`, which is cancelled when the client goes away first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _Disconnected
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class _Call:
+    """A POST that takes one schema and answers with another; it runs to its end even if the client goes away."""
+
+    def __init__(self, schema: type[Body], verb: Callable[[Body], Awaitable[BaseModel]]) -> None:
+        self._schema: type[Any] = schema
+        self._verb: Callable[[Any], Awaitable[BaseModel]] = verb
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = await self._verb(await _parsed(self._schema, receive))
+        await _answer(send, 200, answer.model_dump_json(exclude_none=True).encode())
+
+
+class _Chat:
+    """`/v1/chat/completions`, whole or streamed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = await _parsed(ChatCompletionRequest, receive)
+        if not request.stream:
+            completion = await _unless_gone(self._engine.complete(request), receive)
+            await _answer(send, 200, completion.model_dump_json(exclude_none=True).encode())
+            return
+        await _unless_gone(self._stream(request, send), receive)
+
+    async def _stream(self, request: ChatCompletionRequest, send: Send) -> None:
+        """Server-sent events. The status waits for the first chunk, so that a refusal is still a plain error."""
+        begun = False
+        async with aclosing(self._engine.stream(request)) as chunks:  # type: ignore[type-var]
+            try:
+                async for chunk in chunks:
+                    if not begun:
+                        await send(_head(200, b"text/event-stream", (b"cache-control", b"no-cache")))
+                        begun = True
+                    await _event(send, chunk.model_dump_json(exclude_none=True).encode())
+            except ContractError as error:
+                if not begun:
+                    raise
+                await _event(send, json.dumps(error.to_wire()).encode())
+        if not begun:
+            raise ContractError("the engine ended the stream before its first chunk")
+        await _event(send, b"[DONE]", last=True)
+
+
+# --- answers -----------------------------------------------------------------------------------------------------
+
+
+def _head(status: int, media_type: bytes, *headers: tuple[bytes, bytes]) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", media_type), *headers]}
+
+
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    await send(_head(status, b"application/json", (b"content-length", str(len(body)).encode())))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _event(send: Send, data: bytes, *, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": not last})
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404 and 405, in the contract's shape."""
+    assert isinstance(error, HTTPException)
+    wire = ContractError(f"{request.method} {request.url.path}: {error.detail}").to_wire()
+    wire["error"] |= {"type": "invalid_request_error", "code": str(error.detail).lower().replace(" ", "_")}
+    return Response(json.dumps(wire), error.status_code, error.headers, "application/json")
+
+
+async def _internal_error(request: Request, _: Exception) -> Response:
+    """An error of ours that no rule foresaw; the log has it, the client learns nothing of the inside."""
+    wire = ContractError(f"{request.method} {request.url.path} failed inside the engine; see its log").to_wire()
+    return Response(json.dumps(wire), 500, media_type="application/json")
+
+
+class _Gate:
+    """Around everything: the token on the way in, contract errors on the way out."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+            await self._app(scope, receive, send)
+        except ContractError as error:
+            await _answer(send, error.status, json.dumps(error.to_wire()).encode())
+        except _Disconnected:
+            _LOG.info("client left %s", scope["path"])
+
+    def _check(self, scope: Scope) -> None:
+        if self._expected is None or scope["path"] == routes.HEALTH:
+            return
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if not hmac.compare_digest(given, self._expected):
+            raise Unauthorized("a valid bearer token is required: send the header Authorization: Bearer <token>")
+
+
+def prometheus_text(metrics: EngineMetrics) -> str:
+    """Prometheus' text form, one `pipelinerl_engine_…` per field; fields named `…_total` are counters."""
+    lines = []
+    for name, value in metrics.model_dump().items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# TYPE pipelinerl_engine_{name} {kind}", f"pipelinerl_engine_{name} {value}"]
+    return "\n".join(lines) + "\n"
+
+
+# --- the process -------------------------------------------------------------------------------------------------
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, ready for `serve`; port 0 takes a free one.
+
+    Raises:
+        AddressError: the port is taken, or the address is not of this machine.
+    """
+    family, _, _, _, address = _resolved(host, port)
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it. Without it the body of an answer waits for the receiver's acknowledgement of its head, which
+    # the receiver delays by 40 ms.
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        bound.bind(address)
+        bound.listen(1024)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AddressError(f"port {port} on {host} is taken; stop what listens there or choose another") from None
+        raise AddressError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    bound.setblocking(False)
+    return bound
+
+
+def _resolved(host: str, port: int) -> tuple[Any, Any, Any, Any, Any]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise AddressError(f"{host!r} is not an address that can be listened on: {error.strerror}") from error
+
+
+def serve(app: FastAPI, host: str = "127.0.0.1", port: int = 8000, *, listener: socket.socket | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then finish or cancel what runs within seconds. Blocks.
+
+    Args:
+        app: from `create_app`.
+        listener: a socket from `listen`, when the caller must know the port first; replaces `host` and `port`.
+
+    Raises:
+        AddressError: the port is taken, or others could reach an application that asks for no token.
+    """
+    bound = listener or listen(host, port)
+    address = bound.getsockname()[0]
+    if not ip_address(address).is_loopback and not app.state.guarded:
+        bound.close()
+        raise AddressError(f"refusing to serve on {address} without a token: give one, or bind 127.0.0.1")
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=3,
+    )
+    with bound:
+        uvicorn.Server(config).run(sockets=[bound])

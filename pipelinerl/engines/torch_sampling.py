@@ -1,0 +1,78 @@
+"""Sampling a batch of logits in torch: temperature, top-k, top-p, inverse-CDF, and the log-probs of what was sampled.
+
+Promises: a row's token is a function of its logits, parameters and noise alone; its log-prob is fp32 and that of the
+distribution sampled from. Rows that keep every token pay nothing for the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Width of the blocks in which the cumulative distribution of a large vocabulary is built: the block is found first.
+_BLOCK = 1024
+
+
+def sample(
+    logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token ids i64 [B] and log-probs f32 [B].
+
+    Temperature first, then the `top_k` likeliest, then of these, renormalised, the fewest that reach `top_p`.
+
+    Args:
+        logits: [B, V], any float dtype.
+        temperature: f32 [B], 0 is greedy, which reports the whole distribution at temperature 1.
+        top_k: i64 [B], 0 keeps every token. top_p: f32 [B], 1 keeps every token.
+        noise: f64 [B] in [0, 1). All four lie on the CPU or on the device of the logits.
+    """
+    greedy = temperature == 0
+    any_greedy = bool(greedy.any())
+    scale = torch.where(greedy, 1.0, temperature) if any_greedy else temperature
+    logits = logits.float()
+    if not bool((scale == 1).all()):
+        logits = logits / scale.to(logits.device)[:, None]
+    logprobs = torch.log_softmax(logits, dim=-1)
+    truncated = ((top_k > 0) | (top_p < 1)) & ~greedy
+    if bool(truncated.any()):
+        rows = truncated.nonzero()[:, 0]
+        on_device = rows.to(logits.device)
+        logprobs[on_device] = _truncate(
+            logprobs[on_device], top_k[rows].to(logits.device), top_p[rows].to(logits.device)
+        )
+    token_ids = _inverse_cdf(logprobs, noise.to(logits.device))
+    if any_greedy:
+        token_ids = torch.where(greedy.to(logits.device), logprobs.argmax(dim=-1), token_ids)
+    return token_ids, logprobs.gather(1, token_ids[:, None])[:, 0]
+
+
+def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Log-probs [R, V] with the tokens outside top-k and top-p at -inf, renormalised; ties go to the lower id."""
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logprobs.shape[1], device=logprobs.device)
+    kept = (rank < top_k[:, None]) | (top_k == 0)[:, None]
+    mass = torch.where(kept, ordered.double().exp(), 0.0)
+    before = mass.cumsum(dim=-1) - mass
+    # A top-p of 1 keeps all, also where rounding lets the mass before the last tokens reach 1.
+    kept &= (before < top_p.double()[:, None] * mass.sum(dim=-1, keepdim=True)) | (top_p >= 1)[:, None]
+    ordered = ordered.masked_fill(~kept, -torch.inf)
+    ordered = ordered - ordered.logsumexp(dim=-1, keepdim=True)
+    return torch.empty_like(logprobs).scatter_(1, order, ordered)
+
+
+def _inverse_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
+    """For each row the first token whose cumulative probability exceeds `noise` times the total. Sums are fp64."""
+    probs = logprobs.exp()
+    batch, vocab = probs.shape
+    if vocab <= _BLOCK:
+        cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+        return torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    probs = torch.nn.functional.pad(probs, (0, -vocab % _BLOCK)).view(batch, -1, _BLOCK)
+    ends = probs.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target = noise[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True)
+    rest = target - torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
+    inner = probs.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(dim=-1, dtype=torch.float64)
+    # The two sums may round apart at a block's end: stay within the tokens that have a probability.
+    within = torch.searchsorted(inner, torch.minimum(rest, inner[:, -1:].nextafter(inner.new_zeros(1))), right=True)
+    return (block * _BLOCK + within)[:, 0]

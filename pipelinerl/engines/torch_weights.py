@@ -1,0 +1,63 @@
+"""`TorchWeights`: a model's parameters as views of one flat byte buffer, with a second one for the next version.
+
+Promises: `staging` has exactly the bytes of the layout, back to back; `swap` re-points every parameter and copies
+nothing, so its cost depends on their number and not on their size; there are never more than two copies.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+
+
+@final
+class TorchWeights:
+    """Owns the memory of `model`'s parameters from its construction on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = dict(model.named_parameters())  # tied ones once, under their first name: what a trainer sends
+        self._parameters = list(parameters.values())
+        self.layout = WeightLayout(
+            parameters=tuple(
+                ParameterSpec(name=name, shape=tuple(p.shape), dtype=DType(str(p.dtype).removeprefix("torch.")))
+                for name, p in parameters.items()
+            )
+        )
+        self._device = self._parameters[0].device
+        self._staged: Tensor | None = None
+        self._current = self._buffer()
+        offset = 0
+        for parameter in self._parameters:
+            source = parameter.detach().contiguous().view(-1).view(torch.uint8)
+            self._current[offset : offset + source.numel()] = source
+            offset += source.numel()
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)  # free it before the next
+        self._point_at(self._current)
+
+    def staging(self) -> Tensor:
+        """uint8 [layout.num_bytes], not read by the model; allocated when first asked for."""
+        if self._staged is None:
+            self._staged = self._buffer()
+        return self._staged
+
+    def swap(self) -> None:
+        """Make `staging` current; what was current becomes `staging`."""
+        staged = self.staging()
+        self._point_at(staged)
+        self._current, self._staged = staged, self._current
+
+    def _buffer(self) -> Tensor:
+        return torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _point_at(self, buffer: Tensor) -> None:
+        offset = 0
+        for parameter, spec in zip(self._parameters, self.layout.parameters, strict=True):
+            part = buffer[offset : offset + spec.num_bytes]
+            # Only a layout of mixed dtypes can leave a parameter off its element's boundary: that one is copied.
+            part = part if offset % spec.dtype.itemsize == 0 else part.clone()
+            parameter.data = part.view(parameter.dtype).view(spec.shape)
+            offset += spec.num_bytes

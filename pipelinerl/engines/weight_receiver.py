@@ -1,0 +1,401 @@
+"""`WeightReceiver`: the engine's side of a weight update, for any engine that offers a `WeightTarget`.
+
+    PREPARE ─ check manifest ─▶ armed: a thread receives into the staging buffer, decode goes on
+    COMMIT  ─ wait for the bytes ─ compare digests ─▶ target.commit: the swap, between two decode steps
+    ABORT   ─▶ what was staged is dropped
+
+Promises: nothing is refused after a collective was entered that could have been refused before it; the weights that
+serve are not touched until every byte has come and the digest agrees; a failed update leaves the old weights serving
+and the next one works. The engine is *dirty* only if `target.commit` itself broke off with an unknown error.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| every rank to join | the ranks | the request's timeout |
+| the bytes | rank 0 sends, leaves or dies | PREPARE's timeout |
+| COMMIT for the bytes | the receiving thread | COMMIT's timeout |
+| the next PREPARE for a dropped receive | rank 0 leaves the group | its own timeout |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, final
+
+from inference_contract.errors import (
+    ContractError,
+    DeadlineExceeded,
+    DigestMismatch,
+    Dirty,
+    InvalidRequest,
+    LayoutMismatch,
+    NotPrepared,
+    StaleVersion,
+    UpdateInProgress,
+)
+from inference_contract.schemas import (
+    InitProcessGroupRequest,
+    OnUpdate,
+    ProcessGroupStatus,
+    Transport,
+    UpdatePhase,
+    UpdateStatus,
+    WeightLayout,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl.engines.group_member import RECEIVE_NICENESS, GroupMember, as_contract
+from pipelinerl.errors import PipelineError
+from pipelinerl.weights.background import in_background, settled
+from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.layout import describe_bucket
+
+
+class WeightTarget(Protocol):
+    """The weights of an engine, as seen by whoever receives new ones."""
+
+    @property
+    def layout(self) -> WeightLayout:
+        """The model's parameters in the order in which they are received."""
+        ...
+
+    def staging(self) -> Any:
+        """Flat uint8 [layout.num_bytes], numpy or torch, that the model does not read until `commit`."""
+        ...
+
+    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+        """Serve what `staging` holds from the next decode step on; returns the pause in seconds.
+
+        A `ContractError` says that the old weights still serve; any other error leaves the engine dirty.
+        """
+        ...
+
+    def serving(self) -> tuple[int, int]:
+        """(epoch, version) of the weights that serve."""
+        ...
+
+
+class PullSource(Protocol):
+    """Fetches weights that wait elsewhere, for transport `pull`; blocks, on a thread of its own."""
+
+    def fetch(self, source: str, *, epoch: int, version: int, layout: WeightLayout, into: Any, deadline: float) -> None:
+        """Fill `into`, flat uint8 [layout.num_bytes]. Raises `PipelineError`; `deadline` is monotonic seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverTotals:
+    """What `EngineMetrics` reports of updates."""
+
+    updates: int = 0
+    failures: int = 0
+    last_pause_s: float = 0.0
+    last_receive_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    digest: str
+    seconds: float
+
+
+class _Stage(StrEnum):
+    RECEIVING = "receiving"
+    COMMITTING = "committing"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True)
+class _Update:
+    request: WeightUpdateRequest
+    deadline: float
+    receiving: Future[_Received]
+    progress: list[str]
+    stage: _Stage = _Stage.RECEIVING
+    committing: asyncio.Task[float] | None = field(default=None)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.request.epoch, self.request.version
+
+    @property
+    def dropped(self) -> bool:
+        return self.stage is _Stage.DROPPED
+
+    @property
+    def replaceable(self) -> bool:
+        """Nobody waits for it any more: dropped, broken, or received and never committed."""
+        if self.stage is _Stage.COMMITTING:
+            return False
+        broken = self.receiving.done() and self.receiving.exception() is not None
+        return self.dropped or broken or time.monotonic() > self.deadline
+
+
+@final
+class WeightReceiver:
+    """Satisfies the contract's two weight routes; every method runs on one event loop."""
+
+    def __init__(self, target: WeightTarget, *, pull: PullSource | None = None) -> None:
+        self._target = target
+        self._pull = pull
+        self._member = GroupMember()
+        self._update: _Update | None = None
+        self._arming = asyncio.Lock()
+        self._digest: str | None = None
+        self._dirty: str | None = None
+        self._totals = ReceiverTotals()
+
+    @property
+    def dirty(self) -> str | None:
+        """Why the served weights cannot be trusted; None when they can."""
+        return self._dirty
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the weights that serve; None for those the engine started with."""
+        return self._digest
+
+    @property
+    def totals(self) -> ReceiverTotals:
+        """Updates and failures so far, and what the last update cost."""
+        return self._totals
+
+    def close(self) -> None:
+        """Leave the group and drop what is staged."""
+        self._member.leave()
+        if self._update is not None and self._update.stage is _Stage.RECEIVING:
+            self._update.stage = _Stage.DROPPED
+
+    async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+        """Join the weight group; a new membership drops what the one before had staged.
+
+        Raises:
+            StaleGeneration, DeadlineExceeded, PeerLost: see `GroupMember.join`.
+        """
+        if self._member.replaced_by(request):
+            self.close()
+        return await self._member.join(request)
+
+    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        """Run one phase; raises the `ContractError` that the phase is refused or has failed with."""
+        match request.phase:
+            case UpdatePhase.PREPARE:
+                async with self._arming:
+                    return await self._prepare(request)
+            case UpdatePhase.COMMIT:
+                return await self._commit(request)
+            case UpdatePhase.ABORT:
+                return self._abort(request)
+
+    async def _prepare(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        self._check_layout(request)
+        if self._serves(request):
+            return self._answer(UpdateStatus.ALREADY_SERVING)
+        self._check_transport(request)
+        update = self._update
+        if update is not None and not update.replaceable:
+            if update.key == (request.epoch, request.version) and update.stage is _Stage.RECEIVING:
+                return self._answer(UpdateStatus.PREPARED)
+            raise UpdateInProgress(
+                f"update {_named(update.request)} is being received; commit or abort it before {_named(request)}"
+            )
+        if update is not None:
+            await self._end_of_receive(update, request.timeout_s)
+        self._update = self._armed(request)
+        return self._answer(UpdateStatus.PREPARED)
+
+    def _check_layout(self, request: WeightUpdateRequest) -> None:
+        ours = self._target.layout
+        if request.layout is not None:
+            difference = ours.difference(request.layout)
+            if difference is not None:
+                raise LayoutMismatch(f"the update does not fit the model: {difference}", param="layout")
+        elif request.layout_id != ours.layout_id:
+            raise NotPrepared(
+                f"layout_id {request.layout_id!r} is not known here; send the full layout", param="layout_id"
+            )
+
+    def _check_transport(self, request: WeightUpdateRequest) -> None:
+        if request.transport is Transport.PULL:
+            if self._pull is None:
+                raise InvalidRequest("transport pull is not offered by this engine; use broadcast", param="transport")
+            return
+        self._member.check(group=request.group, generation=request.generation)
+
+    def _serves(self, request: WeightUpdateRequest) -> bool:
+        """Is this version served already? A dirty engine takes even the same version again.
+
+        Raises:
+            StaleVersion: it serves a later one.
+        """
+        serving, asked = self._target.serving(), (request.epoch, request.version)
+        if asked < serving:
+            raise StaleVersion(
+                f"epoch and version must come after {serving[0]}.{serving[1]}, which serves, got {_named(request)}",
+                param="version",
+            )
+        return asked == serving and self._dirty is None
+
+    async def _end_of_receive(self, update: _Update, timeout_s: float) -> None:
+        """The staging buffer has one writer: a dropped receive must have ended before the next begins."""
+        if not await settled(update.receiving, timeout_s=timeout_s):
+            raise UpdateInProgress(
+                f"the dropped update {_named(update.request)} still waits for rank 0 of its group to send or leave"
+            )
+
+    def _armed(self, request: WeightUpdateRequest) -> _Update:
+        deadline = time.monotonic() + request.timeout_s
+        layout, staging, pull = self._target.layout, self._target.staging(), self._pull
+        progress = [f"0 of {layout.num_bytes} bytes"]
+        if request.transport is Transport.PULL and pull is not None:
+            receive = lambda: _pulled(pull, request, layout, staging, deadline)  # noqa: E731
+        else:
+            group = self._member.collective()
+            receive = lambda: _received(group, request, layout, staging, deadline, progress)  # noqa: E731
+        return _Update(
+            request, deadline, in_background(f"receive-{_named(request)}", receive, niceness=RECEIVE_NICENESS), progress
+        )
+
+    async def _commit(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        update = self._update
+        if update is None or update.key != (request.epoch, request.version) or update.dropped:
+            return self._committed_before(request)
+        if update.stage is _Stage.RECEIVING:
+            received = await self._bytes(update, request.timeout_s)
+            if update.dropped:
+                raise NotPrepared(f"update {_named(request)} was aborted while it was being committed")
+            if received.digest != request.digest:
+                self._fail(update)
+                raise DigestMismatch(
+                    f"update {_named(request)}: digest must be {request.digest}, received {received.digest}; the old "
+                    "weights still serve",
+                    param="digest",
+                )
+        if update.committing is None:
+            update.stage = _Stage.COMMITTING
+            chosen = request if "on_update" in request.model_fields_set else update.request
+            update.committing = asyncio.create_task(self._swap(update, chosen.on_update))
+        await asyncio.wait({update.committing}, timeout=request.timeout_s)
+        if not update.committing.done():
+            raise DeadlineExceeded(
+                f"the swap to {_named(request)} with on_update {update.request.on_update} has not happened within "
+                f"{request.timeout_s:g} s and will still; ask again"
+            )
+        return self._answer(UpdateStatus.COMMITTED, pause_s=update.committing.result())
+
+    def _committed_before(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        if not self._serves(request):
+            raise NotPrepared(f"update {_named(request)} was not prepared here, or has failed or was aborted")
+        if self._digest is not None and self._digest != request.digest:
+            raise DigestMismatch(
+                f"{_named(request)} is served already with digest {self._digest}, the commit says {request.digest}",
+                param="digest",
+            )
+        return self._answer(UpdateStatus.ALREADY_SERVING)
+
+    async def _bytes(self, update: _Update, timeout_s: float) -> _Received:
+        if not await settled(update.receiving, timeout_s=timeout_s):
+            raise DeadlineExceeded(
+                f"update {_named(update.request)}: rank 0 has not sent all within {timeout_s:g} s, came so far: "
+                f"{update.progress[0]}"
+            )
+        error = update.receiving.exception()
+        if error is None:
+            return update.receiving.result()
+        if update.stage is _Stage.RECEIVING:
+            self._fail(update)
+            self._member.leave()
+        raise as_contract(error)
+
+    async def _swap(self, update: _Update, on_update: OnUpdate) -> float:
+        received, known = update.receiving.result(), False
+        request = update.request
+        try:
+            pause_s = await self._target.commit(
+                version=request.version, epoch=request.epoch, digest=received.digest, on_update=on_update
+            )
+            known = True
+        except ContractError:
+            known = True
+            self._fail(update)
+            raise
+        finally:
+            if not known:
+                self._fail(update)
+                self._dirty = f"the swap to {_named(request)} broke off; publish a full update to mend it"
+                raise Dirty(self._dirty)
+        self._update, self._dirty, self._digest = None, None, received.digest
+        self._totals = ReceiverTotals(self._totals.updates + 1, self._totals.failures, pause_s, received.seconds)
+        return pause_s
+
+    def _abort(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        update = self._update
+        if update is None or update.key != (request.epoch, request.version) or update.stage is not _Stage.RECEIVING:
+            raise NotPrepared(f"update {_named(request)} is not staged here; nothing to abort")
+        update.stage = _Stage.DROPPED
+        if not update.receiving.done() or update.receiving.exception() is not None:
+            self._member.leave()
+        return self._answer(UpdateStatus.ABORTED)
+
+    def _fail(self, update: _Update) -> None:
+        update.stage = _Stage.DROPPED
+        totals = self._totals
+        self._totals = ReceiverTotals(totals.updates, totals.failures + 1, totals.last_pause_s, totals.last_receive_s)
+
+    def _answer(self, status: UpdateStatus, *, pause_s: float = 0.0) -> WeightUpdateResponse:
+        epoch, version = self._target.serving()
+        committed = status is UpdateStatus.COMMITTED
+        return WeightUpdateResponse(
+            status=status,
+            version=version,
+            epoch=epoch,
+            digest=self._digest,
+            pause_s=pause_s,
+            receive_s=self._totals.last_receive_s if committed else 0.0,
+            num_bytes=self._target.layout.num_bytes if committed else 0,
+        )
+
+
+def _named(request: WeightUpdateRequest) -> str:
+    return f"{request.epoch}.{request.version}"
+
+
+def _received(
+    group: Any, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, deadline: float, progress: list[str]
+) -> _Received:
+    """Receive bucket after bucket into `staging`; on a thread of its own."""
+    import torch
+
+    digest, began = WeightDigest(), time.monotonic()
+    flat = staging if isinstance(staging, torch.Tensor) else torch.from_numpy(staging)
+    bounds = layout.buckets(request.bucket_bytes)
+    for bucket, (start, end) in enumerate(bounds):
+        try:
+            group.broadcast(flat[start:end], deadline=deadline)
+        except PipelineError as error:
+            where = f"update {_named(request)}, {describe_bucket(layout, bucket, bounds)} from rank 0"
+            raise type(error)(f"{where}: {error}; the old weights still serve") from error
+        if bucket == 0:
+            began = time.monotonic()
+        digest.update(flat[start:end])
+        progress[0] = f"{end} of {layout.num_bytes} bytes"
+    return _Received(digest.hexdigest(), time.monotonic() - began)
+
+
+def _pulled(
+    pull: PullSource, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, deadline: float
+) -> _Received:
+    digest, began = WeightDigest(), time.monotonic()
+    pull.fetch(
+        str(request.source),
+        epoch=request.epoch,
+        version=request.version,
+        layout=layout,
+        into=staging,
+        deadline=deadline,
+    )
+    digest.update(staging)
+    return _Received(digest.hexdigest(), time.monotonic() - began)

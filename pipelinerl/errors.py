@@ -1,0 +1,65 @@
+"""The errors of the pipeline, as one tree. The contracts have trees of their own.
+
+    PipelineError
+    ├── UserError            what the user gave is wrong; shown as one sentence, exit code 2
+    │   ├── RecipeError      a recipe's key, type or value; the message begins with the field's path
+    │   ├── ModelError       a model directory is missing or incomplete
+    │   └── AddressError     a port is taken, or a service cannot be reached at the address given
+    ├── DeadlineError        a wait ended without what it waited for; the message names the culprit
+    ├── RecordError          a stored or streamed record is damaged or of an unknown kind
+    ├── LedgerError          the account of prompt orders does not balance
+    ├── FencedError          a later epoch has taken over; this process must stop
+    ├── CheckpointError      a checkpoint is missing, partial or damaged
+    ├── EngineUnreachable    an engine gave no answer, none in time, or one that is not of the contract
+    └── UpdateError          a weight update failed on some engine; the message names each
+
+To add one: subclass the nearest parent and add the line above.
+"""
+
+
+class PipelineError(Exception):
+    """Base of the tree; the message says what was expected, what came, and what to do."""
+
+
+class UserError(PipelineError):
+    """What the user gave is wrong: shown as one sentence, without a traceback."""
+
+
+class RecipeError(UserError):
+    """A recipe's key, type or value is wrong."""
+
+
+class ModelError(UserError):
+    """A model directory is missing or incomplete."""
+
+
+class AddressError(UserError):
+    """A port is taken, or a service cannot be reached."""
+
+
+class DeadlineError(PipelineError):
+    """A wait ended without what it waited for."""
+
+
+class RecordError(PipelineError):
+    """A record is damaged or of an unknown kind."""
+
+
+class LedgerError(PipelineError):
+    """The account of prompt orders does not balance."""
+
+
+class FencedError(PipelineError):
+    """A later epoch has taken over."""
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint is missing, partial or damaged."""
+
+
+class EngineUnreachable(PipelineError):
+    """An engine gave no answer, none in time, or one that is not of the contract."""
+
+
+class UpdateError(PipelineError):
+    """A weight update failed on some engine."""

@@ -1,0 +1,179 @@
+"""What roles tell one another through the `reports` and `orders` streams: frozen, tagged, versioned by their names.
+
+Reports go to the controller, which alone decides; directives go to the trainer, which waits for the one that answers
+its report. Every message has a deterministic id, so that repeating it is a no-op.
+
+    trainer ── TrainerReady, StepDone, Progress, Published, Checkpointed, TrainerStopped ──▶ controller
+    actor   ── GroupFailed, EvaluationDone, ActorAlive ──▶ controller
+    controller ── Directive ──▶ trainer
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+PROMPTS = "prompts"
+REPORTS = "reports"
+ORDERS = "orders"
+ROLLOUTS = "rollouts:"
+#: The consumer group in which actors share the prompt orders.
+ACTORS_GROUP = "actors"
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
+    """Base of every message; the tag is the class's name."""
+
+
+class Consumed(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's account so far: orders that ended, by fate, and where that account stands."""
+
+    trained: int = 0
+    filtered: int = 0
+    stale: int = 0
+    failed: int = 0
+    frontier: int = 0
+    beyond: list[int] = []
+
+
+class TrainerReady(Message, frozen=True):
+    """A trainer has loaded weights `model_version` and asks what to do. Begins a new epoch."""
+
+    report_id: str
+    incarnation: str
+    model_version: int
+    consumed: Consumed
+
+
+class StepDone(Message, frozen=True):
+    """An optimizer step is applied; the weights are `model_version` now."""
+
+    report_id: str
+    epoch: int
+    model_version: int
+    consumed: Consumed
+    stats: dict[str, float]
+
+
+class Progress(Message, frozen=True):
+    """Orders ended without a step (filtered or stale), so that new prompts may be issued."""
+
+    epoch: int
+    model_version: int
+    consumed: Consumed
+
+
+class Published(Message, frozen=True):
+    """Outcome of a publication, engine by engine (base URL)."""
+
+    epoch: int
+    model_version: int
+    membership: int
+    pauses_s: dict[str, float]
+    failed: dict[str, str]
+    send_s: float
+    total_s: float
+
+
+class Checkpointed(Message, frozen=True):
+    """A checkpoint is durable."""
+
+    epoch: int
+    model_version: int
+    path: str
+
+
+class TrainerStopped(Message, frozen=True):
+    """The trainer obeyed a directive to stop; its last weights are published and saved."""
+
+    epoch: int
+    model_version: int
+
+
+class GroupFailed(Message, frozen=True):
+    """An order cannot be completed; it will not be tried again."""
+
+    order_id: str
+    index: int
+    purpose: str
+    reason: str
+
+
+class EvaluationDone(Message, frozen=True):
+    """One held-out problem, answered greedily."""
+
+    order_id: str
+    index: int
+    correct: bool
+    judged: bool
+    oldest_version: int
+    newest_version: int
+    num_tokens: int
+
+
+class ActorAlive(Message, frozen=True):
+    """An actor's heartbeat."""
+
+    name: str
+    groups_in_flight: int
+    groups_done: int
+    retries: int
+
+
+class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The knobs that the trainer obeys, as of a step boundary."""
+
+    k: float
+    learning_rate: float
+    rollouts_per_step: int
+
+
+class Directive(Message, frozen=True):
+    """The controller's answer to `TrainerReady` or `StepDone`.
+
+    `publish_to` lists the engines to be given the trainer's weights now (empty: none are due); `membership` numbers
+    the set, so that a changed set forms a new group. `failed` lists orders that ended without a group.
+    """
+
+    answers: str
+    epoch: int
+    knobs: TrainerKnobs
+    publish_to: list[str]
+    membership: int
+    failed: list[int]
+    checkpoint: bool
+    stop: bool
+    controller_state: dict[str, Any] | None = None
+
+
+Report = (
+    TrainerReady
+    | StepDone
+    | Progress
+    | Published
+    | Checkpointed
+    | TrainerStopped
+    | GroupFailed
+    | EvaluationDone
+    | ActorAlive
+)
+
+_REPORTS = msgspec.msgpack.Decoder(Report)
+_DIRECTIVES = msgspec.msgpack.Decoder(Directive)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Wire bytes of a message."""
+    return _ENCODER.encode(message)
+
+
+def decode_report(payload: bytes) -> Report:
+    """Inverse of `encode` for reports; raises `msgspec.DecodeError` on anything else."""
+    return _REPORTS.decode(payload)
+
+
+def decode_directive(payload: bytes) -> Directive:
+    """Inverse of `encode` for directives; raises `msgspec.DecodeError` on anything else."""
+    return _DIRECTIVES.decode(payload)

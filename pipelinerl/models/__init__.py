@@ -1,0 +1,1 @@
+"""Model directories: checkpoints, tokenizers, and the models of debug size that ship with the package."""

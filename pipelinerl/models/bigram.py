@@ -1,0 +1,87 @@
+"""The bigram model: the smallest language model that can be trained and served. numpy only.
+
+The next token depends on the current one alone: row i of `logits` [V, V] holds the logits of what follows token i. It
+is stored like a Hugging Face model (`config.json` with model_type `bigram`, `model.safetensors`, tokenizer files), so
+that the bigram engine and trainer stand in for real ones in every test above them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from pipelinerl import rng
+from pipelinerl.errors import ModelError
+
+MODEL_TYPE: Final = "bigram"
+PARAMETER: Final = "bigram.logits"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BigramModel:
+    """A model with vocabulary V.
+
+    Attributes:
+        logits: f32 [V, V]; `logits[i, j]` is the logit of token j after token i.
+        context_length: most tokens of a sequence; the model itself has no limit.
+    """
+
+    logits: NDArray[np.float32]
+    context_length: int = 512
+
+    def __post_init__(self) -> None:
+        if self.logits.ndim != 2 or self.logits.shape[0] != self.logits.shape[1] or self.logits.dtype != np.float32:
+            raise ModelError(f"{PARAMETER} must be float32 [V, V], got {self.logits.dtype} {list(self.logits.shape)}")
+
+    @classmethod
+    def random(cls, vocab_size: int, *, seed: int, scale: float = 1.0, context_length: int = 512) -> BigramModel:
+        """Normal logits with standard deviation `scale`; 0 makes every token equally likely."""
+        logits = rng.generator(seed, MODEL_TYPE).standard_normal((vocab_size, vocab_size)) * scale
+        return cls(logits=logits.astype(np.float32), context_length=context_length)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.logits.shape[0])
+
+    def save(self, path: Path) -> None:
+        """Write the model's files into the directory `path`, beside whatever tokenizer is there."""
+        path.mkdir(parents=True, exist_ok=True)
+        config = {
+            "architectures": ["BigramModel"],
+            "model_type": MODEL_TYPE,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.context_length,
+        }
+        (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        save_file({PARAMETER: np.ascontiguousarray(self.logits)}, path / "model.safetensors", metadata={"format": "np"})
+
+    @classmethod
+    def load(cls, path: Path) -> BigramModel:
+        """Read a directory that `save` wrote.
+
+        Raises:
+            ModelError: it is missing, damaged, or holds another kind of model.
+        """
+        try:
+            config = json.loads((path / "config.json").read_text())
+            tensors = load_file(path / "model.safetensors")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelError(
+                f"{path} must hold config.json and model.safetensors of a bigram model: {error}"
+            ) from error
+        kind = config.get("model_type")
+        if kind != MODEL_TYPE or PARAMETER not in tensors:
+            raise ModelError(
+                f"{path} must hold a model of type {MODEL_TYPE!r} with the parameter {PARAMETER!r}, got type {kind!r} "
+                f"with {sorted(tensors)}"
+            )
+        return cls(logits=tensors[PARAMETER], context_length=int(config.get("max_position_embeddings", 512)))

@@ -1,0 +1,107 @@
+"""Model directories in Hugging Face's format: loaded from local disk, saved so that a reader never sees half of one.
+
+Promises: no network, no code from the directory is run, weights from safetensors only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+def check_directory(path: Path) -> None:
+    """Is everything there that a model directory needs? Cheap: looks at names only.
+
+    Raises:
+        ModelError: names what is missing.
+    """
+    if not path.is_dir():
+        raise ModelError(f"expected a model directory at {path}, found nothing there; give the path of a local one")
+    weights = sorted(path.glob("*.safetensors"))
+    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    if not weights:
+        missing.append("*.safetensors")
+    if missing:
+        raise ModelError(f"{path} lacks {', '.join(missing)}; a model directory needs config, tokenizer and weights")
+
+
+def load_model(path: Path, *, dtype: DTypeName = "float32") -> PreTrainedModel:
+    """The causal LM of a local directory, on CPU, in eval mode.
+
+    Raises:
+        ModelError: the directory is incomplete, damaged, or holds an architecture that transformers does not know.
+    """
+    check_directory(path)
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"the model in {path} cannot be loaded: {error}; copy it again") from error
+    model: PreTrainedModel
+    report: dict[str, Any]
+    model, report = loaded
+    # transformers fills absent weights with fresh random ones and only warns: that model would be another one.
+    if report["missing_keys"] or report["mismatched_keys"]:
+        names = [str(key) for key in (*report["missing_keys"], *report["mismatched_keys"])]
+        raise ModelError(
+            f"{path}: weights do not fit config.json: {len(names)} absent or of another shape, first "
+            f"{sorted(names)[0]}; copy it again"
+        )
+    return model.eval()
+
+
+def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> None:
+    """Write model and tokenizer to the new directory `path`, which appears whole and durable, or not at all.
+
+    Raises:
+        ModelError: `path` exists already, or its parent cannot be written.
+    """
+    if path.exists():
+        raise ModelError(f"{path} exists already; choose another path or remove it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise ModelError(f"{path.parent} cannot be written: {error}; choose another path") from error
+    try:
+        model.save_pretrained(str(staging))
+        tokenizer.save(staging)
+        staging.chmod(0o755)
+        for file in staging.iterdir():
+            file.chmod(0o644)  # safetensors writes files that only their owner may read
+            _sync(file)
+        _sync(staging)
+        staging.rename(path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

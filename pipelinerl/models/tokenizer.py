@@ -1,0 +1,170 @@
+"""`ChatTokenizer`: the tokenizer of a model directory, with its chat template. Read from disk, never from the network.
+
+Promises that decoding is exact (special tokens are shown, nothing is cleaned up), and that the incremental detokenizer
+emits whole characters only, whose concatenation equals decoding everything at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+from pipelinerl.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+#: How a decoder shows bytes that do not (yet) form a character.
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+#: More undecided tokens than any character has bytes: then the bytes are not text, and are shown as they are.
+_MAX_UNDECIDED = 16
+
+
+class ChatTurn(Protocol):
+    """One message: `pipelinerl.types.Message` and the contract's `ChatMessage` are both."""
+
+    @property
+    def role(self) -> str:
+        """`system`, `user`, `assistant`, …"""
+        ...
+
+    @property
+    def content(self) -> Any:
+        """Its text."""
+        ...
+
+
+@final
+class ChatTokenizer:
+    """A fast tokenizer with a chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = len(tokenizer)
+        self._eos_token_ids = frozenset(eos_token_ids)
+
+    @classmethod
+    def load(cls, path: Path) -> ChatTokenizer:
+        """Read the tokenizer files of the directory `path`.
+
+        Raises:
+            ModelError: the directory or its tokenizer is missing or damaged, or it names no end-of-turn token.
+        """
+        if not (path / "tokenizer.json").is_file():
+            raise ModelError(
+                f"expected a tokenizer.json in the model directory {path}, found none; give a local Hugging Face model "
+                "directory with a fast tokenizer"
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"the tokenizer of {path} cannot be read: {error}; copy it again") from error
+        ids = _declared_eos(path) | ({tokenizer.eos_token_id} - {None})
+        if not ids:
+            raise ModelError(
+                f"{path} names no end-of-turn token; set eos_token in tokenizer_config.json or eos_token_id in "
+                "generation_config.json"
+            )
+        return cls(tokenizer, ids)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sample: those of generation_config.json, config.json and the tokenizer."""
+        return self._eos_token_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._vocab_size
+
+    def encode_chat(self, messages: Sequence[ChatTurn]) -> list[int]:
+        """Token ids of the rendered conversation, the opening of the assistant's turn included.
+
+        Raises:
+            ModelError: the model has no chat template, or it refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except (ValueError, TemplateError) as error:
+            raise ModelError(f"the chat template cannot render {len(turns)} messages: {error}") from error
+        return self.encode(str(text))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as it is: role tokens in it are recognised, none are added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    def detokenizer(self) -> IncrementalDetokenizer:
+        """A fresh one, for one sample."""
+        return IncrementalDetokenizer(self)
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer files into the existing directory `path`, chat template in tokenizer_config.json."""
+        self._tokenizer.save_pretrained(str(path), save_jinja_files=False)
+
+
+@final
+class IncrementalDetokenizer:
+    """Turns the tokens of one sample into text as they come.
+
+    A window of tokens is decoded twice, without and with the newest; what the newest one added is the text. The window
+    begins one emission back, since some decoders treat the first token apart, and ends once a character is whole.
+    """
+
+    __slots__ = ("_emitted", "_read", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._read = 0  # tokens of the window whose text has been emitted
+        self._emitted = ""  # the text of those tokens
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes; empty while a character is incomplete."""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        undecided = len(self._window) - self._read
+        if text.endswith(_REPLACEMENT) and undecided < _MAX_UNDECIDED:
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """The text still held back; bytes that form no character are shown as U+FFFD."""
+        if self._read == len(self._window):
+            return ""
+        return self._emit(self._tokenizer.decode(self._window))
+
+    def _emit(self, text: str) -> str:
+        new = text[len(self._emitted) :]
+        self._window = self._window[self._read :]
+        self._emitted = self._tokenizer.decode(self._window)
+        self._read = len(self._window)
+        return new
+
+
+def _declared_eos(path: Path) -> set[int]:
+    """`eos_token_id` of generation_config.json, else of config.json; it may be absent, one id or a list."""
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        if not file.is_file():
+            continue
+        try:
+            declared = json.loads(file.read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(f"{file} is not a JSON object: {error}; copy it again") from error
+        if declared is not None:
+            return set(declared) if isinstance(declared, list) else {int(declared)}
+    return set()

@@ -1,0 +1,103 @@
+"""Slot `agg` of RLAX Eq. 3: the weight with which a token counts, computed once on the whole batch before packing.
+
+Every value gives each rollout one weight for all its sampled tokens. Rollouts without a judgement, or without sampled
+tokens, weigh 0 and count in no denominator. The weights of `Trajectory`, `Group` and `Batch` sum to 1 over the tokens
+of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.integer]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
+
+class Aggregation(Protocol):
+    """Weights of tokens."""
+
+    def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
+        """Weight [B] of each sampled token of each rollout.
+
+        Args:
+            lengths: [B], tokens that the model sampled.
+            groups: [B], index of the rollout's group; any integers.
+            valid: [B], False where the verdict is no judgement.
+        """
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """1 / (Q·G·|o_i|): every group counts alike, within it every rollout, within it every token. GRPO, Eq. 3."""
+
+    def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
+        """See `Aggregation`."""
+        counted = valid & (lengths > 0)
+        num_groups, size = _totals(counted.astype(np.float64), groups, counted)
+        return _inverse(num_groups * size * lengths, counted)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Group:
+    """1 / (Q·Σ_group |o|): every group counts alike, within it every token. RLAX's reading of DAPO."""
+
+    def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
+        """See `Aggregation`."""
+        counted = valid & (lengths > 0)
+        num_groups, tokens = _totals(np.where(counted, lengths, 0).astype(np.float64), groups, counted)
+        return _inverse(num_groups * tokens, counted)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """1 / Σ_batch |o|: every token of the batch counts alike."""
+
+    def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
+        """See `Aggregation`."""
+        counted = valid & (lengths > 0)
+        return _inverse(np.full(lengths.shape, float(lengths[counted].sum())), counted)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """1 / (B·length): tokens count alike, whatever their rollout's length.
+
+    `length` 1 is PipelineRL's normalisation (the number of sequences alone), `length` = L_max is Dr. GRPO's.
+    """
+
+    length: float = 1.0
+
+    def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
+        """See `Aggregation`."""
+        counted = valid & (lengths > 0)
+        return _inverse(np.full(lengths.shape, self.length * counted.sum()), counted)
+
+
+KINDS: Final[Mapping[str, type[Aggregation]]] = {
+    "trajectory": Trajectory,
+    "group": Group,
+    "batch": Batch,
+    "sequences": Sequences,
+}
+
+
+def _totals(amounts: Floats, groups: Ints, counted: Bools) -> tuple[int, Floats]:
+    """Number of groups with something counted, and the sum [B] of `amounts` over the group of each rollout."""
+    _, index = np.unique(groups, return_inverse=True)
+    sums = np.bincount(index, weights=amounts, minlength=1).astype(np.float64)
+    return len(np.unique(index[counted])), sums[index]
+
+
+def _inverse(denominators: Floats, counted: Bools) -> Floats:
+    return np.divide(1.0, denominators, out=np.zeros(counted.shape), where=counted)

@@ -1,0 +1,121 @@
+"""Named algorithms, one entry each, and the recipe table that picks and adjusts one.
+
+[objective]
+preset = "grpo"                                     # the other keys adjust it
+grad2 = { kind = "kl", beta = 0.04 }                # another kind for the slot: its defaults, then these fields
+grad1.epsilon_high = 0.28                           # the same kind with a field changed
+is_weight = "one"                                   # a kind with its defaults
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Final
+
+from pipelinerl.errors import RecipeError
+from pipelinerl.objective import adv, agg, grad1, grad2, is_weight
+from pipelinerl.objective.objective import PolicyObjective
+
+PRESETS: Final[Mapping[str, PolicyObjective]] = {
+    # Shao et al. 2024 (DeepSeekMath), Eq. 3. Set `grad2 = "kl"` for its penalty towards the reference.
+    "grpo": PolicyObjective(
+        agg=agg.Trajectory(),
+        is_weight=is_weight.One(),
+        adv=adv.GroupRelative(),
+        grad1=grad1.ClippedRatio(),
+        grad2=grad2.Nothing(),
+    ),
+    # PipelineRL's post: GRPO without trust region; the number of sequences is the only denominator.
+    # `is_weight.high = 5.0` truncates the ratio (TIS).
+    "pipelinerl": PolicyObjective(
+        agg=agg.Sequences(),
+        is_weight=is_weight.TokenRatio(),
+        adv=adv.GroupRelative(),
+        grad1=grad1.LogProb(),
+        grad2=grad2.Nothing(),
+    ),
+    # Token-level REINFORCE, RLAX appendix A; `agg.length` is L_max.
+    "reinforce_token": PolicyObjective(
+        agg=agg.Sequences(length=256.0),
+        is_weight=is_weight.TokenRatio(),
+        adv=adv.GroupRelative(scale=adv.Scale.NONE),
+        grad1=grad1.LogProb(),
+        grad2=grad2.Nothing(),
+    ),
+}
+
+DEFAULT: Final = "pipelinerl"
+
+#: The kinds of each slot, by name.
+SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {
+    "agg": agg.KINDS,
+    "is_weight": is_weight.KINDS,
+    "adv": adv.KINDS,
+    "grad1": grad1.KINDS,
+    "grad2": grad2.KINDS,
+}
+
+
+def resolve(choice: str | Mapping[str, Any], *, path: str = "objective") -> PolicyObjective:
+    """The algorithm of a preset's name or of a recipe table (see above).
+
+    Raises:
+        RecipeError: an unknown preset, slot, kind or field, or a value of the wrong type; it begins with the path.
+    """
+    table: Mapping[str, Any] = {"preset": choice} if isinstance(choice, str) else choice
+    base = _entry(PRESETS, table.get("preset", DEFAULT), f"{path}.preset")
+    slots = {name: value for name, value in table.items() if name != "preset"}
+    _refuse_unknown(slots, ("preset", *SLOTS), path)
+    changes = {name: _slot(SLOTS[name], getattr(base, name), v, f"{path}.{name}") for name, v in slots.items()}
+    return dataclasses.replace(base, **changes)
+
+
+def to_table(objective: PolicyObjective) -> dict[str, dict[str, Any]]:
+    """The full recipe table of an objective; `resolve` of it gives an equal objective."""
+    table = {}
+    for slot, kinds in SLOTS.items():
+        value = getattr(objective, slot)
+        kind = next(name for name, cls in kinds.items() if cls is type(value))
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        table[slot] = {"kind": kind} | {k: str(v) if isinstance(v, StrEnum) else v for k, v in fields.items()}
+    return table
+
+
+def _slot(kinds: Mapping[str, type[Any]], current: Any, choice: Any, path: str) -> Any:
+    """The slot's value: a kind's name, or a table with `kind` (else the current one) and the fields to change."""
+    table = {"kind": choice} if isinstance(choice, str) else choice
+    if not isinstance(table, Mapping):
+        raise RecipeError(f"{path} must be the name of a kind or a table, got {choice!r}; kinds: {', '.join(kinds)}")
+    cls = _entry(kinds, table["kind"], f"{path}.kind") if "kind" in table else type(current)
+    start = current if cls is type(current) else cls()
+    hints = typing.get_type_hints(cls)
+    types = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    fields = {name: value for name, value in table.items() if name != "kind"}
+    _refuse_unknown(fields, ("kind", *types), path)
+    return dataclasses.replace(start, **{n: _convert(v, types[n], f"{path}.{n}") for n, v in fields.items()})
+
+
+def _convert(value: Any, wanted: type[Any], path: str) -> Any:
+    """A TOML value as a field's type: a number, or one of an enum's words."""
+    if issubclass(wanted, StrEnum):
+        return _entry({str(member): member for member in wanted}, value, path)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise RecipeError(f"{path} must be a number, got {value!r}")
+    if value < 0:
+        raise RecipeError(f"{path} must not be negative, got {value!r}")
+    return wanted(value)
+
+
+def _entry(entries: Mapping[str, Any], name: Any, path: str) -> Any:
+    if not isinstance(name, str) or name not in entries:
+        raise RecipeError(f"{path} must be one of {', '.join(entries)}; got {name!r}")
+    return entries[name]
+
+
+def _refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], path: str) -> None:
+    for name in table:
+        if name not in known:
+            raise RecipeError(f"{path}.{name} is unknown; expected one of {', '.join(known)}")

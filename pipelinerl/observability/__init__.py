@@ -1,0 +1,1 @@
+"""What a run tells of itself: events, logs, status, live progress, report. Knows no other room."""

@@ -1,0 +1,172 @@
+"""Line charts as inline SVG: pure functions from numbers to markup, no library, no script, no outside resource.
+
+Colours are CSS variables (`--s1`, `--s2`, `--ink`, `--grid`), so that one picture serves light and dark pages, and a
+chart is as wide as its column: it scales, and its text with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from html import escape
+
+from pipelinerl.observability.story import Series
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 12.0, 30.0
+#: More points than this are not visible; a long run's curve is thinned to its extremes.
+_MOST_POINTS = 600
+
+
+class Mark(StrEnum):
+    """How a series is drawn."""
+
+    LINE = "line"
+    FAINT = "faint"
+    """The raw data behind a smoothed line."""
+    DOTS = "dots"
+    """A line through dots: few points, each a measurement of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One series. `colour` is the number of a CSS variable; `low` and `high`, [n] each, an interval around it."""
+
+    series: Series
+    label: str = ""
+    colour: int = 1
+    mark: Mark = Mark.LINE
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Lines over one x axis. `unit` is written behind the y ticks; `y_max` is what the axis reaches at least."""
+
+    lines: tuple[Line, ...]
+    x_label: str
+    unit: str = ""
+    y_max: float = 0.0
+    percent: bool = False
+    width: float = 350.0
+    height: float = 195.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Data to picture coordinates."""
+
+    chart: Chart
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+    def x(self, value: float) -> float:
+        return _LEFT + (value - self.x0) / (self.x1 - self.x0) * (self.chart.width - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        return (
+            self.chart.height - _BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (self.chart.height - _TOP - _BOTTOM)
+        )
+
+
+def svg(chart: Chart) -> str:
+    """The chart, or an empty frame that says so when there is nothing to draw."""
+    lines = [line for line in chart.lines if line.series]
+    size = f'viewBox="0 0 {chart.width:g} {chart.height:g}"'
+    if not lines:
+        middle = f'x="{chart.width / 2:g}" y="{chart.height / 2:g}"'
+        return f'<svg {size} role="img"><text class="tick" text-anchor="middle" {middle}>nothing measured</text></svg>'
+    frame = _frame(chart, lines)
+    names = ", ".join(line.label for line in lines if line.label)
+    parts = [f'<svg {size} role="img" aria-label="{escape(names or chart.x_label)}">', *_axes(frame)]
+    for line in lines:
+        parts += _drawn(frame, line)
+    return "".join([*parts, "</svg>"])
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers from at or below `low` to at or above `high` (steps of 1, 2 or 5 times 10ⁿ)."""
+    span = high - low
+    if not span > 0:
+        span = abs(high) or 1.0
+    raw = span / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= raw * 0.999)
+    first = math.floor(low / step + 1e-9)
+    last = max(math.ceil(high / step - 1e-9), first + 1)
+    return [number * step for number in range(first, last + 1)]
+
+
+def compact(value: float) -> str:
+    """A number for an axis or a tile: 1.2M, 12.3k, 412, 3.5, 0.012."""
+    size = abs(value)
+    for limit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= max(limit, 1e4) or (size >= limit and value % 100 == 0):
+            return f"{value / limit:.3g}{name}"
+    if size >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
+    xs = [x for line in lines for x in (line.series.x[0], line.series.x[-1])]
+    ys = [y for line in lines for part in (line.series.y, line.low, line.high) for y in part]
+    rounded = ticks(min(0.0, *ys), max(chart.y_max, *ys))
+    x0, x1 = min(xs), max(xs)
+    return _Frame(chart, x0, x1 if x1 > x0 else x0 + 1.0, rounded[0], rounded[-1])
+
+
+def _axes(frame: _Frame) -> list[str]:
+    chart, parts = frame.chart, []
+    for value in ticks(frame.y0, frame.y1):
+        y = frame.y(value)
+        text = f"{value:.0%}" if chart.percent else compact(value) + chart.unit
+        kind = "base" if value == 0 else "grid"
+        parts.append(f'<line class="{kind}" x1="{_LEFT:g}" x2="{chart.width - _RIGHT:g}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" text-anchor="end" x="{_LEFT - 6:g}" y="{y + 3.5:.1f}">{escape(text)}</text>')
+    inside = [value for value in ticks(frame.x0, frame.x1, 6) if frame.x0 <= value <= frame.x1]
+    bottom = chart.height - _BOTTOM + 15
+    for value in inside:
+        x = frame.x(value)
+        anchor = "end" if x > chart.width - _RIGHT - 8 else "middle"
+        parts.append(f'<text class="tick" text-anchor="{anchor}" x="{x:.1f}" y="{bottom:g}">{compact(value)}</text>')
+    middle = (_LEFT + chart.width - _RIGHT) / 2
+    name = escape(chart.x_label)
+    parts.append(f'<text class="tick" text-anchor="middle" x="{middle:g}" y="{chart.height - 3:g}">{name}</text>')
+    return parts
+
+
+def _drawn(frame: _Frame, line: Line) -> list[str]:
+    colour = f"c{line.colour}"
+    points = _thinned(line.series)
+    path = "M" + "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in points)
+    parts = []
+    if line.low:
+        upper = [f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in zip(line.series.x, line.high, strict=True)]
+        lower = [f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in zip(line.series.x, line.low, strict=True)]
+        parts.append(f'<path class="band {colour}" d="M{"L".join([*upper, *reversed(lower)])}Z"/>')
+    parts.append(f'<path class="{"faint" if line.mark is Mark.FAINT else "line"} {colour}" d="{path}"/>')
+    if line.mark is Mark.DOTS or len(points) == 1:
+        for x, y in zip(line.series.x, line.series.y, strict=True):
+            value = f"{y:.1%}" if frame.chart.percent else compact(y) + frame.chart.unit
+            told = escape(f"{line.label} {value} at {frame.chart.x_label} {compact(x)}")
+            dot = f'<circle class="dot {colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3.4">'
+            parts.append(f"{dot}<title>{told}</title></circle>")
+    return parts
+
+
+def _thinned(series: Series) -> list[tuple[float, float]]:
+    """Least and greatest of each stretch, so that a spike stays visible however long the run."""
+    points = list(zip(series.x, series.y, strict=True))
+    if len(points) <= _MOST_POINTS:
+        return points
+    kept: list[tuple[float, float]] = []
+    stretches = _MOST_POINTS // 2
+    for number in range(stretches):
+        part = points[number * len(points) // stretches : (number + 1) * len(points) // stretches]
+        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    return kept

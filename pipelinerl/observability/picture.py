@@ -1,0 +1,82 @@
+"""The learning curve of a run as one PNG, drawn by matplotlib without a display (imported on demand: it is slow to)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.observability.story import Series, Story
+
+_BLUE, _ORANGE, _INK, _GRID = "#2a78d6", "#e0662f", "#3d4450", "#e4e7ec"
+
+
+def draw(story: Story, path: Path) -> Path:
+    """Write reward and held-out accuracy, staleness, tokens/s and the update pause to `path`."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    style: Any = {
+        "font.size": 9.0,
+        "axes.edgecolor": _GRID,
+        "axes.labelcolor": _INK,
+        "text.color": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "axes.titlesize": 10.0,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+    }
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(11, 6.2), dpi=130, layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1.0))
+        _learning(figure.add_subplot(grid[0, :]), story)
+        staleness = figure.add_subplot(grid[1, 0])
+        _lines(staleness, "Staleness, versions", "step", [
+            ("mean", story.by_step("staleness_mean"), _BLUE), ("max", story.by_step("staleness_max"), _ORANGE),
+        ])  # fmt: skip
+        speed = story.series(story.engines, "tokens_per_s")
+        _lines(figure.add_subplot(grid[1, 1]), "Tokens sampled per second", "seconds", [("", speed, _BLUE)])
+        pause = story.series(story.publications, "pause_s", x="model_version")
+        pause_ms = Series(pause.x, tuple(1e3 * value for value in pause.y))
+        _lines(figure.add_subplot(grid[1, 2]), "Update pause, ms", "model version", [("", pause_ms, _ORANGE)])
+        figure.savefig(path, facecolor="white", metadata={"Software": None})
+    return path
+
+
+def _learning(axes: Any, story: Story) -> None:
+    reward = story.by_step("reward")
+    if reward:
+        axes.plot(reward.x, reward.y, color=_BLUE, alpha=0.22, linewidth=0.8)
+        axes.plot(reward.x, reward.smoothed().y, color=_BLUE, linewidth=1.8, label="reward, training")
+    accuracy = story.series(story.evaluations, "accuracy", x="model_version")
+    if accuracy:
+        low = story.series(story.evaluations, "low", x="model_version")
+        high = story.series(story.evaluations, "high", x="model_version")
+        if low.x == high.x == accuracy.x:
+            axes.fill_between(accuracy.x, low.y, high.y, color=_ORANGE, alpha=0.16, linewidth=0)
+        axes.plot(accuracy.x, accuracy.y, color=_ORANGE, linewidth=1.8, marker="o", markersize=4.5,
+                  markeredgecolor="white", label="held-out accuracy, 95 % interval")  # fmt: skip
+    _finish(axes, story.run, "step")
+    if reward or accuracy:
+        axes.legend(frameon=False, loc="best")
+
+
+def _lines(axes: Any, title: str, x_label: str, lines: list[tuple[str, Series, str]]) -> None:
+    for label, series, colour in lines:
+        if series:
+            axes.plot(series.x, series.y, color=colour, linewidth=1.2, label=label or None)
+    _finish(axes, title, x_label)
+    if any(label and series for label, series, _ in lines):
+        axes.legend(frameon=False, loc="best", fontsize=8)
+
+
+def _finish(axes: Any, title: str, x_label: str) -> None:
+    axes.set_title(title)
+    axes.set_xlabel(x_label)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))

@@ -1,0 +1,201 @@
+"""The live display of a run: one bar with its numbers on a terminal, a plain line every few seconds elsewhere.
+
+    with Progress() as progress:
+        progress.show(status)          # as often as a status comes; 1 to 4 times a second looks alive
+
+On a terminal the block redraws in place and what else is printed scrolls above it. Where stdout is a file or a pipe, a
+line is printed when something a reader waits for happened (the phase changed, an evaluation came) or `line_every_s`
+has passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Self, final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipelinerl.observability.status import EngineStatus, Phase, RunStatus, format_duration
+
+_BARS = "▁▂▃▄▅▆▇█"
+_PHASE_STYLE = {Phase.FINISHED: "bold green", Phase.FAILED: "bold red", Phase.STARTING: "bold yellow"}
+
+
+@final
+class Progress:
+    """Shows a run; a context manager, so that the terminal is left as it was found whatever happens."""
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        line_every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = console or Console()
+        self._line_every_s = line_every_s
+        self._clock = clock
+        self._live: Live | None = None
+        self._rewards: list[float] = []
+        self._step = -1
+        self._printed_at = float("-inf")
+        self._printed: RunStatus | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, refresh_per_second=8, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def show(self, status: RunStatus) -> None:
+        """Show `status` now."""
+        if status.step != self._step and status.reward is not None:
+            self._step = status.step
+            self._rewards.append(status.reward)
+        if self._live is not None:
+            self._live.update(render(status, width=self.console.width, rewards=self._rewards))
+            return
+        now = self._clock()
+        if now - self._printed_at >= self._line_every_s or _is_news(self._printed, status):
+            self.console.print(line(status), highlight=False, soft_wrap=True)
+            self._printed_at, self._printed = now, status
+
+
+def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> RenderableType:
+    """The block for a terminal of `width` columns: bar, numbers, reward so far, engines, what the run waits for."""
+    parts: list[RenderableType] = [
+        _head(status),
+        _numbers(status, pairs=3 if width >= 104 else 2 if width >= 60 else 1),
+    ]
+    if len(rewards) > 1:
+        parts.append(Text.assemble(("reward so far  ", "dim"), (sparkline(rewards, width=min(60, width - 16)), "cyan")))
+    if len(status.engines) > 1:
+        parts.append(_engines(status.engines))
+    if status.waiting_for:
+        parts.append(Text.assemble(("waits for ", "yellow"), status.waiting_for))
+    return Group(*parts)
+
+
+def line(status: RunStatus) -> str:
+    """The same in one line of plain text."""
+    parts = [
+        f"[{status.run}] {status.phase.value} {status.step}/{status.total_steps}",
+        f"reward {_share(status.reward)}",
+        f"held-out {_accuracy(status)}",
+        f"{status.tokens_per_s:,.0f} tok/s",
+        f"staleness {status.staleness_mean:.1f} (max {status.staleness_max})",
+        f"pause {_milliseconds(status.last_update_pause_s)}",
+        f"engines {status.engine_occupancy:.0%}",
+        f"{format_duration(status.elapsed_s)}, {_eta(status)}",
+    ]
+    if status.waiting_for:
+        parts.append(f"waits for {status.waiting_for}")
+    return " · ".join(parts)
+
+
+def sparkline(values: Sequence[float], *, width: int) -> str:
+    """`values` in at most `width` characters between ▁ (their least) and █ (their greatest), means where it must."""
+    count = min(width, len(values))
+    edges = [number * len(values) // count for number in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(_BARS[int((mean - low) / span * 7.999) if span > 0 else 0] for mean in means)
+
+
+def _is_news(before: RunStatus | None, now: RunStatus) -> bool:
+    if before is None:
+        return True
+    return before.phase is not now.phase or before.held_out_accuracy != now.held_out_accuracy
+
+
+def _head(status: RunStatus) -> Table:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1, min_width=8)
+    grid.add_column(no_wrap=True, justify="right")
+    grid.add_row(
+        Text.assemble((status.run, "bold"), " ", (status.phase.value, _PHASE_STYLE.get(status.phase, "bold cyan"))),
+        ProgressBar(
+            total=max(1, status.total_steps), completed=status.step, complete_style="cyan", finished_style="green"
+        ),
+        Text.assemble(
+            (f"{status.step}/{status.total_steps}", "bold"), f"  {format_duration(status.elapsed_s)}, {_eta(status)}"
+        ),
+    )
+    return grid
+
+
+def _numbers(status: RunStatus, *, pairs: int) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for _ in range(pairs):
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True, min_width=9)
+    held_out = Text(_accuracy(status), style="bold")
+    if status.first_accuracy is not None and status.held_out_accuracy is not None:
+        held_out.append(f"  (from {status.first_accuracy:.1%})", style="dim not bold")
+    ledger = status.ledger
+    rows = (
+        ("reward", Text(_share(status.reward), style="bold")),
+        ("held-out", held_out),
+        ("tokens/s", f"{status.tokens_per_s:,.0f}"),
+        ("staleness", f"{status.staleness_mean:.1f}, max {status.staleness_max}"),
+        ("update pause", _milliseconds(status.last_update_pause_s)),
+        ("engines", f"{status.engine_occupancy:.0%} busy"),
+        ("version", f"v{status.model_version}" + (f", epoch {status.epoch}" if status.epoch > 1 else "")),
+        ("in flight", f"{ledger.in_flight:,} prompts"),
+        ("dropped", f"{ledger.stale:,} stale, {ledger.filtered:,} flat, {ledger.failed:,} failed"),
+    )
+    for start in range(0, len(rows), pairs):
+        grid.add_row(*(cell for pair in rows[start : start + pairs] for cell in pair))
+    return grid
+
+
+def _engines(engines: tuple[EngineStatus, ...]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for engine in engines:
+        style = "green" if engine.state == "ready" else "red"
+        grid.add_row(
+            Text(engine.url, style="dim"),
+            Text(engine.state, style=style),
+            f"v{engine.version}",
+            f"{engine.running}/{engine.slots} running",
+            f"{engine.waiting} waiting",
+            f"{engine.tokens_per_s:,.0f} tok/s",
+        )
+    return grid
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _accuracy(status: RunStatus) -> str:
+    if status.held_out_accuracy is None:
+        return "–"
+    if status.held_out_low is None or status.held_out_high is None:
+        return f"{status.held_out_accuracy:.1%}"
+    return f"{status.held_out_accuracy:.1%} ±{(status.held_out_high - status.held_out_low) / 2:.1%}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _eta(status: RunStatus) -> str:
+    if status.phase.is_over:
+        return "over"
+    return "ETA –" if status.eta_s is None else f"ETA {format_duration(status.eta_s)}"

@@ -1,0 +1,213 @@
+"""The report of a run: one HTML file that needs nothing else, and the learning curve as a PNG.
+
+Both are made from `events.jsonl` and `recipe.toml` in the run's directory, at any time, also while the run goes on. The
+page loads nothing from anywhere, works in light and dark, on a phone and on paper, and every value is escaped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+
+from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg
+from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.picture import draw
+from pipelinerl.observability.status import format_duration
+from pipelinerl.observability.story import Series, Story, tell
+from pipelinerl.observability.summary import outcome, summary_rows
+
+_PAGE = Path(__file__).with_name("report_page.html")
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFiles:
+    """What was written."""
+
+    html: Path
+    picture: Path
+
+
+def write_report(run_dir: Path) -> ReportFiles:
+    """Write `report.html` and `learning_curve.png` into the run's directory.
+
+    Raises:
+        FileNotFoundError: the run has written no events yet.
+        ValueError: the event log is damaged.
+    """
+    story = tell(read_events(run_dir / "events.jsonl"))
+    recipe = run_dir / "recipe.toml"
+    page = render(story, recipe.read_text() if recipe.is_file() else "")
+    files = ReportFiles(run_dir / "report.html", run_dir / "learning_curve.png")
+    files.html.write_text(page)
+    draw(story, files.picture)
+    return files
+
+
+def render(story: Story, recipe: str) -> str:
+    """The page."""
+    return Template(_PAGE.read_text()).substitute(
+        run=escape(story.run),
+        outcome=escape(outcome(story)),
+        state="live" if story.finished is None else "over",
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        tiles="".join(_tile(*tile) for tile in _tiles(story)),
+        learning=_learning(story),
+        charts="".join(_figure(*figure) for figure in _figures(story)),
+        summary=_table(("", ""), summary_rows(story)),
+        knobs=_knobs(story),
+        incidents=_incidents(story),
+        recipe=escape(recipe.strip() or "(no recipe beside the events)"),
+    )
+
+
+def _tiles(story: Story) -> list[tuple[str, str, str]]:
+    """(name, value, note) of the figures at the top."""
+    tiles = []
+    evaluation, first = story.last_evaluation, story.first_accuracy
+    if evaluation is not None and first is not None:
+        tiles.append(("held-out accuracy", f"{evaluation['accuracy']:.1%}", f"from {first:.1%}"))
+    if story.last_reward is not None and story.first_reward is not None:
+        tiles.append(("reward", f"{story.last_reward:.3f}", f"from {story.first_reward:.3f}"))
+    if story.steps:
+        tiles.append(("steps", f"{len(story.steps):,}", f"in {format_duration(story.duration_s)}"))
+    speed, busy = story.typical(story.engines, "tokens_per_s"), story.typical(story.engines, "occupancy")
+    if speed is not None:
+        tiles.append(("tokens/s", compact(speed), "" if busy is None else f"engines {busy:.0%} busy"))
+    stale, most = story.typical(story.steps, "staleness_mean"), story.most(story.steps, "staleness_max")
+    if stale is not None and most is not None:
+        tiles.append(("staleness", f"{stale:.1f}", f"at most {most:.0f} versions"))
+    pause, longest = story.typical(story.publications, "pause_s"), story.most(story.publications, "pause_s")
+    if pause is not None and longest is not None:
+        tiles.append(("update pause", f"{pause * 1e3:.3g} ms", f"at most {longest * 1e3:.3g} ms"))
+    return tiles
+
+
+def _tile(name: str, value: str, note: str) -> str:
+    return f"<div class=tile><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+
+
+def _learning(story: Story) -> str:
+    reward = story.by_step("reward")
+    accuracy = story.series(story.evaluations, "accuracy", x="model_version")
+    low = story.series(story.evaluations, "low", x="model_version")
+    high = story.series(story.evaluations, "high", x="model_version")
+    whole = low.x == high.x == accuracy.x
+    lines = (
+        Line(series=reward, colour=1, mark=Mark.FAINT),
+        Line(series=reward.smoothed(), label="reward, training", colour=1),
+        Line(
+            series=accuracy,
+            label="held-out accuracy",
+            colour=2,
+            mark=Mark.DOTS,
+            low=low.y if whole else (),
+            high=high.y if whole else (),
+        ),
+    )
+    fits = all(0 <= value <= 1 for line in lines for value in line.series.y)
+    y_max = 1.0 if fits else 0.0
+    wide = Chart(lines=lines, x_label="step", width=900, height=330, percent=fits, y_max=y_max)
+    narrow = Chart(lines=lines, x_label="step", width=420, height=300, percent=fits, y_max=y_max)
+    return f"{_legend(lines)}<div class=for-wide>{svg(wide)}</div><div class=for-narrow>{svg(narrow)}</div>"
+
+
+def _figures(story: Story) -> list[tuple[str, Chart]]:
+    """(title, chart) of every measure that was taken."""
+    steps, x = story.by_step, "step"
+
+    def one(series: Series, label: str = "", colour: int = 1) -> Line:
+        return Line(series=series, label=label, colour=colour)
+
+    figures = [
+        (
+            "Staleness, in versions",
+            Chart(lines=(one(steps("staleness_mean"), "mean"), one(steps("staleness_max"), "max", 2)), x_label=x),
+        ),
+        (
+            "Tokens sampled per second",
+            Chart(lines=(one(story.series(story.engines, "tokens_per_s")),), x_label="seconds"),
+        ),
+        (
+            "Engine slots at work",
+            Chart(lines=(one(story.series(story.engines, "occupancy")),), x_label="seconds", percent=True, y_max=1.0),
+        ),
+        (
+            "Update pause, no token decoded",
+            Chart(lines=(one(_scaled(story, "pause_s")),), x_label="model version", unit=" ms"),
+        ),
+        (
+            "Weight update, begin to end",
+            Chart(lines=(one(_scaled(story, "total_s")),), x_label="model version", unit=" ms"),
+        ),
+        (
+            "Time of a step",
+            Chart(
+                lines=(one(steps("step_s"), "step"), one(steps("wait_s"), "waiting for rollouts", 2)),
+                x_label=x,
+                unit=" s",
+            ),
+        ),
+        ("Gradient norm", Chart(lines=(one(steps("grad_norm")),), x_label=x)),
+        ("Loss", Chart(lines=(one(steps("loss")),), x_label=x)),
+        ("Learning rate", Chart(lines=(one(steps("learning_rate")),), x_label=x)),
+        ("Share of tokens clipped", Chart(lines=(one(steps("clip_fraction")),), x_label=x, percent=True)),
+        ("Effective sample size, of 1", Chart(lines=(one(steps("ess")),), x_label=x, percent=True, y_max=1.0)),
+        (
+            "Engine − trainer, |Δ log-prob|",
+            Chart(lines=(one(steps("mismatch_mean"), "mean"), one(steps("mismatch_max"), "max", 2)), x_label=x),
+        ),
+    ]
+    return [(title, chart) for title, chart in figures if any(line.series for line in chart.lines)]
+
+
+def _scaled(story: Story, field: str) -> Series:
+    series = story.series(story.publications, field, x="model_version")
+    return Series(series.x, tuple(1e3 * value for value in series.y))
+
+
+def _figure(title: str, chart: Chart) -> str:
+    return f"<figure><figcaption>{escape(title)}</figcaption>{_legend(chart.lines)}{svg(chart)}</figure>"
+
+
+def _legend(lines: tuple[Line, ...]) -> str:
+    named = [line for line in lines if line.label and line.series]
+    if len(named) < 2:
+        return ""
+    keys = "".join(f"<span><i class=c{line.colour}></i>{escape(line.label)}</span>" for line in named)
+    return f"<div class=legend>{keys}</div>"
+
+
+def _knobs(story: Story) -> str:
+    rows = []
+    for event in story.knobs:
+        changes = event.get("changes") or {}
+        said = (
+            ", ".join(f"{name} = {value}" for name, value in changes.items()) if isinstance(changes, dict) else changes
+        )
+        rows.append((_when(event), str(event.get("step", "")), str(said), str(event.get("who", ""))))
+    return _table(("time", "step", "changed", "by"), rows) if rows else "<p class=none>No knob was turned.</p>"
+
+
+def _incidents(story: Story) -> str:
+    rows = []
+    for event in story.incidents:
+        rest = ", ".join(
+            f"{k} {v}" for k, v in event.items() if k not in ("time", "kind", "elapsed_s") and v is not None
+        )
+        rows.append((_when(event), str(event["kind"]).replace("_", " "), rest))
+    return _table(("time", "what", "which"), rows) if rows else "<p class=none>Nothing to tell.</p>"
+
+
+def _when(event: Event) -> str:
+    return format_duration(float(event.get("elapsed_s") or 0.0))
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    thead = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
+    return f"<div class=scroll><table>{thead}<tbody>{body}</tbody></table></div>"

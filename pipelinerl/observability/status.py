@@ -1,0 +1,126 @@
+"""`RunStatus`: what a run is doing now, as the controller's `GET /status` answers it.
+
+It crosses processes as JSON. Fields that a reader does not know are ignored and absent ones take their default, so that
+`pipelinerl status` of one version can read a run of another.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class Phase(StrEnum):
+    """What the run as a whole is at."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+    @property
+    def is_over(self) -> bool:
+        """Will nothing more happen?"""
+        return self in (Phase.FINISHED, Phase.FAILED)
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine: `state` is the contract's (`ready`, `dirty`, `stopped`), `lost` when it does not answer."""
+
+    url: str
+    state: str
+    version: int = 0
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    tokens_per_s: float = 0.0
+
+
+class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One actor: groups it is working on, and how long it has been silent."""
+
+    name: str
+    groups_in_flight: int = 0
+    silent_s: float = 0.0
+
+
+class LedgerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The account of prompt orders: `issued` is the sum of the others at every step."""
+
+    issued: int = 0
+    trained: int = 0
+    filtered: int = 0
+    stale: int = 0
+    failed: int = 0
+    in_flight: int = 0
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment.
+
+    Attributes:
+        reward: mean over the rollouts of the last step.
+        held_out_accuracy: of the last evaluation, with its 95 % interval; `first_accuracy` before training began.
+        tokens_per_s: tokens sampled per second, over all engines.
+        staleness_mean, staleness_max: over the rollouts of the last step, in versions.
+        last_update_pause_s: the longest time that an engine stood still for the last weight update.
+        engine_occupancy: share of the engines' slots that work, 0..1.
+        waiting_for: what the run waits for now, in words; empty when it waits for nothing.
+        eta_s: None until a step has been taken.
+    """
+
+    run: str
+    phase: Phase = Phase.STARTING
+    step: int = 0
+    total_steps: int = 0
+    model_version: int = 0
+    epoch: int = 0
+    reward: float | None = None
+    held_out_accuracy: float | None = None
+    held_out_low: float | None = None
+    held_out_high: float | None = None
+    first_accuracy: float | None = None
+    best_accuracy: float | None = None
+    tokens_per_s: float = 0.0
+    rollouts_per_s: float = 0.0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    last_update_pause_s: float = 0.0
+    engine_occupancy: float = 0.0
+    engines: tuple[EngineStatus, ...] = ()
+    actors: tuple[ActorStatus, ...] = ()
+    ledger: LedgerStatus = LedgerStatus()
+    knobs: dict[str, Any] = {}
+    waiting_for: str = ""
+    elapsed_s: float = 0.0
+    eta_s: float | None = None
+
+    def to_json(self) -> bytes:
+        """As JSON."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> RunStatus:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: not JSON, or a field of the wrong type; the message names it.
+        """
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"expected a run's status as JSON: {error}") from None
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds in at most two units: `4.2 s`, `3 min 05 s`, `2 h 10 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,76 @@
+"""What can be plugged in, by name. To add one: write its file and one line here; the conformance tests find it.
+
+Values are `module:attribute`, imported only when chosen, so that reading the registry needs none of the libraries.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pipelinerl.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where an implementation lives, and the top-level packages that it needs installed."""
+
+    target: str
+    needs: tuple[str, ...] = ()
+
+    @property
+    def installed(self) -> bool:
+        """Are the packages it needs there?"""
+        return all(importlib.util.find_spec(name) is not None for name in self.needs)
+
+
+#: `from_options(EngineOptions) -> Engine`
+ENGINES: Final[Mapping[str, Entry]] = {
+    "torch": Entry("pipelinerl.engines.torch_engine:from_options", ("torch", "transformers")),
+    "bigram": Entry("pipelinerl.engines.bigram_engine:from_options"),
+}
+
+#: A class without arguments that satisfies `Trainer`.
+TRAINERS: Final[Mapping[str, Entry]] = {
+    "torch": Entry("pipelinerl.trainers.torch_trainer:TorchTrainer", ("torch", "transformers", "accelerate")),
+    "bigram": Entry("pipelinerl.trainers.bigram_trainer:BigramTrainer"),
+}
+
+#: A class without arguments that satisfies `Verifier`.
+VERIFIERS: Final[Mapping[str, Entry]] = {
+    "math_answer": Entry("pipelinerl.verifiers.math_answer:MathAnswer"),
+    "reasoning_gym": Entry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
+}
+
+
+def load(kind: str, entries: Mapping[str, Entry], name: str) -> Any:
+    """The implementation registered as `name`.
+
+    Raises:
+        RecipeError: the name is unknown, or a package that it needs is not installed.
+    """
+    entry = entries.get(name)
+    if entry is None:
+        raise RecipeError(f"{kind} must be one of {', '.join(entries)}, got {name!r}")
+    missing = [package for package in entry.needs if importlib.util.find_spec(package) is None]
+    if missing:
+        raise RecipeError(f"{kind} {name!r} needs {', '.join(missing)}, which is not installed; pip install it")
+    return resolve(entry.target)
+
+
+def resolve(target: str) -> Any:
+    """The object that `module:attribute` names.
+
+    Raises:
+        RecipeError: the form is wrong, or the module or attribute does not exist.
+    """
+    module, separator, attribute = target.partition(":")
+    if not separator or importlib.util.find_spec(module.split(".")[0]) is None:
+        raise RecipeError(f"expected module:attribute of an installed module, got {target!r}")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise RecipeError(f"{target!r} cannot be loaded: {error}") from None

@@ -1,0 +1,69 @@
+"""An actor's process: streams, engine pool, verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import httpx
+
+from pipelinerl import registry
+from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.engines.engine_pool import EnginePool
+from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.errors import AddressError, UserError
+from pipelinerl.roles.process import Identity
+from pipelinerl.verifiers.verifier import Verifier
+
+#: How often an actor asks the controller which engines may be given work.
+REFRESH_S = 0.5
+
+
+async def run(identity: Identity) -> None:
+    """Work until the process is told to stop."""
+    config = identity.config
+    verifiers: dict[str, Verifier] = {
+        domain.name: registry.load(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)()
+        for domain in config.domains
+    }
+
+    def verifier_of(domain: str) -> Verifier:
+        if domain not in verifiers:
+            raise UserError(
+                f"domain {domain!r} is not in this actor's recipe; start actor and controller from one recipe"
+            )
+        return verifiers[domain]
+
+    stream = await identity.stream()
+    client = EngineClient(token=identity.token)
+    pool = EnginePool(client, deadline_s=config.actor.timeout_s)
+    actor = Actor(
+        ActorSettings(
+            name=identity.name, groups_in_flight=config.actor.groups_in_flight, attempts=config.actor.attempts
+        ),
+        stream=stream,
+        sampler=pool,
+        verifier_of=verifier_of,
+    )
+    refresh = asyncio.create_task(_follow_fleet(identity, pool))
+    try:
+        await actor.run()
+    finally:
+        refresh.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await refresh
+        await client.close()
+        await stream.close()
+
+
+async def _follow_fleet(identity: Identity, pool: EnginePool) -> None:
+    """Keep the pool's engines as the controller says; an unreachable controller changes nothing."""
+    headers = {"authorization": f"Bearer {identity.token}"} if identity.token else {}
+    async with httpx.AsyncClient(base_url=identity.controller_url, headers=headers, timeout=5.0) as http:
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                answer = await http.get("/engines")
+                if answer.status_code == httpx.codes.UNAUTHORIZED:
+                    raise AddressError(f"the controller at {identity.controller_url} refuses this actor's token")
+                pool.update(answer.raise_for_status().json()["serving"])
+            await asyncio.sleep(REFRESH_S)

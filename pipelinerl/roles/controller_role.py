@@ -1,0 +1,110 @@
+"""The controller's process: streams, problem sources, HTTP routes, event log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+from pipelinerl.config import RunConfig
+from pipelinerl.controller.api import create_api
+from pipelinerl.controller.controller import Controller, ControllerSettings
+from pipelinerl.controller.knobs import Knobs
+from pipelinerl.controller.service import ControllerService
+from pipelinerl.data.mixture import Mixture
+from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.http_service import listen, serve_until
+from pipelinerl.observability.events import EventLog
+from pipelinerl.roles.process import Identity
+from pipelinerl.roles.sources import held_out_problems, training_problems
+from pipelinerl.roles.trainer_role import checkpoints_of
+from pipelinerl.training.checkpoint import TrainingState
+from pipelinerl.types import Sampling
+
+
+def build_controller(config: RunConfig, restored: TrainingState | None) -> Controller:
+    """The controller of a run, continuing from a checkpoint when there is one."""
+    training: Mixture = training_problems(config)
+    held_out: Mixture = held_out_problems(config)
+    controller = Controller(
+        settings_of(config),
+        knobs_of(config),
+        training_problem=training.problem,
+        held_out_problem=held_out.problem,
+    )
+    if restored is not None:
+        controller.restore(restored.controller)
+    return controller
+
+
+def settings_of(config: RunConfig) -> ControllerSettings:
+    """The controller's part of the recipe."""
+    sampling = config.sampling
+    return ControllerSettings(
+        seed=config.run.seed,
+        steps=config.run.steps,
+        until_accuracy=config.run.until_accuracy,
+        max_groups=config.streams.max_groups,
+        sampling=Sampling(
+            num_samples=sampling.group_size,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
+        ),
+        evaluation_problems=config.evaluation.problems,
+        evaluation_max_tokens=config.evaluation.max_tokens or sampling.max_tokens,
+        checkpoint_interval_steps=config.checkpoint.interval_steps,
+        engines_expected=config.engine.count,
+    )
+
+
+def knobs_of(config: RunConfig) -> Knobs:
+    """The knobs as the recipe sets them."""
+    bounds = config.staleness.bounds
+    return Knobs(
+        j=bounds.j,
+        k=bounds.k,
+        temperature=config.sampling.temperature,
+        learning_rate=config.optimizer.learning_rate,
+        rollouts_per_step=config.training.rollouts_per_step,
+        evaluation_interval_steps=config.evaluation.interval_steps,
+        group_size=config.sampling.group_size,
+    )
+
+
+async def run(identity: Identity) -> None:
+    """Serve until the run is over or the process is told to stop; goes on from the run's newest checkpoint."""
+    latest = checkpoints_of(identity).latest()
+    listener = listen(identity.host, identity.port)
+    stream = await identity.stream()
+    client = EngineClient(token=identity.token)
+    with EventLog(identity.run_dir / "events.jsonl") as events:
+        service = ControllerService(
+            build_controller(identity.config, latest[1] if latest else None),
+            name=identity.config.run.name,
+            stream=stream,
+            probe=client,
+            events=events,
+        )
+        endpoint = _advertise(identity, listener.getsockname())
+        try:
+            await serve_until(
+                create_api(service), listener, token=identity.token, over=asyncio.create_task(service.finished.wait())
+            )
+        finally:
+            endpoint.unlink(missing_ok=True)
+            await client.close()
+            await stream.close()
+
+
+def _advertise(identity: Identity, address: tuple[str, int]) -> Path:
+    """Leave address and token in the run's directory, for its owner's commands alone."""
+    path = identity.run_dir / "controller.json"
+    path.unlink(missing_ok=True)
+    record = {"url": f"http://{address[0]}:{address[1]}", "token": identity.token}
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(record, file)
+    return path

@@ -1,0 +1,73 @@
+"""An engine's process: the registered engine behind the contract's routes, offered to the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import httpx
+
+from inference_contract.engine import Engine
+from pipelinerl import registry
+from pipelinerl.engines.http_server import create_app
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.http_service import listen, serve_until
+from pipelinerl.roles.process import Identity
+
+log = logging.getLogger("pipelinerl")
+
+#: How often an engine offers itself; the controller takes a repetition for nothing new.
+OFFER_S = 2.0
+
+
+def build_engine(identity: Identity) -> Engine:
+    """The engine that the recipe names."""
+    config = identity.config
+    build = registry.load("engine.type", registry.ENGINES, config.engine.type)
+    engine: Engine = build(
+        EngineOptions(
+            model_path=config.model.resolved,
+            model_id=config.model.path.removeprefix("shipped:"),
+            slots=config.engine.slots,
+            max_waiting=config.engine.max_waiting,
+            context_length=config.engine.context_length,
+            dtype=config.engine.dtype,
+            device=config.engine.device.value,
+            threads=config.launch.threads,
+            seed=config.run.seed,
+        )
+    )
+    return engine
+
+
+async def run(identity: Identity) -> None:
+    """Serve until the process is told to stop."""
+    listener = listen(identity.host, identity.port)
+    host, port = listener.getsockname()[:2]
+    offer = asyncio.create_task(_offer(identity, f"http://{host}:{port}")) if identity.controller_url else None
+    try:
+        await serve_until(create_app(build_engine(identity), token=None), listener, token=identity.token)
+    finally:
+        if offer is not None:
+            offer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await offer
+
+
+async def _offer(identity: Identity, url: str) -> None:
+    """Say to the controller, again and again, that this engine is there, once it is."""
+    headers = {"authorization": f"Bearer {identity.token}"} if identity.token else {}
+    async with httpx.AsyncClient(headers=headers, timeout=5.0) as http:
+        reachable = True
+        while True:
+            try:
+                if (await http.get(f"{url}/health")).status_code == httpx.codes.OK:
+                    answer = await http.post(f"{identity.controller_url}/engines", json={"url": url})
+                    answer.raise_for_status()
+                    reachable = True
+            except httpx.HTTPError as error:
+                if reachable:
+                    log.warning("the controller at %s did not take this engine: %s", identity.controller_url, error)
+                reachable = False
+            await asyncio.sleep(OFFER_S if reachable else OFFER_S / 4)

@@ -1,0 +1,120 @@
+"""What every role needs when its process starts: who it is, where its peers are, its secrets, its log.
+
+A role is started by the launcher or by hand, with the same arguments. Its main catches what is meant for people: a
+`UserError` is one sentence on stderr and exit status 2; anything else leaves a traceback in the log and status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import AddressError, UserError
+from pipelinerl.observability.logs import ProcessLog, configure
+from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.stream import Stream
+
+log = logging.getLogger("pipelinerl")
+
+#: Where a token may also come from, when no file is named.
+TOKEN_VARIABLE = "PIPELINERL_TOKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """One role's process: its recipe, its name, and the addresses of its peers."""
+
+    config: RunConfig
+    run_dir: Path
+    name: str
+    redis_url: str
+    controller_url: str
+    token: str | None
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    async def stream(self) -> Stream:
+        """The run's streams. Raises AddressError when the server does not answer."""
+        return await open_stream(_with_password(self.redis_url, self.run_dir), namespace=self.config.run.name)
+
+    def log(self) -> ProcessLog:
+        """Begin to log as this role."""
+        return configure(run=self.config.run.name, role=self.name)
+
+
+def read_token(token_file: Path | None) -> str | None:
+    """The bearer token of the run: from the file, else from the environment, else none.
+
+    Raises:
+        UserError: the file does not hold one.
+    """
+    if token_file is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        return str(json.loads(token_file.read_text())["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f'{token_file} must hold {{"token": "…"}}; the launcher makes it as runs/<name>/tokens.json'
+        ) from None
+
+
+def _with_password(redis_url: str, run_dir: Path) -> str:
+    """The embedded server's password lies beside its data, so that it need not stand in a command line."""
+    password = run_dir / "redis" / "password"
+    parts = urlsplit(redis_url)
+    if parts.password is not None or not password.is_file() or parts.hostname not in ("127.0.0.1", "localhost"):
+        return redis_url
+    return parts._replace(netloc=f":{password.read_text()}@{parts.hostname}:{parts.port}").geturl()
+
+
+def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], identity: Identity) -> None:
+    """Run a role on uvloop; SIGTERM and SIGINT cancel it, and its `finally` clauses put things in order.
+
+    Exits the process: 0 when it ended or was told to stop, 2 after a user error, 1 after any other.
+    """
+    identity.log()
+
+    async def guarded() -> None:
+        task = asyncio.ensure_future(role(identity))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            await task
+        except asyncio.CancelledError:
+            log.info("stopped by a signal")
+
+    try:
+        uvloop.run(guarded())
+    except Exception as error:  # the process' own main: whatever it is, it is said once and ends the process
+        sys.exit(_status_of(error))
+
+
+def _status_of(error: BaseException) -> int:
+    """Say what went wrong and return the exit status."""
+    causes = _leaves(error)
+    if all(isinstance(cause, UserError) for cause in causes):
+        print("\n".join(f"pipelinerl: {cause}" for cause in causes), file=sys.stderr)
+        # A peer that cannot be reached may come back: the supervisor should try again.
+        return 1 if any(isinstance(cause, AddressError) for cause in causes) else 2
+    for cause in causes:
+        log.error("%s: %s", type(cause).__name__, cause, exc_info=cause)
+    return 1
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for child in error.exceptions for leaf in _leaves(child)]
+    return [error]

@@ -1,0 +1,14 @@
+"""The embedded stream server's process: it becomes the server."""
+
+from __future__ import annotations
+
+import os
+
+from pipelinerl.roles.process import Identity
+from pipelinerl.streams.embedded_redis import command
+
+
+def run(identity: Identity) -> None:
+    """Replace this process by the server, with its data below the run's directory; does not return."""
+    argv = command(identity.run_dir / "redis", identity.port)
+    os.execv(argv[0], argv)

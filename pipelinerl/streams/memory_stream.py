@@ -1,0 +1,182 @@
+"""`MemoryStream`: the `Stream` protocol inside one process, for tests and for runs without a server.
+
+It promises what `RedisStream` promises, to the letter of the shared test suite, but for durability: it ends with its
+process. All callers must be on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from pipelinerl.streams.stream import START, Entry, parse_id
+
+_Id = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An entry that a group has handed out and that nobody has acknowledged."""
+
+    consumer: str
+    since: float
+
+
+@dataclass(slots=True)
+class _Group:
+    """A consumer group: what it has handed out so far, and what of it is pending, in the order of ids."""
+
+    delivered: _Id = (0, 0)
+    pending: dict[_Id, _Pending] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Log:
+    """One stream: parallel lists of ids and payloads, the last id ever given, and its consumer groups."""
+
+    ids: list[_Id] = field(default_factory=list)
+    payloads: list[bytes] = field(default_factory=list)
+    last: _Id = (0, 0)
+    groups: dict[str, _Group] = field(default_factory=dict)
+
+    def append(self, entry_id: _Id, payload: bytes) -> bool:
+        """Append unless the id is not above the last; says whether it did."""
+        if entry_id <= self.last:
+            return False
+        self.ids.append(entry_id)
+        self.payloads.append(payload)
+        self.last = entry_id
+        return True
+
+    def next_id(self) -> _Id:
+        """The id that a server would choose: the clock in milliseconds, or the last id's successor."""
+        return max((time.time_ns() // 1_000_000, 0), (self.last[0], self.last[1] + 1))
+
+
+@final
+class MemoryStream:
+    """Logs held in this process. `max_length` bounds each stream, see `Stream.room`."""
+
+    def __init__(self, *, max_length: int = 100_000) -> None:
+        self.max_length: Final = max_length
+        self._logs: dict[str, _Log] = {}
+        self._appended = asyncio.Event()
+
+    async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
+        """See `Stream.append`."""
+        if first_id is not None and first_id < 1:
+            raise ValueError(f"first_id must be at least 1, got {first_id}")
+        if not payloads:
+            return 0
+        log = self._logs.setdefault(stream, _Log())
+        added = 0
+        for number, payload in enumerate(payloads):
+            entry_id = log.next_id() if first_id is None else (first_id + number, 0)
+            added += log.append(entry_id, bytes(payload))
+        if added:
+            self._appended.set()
+            self._appended = asyncio.Event()
+        return added
+
+    async def last_id(self, stream: str) -> str:
+        """See `Stream.last_id`."""
+        return _text(self._logs[stream].last) if stream in self._logs else START
+
+    async def read(self, offsets: Mapping[str, str], *, count: int, block_s: float) -> list[Entry]:
+        """See `Stream.read`."""
+        after = {name: parse_id(offset) for name, offset in offsets.items()}
+
+        def newer() -> list[Entry]:
+            return [entry for name, offset in after.items() for entry in self._after(name, offset, count)]
+
+        return await self._first(newer, block_s=block_s, look_again_s=block_s) if offsets else []
+
+    async def claim(
+        self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
+    ) -> list[Entry]:
+        """See `Stream.claim`."""
+        log = self._logs.setdefault(stream, _Log())
+        shared = log.groups.setdefault(group, _Group())
+
+        def mine() -> list[Entry]:
+            entries = self._abandoned(stream, shared, count, reclaim_idle_s)
+            if not entries:
+                entries = self._after(stream, shared.delivered, count)
+            now = time.monotonic()
+            for entry in entries:
+                entry_id = parse_id(entry.entry_id)
+                shared.pending[entry_id] = _Pending(consumer, now)
+                shared.delivered = max(shared.delivered, entry_id)
+            return entries
+
+        return await self._first(mine, block_s=block_s, look_again_s=max(reclaim_idle_s, 0.01))
+
+    async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
+        """See `Stream.acknowledge`."""
+        if stream in self._logs and group in self._logs[stream].groups:
+            pending = self._logs[stream].groups[group].pending
+            for entry_id in entry_ids:
+                pending.pop(parse_id(entry_id), None)
+
+    async def length(self, stream: str) -> int:
+        """See `Stream.length`."""
+        return len(self._logs[stream].ids) if stream in self._logs else 0
+
+    async def room(self, stream: str) -> int:
+        """See `Stream.room`."""
+        return max(0, self.max_length - await self.length(stream))
+
+    async def trim(self, stream: str, *, before: str) -> None:
+        """See `Stream.trim`."""
+        bound = parse_id(before)
+        if stream in self._logs:
+            log = self._logs[stream]
+            dropped = bisect_left(log.ids, bound)
+            del log.ids[:dropped], log.payloads[:dropped]
+
+    async def streams(self, prefix: str) -> list[str]:
+        """See `Stream.streams`."""
+        return sorted(name for name in self._logs if name.startswith(prefix))
+
+    async def close(self) -> None:
+        """Forget everything."""
+        self._logs.clear()
+
+    async def _first(self, look: Callable[[], list[Entry]], *, block_s: float, look_again_s: float) -> list[Entry]:
+        """What `look` finds, asked again after each append and every `look_again_s`, for at most `block_s`."""
+        deadline = time.monotonic() + block_s
+        while not (found := look()) and (left := deadline - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(min(left, look_again_s)):
+                    await self._appended.wait()
+            except TimeoutError:
+                continue
+        return found
+
+    def _after(self, stream: str, offset: _Id, count: int) -> list[Entry]:
+        log = self._logs.get(stream)
+        if log is None:
+            return []
+        start = bisect_right(log.ids, offset)
+        kept = zip(log.ids[start : start + count], log.payloads[start : start + count], strict=True)
+        return [Entry(stream, _text(entry_id), payload) for entry_id, payload in kept]
+
+    def _abandoned(self, stream: str, group: _Group, count: int, idle_s: float) -> list[Entry]:
+        """Pending entries held for `idle_s` or longer; those trimmed meanwhile are forgotten, as the server does."""
+        log, longest = self._logs[stream], time.monotonic() - idle_s
+        found: list[Entry] = []
+        for entry_id in sorted(held for held, pending in group.pending.items() if pending.since <= longest)[:count]:
+            place = bisect_left(log.ids, entry_id)
+            if place < len(log.ids) and log.ids[place] == entry_id:
+                found.append(Entry(stream, _text(entry_id), log.payloads[place]))
+            else:
+                del group.pending[entry_id]
+        return found
+
+
+def _text(entry_id: _Id) -> str:
+    return f"{entry_id[0]}-{entry_id[1]}"

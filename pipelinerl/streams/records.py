@@ -1,0 +1,384 @@
+"""How records are written: one msgpack header, raw little-endian columns, and a digest that is checked on read.
+
+    offset  size
+    0       4     magic `PLRL`
+    4       1     format version
+    5       1     kind: 1 rollout group, 2 prompt order, 3 message
+    6       2     zero
+    8       4     H, bytes of the header
+    12      4     B, bytes of the columns
+    16      H     header (msgpack), then zeros up to a multiple of 8
+            B     columns, each beginning at a multiple of 8
+            8     xxh3_64 of everything before it
+
+It promises that what it decodes is what was encoded: a damaged, cut or unknown record raises `RecordError`. There is
+no pickle; nothing in a record is ever run. Decoded arrays are read-only views into the record. A group stores each
+distinct context once, so the prompt that G rollouts share costs 1/G; a token that was sampled costs 8 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from pipelinerl.errors import RecordError
+from pipelinerl.types import Outcome, PromptOrder, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+
+FORMAT: Final = 1
+_MAGIC: Final = b"PLRL"
+_PREFIX: Final = struct.Struct("<4sBBHII")
+_DIGEST: Final = struct.Struct("<Q")
+
+_Header = TypeVar("_Header")
+
+_IDS: Final = np.dtype("<i4")
+_LOGPROBS: Final = np.dtype("<f4")
+_NO_COLUMNS: Final[Mapping[str, NDArray[Any]]] = {}
+
+
+class Kind(IntEnum):
+    """What a record holds."""
+
+    GROUP = 1
+    ORDER = 2
+    MESSAGE = 3
+
+
+class Message(NamedTuple):
+    """A report or an order that is not a `PromptOrder`: what it is, and its fields."""
+
+    kind: str
+    body: dict[str, Any]
+
+
+class _Column(NamedTuple):
+    """A further column: its dtype as numpy spells it (`<i4`), and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Finding(NamedTuple):
+    """A `Verdict`, as a tuple."""
+
+    outcome: Outcome
+    reward: float
+    reason: str
+
+
+class _Ending(NamedTuple):
+    """What else a rollout has beside turns and verdict."""
+
+    finish_reason: str
+    temperature: float
+    epoch: int
+
+
+class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
+    """A group but for its columns. `turn_*` run over all turns of all rollouts, `rollout_*` over the rollouts.
+
+    Distinct contexts, spans, findings and endings are listed once each, and named by their numbers. The columns are the
+    contexts' ids, the sampled ids and log-probabilities (as many as the turns' spans sum to), then the further ones.
+    """
+
+    group_id: str
+    index: int
+    domain: str
+    actor: str
+    context_lengths: list[int]
+    spans: list[tuple[VersionSpan, ...]]
+    findings: list[_Finding]
+    endings: list[_Ending]
+    turn_contexts: list[int]
+    turn_spans: list[int]
+    rollout_turns: list[int]
+    rollout_findings: list[int]
+    rollout_endings: list[int]
+    columns: list[_Column]
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_group_decoder: Final = msgspec.msgpack.Decoder(_GroupHeader)
+_order_decoder: Final = msgspec.msgpack.Decoder(PromptOrder)
+_message_decoder: Final = msgspec.msgpack.Decoder(Message)
+
+
+def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_COLUMNS) -> bytes:
+    """A group as a record.
+
+    Args:
+        columns: further columns by name, each [N, …] with N the tokens sampled in the whole group, rollout by rollout
+            and turn by turn (routed experts, say). `decode_columns` gives them back.
+
+    Raises:
+        RecordError: an array has the wrong dtype or shape, or spans do not sum to the tokens of their turn.
+    """
+    rollouts = group.rollouts
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    contexts, turn_contexts = _distinct_contexts(turns)
+    lengths = [len(turn.token_ids) for turn in turns]
+    scored = [len(turn.behavior_logprobs) for turn in turns]
+    spanned = [_spanned(turn.spans) for turn in turns]
+    if not lengths == scored == spanned:
+        raise RecordError(
+            f"group {group.group_id}: each turn must have one log-probability for each token, and spans that sum to "
+            f"its tokens; got tokens {lengths}, log-probabilities {scored}, spans {spanned}"
+        )
+    arrays = [
+        _joined("context_token_ids", contexts, _IDS),
+        _joined("token_ids", [turn.token_ids for turn in turns], _IDS),
+        _joined("behavior_logprobs", [turn.behavior_logprobs for turn in turns], _LOGPROBS),
+        *(_further(name, column, sum(lengths)) for name, column in columns.items()),
+    ]
+    spans, turn_spans = _distinct([turn.spans for turn in turns])
+    # An outcome is keyed by identity, since hashing an enum member runs Python code.
+    verdicts = [rollout.verdict for rollout in rollouts]
+    findings, rollout_findings = _distinct([(id(each.outcome), each.reward, each.reason) for each in verdicts])
+    endings, rollout_endings = _distinct([(each.finish_reason, each.temperature, each.epoch) for each in rollouts])
+    header = _GroupHeader(
+        group_id=group.group_id,
+        index=group.index,
+        domain=group.domain,
+        actor=group.actor,
+        context_lengths=[len(context) for context in contexts],
+        spans=[turns[place].spans for place in spans],
+        findings=[_Finding(each.outcome, each.reward, each.reason) for each in (verdicts[i] for i in findings)],
+        endings=[_Ending(each.finish_reason, each.temperature, each.epoch) for each in (rollouts[i] for i in endings)],
+        turn_contexts=turn_contexts,
+        turn_spans=turn_spans,
+        rollout_turns=[len(rollout.turns) for rollout in rollouts],
+        rollout_findings=rollout_findings,
+        rollout_endings=rollout_endings,
+        columns=[_Column(name, a.dtype.str, a.shape) for name, a in zip(columns, arrays[3:], strict=True)],
+    )
+    return _seal(Kind.GROUP, header, arrays)
+
+
+def decode_group(record: bytes) -> RolloutGroup:
+    """The group of a record; its arrays are read-only views.
+
+    Raises:
+        RecordError: damaged, cut, of another kind or format, or inconsistent in itself.
+    """
+    header, columns = _open_group(record)
+    try:
+        lengths = _turn_lengths(header)
+        contexts, start = _split(columns, _IDS, header.context_lengths, 0)
+        tokens, start = _split(columns, _IDS, lengths, start)
+        logprobs, _ = _split(columns, _LOGPROBS, lengths, start)
+        turns = [
+            Turn(
+                context_token_ids=contexts[context], token_ids=ids, behavior_logprobs=values, spans=header.spans[spans]
+            )
+            for context, ids, values, spans in zip(
+                header.turn_contexts, tokens, logprobs, header.turn_spans, strict=True
+            )
+        ]
+        rollouts = _rollouts(header, turns)
+    except (ValueError, IndexError) as error:
+        raise _inconsistent(header, error) from None
+    return RolloutGroup(
+        group_id=header.group_id, index=header.index, domain=header.domain, actor=header.actor, rollouts=rollouts
+    )
+
+
+def decode_columns(record: bytes) -> dict[str, NDArray[Any]]:
+    """The further columns of a group's record, by name, each [N, …] over the tokens sampled in the whole group."""
+    header, columns = _open_group(record)
+    try:
+        num_tokens = sum(_turn_lengths(header))
+    except IndexError as error:
+        raise _inconsistent(header, error) from None
+    start = _padded(4 * sum(header.context_lengths)) + 2 * _padded(4 * num_tokens)
+    found: dict[str, NDArray[Any]] = {}
+    for name, dtype, shape in header.columns:
+        try:
+            if shape[:1] != (num_tokens,) or min(shape) < 0:
+                raise ValueError(f"shape {list(shape)} where {num_tokens} tokens were sampled")
+            found[name] = np.frombuffer(columns, dtype, math.prod(shape), start).reshape(shape)
+        except (TypeError, ValueError) as error:
+            raise RecordError(f"group {header.group_id} has no proper column {name!r}: {error}") from None
+        start += _padded(found[name].nbytes)
+    return found
+
+
+def encode_order(order: PromptOrder) -> bytes:
+    """A prompt order as a record. Raises `RecordError` when its metadata is not plain data."""
+    return _seal(Kind.ORDER, order)
+
+
+def decode_order(record: bytes) -> PromptOrder:
+    """The prompt order of a record, or `RecordError`."""
+    header, _ = _open(record, Kind.ORDER)
+    return _parse(_order_decoder, header)
+
+
+def encode_message(kind: str, body: Mapping[str, Any]) -> bytes:
+    """A report, or an order that is not a prompt order, as a record. `body` is plain data: no arrays, no objects."""
+    return _seal(Kind.MESSAGE, Message(kind, dict(body)))
+
+
+def decode_message(record: bytes) -> Message:
+    """The message of a record, or `RecordError`."""
+    header, _ = _open(record, Kind.MESSAGE)
+    return _parse(_message_decoder, header)
+
+
+def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list[int]]:
+    """The distinct contexts, and for each turn which one it has. Arrays shared by identity are not even compared."""
+    contexts: list[NDArray[np.int32]] = []
+    by_identity: dict[int, int] = {}
+    by_content: dict[bytes, int] = {}
+    chosen: list[int] = []
+    for turn in turns:
+        context = turn.context_token_ids
+        number = by_identity.get(id(context))
+        if number is None:
+            number = by_content.setdefault(context.tobytes(), len(contexts))
+            by_identity[id(context)] = number
+            if number == len(contexts):
+                contexts.append(context)
+        chosen.append(number)
+    return contexts, chosen
+
+
+def _distinct(keys: list[tuple[Any, ...]]) -> tuple[list[int], list[int]]:
+    """Where each distinct key is first, and for each key the number of its kind."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    firsts: list[int] = []
+    chosen: list[int] = []
+    for place, key in enumerate(keys):
+        number = numbers.setdefault(key, len(firsts))
+        if number == len(firsts):
+            firsts.append(place)
+        chosen.append(number)
+    return firsts, chosen
+
+
+def _spanned(spans: tuple[VersionSpan, ...]) -> int:
+    return spans[0][1] if len(spans) == 1 else sum(span[1] for span in spans)
+
+
+def _joined(name: str, arrays: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """One column of a group. A conversion is refused: it could wrap an id around in silence."""
+    try:
+        joined = np.concatenate(arrays, dtype=dtype, casting="equiv") if arrays else np.empty(0, dtype)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{name} must be arrays of dtype {dtype.name} with one dimension: {error}") from None
+    if joined.ndim != 1:
+        raise RecordError(f"{name} must have one dimension, got {joined.ndim}")
+    return joined
+
+
+def _further(name: str, column: NDArray[Any], num_tokens: int) -> NDArray[Any]:
+    if column.dtype.kind not in "biuf" or column.ndim < 1 or column.shape[0] != num_tokens:
+        raise RecordError(
+            f"column {name!r} must hold numbers in the shape [{num_tokens}, …], one row for each token sampled in the "
+            f"group, got {column.dtype} {list(column.shape)}"
+        )
+    return np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<"))
+
+
+def _padded(size: int) -> int:
+    return size + (-size % 8)
+
+
+def _seal(kind: Kind, header: Any, arrays: Sequence[NDArray[Any]] = ()) -> bytes:
+    """Prefix, header, columns and digest as one record."""
+    try:
+        packed = _encoder.encode(header)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise RecordError(f"{_named(kind)} must be plain data to become a record: {error}") from None
+    size = sum(_padded(array.nbytes) for array in arrays)
+    parts: list[Any] = [_PREFIX.pack(_MAGIC, FORMAT, kind, 0, len(packed), size), packed, bytes(-len(packed) % 8)]
+    for array in arrays:
+        parts += (array.data if array.size else b"", bytes(-array.nbytes % 8))
+    body = b"".join(parts)
+    return body + _DIGEST.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def _open(record: bytes, expected: Kind) -> tuple[memoryview, memoryview]:
+    """Check a record; returns its header and its columns."""
+    if len(record) < _PREFIX.size + _DIGEST.size:
+        raise RecordError(f"a record has at least {_PREFIX.size + _DIGEST.size} bytes, got {len(record)}: it is cut")
+    magic, version, kind, _, header_size, size = _PREFIX.unpack_from(record)
+    if magic != _MAGIC:
+        raise RecordError(f"a record begins with {_MAGIC!r}, got {magic!r}: something else was written here")
+    if version != FORMAT:
+        raise RecordError(f"record of format {version}, but this program reads {FORMAT}; update the older of the two")
+    start = _PREFIX.size + _padded(header_size)
+    if len(record) != start + size + _DIGEST.size:
+        raise RecordError(f"record of {start + size + _DIGEST.size} bytes has {len(record)}: it is cut or damaged")
+    view = memoryview(record)
+    if xxhash.xxh3_64_intdigest(view[: -_DIGEST.size]) != _DIGEST.unpack_from(record, start + size)[0]:
+        raise RecordError("the digest of a record does not match its content: it is damaged")
+    if kind != expected:
+        came = next((_named(known) for known in Kind if known == kind), f"a record of the unknown kind {kind}")
+        raise RecordError(f"expected {_named(expected)}, got {came}")
+    return view[_PREFIX.size : _PREFIX.size + header_size], view[start : start + size]
+
+
+def _turn_lengths(header: _GroupHeader) -> list[int]:
+    lengths = [_spanned(spans) for spans in header.spans]
+    return [lengths[number] for number in header.turn_spans]
+
+
+def _inconsistent(header: _GroupHeader, error: Exception) -> RecordError:
+    return RecordError(f"group {header.group_id} is inconsistent in itself ({error}); its producer is wrong")
+
+
+def _named(kind: Kind) -> str:
+    return {Kind.GROUP: "a group", Kind.ORDER: "an order", Kind.MESSAGE: "a message"}[kind]
+
+
+def _open_group(record: bytes) -> tuple[_GroupHeader, memoryview]:
+    header, columns = _open(record, Kind.GROUP)
+    return _parse(_group_decoder, header), columns
+
+
+def _parse(decoder: msgspec.msgpack.Decoder[_Header], header: memoryview) -> _Header:
+    try:
+        return decoder.decode(header)
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"the header of a record is not what its kind demands: {error}") from None
+
+
+def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
+    """The rollouts of a group from its turns. Raises `ValueError` or `IndexError` where the header is inconsistent."""
+    ends = (0, *accumulate(header.rollout_turns))
+    if ends[-1] != len(turns):
+        raise ValueError(f"{len(turns)} turns where rollouts have {ends[-1]}")
+    verdicts = [Verdict(outcome=outcome, reward=reward, reason=reason) for outcome, reward, reason in header.findings]
+    rollouts = []
+    parts = zip(pairwise(ends), header.rollout_findings, header.rollout_endings, strict=True)
+    for (first, last), finding, ending in parts:
+        finish_reason, temperature, epoch = header.endings[ending]
+        rollouts.append(
+            Rollout(
+                turns=tuple(turns[first:last]),
+                verdict=verdicts[finding],
+                finish_reason=finish_reason,
+                temperature=temperature,
+                epoch=epoch,
+            )
+        )
+    return tuple(rollouts)
+
+
+def _split(columns: memoryview, dtype: np.dtype[Any], lengths: list[int], start: int) -> tuple[list[NDArray[Any]], int]:
+    """Views of the given lengths into the column at `start`, and where the next column begins."""
+    ends = (0, *accumulate(lengths))
+    if lengths and min(lengths) < 0:
+        raise ValueError(f"a length of {min(lengths)}")
+    column = np.frombuffer(columns, dtype, ends[-1], start)
+    return [column[first:last] for first, last in pairwise(ends)], start + _padded(column.nbytes)

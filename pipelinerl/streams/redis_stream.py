@@ -1,0 +1,315 @@
+"""`RedisStream`: the `Stream` protocol on a Redis or Valkey server.
+
+    append        EVAL of XADDs       one round trip; stops at the first refusal, so that no gap can form
+    read          XREAD BLOCK         several partitions at once
+    claim         XAUTOCLAIM, then XREADGROUP BLOCK
+    acknowledge   XACK          length XLEN          trim XTRIM MINID          last_id XINFO STREAM
+
+It promises that a command is repeated, with growing pauses, while the server is away, and that after `timeout_s`
+without an answer an `AddressError` names the server. All commands may be repeated: an append with chosen ids skips what
+it has already appended. A stream `s` is the key `<namespace>:s`; an entry has the one field `p`.
+
+| waits for | at most | who unblocks it |
+|---|---|---|
+| an entry (`read`, `claim`) | `block_s` | a producer |
+| the server's answer | `timeout_s` | the server, or whoever starts it again |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final, Self, final
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    ConnectionError as RedisConnectionError,
+    ResponseError,
+    TimeoutError as RedisTimeoutError,
+)
+
+from pipelinerl.errors import AddressError, PipelineError
+from pipelinerl.streams.stream import START, Entry, parse_id
+
+# Later payloads must not go in when an earlier one was refused (out of memory, say): the retry would then skip it as
+# "not above the last". A pipeline or MULTI goes on after an error; a script can stop. It is also twice as fast.
+_APPEND: Final = """
+local first, added = tonumber(ARGV[1]), 0
+for i = 2, #ARGV do
+  local id = '*'
+  if first > 0 then id = string.format('%.0f-0', first + i - 2) end
+  local answer = redis.pcall('XADD', KEYS[1], id, 'p', ARGV[i])
+  if type(answer) ~= 'table' or not answer.err then
+    added = added + 1
+  elseif not string.find(answer.err, 'equal or smaller', 1, true) then
+    return answer
+  end
+end
+return added
+"""
+
+#: One script call blocks the server, and larger ones leave its caches, so a large append is made in several.
+_MAX_APPEND_BYTES: Final = 1 << 20
+#: Lua's numbers are doubles: above this, neighbouring ids would become one.
+_MAX_NUMBER: Final = 1 << 53
+_RAW_ANSWERS: Final = ("XREAD", "XREADGROUP", "XAUTOCLAIM", "SCAN")
+
+#: Builds a command, given how many milliseconds it may still block (at least 1).
+_Command = Callable[[int], tuple[Any, ...]]
+
+
+@final
+class RedisStream:
+    """Logs on a server; see the module. Made by `connect`; bound to the event loop that made it."""
+
+    def __init__(self, client: Redis, *, address: str, namespace: str, timeout_s: float, max_length: int) -> None:
+        self.max_length: Final = max_length
+        self._client = client
+        self._address = address
+        self._prefix = f"{namespace}:"
+        self._timeout_s = timeout_s
+        self._walked: dict[tuple[str, str], float] = {}
+        for command in _RAW_ANSWERS:
+            client.set_response_callback(command, _as_it_came)
+
+    @classmethod
+    async def connect(cls, url: str, *, namespace: str, timeout_s: float = 10.0, max_length: int = 100_000) -> Self:
+        """Connect and check that the server answers.
+
+        Args:
+            url: `redis://[user:password@]host:port[/db]` (also `rediss://`, `unix://`).
+            namespace: prefix of all keys, so that several runs may share a server.
+            timeout_s: how long the server may be away before an `AddressError`.
+            max_length: bound on the entries of a stream, see `Stream.room`.
+
+        Raises:
+            AddressError: the address is malformed, nobody answers there, or the password is refused.
+        """
+        address = without_password(url)
+        try:
+            client = Redis.from_url(
+                url,
+                protocol=2,
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=None,
+                socket_connect_timeout=timeout_s / 4,
+            )
+        except ValueError as error:
+            raise AddressError(f"a stream server's address must be redis://host:port, got {address}: {error}") from None
+        stream = cls(client, address=address, namespace=namespace, timeout_s=timeout_s, max_length=max_length)
+        try:
+            await stream._call("PING")
+        except PipelineError:
+            await stream.close()
+            raise
+        return stream
+
+    async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
+        """See `Stream.append`. Above 1 MiB it takes one round trip for each MiB."""
+        if first_id is not None and not 1 <= first_id < _MAX_NUMBER - len(payloads):
+            raise ValueError(f"first_id must lie in [1, 2^53 - number of payloads), got {first_id}")
+        added = 0
+        for start, stop in _chunks(payloads):
+            first = 0 if first_id is None else first_id + start
+            added += await self._call("EVAL", _APPEND, 1, self._prefix + stream, first, *payloads[start:stop])
+        return added
+
+    async def last_id(self, stream: str) -> str:
+        """See `Stream.last_id`."""
+        try:
+            facts = await self._call("XINFO", "STREAM", self._prefix + stream)
+        except _RefusedError as error:
+            if "no such key" in str(error):
+                return START
+            raise
+        return str(dict(zip(facts[::2], facts[1::2], strict=True))[b"last-generated-id"].decode())
+
+    async def read(self, offsets: Mapping[str, str], *, count: int, block_s: float) -> list[Entry]:
+        """See `Stream.read`."""
+        for offset in offsets.values():
+            parse_id(offset)
+        if not offsets:
+            return []
+        where = [*(self._prefix + name for name in offsets), *offsets.values()]
+
+        def command(block_ms: int) -> tuple[Any, ...]:
+            return ("XREAD", "COUNT", count, *_block(block_ms), "STREAMS", *where)
+
+        return self._entries(await self._blocking(command, block_s))
+
+    async def claim(
+        self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
+    ) -> list[Entry]:
+        """See `Stream.claim`."""
+        key, deadline = self._prefix + stream, time.monotonic() + block_s
+
+        def command(block_ms: int) -> tuple[Any, ...]:
+            return ("XREADGROUP", "GROUP", group, consumer, "COUNT", count, *_block(block_ms), "STREAMS", key, ">")
+
+        while True:
+            try:
+                entries = await self._reclaim(stream, group, consumer, count, reclaim_idle_s)
+                if not entries:
+                    # Blocked no longer than an entry needs to become idle, so that one is not overlooked for `block_s`.
+                    left = min(deadline - time.monotonic(), max(reclaim_idle_s, 0.01))
+                    entries = self._entries(await self._blocking(command, max(left, 0.0)))
+            except _RefusedError as error:
+                if not str(error).startswith("NOGROUP"):
+                    raise
+                await self._create_group(key, group)
+                continue
+            if entries or time.monotonic() >= deadline:
+                return entries
+
+    async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
+        """See `Stream.acknowledge`."""
+        if entry_ids:
+            await self._call("XACK", self._prefix + stream, group, *entry_ids)
+
+    async def length(self, stream: str) -> int:
+        """See `Stream.length`."""
+        return int(await self._call("XLEN", self._prefix + stream))
+
+    async def room(self, stream: str) -> int:
+        """See `Stream.room`."""
+        return max(0, self.max_length - await self.length(stream))
+
+    async def trim(self, stream: str, *, before: str) -> None:
+        """See `Stream.trim`."""
+        parse_id(before)
+        await self._call("XTRIM", self._prefix + stream, "MINID", "=", before)
+
+    async def streams(self, prefix: str) -> list[str]:
+        """See `Stream.streams`."""
+        pattern = "".join(f"\\{letter}" if letter in "*?[]\\^" else letter for letter in self._prefix + prefix) + "*"
+        names: set[str] = set()
+        cursor: int | bytes = 0
+        while True:
+            cursor, keys = await self._call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "stream")
+            names.update(key.decode()[len(self._prefix) :] for key in keys)
+            if int(cursor) == 0:
+                return sorted(names)
+
+    async def close(self) -> None:
+        """Release connections."""
+        await self._client.aclose()
+
+    async def _reclaim(self, stream: str, group: str, consumer: str, count: int, idle_s: float) -> list[Entry]:
+        """Walk the group's pending entries for idle ones; after a walk that found none, not again for `idle_s` / 4."""
+        key, now = (stream, group), time.monotonic()
+        if now < self._walked.get(key, -math.inf) + idle_s / 4:
+            return []
+        cursor = START
+        while True:
+            where = (self._prefix + stream, group, consumer, round(idle_s * 1000), cursor)
+            answer = await self._call("XAUTOCLAIM", *where, "COUNT", count)
+            entries = list(self._of(stream, answer[1]))
+            cursor = answer[0].decode()
+            if entries:
+                return entries
+            if cursor == START:
+                self._walked[key] = now
+                return []
+
+    async def _create_group(self, key: str, group: str) -> None:
+        try:
+            await self._call("XGROUP", "CREATE", key, group, "0", "MKSTREAM")
+        except _RefusedError as error:
+            if not str(error).startswith("BUSYGROUP"):  # another consumer was first: what we wanted
+                raise
+
+    def _entries(self, answer: list[Any] | None) -> list[Entry]:
+        """Entries of an XREAD or XREADGROUP answer, [[key, [[id, [field, value]], …]], …] or None."""
+        return [entry for key, found in answer or () for entry in self._of(key.decode()[len(self._prefix) :], found)]
+
+    @staticmethod
+    def _of(stream: str, found: list[Any]) -> Iterator[Entry]:
+        # A pending entry that was trimmed comes back as nil from servers before version 7.
+        return (Entry(stream, item[0].decode(), item[1][1]) for item in found if item is not None and item[1])
+
+    async def _call(self, *command: Any) -> Any:
+        """One command that does not block."""
+        return await self._blocking(lambda _: command, 0.0)
+
+    async def _blocking(self, command: _Command, block_s: float) -> Any:
+        """Run a command until the server answers; blocked for `block_s` in all, over however many connections.
+
+        Raises:
+            AddressError: the server was away, or did not answer, for `timeout_s`.
+            _RefusedError: the server answered with an error.
+        """
+        unblocked = time.monotonic() + block_s
+        away_since, pause = None, 0.005
+        while True:
+            began = time.monotonic()
+            left = max(0.0, unblocked - began)
+            try:
+                async with asyncio.timeout(left + self._timeout_s):
+                    return await self._client.execute_command(*command(round(left * 1000)))
+            except (AuthenticationError, AuthorizationError) as error:
+                raise AddressError(
+                    f"the stream server at {self._address} refused the user or password ({error}); "
+                    "correct the address, which must carry them"
+                ) from error
+            except ResponseError as error:
+                raise _RefusedError(str(error), self._address) from error
+            except TimeoutError as error:
+                raise AddressError(
+                    f"the stream server at {self._address} took a connection but gave no answer for "
+                    f"{self._timeout_s:g} s; look whether it is stopped or swapping"
+                ) from error
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                now = time.monotonic()
+                # An attempt that outlasted any connecting was connected and blocked: the server went away only now.
+                if away_since is None or now - began > self._timeout_s / 2:
+                    away_since, pause = now, 0.005
+                if now + pause > away_since + self._timeout_s:
+                    raise AddressError(
+                        f"cannot reach the stream server at {self._address} for {self._timeout_s:g} s "
+                        f"({error}); start it, or correct the address"
+                    ) from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+
+@final
+class _RefusedError(PipelineError):
+    """The server answered with an error; begins with the server's own words."""
+
+    def __init__(self, answer: str, address: str) -> None:
+        super().__init__(f"{answer} (answer of the stream server at {address})")
+
+
+def without_password(url: str) -> str:
+    """`url` as it may be shown: without user and password."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _as_it_came(response: Any, **_: Any) -> Any:
+    """In place of redis-py's conversion into dictionaries, which costs more than the answer."""
+    return response
+
+
+def _block(block_ms: int) -> tuple[Any, ...]:
+    """BLOCK 0 would be for ever, so no wait at all is no BLOCK at all."""
+    return ("BLOCK", block_ms) if block_ms > 0 else ()
+
+
+def _chunks(payloads: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Ranges of payloads of at most `_MAX_APPEND_BYTES` together, or of a single larger one."""
+    bounds, size = [0], 0
+    for number, payload in enumerate(payloads):
+        if size and size + len(payload) > _MAX_APPEND_BYTES:
+            bounds.append(number)
+            size = 0
+        size += len(payload)
+    return list(pairwise([*bounds, len(payloads)])) if payloads else []

@@ -1,0 +1,1 @@
+"""Training backends behind the trainer contract."""

@@ -1,0 +1,187 @@
+"""`BigramTrainer`: the trainer contract on a table of logits, in numpy, with every gradient in closed form.
+
+It stands in for real trainers in the tests above it, and is a second opinion on them: nothing here differentiates
+automatically. Weights and optimizer state are float64; weights are gathered as float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.bigram import PARAMETER, BigramModel
+from pipelinerl.numerics.logprobs import log_softmax
+from trainer_contract.batch import check
+from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
+from trainer_contract.types import (
+    Device,
+    Float32,
+    LossStats,
+    MicroBatch,
+    Objective,
+    OptimizerSpec,
+    ParameterInfo,
+    Precision,
+    StepStats,
+    TrainerSpec,
+)
+
+Float64 = NDArray[np.float64]
+
+_STATE: Final = "bigram_trainer.safetensors"
+
+
+@final
+@dataclass(slots=True)
+class _Worker:
+    """Master weights, Adam's moments and the gradient, each [V, V]."""
+
+    spec: OptimizerSpec
+    logits: Float64
+    exp_avg: Float64
+    exp_avg_sq: Float64
+    model_version: int
+    gradient: Float64 | None = None
+
+
+@final
+class BigramTrainer:
+    """Satisfies `trainer_contract.trainer.Trainer`, where the verbs are described."""
+
+    def __init__(self) -> None:
+        self._state: _Worker | None = None
+
+    @property
+    def model_version(self) -> int:
+        """Number of optimizer steps behind the weights."""
+        return self._worker.model_version
+
+    @property
+    def _worker(self) -> _Worker:
+        if self._state is None:
+            raise ProtocolError("the trainer has no model: call init_worker first")
+        return self._state
+
+    def init_worker(self, spec: TrainerSpec) -> None:
+        """Load the table from `spec.model_path`, or table and moments from `spec.restore_from`."""
+        if spec.device is Device.CUDA or spec.precision is not Precision.FP32:
+            raise SpecError(f"the bigram trainer runs on the CPU in fp32, got {spec.device} in {spec.precision}")
+        try:
+            logits = BigramModel.load(spec.model_path).logits.astype(np.float64)
+        except ModelError as error:
+            raise SpecError(str(error)) from error
+        fresh = _Worker(spec.optimizer, logits, np.zeros_like(logits), np.zeros_like(logits), 0)
+        self._state = fresh if spec.restore_from is None else _restored(fresh, spec.restore_from)
+
+    def forward(self, micro_batch: MicroBatch) -> Float32:
+        """Log-probs f32 [T]; 0 at segment starts."""
+        check(micro_batch, vocab_size=self._worker.logits.shape[0])
+        where = np.flatnonzero(micro_batch.position_ids > 0)
+        logprobs = np.zeros(micro_batch.num_tokens, dtype=np.float32)
+        table = self._log_softmax(micro_batch, where)
+        logprobs[where] = table[np.arange(len(where)), micro_batch.token_ids[where]]
+        if not np.isfinite(logprobs).all():
+            raise NonFiniteError("the model's log-probs are not finite: its weights are broken, restore a checkpoint")
+        return logprobs
+
+    def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
+        """d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, g = d loss/d logprobs."""
+        worker, tokens = self._worker, micro_batch.token_ids
+        check(micro_batch, vocab_size=worker.logits.shape[0], needs=objective.needs)
+        where = np.flatnonzero(micro_batch.loss_mask)
+        table = self._log_softmax(micro_batch, where)
+        logprobs, columns = table[np.arange(len(where)), tokens[where]], _columns(micro_batch, where)
+        output = objective.evaluate(logprobs, columns)
+        if not math.isfinite(output.loss):
+            raise NonFiniteError(
+                f"the loss is {output.loss}: look for NaN or infinity in advantages, weights and the sampler's "
+                "log-probs; nothing was accumulated from this micro-batch"
+            )
+        slope = objective.logprob_gradient(logprobs, columns) / micro_batch.temperatures[where]
+        gradient = -slope[:, None] * np.exp(table)
+        gradient[np.arange(len(where)), tokens[where]] += slope
+        if worker.gradient is None:
+            worker.gradient = np.zeros_like(worker.logits)
+        np.add.at(worker.gradient, tokens[where - 1], gradient)
+        sums = {name: float(value) for name, value in output.sums.items()}
+        maxima = {name: float(value) for name, value in output.maxima.items()}
+        return LossStats(float(output.loss), len(where), sums, maxima)
+
+    def optimizer_step(self, *, learning_rate: float) -> StepStats:
+        """AdamW (Loshchilov and Hutter 2019, Algorithm 2) on the clipped gradient."""
+        worker, spec = self._worker, self._worker.spec
+        if worker.gradient is None:
+            raise ProtocolError("optimizer_step needs a gradient: call backward first")
+        gradient, worker.gradient = worker.gradient, None
+        norm = float(np.linalg.norm(gradient))
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+        if spec.grad_clip and norm > spec.grad_clip:
+            gradient *= spec.grad_clip / norm
+        (beta1, beta2), step = spec.betas, worker.model_version + 1
+        worker.exp_avg = beta1 * worker.exp_avg + (1 - beta1) * gradient
+        worker.exp_avg_sq = beta2 * worker.exp_avg_sq + (1 - beta2) * gradient**2
+        mean, square = worker.exp_avg / (1 - beta1**step), worker.exp_avg_sq / (1 - beta2**step)
+        decayed = worker.logits * (1 - learning_rate * spec.weight_decay)
+        worker.logits = decayed - learning_rate * mean / (np.sqrt(square) + spec.eps)
+        worker.model_version = step
+        return StepStats(step, norm, learning_rate)
+
+    def discard_gradient(self) -> None:
+        """Forget what was accumulated."""
+        self._worker.gradient = None
+
+    def weight_layout(self) -> tuple[ParameterInfo, ...]:
+        """The one parameter."""
+        return (ParameterInfo(PARAMETER, self._worker.logits.shape, "float32"),)
+
+    def gather_weights(self) -> Iterator[tuple[str, Float32]]:
+        """The table as f32 [V, V]."""
+        yield PARAMETER, self._worker.logits.astype(np.float32)
+
+    def save_state(self, path: Path) -> None:
+        """Write one file below the directory `path`."""
+        worker = self._worker
+        tensors = {"logits": worker.logits, "exp_avg": worker.exp_avg, "exp_avg_sq": worker.exp_avg_sq}
+        save_file({**tensors, "model_version": np.array([worker.model_version])}, path / _STATE)
+
+    def close(self) -> None:
+        """Drop the table."""
+        self._state = None
+
+    def _log_softmax(self, batch: MicroBatch, where: NDArray[np.intp]) -> Float64:
+        """Log-probs [N, V] of what may follow the tokens before `where` [N]."""
+        rows = self._worker.logits[batch.token_ids[where - 1]]
+        return log_softmax(rows, batch.temperatures[where]).astype(np.float64, copy=False)
+
+
+def _restored(fresh: _Worker, path: Path) -> _Worker:
+    try:
+        tensors = load_file(path / _STATE)
+        version = int(tensors["model_version"][0])
+        logits, exp_avg, exp_avg_sq = (tensors[name] for name in ("logits", "exp_avg", "exp_avg_sq"))
+    except (OSError, KeyError, IndexError, SafetensorError) as error:
+        raise StateError(f"{path / _STATE} is missing or damaged: {error}; restore another checkpoint") from error
+    if any(array.shape != fresh.logits.shape for array in (logits, exp_avg, exp_avg_sq)):
+        raise StateError(f"{path / _STATE} holds a table {logits.shape}, but model_path holds {fresh.logits.shape}")
+    return _Worker(fresh.spec, logits, exp_avg, exp_avg_sq, version)
+
+
+def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> Mapping[str, Any]:
+    """What an objective reads, of the tokens at `where` only; floats in float64."""
+    names = ("advantages", "weights", "behavior_logprobs", "temperatures", "old_logprobs", "ref_logprobs", "values")
+    given = {name: column for name in names if (column := getattr(batch, name)) is not None}
+    return {name: column[where].astype(np.float64) for name, column in given.items()} | {
+        "loss_mask": batch.loss_mask[where],
+        "segment_ids": batch.segment_ids[where],
+        "num_segments": batch.num_segments,
+    }

@@ -1,0 +1,164 @@
+"""Attention over packed segments, for any Hugging Face model: it never crosses a boundary, and costs no T² mask.
+
+Inside the attention alone, segments are laid out in buckets of similar length, padded to the longest of their bucket,
+and attend causally; everything else in the model works on the packed tokens. Padding comes after a segment's end, so
+causal attention hides it without a mask, which leaves the fast kernels usable. Both directions of the re-layout are
+gathers, so gradients are deterministic on every device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AttentionInterface
+
+from trainer_contract.errors import SpecError
+
+#: Under this name models find `attend`.
+IMPLEMENTATION: Final = "pipelinerl_segments"
+
+#: Buckets end at these lengths, each a quarter above the one before: at most 1.25² of the attention is padding.
+_EDGES: Final = np.unique(np.ceil(16 * 1.25 ** np.arange(64)).astype(np.int64))
+
+#: What an architecture may pass that changes attention's result and is not handled here.
+_UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """Where the tokens of a micro-batch stand in the padded layout of P rows.
+
+    Attributes:
+        buckets: (segments, padded length) of each bucket; the products sum to P.
+        token_of_row: i64 [P], the token in each row (of a padding row: some token of its segment).
+        row_of_token: i64 [T].
+        is_token: bool [P, 1, 1], False for padding; None when the packed layout is the padded one already.
+    """
+
+    buckets: tuple[tuple[int, int], ...]
+    token_of_row: Tensor
+    row_of_token: Tensor
+    is_token: Tensor | None
+
+    @classmethod
+    def of(cls, position_ids: NDArray[np.int32], device: torch.device) -> SegmentPlan:
+        """Plan for packed segments; `position_ids` [T] restart at 0 in each."""
+        starts = np.flatnonzero(position_ids == 0)
+        lengths = np.diff(starts, append=len(position_ids))
+        bucket_of = np.searchsorted(_EDGES, lengths)
+        buckets, rows, real = [], [], []
+        for bucket in np.unique(bucket_of):
+            members = np.flatnonzero(bucket_of == bucket)
+            longest = int(lengths[members].max())
+            buckets.append((len(members), longest))
+            offsets = np.arange(longest)
+            rows.append((starts[members, None] + np.minimum(offsets, lengths[members, None] - 1)).ravel())
+            real.append((offsets < lengths[members, None]).ravel())
+        token_of_row, is_token = np.concatenate(rows), np.concatenate(real)
+        row_of_token = np.empty(len(position_ids), dtype=np.int64)
+        row_of_token[token_of_row[is_token]] = np.flatnonzero(is_token)
+        packed = len(buckets) == 1 and bool(is_token.all())
+        return cls(
+            buckets=tuple(buckets),
+            token_of_row=torch.from_numpy(token_of_row).to(device),
+            row_of_token=torch.from_numpy(row_of_token).to(device),
+            is_token=None if packed else torch.from_numpy(is_token).to(device)[:, None, None],
+        )
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """[T, h, d] → [P, h, d]."""
+        return packed if self.is_token is None else _Pad.apply(packed, self)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """[P, h, d] → [T, h, d]."""
+        return padded if self.is_token is None else _Unpad.apply(padded, self)
+
+
+class _Pad(torch.autograd.Function):
+    """Gather rows. No gradient reaches a padding row, so the way back is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, plan: SegmentPlan) -> Tensor:
+        ctx.plan = plan
+        return packed.index_select(0, plan.token_of_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.plan.row_of_token), None
+
+
+class _Unpad(torch.autograd.Function):
+    """Gather tokens. Padding rows are read by nobody: their gradient is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, plan: SegmentPlan) -> Tensor:
+        ctx.plan = plan
+        return padded.index_select(0, plan.row_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.plan.token_of_row).mul_(ctx.plan.is_token), None
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: SegmentPlan,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface over one packed row; dropout is never applied.
+
+    Args:
+        module: the attention layer, unused.
+        query: [1, H, T, d]; key and value: [1, H_kv, T, d].
+        attention_mask: None, since transformers makes no mask for this implementation.
+        segments: the plan, passed to the model's forward as a keyword.
+        scaling: of the scores; None is 1/√d.
+        sliding_window: positions that a query sees, itself included.
+
+    Returns:
+        [1, T, H, d], and no attention weights.
+    """
+    for name in _UNSUPPORTED:
+        if others.get(name) is not None:
+            raise SpecError(f"attention with {name!r} is not supported over packed segments; use another architecture")
+    q, k, v = (segments.pad(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
+    outputs, start = [], 0
+    for count, length in segments.buckets:
+        rows = slice(start, start + count * length)
+        bucket_q, bucket_k, bucket_v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+        whole = sliding_window is None or length <= sliding_window
+        out = torch.nn.functional.scaled_dot_product_attention(
+            bucket_q,
+            bucket_k,
+            bucket_v,
+            attn_mask=None if whole else _band(length, sliding_window, q.device),
+            is_causal=whole,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        start = rows.stop
+    padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return segments.unpad(padded)[None], None
+
+
+def _band(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool [length, length]: causal, and at most `window` positions wide."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < (window or length))
+
+
+AttentionInterface.register(IMPLEMENTATION, attend)

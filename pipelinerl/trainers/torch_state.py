@@ -1,0 +1,124 @@
+"""State of a `TorchTrainer` on disk, exact to the bit, without pickle.
+
+    model/                  a Hugging Face model directory (fp32), usable as any other
+    optimizer.safetensors   <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step, and rng.cpu / rng.cuda
+    trainer.json            format, model_version, architecture
+
+Digests are the caller's: what is checked here is that the state is complete and of the expected model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from trainer_contract.errors import SpecError, StateError
+
+_FORMAT: Final = 1
+_MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
+#: Parts of a configuration that do not make it another model.
+_INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A state that was read and checked."""
+
+    model_path: Path
+    model_version: int
+    tensors: Mapping[str, Tensor]
+
+    def restore_optimizer(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+        """Put the moments back, and the random state of torch.
+
+        Raises:
+            StateError: the moments are not those of `parameters`.
+        """
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        state = {}
+        for index, name in enumerate(ordered):
+            moments = {kind: self.tensors.get(f"{name}.{kind}") for kind in _MOMENTS}
+            if all(moment is None for moment in moments.values()):
+                continue  # never stepped
+            if any(m is None or (m.ndim and m.shape != parameters[name].shape) for m in moments.values()):
+                raise StateError(f"the optimizer state of {name!r} in {self.model_path.parent} is incomplete")
+            state[index] = moments
+        if len(state) not in (0, len(ordered)):
+            raise StateError(
+                f"{self.model_path.parent} has optimizer state for {len(state)} of {len(ordered)} parameters"
+            )
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        torch.set_rng_state(self.tensors["rng.cpu"])
+        if "rng.cuda" in self.tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.tensors["rng.cuda"])
+
+
+def save(path: Path, *, model: PreTrainedModel, optimizer: Optimizer, names: Sequence[str], model_version: int) -> None:
+    """Write the state below the existing directory `path`; `names` are those of the model's parameters, in order."""
+    name_of = {id(parameter): name for name, parameter in zip(names, model.parameters(), strict=True)}
+    tensors = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    for parameter, moments in optimizer.state.items():
+        tensors |= {f"{name_of[id(parameter)]}.{kind}": moments[kind].contiguous() for kind in _MOMENTS}
+    model.save_pretrained(path / "model")
+    save_file(tensors, path / "optimizer.safetensors")
+    record = {"format": _FORMAT, "model_version": model_version, "architecture": _architecture(model.config)}
+    (path / "trainer.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load(path: Path, *, expected: PreTrainedConfig) -> SavedState:
+    """Read a state and check that it is of the model `expected`; the model's weights are left to the caller.
+
+    Raises:
+        StateError: something is missing, damaged, or of another model.
+    """
+    try:
+        record = json.loads((path / "trainer.json").read_text())
+        version, architecture = int(record["model_version"]), record["architecture"]
+        tensors = load_file(path / "optimizer.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise StateError(
+            f"the trainer state in {path} is missing or damaged: {error}; restore another checkpoint"
+        ) from error
+    if record.get("format") != _FORMAT:
+        raise StateError(f"the trainer state in {path} has format {record.get('format')!r}, expected {_FORMAT}")
+    if architecture != _architecture(expected):
+        raise StateError(
+            f"the trainer state in {path} is of another model than model_path ({expected.model_type}); "
+            "start from the model it was saved with"
+        )
+    if "rng.cpu" not in tensors:
+        raise StateError(f"the trainer state in {path} has no random state; restore another checkpoint")
+    return SavedState(path / "model", version, tensors)
+
+
+@contextmanager
+def damage_is_state_error(saved: SavedState | None) -> Iterator[None]:
+    """A model that cannot be loaded is the spec's fault, unless it is part of a saved state."""
+    try:
+        yield
+    except (SpecError, SafetensorError) as error:
+        if saved is None:
+            raise error if isinstance(error, SpecError) else SpecError(f"the weights are damaged: {error}") from error
+        raise StateError(f"the model of a saved trainer state is damaged: {error}") from error
+
+
+def _architecture(config: PreTrainedConfig) -> str:
+    """Digest of what makes the model the model it is."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in _INCIDENTAL}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""The loop around a trainer: admits rollouts, packs them, steps, publishes, checkpoints, each once."""

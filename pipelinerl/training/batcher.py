@@ -1,0 +1,77 @@
+"""`Batcher`: the groups that wait to be trained, and the choice among them.
+
+A batch is made when the rollouts (or tokens) of a step are there. The freshest go first: newest oldest-version, then
+lowest index, so that a batch does not depend on the order of arrival. What became stale meanwhile is dropped then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.admission import Fate, Ledger, Lineage, has_signal, is_judged, is_stale
+from pipelinerl.types import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBudget:
+    """How much makes a step: so many rollouts, or so many tokens if that comes first."""
+
+    rollouts: int
+    tokens: int | None = None
+
+
+@final
+class Batcher:
+    """Waiting groups and the ledger of those that ended. Not thread-safe."""
+
+    def __init__(self, *, ledger: Ledger, lineage: Lineage, keep_no_signal: bool) -> None:
+        self.ledger = ledger
+        self.lineage = lineage
+        self._keep_no_signal = keep_no_signal
+        self._waiting: dict[int, RolloutGroup] = {}
+        self.duplicates = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that may still train."""
+        return len(self._waiting)
+
+    def offer(self, group: RolloutGroup) -> None:
+        """Take a group that was read: keep it, or settle it as filtered, or drop it as a duplicate."""
+        if self.ledger.has(group.index) or group.index in self._waiting:
+            self.duplicates += 1
+        elif not is_judged(group) or not (self._keep_no_signal or has_signal(group)):
+            self.ledger.settle([group.index], Fate.FILTERED)
+        else:
+            self._waiting[group.index] = group
+
+    def take(self, budget: StepBudget, *, producing: int, bounds: StalenessBounds) -> list[RolloutGroup] | None:
+        """The groups of the next step, in index order, settled as trained; None while too few are ready."""
+        self._drop_stale(producing=producing, bounds=bounds)
+        ranked = sorted(self._waiting.values(), key=lambda g: (-g.oldest_version, g.index))
+        chosen: list[RolloutGroup] = []
+        rollouts = tokens = 0
+        for group in ranked:
+            chosen.append(group)
+            rollouts += len(group.rollouts)
+            tokens += group.num_tokens
+            if rollouts >= budget.rollouts or (budget.tokens is not None and tokens >= budget.tokens):
+                break
+        else:
+            return None
+        for group in chosen:
+            del self._waiting[group.index]
+        self.ledger.settle([group.index for group in chosen], Fate.TRAINED)
+        return sorted(chosen, key=lambda g: g.index)
+
+    def _drop_stale(self, *, producing: int, bounds: StalenessBounds) -> None:
+        stale = [
+            index
+            for index, group in self._waiting.items()
+            if is_stale(group, producing=producing, bounds=bounds, lineage=self.lineage)
+        ]
+        for index in stale:
+            del self._waiting[index]
+        self.ledger.settle(stale, Fate.STALE)

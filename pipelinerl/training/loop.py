@@ -1,0 +1,333 @@
+"""The loop around a trainer: collect a batch, step, report, obey; publish and checkpoint when told.
+
+    state       consumes              waits for                        unblocked by
+    collect     rollouts, directives  enough acceptable groups         actors (new groups), knobs (k raised)
+    compute     a TrainBatch          forward, backward                the backend
+    apply       gradients             the publication under way        engines (they received the old weights)
+    report      —                     the controller's directive       controller
+
+A publication runs beside the next forward and backward and ends before the next `optimizer_step`, which alone changes
+weights. One worker thread makes every trainer call, so the event loop keeps reading while the trainer computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, final
+
+import numpy as np
+
+from inference_contract.schemas import OnUpdate, WeightLayout
+from pipelinerl.errors import DeadlineError, FencedError, UpdateError
+from pipelinerl.messages import (
+    REPORTS,
+    Checkpointed,
+    Consumed,
+    Directive,
+    Message,
+    Progress,
+    Published,
+    StepDone,
+    TrainerReady,
+    TrainerStopped,
+    encode,
+)
+from pipelinerl.objective.objective import PolicyObjective, summarize
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.streams.stream import Stream
+from pipelinerl.training.admission import Fate, Ledger, Lineage
+from pipelinerl.training.batch import TrainBatch, build
+from pipelinerl.training.batcher import Batcher, StepBudget
+from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
+from pipelinerl.training.intake import Intake
+from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.weights.publisher import Publication, Publisher, PublishReport
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import LossStats, MicroBatch, StepStats
+
+log = logging.getLogger("pipelinerl")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """`deadline_s` bounds every wait of the loop."""
+
+    micro_batch_tokens: int
+    tokens_per_step: int | None
+    keep_no_signal: bool
+    deadline_s: float
+    on_update: OnUpdate
+    schedule: LearningRateSchedule
+
+
+@final
+class TrainingLoop:
+    """Drives one trainer through a run. `run` returns the last model version when told to stop."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        trainer: Trainer,
+        layout: WeightLayout,
+        objective: PolicyObjective,
+        stream: Stream,
+        publisher: Publisher,
+        checkpoints: CheckpointStore,
+        restored: TrainingState | None,
+        at: Callable[[int], None] = lambda version: None,
+    ) -> None:
+        self._settings = settings
+        self._trainer = trainer
+        self._layout = layout
+        self._objective = objective
+        self._stream = stream
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._at = at
+        ledger = Ledger.from_record(restored.ledger) if restored else Ledger()
+        self._batcher = Batcher(ledger=ledger, lineage=Lineage(0, 0), keep_no_signal=settings.keep_no_signal)
+        self._intake = Intake(stream, offsets=restored.offsets if restored else {})
+        self._directive: Directive | None = None
+        self._publishing: asyncio.Task[None] | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._reported = Consumed()
+
+    @property
+    def _version(self) -> int:
+        return self._trainer.model_version
+
+    async def run(self) -> int:
+        """Train until a directive says stop."""
+        await self._intake.start()
+        incarnation = uuid.uuid4().hex[:12]
+        ready_id = f"ready-{incarnation}"
+        await self._report(
+            TrainerReady(
+                report_id=ready_id,
+                incarnation=incarnation,
+                model_version=self._version,
+                consumed=self._consumed(),
+            )
+        )
+        directive = await self._await_directive(ready_id)
+        self._batcher.lineage = Lineage(directive.epoch, self._version)
+        await self._obey(directive)
+        while not self._current.stop:
+            started = time.monotonic()
+            batch = await self._collect()
+            if batch is None:
+                break
+            collected = time.monotonic()
+            stats = await self._step(batch)
+            done = time.monotonic()
+            stats |= {
+                "wait_s": collected - started,
+                "step_s": done - collected,
+                "waiting_groups": self._batcher.num_waiting,
+            }
+            report_id = f"e{self._current.epoch}-step-{self._version}"
+            await self._report(
+                StepDone(
+                    report_id=report_id,
+                    epoch=self._current.epoch,
+                    model_version=self._version,
+                    consumed=self._consumed(),
+                    stats=stats,
+                )
+            )
+            await self._obey(await self._await_directive(report_id))
+        await self._finish_publication()
+        await self._report(TrainerStopped(epoch=self._current.epoch, model_version=self._version))
+        return self._version
+
+    async def close(self) -> None:
+        """Leave the weight group and end the worker thread."""
+        await self._publisher.close()
+        self._worker.shutdown()
+
+    # --- collect ---------------------------------------------------------------------------------------------------
+
+    async def _collect(self) -> TrainBatch | None:
+        """The next batch, or None when told to stop while waiting."""
+        deadline = time.monotonic() + self._settings.deadline_s
+        while True:
+            knobs = self._current.knobs
+            budget = StepBudget(rollouts=knobs.rollouts_per_step, tokens=self._settings.tokens_per_step)
+            producing = self._version + 1
+            groups = self._batcher.take(budget, producing=producing, bounds=StalenessBounds(1, knobs.k))
+            if groups is not None:
+                return build(
+                    groups,
+                    objective=self._objective,
+                    token_budget=self._settings.micro_batch_tokens,
+                    producing=producing,
+                )
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"step {producing} waited {self._settings.deadline_s:.0f} s for {budget.rollouts} rollouts and has "
+                    f"{self._batcher.num_waiting} groups; see what the controller waits for with `pipelinerl status`"
+                )
+            await self._read(block_s=1.0)
+            await self._report_progress()
+            if self._current.stop:
+                return None
+
+    async def _read(self, *, block_s: float) -> list[Directive]:
+        """Take in what is new; directives that nobody waits for are obeyed at once."""
+        arrivals = await self._intake.read(block_s=block_s)
+        for group in arrivals.groups:
+            self._batcher.offer(group)
+        answers = []
+        for directive in arrivals.directives:
+            if self._directive is None or directive.answers.startswith(("ready-", f"e{directive.epoch}-step-")):
+                answers.append(directive)
+            else:
+                await self._obey(directive)
+        return answers
+
+    # --- step ------------------------------------------------------------------------------------------------------
+
+    async def _step(self, batch: TrainBatch) -> dict[str, float]:
+        losses = await self._in_worker(lambda: self._accumulate(batch.micro_batches))
+        await self._finish_publication()
+        rate = self._current.knobs.learning_rate * self._settings.schedule.factor(self._version)
+        step: StepStats = await self._in_worker(lambda: self._trainer.optimizer_step(learning_rate=rate))
+        self._at(step.model_version)
+        keys = losses[0].sums.keys()
+        sums = {key: sum(loss.sums[key] for loss in losses) for key in keys}
+        maxima = {key: max(loss.maxima[key] for loss in losses) for key in losses[0].maxima}
+        return {
+            **batch.stats,
+            **summarize(sums, maxima),
+            "loss": float(np.sum([loss.loss for loss in losses])),
+            "grad_norm": step.grad_norm,
+            "learning_rate": step.learning_rate,
+            "micro_batches": float(len(losses)),
+        }
+
+    def _accumulate(self, micro_batches: list[MicroBatch]) -> list[LossStats]:
+        losses = []
+        for micro_batch in micro_batches:
+            if "old_logprobs" in self._objective.needs:
+                micro_batch = replace(micro_batch, old_logprobs=self._trainer.forward(micro_batch))
+            losses.append(self._trainer.backward(micro_batch, self._objective))
+        return losses
+
+    # --- obey ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _current(self) -> Directive:
+        assert self._directive is not None, "the loop obeys a directive before anything else"
+        return self._directive
+
+    async def _await_directive(self, answers: str) -> Directive:
+        deadline = time.monotonic() + self._settings.deadline_s
+        while time.monotonic() < deadline:
+            for directive in await self._read(block_s=1.0):
+                if directive.answers == answers:
+                    return directive
+                if self._directive is not None and directive.epoch > self._directive.epoch:
+                    raise FencedError(
+                        f"epoch {directive.epoch} has taken over from epoch {self._directive.epoch}: another trainer "
+                        "is running; this one stops"
+                    )
+        raise DeadlineError(
+            f"the trainer waited {self._settings.deadline_s:.0f} s for the controller to answer {answers}; "
+            "is the controller running, with an engine that has joined?"
+        )
+
+    async def _obey(self, directive: Directive) -> None:
+        if self._directive is not None and directive.epoch < self._directive.epoch:
+            return
+        self._directive = directive
+        ledger = self._batcher.ledger
+        ledger.settle([index for index in directive.failed if not ledger.has(index)], Fate.FAILED)
+        if directive.publish_to:
+            await self._finish_publication()
+            self._publishing = asyncio.create_task(self._publish(directive))
+        if directive.checkpoint and directive.controller_state is not None:
+            await self._checkpoint(directive, directive.controller_state)
+
+    async def _publish(self, directive: Directive) -> None:
+        publication = Publication(
+            version=self._version,
+            epoch=directive.epoch,
+            layout=self._layout,
+            weights=self._trainer.gather_weights,
+            engines=directive.publish_to,
+            membership=directive.membership,
+            on_update=self._settings.on_update,
+        )
+        try:
+            report = await self._publisher.publish(publication)
+        except UpdateError as error:
+            log.error("publication of version %d failed: %s", publication.version, error)
+            report = PublishReport.failure(publication, str(error))
+        await self._report(
+            Published(
+                epoch=report.epoch,
+                model_version=report.version,
+                membership=directive.membership,
+                pauses_s=dict(report.pauses_s),
+                failed=dict(report.failed),
+                send_s=report.send_s,
+                total_s=report.total_s,
+            )
+        )
+
+    async def _finish_publication(self) -> None:
+        if self._publishing is not None:
+            task, self._publishing = self._publishing, None
+            await task
+
+    async def _checkpoint(self, directive: Directive, controller: dict[str, Any]) -> None:
+        state = TrainingState(
+            model_version=self._version,
+            epoch=directive.epoch,
+            offsets=self._intake.safe_offsets(lambda index: not self._batcher.ledger.has(index)),
+            ledger=self._batcher.ledger.to_record(),
+            controller=controller,
+        )
+        path = await self._in_worker(
+            lambda: self._checkpoints.save(
+                state,
+                layout=self._trainer.weight_layout(),
+                weights=self._trainer.gather_weights(),
+                save_trainer=self._trainer.save_state,
+            )
+        )
+        await self._intake.trim(await asyncio.to_thread(self._checkpoints.oldest_kept_offsets))
+        await self._report(Checkpointed(epoch=directive.epoch, model_version=self._version, path=str(path)))
+
+    # --- report ----------------------------------------------------------------------------------------------------
+
+    def _consumed(self) -> Consumed:
+        ledger = self._batcher.ledger
+        self._reported = Consumed(
+            **{str(fate): count for fate, count in ledger.counts.items()},
+            frontier=ledger.frontier,
+            beyond=sorted(ledger.beyond),
+        )
+        return self._reported
+
+    async def _report_progress(self) -> None:
+        """Tell the controller of groups that ended without a step, so that it may issue others."""
+        before = self._reported
+        if self._consumed() != before:
+            await self._report(
+                Progress(epoch=self._current.epoch, model_version=self._version, consumed=self._reported)
+            )
+
+    async def _report(self, message: Message) -> None:
+        await self._stream.append(REPORTS, [encode(message)])
+
+    async def _in_worker(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, call)

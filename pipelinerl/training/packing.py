@@ -1,0 +1,72 @@
+"""Packing: rollouts of ragged length into micro-batches of a token budget, without padding.
+
+The aggregation weights and advantages are computed on the whole batch before, so the gradient does not depend on how
+the rollouts fall into micro-batches. Rollouts without a valid verdict are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.types import Rollout
+from trainer_contract.types import Float32, MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedRollout:
+    """A rollout with what the objective gave it: its advantage and the weight of each of its sampled tokens."""
+
+    rollout: Rollout
+    advantage: float
+    token_weight: float
+
+
+def pack(rollouts: Sequence[WeightedRollout], *, token_budget: int) -> list[MicroBatch]:
+    """Micro-batches of at most `token_budget` tokens; a longer rollout makes one of its own.
+
+    First-fit decreasing: within 22 % of the least possible number of bins, and rollouts of like length share one,
+    which suits attention that pads within a micro-batch.
+    """
+    order = sorted(range(len(rollouts)), key=lambda i: (-rollouts[i].rollout.num_tokens, i))
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        size = rollouts[i].rollout.num_tokens
+        slot = next((b for b, free in enumerate(room) if free >= size), None)
+        if slot is None:
+            bins.append([i])
+            room.append(token_budget - size)
+        else:
+            bins[slot].append(i)
+            room[slot] -= size
+    return [_micro_batch([rollouts[i] for i in members]) for members in bins]
+
+
+def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:
+    turns = [turn for member in members for turn in member.rollout.turns]
+    token_ids = np.concatenate([part for turn in turns for part in (turn.context_token_ids, turn.token_ids)])
+    run_lengths = [n for turn in turns for n in (turn.context_token_ids.shape[0], turn.token_ids.shape[0])]
+    loss_mask = np.repeat(np.tile(np.array([False, True]), len(turns)), run_lengths)
+    lengths = np.array([member.rollout.num_tokens for member in members])
+    behavior = np.zeros(token_ids.shape[0], np.float32)
+    behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in turns])
+
+    def spread(values: Sequence[float]) -> Float32:
+        return np.repeat(np.array(values, np.float32), lengths)
+
+    starts: NDArray[np.int64] = np.cumsum(lengths) - lengths
+    return MicroBatch(
+        token_ids=token_ids.astype(np.int32, copy=False),
+        position_ids=(np.arange(token_ids.shape[0]) - np.repeat(starts, lengths)).astype(np.int32),
+        segment_ids=np.repeat(np.arange(len(members), dtype=np.int32), lengths),
+        loss_mask=loss_mask,
+        advantages=spread([m.advantage for m in members]) * loss_mask,
+        weights=spread([m.token_weight for m in members]) * loss_mask,
+        behavior_logprobs=behavior,
+        temperatures=spread([m.rollout.temperature for m in members]),
+        num_segments=len(members),
+    )

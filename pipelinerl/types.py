@@ -1,0 +1,191 @@
+"""The values that flow through the pipeline: frozen, no I/O.
+
+    Problem ─▶ PromptOrder ─▶ (engine) Completion ─▶ (verifier) Verdict ─▶ Rollout ─▶ RolloutGroup ─▶ MicroBatch
+
+Letters in shapes: C context tokens that the environment wrote, N tokens that the model sampled, G samples of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Message(NamedTuple):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One task. `ground_truth` is what the domain's verifier compares with; `metadata` is for that verifier alone."""
+
+    problem_id: str
+    domain: str
+    messages: tuple[Message, ...]
+    ground_truth: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Purpose(StrEnum):
+    """What the samples of an order are for."""
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How an order is to be sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
+
+    num_samples: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOrder:
+    """The controller's order to sample one problem G times.
+
+    `order_id` is deterministic (`prompt-000123`, `eval-40-000007`): repeating an order is a no-op. `index` is its
+    position in its sequence; `seed` keys the sampling noise.
+    """
+
+    order_id: str
+    index: int
+    purpose: Purpose
+    problem: Problem
+    sampling: Sampling
+    seed: int
+
+
+class VersionSpan(NamedTuple):
+    """`num_tokens` consecutive tokens were sampled by the weights `model_version`."""
+
+    model_version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine returned for one sample.
+
+    Attributes:
+        token_ids: i32 [N], the end-of-turn token included when it was sampled.
+        behavior_logprobs: f32 [N], of the distribution sampled from.
+        spans: run-length versions, summing to N, oldest first.
+        finish_reason: `stop`, `length` or `abort`.
+        epoch: trainer epoch of the weights that began it.
+    """
+
+    text: str
+    token_ids: NDArray[np.int32]
+    behavior_logprobs: NDArray[np.float32]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: str
+    epoch: int = 0
+
+
+class Outcome(StrEnum):
+    """What a verifier found. `timeout` and `verifier_error` say nothing of the answer: such rollouts are masked."""
+
+    CORRECT = "correct"
+    WRONG = "wrong"
+    TIMEOUT = "timeout"
+    VERIFIER_ERROR = "verifier_error"
+
+    @property
+    def is_judgement(self) -> bool:
+        """Does the reward mean anything?"""
+        return self in (Outcome.CORRECT, Outcome.WRONG)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A verifier's finding; `reward` is meaningless unless the outcome is a judgement."""
+
+    outcome: Outcome
+    reward: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the environment wrote, then what the model sampled.
+
+    Attributes:
+        context_token_ids: i32 [C], prompt (first turn) or tool answer (later turns), template tokens included.
+        token_ids: i32 [N]; behavior_logprobs: f32 [N]; spans: summing to N.
+    """
+
+    context_token_ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    behavior_logprobs: NDArray[np.float32]
+    spans: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One sample of a problem with its verdict."""
+
+    turns: tuple[Turn, ...]
+    verdict: Verdict
+    finish_reason: str
+    temperature: float
+    epoch: int = 0
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that sampled any of its tokens."""
+        return min(span.model_version for turn in self.turns for span in turn.spans)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that sampled any of its tokens."""
+        return max(span.model_version for turn in self.turns for span in turn.spans)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the model sampled."""
+        return sum(int(turn.token_ids.shape[0]) for turn in self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, the environment's included."""
+        return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """The G rollouts of one order. `group_id` is the order's id, by which duplicates are known."""
+
+    group_id: str
+    index: int
+    domain: str
+    actor: str
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that sampled any token of the group."""
+        return min(rollout.oldest_version for rollout in self.rollouts)
+
+    @property
+    def epoch(self) -> int:
+        """The oldest epoch in the group."""
+        return min(rollout.epoch for rollout in self.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of the group."""
+        return sum(rollout.num_tokens for rollout in self.rollouts)

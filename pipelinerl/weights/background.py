@@ -1,0 +1,56 @@
+"""`in_background`: a blocking call (rendezvous, collective, disk) on a daemon thread of its own.
+
+A shared executor would do for the work but not for its failures: a call that waits out its deadline would hold one of
+a few slots, and the interpreter's exit would wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def in_background(name: str, function: Callable[[], T], *, niceness: int = 0) -> Future[T]:
+    """Run `function` on a new daemon thread; the future carries its result or exception.
+
+    An exception nobody asks for is dropped in silence: whoever starts the call decides who must hear of it.
+
+    Args:
+        niceness: by how much this thread, and those it starts, step back where cores are short; on Linux, where
+            threads have priorities of their own, elsewhere ignored.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def body() -> None:
+        if niceness and sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        try:
+            result = function()
+        except BaseException as error:  # handed to the waiter, whatever it is
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=body, name=name, daemon=True).start()
+    return future
+
+
+async def settled(future: Future[Any], *, timeout_s: float) -> bool:
+    """Wait until `future` has a result or an exception, which stays with the future; False after `timeout_s`."""
+    waiter = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait({waiter}, timeout=timeout_s)
+        return waiter.done()
+    finally:
+        if waiter.done():
+            waiter.exception()
+        else:
+            waiter.cancel()

@@ -1,0 +1,41 @@
+"""From a trainer's parameters to the layout that travels, and from arrays to the bytes that travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from pipelinerl.errors import UpdateError
+from trainer_contract.types import ParameterInfo
+
+
+def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
+    """The layout of a weight update that carries `infos` in their order.
+
+    Raises:
+        UpdateError: a parameter has a dtype that the contract does not carry.
+    """
+    parameters = []
+    for info in infos:
+        if info.dtype not in set(DType):
+            known = ", ".join(DType)
+            raise UpdateError(f"parameter {info.name!r} must have one of the dtypes {known}, got {info.dtype!r}")
+        parameters.append(ParameterSpec(name=info.name, shape=info.shape, dtype=DType(info.dtype)))
+    return WeightLayout(parameters=tuple(parameters))
+
+
+def parameters_in(layout: WeightLayout, start: int, end: int) -> list[tuple[ParameterSpec, int]]:
+    """The parameters whose bytes begin in [start, end), each with the offset of its first byte."""
+    found, offset = [], 0
+    for parameter in layout.parameters:
+        if start <= offset < end:
+            found.append((parameter, offset))
+        offset += parameter.num_bytes
+    return found
+
+
+def describe_bucket(layout: WeightLayout, bucket: int, bounds: list[tuple[int, int]]) -> str:
+    """How errors name a bucket: `bucket 3 of 12 (parameters 'a' to 'b')`."""
+    names = [parameter.name for parameter, _ in parameters_in(layout, *bounds[bucket])]
+    span = f"parameter {names[0]!r}" if len(names) == 1 else f"parameters {names[0]!r} to {names[-1]!r}"
+    return f"bucket {bucket + 1} of {len(bounds)} ({span})"

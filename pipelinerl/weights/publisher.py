@@ -1,0 +1,67 @@
+"""`Publisher`: takes the trainer's weights to the engines. `broadcast` pushes; a parameter server lets engines pull.
+
+A publication is all or nothing per engine, and its report says for each engine what happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from inference_contract.schemas import OnUpdate, WeightLayout
+
+#: Full parameters in layout order; called once per attempt, since an attempt consumes it.
+WeightSource = Callable[[], Iterator[tuple[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """What to publish: weights (`epoch`, `version`) of `layout` to `engines` (base URLs)."""
+
+    version: int
+    epoch: int
+    layout: WeightLayout
+    weights: WeightSource
+    engines: Sequence[str]
+    membership: int
+    on_update: OnUpdate = OnUpdate.CONTINUE
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport:
+    """Outcome per engine (base URL): `pauses_s` of those that serve the version now, `failed` with the reason."""
+
+    version: int
+    epoch: int
+    digest: str
+    send_s: float
+    total_s: float
+    pauses_s: Mapping[str, float]
+    failed: Mapping[str, str]
+
+    @classmethod
+    def failure(cls, publication: Publication, reason: str) -> Self:
+        """The report of a publication that reached no engine."""
+        return cls(
+            version=publication.version,
+            epoch=publication.epoch,
+            digest="",
+            send_s=0.0,
+            total_s=0.0,
+            pauses_s={},
+            failed=dict.fromkeys(publication.engines, reason),
+        )
+
+
+class Publisher(Protocol):
+    """Takes weights to engines."""
+
+    async def publish(self, publication: Publication) -> PublishReport:
+        """Publish; engines that fail are reported, not raised. Raises `UpdateError` when none is served."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the group and free buffers."""
+        ...

@@ -1,0 +1,81 @@
+"""`WeightSender`: one pass over the trainer's parameters as a stream of buckets, hashed, and broadcast if there is a
+group. It holds one bucket, never the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from inference_contract.schemas import ParameterSpec, WeightLayout
+from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.weights.collective import Collective
+from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.layout import describe_bucket, parameters_in
+from pipelinerl.weights.publisher import WeightSource
+
+
+@final
+class WeightSender:
+    """Used once, on one thread. After a failure `broke_in_group` tells a peer's fault from the trainer's own."""
+
+    def __init__(self, layout: WeightLayout, weights: WeightSource, bucket_bytes: int) -> None:
+        self._layout = layout
+        self._weights = weights
+        self._bounds = layout.buckets(bucket_bytes)
+        self.broke_in_group = False
+
+    def send(self, group: Collective | None, *, deadline: float) -> str:
+        """Send everything and return the digest; without a group, only hash.
+
+        Raises:
+            UpdateError: the trainer gathers something else than the layout says, or a rank left.
+            DeadlineError: a rank was silent until `deadline` (monotonic seconds).
+        """
+        device = torch.device("cpu") if group is None else group.device
+        staging = torch.empty(max(end - start for start, end in self._bounds), dtype=torch.uint8, device=device)
+        digest, gathered = WeightDigest(), iter(self._weights())
+        for bucket, (start, end) in enumerate(self._bounds):
+            for parameter, offset in parameters_in(self._layout, start, end):
+                name, array = next(gathered, (None, None))
+                _check(name, array, parameter)
+                _write(array, staging[offset - start : offset - start + parameter.num_bytes])
+            filled = staging[: end - start]
+            digest.update(filled)
+            if group is not None:
+                self._broadcast(group, filled, bucket, deadline)
+        extra = next(gathered, None)
+        if extra is not None:
+            raise UpdateError(f"the trainer gathered {extra[0]!r} after the last parameter of its layout")
+        return digest.hexdigest()
+
+    def _broadcast(self, group: Collective, filled: torch.Tensor, bucket: int, deadline: float) -> None:
+        try:
+            group.broadcast(filled, deadline=deadline)
+        except (UpdateError, DeadlineError) as error:
+            self.broke_in_group = True
+            raise type(error)(f"{describe_bucket(self._layout, bucket, self._bounds)}: {error}") from error
+
+
+def _check(name: str | None, array: Any, expected: ParameterSpec) -> None:
+    found = None if name is None else (name, tuple(array.shape), str(array.dtype).removeprefix("torch."))
+    wanted = (expected.name, expected.shape, expected.dtype.value)
+    if found != wanted:
+        raise UpdateError(f"the trainer must gather {wanted} next, as its layout says, it gathered {found}")
+
+
+def _write(array: Any, into: torch.Tensor) -> None:
+    """Copy the bytes of a numpy, torch or DLPack array into flat uint8 memory."""
+    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
+        # As bytes before torch sees it: numpy has bfloat16 by extension only, which torch does not take.
+        host = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if into.device.type == "cpu":
+            into.numpy()[:] = host
+        else:
+            into.copy_(torch.from_numpy(host.copy()))
+        return
+    tensor = array if isinstance(array, torch.Tensor) else from_dlpack(array)
+    into.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))

@@ -1,0 +1,189 @@
+"""Every rule with snippets that break it and snippets that keep it, so that no rule can fall asleep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.architecture.rules import (
+    Problems,
+    classes_are_final_or_frozen,
+    contracts_are_light,
+    data_is_never_code,
+    exceptions_are_named,
+    files_are_short,
+    functions_are_short,
+    heavy_libraries_stay_in_their_files,
+    implementation_is_not_inherited,
+    imports_go_down,
+    launch_knows_roles_by_name_only,
+    modules_open_with_what_they_are,
+    names_say_something,
+    nothing_is_mocked,
+    randomness_has_one_source,
+    rooms_are_known,
+    waits_have_deadlines,
+)
+from tests.architecture.tree import VALUES, Module
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule by name, with snippets that break it and snippets that do not; a snippet is (path, source)."""
+
+    check: Callable[[Module], Problems]
+    breaks: tuple[tuple[str, str], ...]
+    keeps: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For the test's id."""
+        return self.check.__name__
+
+
+LONG = "def f():\n" + "    x = 1\n" * 60
+DOC = '"""What this is and what it promises to do."""\n'
+ENGINE, STREAM, OBJECTIVE = "pipelinerl/engines/a.py", "pipelinerl/streams/a.py", "pipelinerl/objective/a.py"
+
+RULES = (
+    Rule(
+        imports_go_down,
+        breaks=(
+            (STREAM, "from pipelinerl.engines import x"),
+            (STREAM, "from pipelinerl.weights.publisher import Publisher"),
+            (STREAM, "def f():\n    import pipelinerl.controller.api"),
+            ("pipelinerl/observability/a.py", "from pipelinerl.errors import PipelineError"),
+            ("inference_contract/a.py", "from trainer_contract.types import MicroBatch"),
+            ("pipelinerl/roles/a.py", "from launch.local import Supervisor"),
+            ("trainer_contract/a.py", "from pipelinerl import errors"),
+        ),
+        keeps=(
+            (ENGINE, "from pipelinerl.streams.stream import Stream\nfrom pipelinerl.engines import b"),
+            ("pipelinerl/cli.py", "from launch.local import Supervisor"),
+            ("pipelinerl/roles/a.py", "from pipelinerl.config import RunConfig"),
+        ),
+    ),
+    Rule(
+        launch_knows_roles_by_name_only,
+        breaks=(("launch/a.py", "from pipelinerl.roles import engine"), ("launch/a.py", "import pipelinerl.streams.x")),
+        keeps=(("launch/a.py", "from pipelinerl.config import load\nfrom pipelinerl.errors import UserError"),),
+    ),
+    Rule(
+        rooms_are_known,
+        breaks=(("pipelinerl/attic/a.py", ""), ("pipelinerl/attic.py", "")),
+        keeps=((ENGINE, ""), ("pipelinerl/__init__.py", ""), *((f"pipelinerl/{name}.py", "") for name in VALUES)),
+    ),
+    Rule(
+        contracts_are_light,
+        breaks=(("inference_contract/a.py", "import httpx"), ("trainer_contract/a.py", "import pydantic")),
+        keeps=(("inference_contract/a.py", "import json\nfrom pydantic import Field"),),
+    ),
+    Rule(
+        heavy_libraries_stay_in_their_files,
+        breaks=((ENGINE, "def f():\n    import torch"), ("pipelinerl/engines/jax_engine.py", "import torch")),
+        keeps=(
+            ("pipelinerl/engines/torch_engine.py", "import torch.nn\nfrom transformers import AutoModel"),
+            ("benchmarks/a.py", "import torch"),
+        ),
+    ),
+    Rule(files_are_short, breaks=((ENGINE, "x = 1\n" * 401),), keeps=((ENGINE, "x = 1\n" * 400),)),
+    Rule(functions_are_short, breaks=((ENGINE, LONG), (ENGINE, "async " + LONG)), keeps=((ENGINE, LONG[:-10]),)),
+    Rule(
+        names_say_something,
+        breaks=(
+            ("pipelinerl/engines/utils.py", ""),
+            ("pipelinerl/common/a.py", ""),
+            ("pipelinerl/engines/engine_v2.py", ""),
+            (ENGINE, "class FleetManager: ..."),
+        ),
+        keeps=((ENGINE, "class Fleet: ..."),),
+    ),
+    Rule(
+        exceptions_are_named,
+        breaks=(
+            (ENGINE, "try:\n    f()\nexcept Exception:\n    pass"),
+            (ENGINE, "try:\n    f()\nexcept:\n    raise ValueError"),
+            (ENGINE, "try:\n    f()\nexcept (OSError, BaseException) as e:\n    print(e)"),
+            (ENGINE, "with contextlib.suppress(Exception):\n    f()"),
+        ),
+        keeps=(
+            (ENGINE, "try:\n    f()\nexcept BaseException:\n    undo()\n    raise"),
+            ("pipelinerl/roles/a.py", "try:\n    f()\nexcept Exception:\n    log()"),
+            (ENGINE, "try:\n    f()\nexcept OSError:\n    pass"),
+            (ENGINE, "try:\n    f()\nexcept BaseException as e:\n    future.set_exception(e)"),
+        ),
+    ),
+    Rule(
+        modules_open_with_what_they_are,
+        breaks=((ENGINE, "x = 1"), (ENGINE, '"""An engine."""')),
+        keeps=((ENGINE, DOC),),
+    ),
+    Rule(
+        data_is_never_code,
+        breaks=(
+            (ENGINE, "import pickle"),
+            (ENGINE, "eval(text)"),
+            (ENGINE, "torch.load(path)"),
+            (ENGINE, "torch.load(path, weights_only=False)"),
+            (ENGINE, "np.load(path, allow_pickle=True)"),
+        ),
+        keeps=((ENGINE, "model.eval()\ntorch.load(path, weights_only=True)\nnp.load(path, allow_pickle=False)"),),
+    ),
+    Rule(
+        randomness_has_one_source,
+        breaks=(
+            (ENGINE, "import random"),
+            (ENGINE, "x = np.random.rand(3)"),
+            (ENGINE, "g = np.random.default_rng(0)"),
+            (ENGINE, "torch.manual_seed(0)"),
+            (ENGINE, "torch.multinomial(p, 1)"),
+            (ENGINE, "uuid.uuid4()"),
+        ),
+        keeps=(
+            (ENGINE, "def f(g: np.random.Generator): return g.normal()"),
+            ("pipelinerl/rng.py", "np.random.PCG64(1)"),
+        ),
+    ),
+    Rule(
+        implementation_is_not_inherited,
+        breaks=(
+            (ENGINE, "class A(TorchEngine): ..."),
+            (ENGINE, "class A(torch.nn.Module): ..."),
+            (ENGINE, "class A(Base[int]): ..."),
+        ),
+        keeps=(
+            (ENGINE, "class A(Protocol): ...\nclass B(StrEnum): ...\nclass C(PipelineError): ...\nclass D(Wire): ..."),
+        ),
+    ),
+    Rule(
+        classes_are_final_or_frozen,
+        breaks=(
+            (ENGINE, "class A: ..."),
+            (ENGINE, "@dataclass\nclass A: ..."),
+            (ENGINE, "@dataclass(slots=True)\nclass A: ..."),
+        ),
+        keeps=((ENGINE, "@final\nclass A: ...\n@dataclass(frozen=True)\nclass B: ...\nclass C(Protocol): ..."),),
+    ),
+    Rule(
+        waits_have_deadlines,
+        breaks=((ENGINE, "httpx.Client(timeout=None)"), (ENGINE, "subprocess.run(['x'])")),
+        keeps=((ENGINE, "subprocess.run(['x'], timeout=3)"),),
+    ),
+)
+
+TEST_RULES = (
+    Rule(
+        nothing_is_mocked,
+        breaks=(
+            ("tests/a.py", "from unittest.mock import patch"),
+            ("tests/a.py", "from unittest import mock"),
+            ("tests/a.py", "def test_a(mocker): ..."),
+        ),
+        keeps=(("tests/a.py", "def test_a(monkeypatch): monkeypatch.setenv('A', 'b')"),),
+    ),
+    Rule(
+        modules_open_with_what_they_are,
+        breaks=(("tests/a.py", "x = 1"),),
+        keeps=(("tests/a.py", DOC),),
+    ),
+)

@@ -1,0 +1,328 @@
+"""The house rules that a machine can guard (DESIGN sections 3, 11, 12): from a module to what breaks them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from tests.architecture.tree import FLOORS, Module, project, room_of
+
+HEAVY = frozenset(
+    {"torch", "jax", "jaxlib", "vllm", "accelerate", "transformers", "ray", "sglang", "optax", "orbax", "deepspeed"}
+)
+
+#: Files that may import a heavy library without being named for it, each with its reason.
+HEAVY_ALLOWED = {
+    "pipelinerl/models/checkpoint.py": "Hugging Face checkpoints are transformers'",
+    "pipelinerl/models/tiny_decoder.py": "makes a Hugging Face model of debug size",
+    "pipelinerl/models/tokenizer.py": "chat templates are transformers'",
+    "pipelinerl/weights/collective.py": "torch.distributed is the collective",
+    "pipelinerl/weights/sender.py": "puts parameters into the buffers that it sends",
+}
+
+#: Files that may catch everything: process mains, the supervisor, and the kit whose findings are foreign code's errors.
+BROAD_EXCEPT_ALLOWED = (
+    "pipelinerl/roles/",
+    "pipelinerl/cli",
+    "launch/local.py",
+    "benchmarks/__main__.py",
+    "trainer_contract/conformance.py",
+)
+
+#: Files that may draw randomness from elsewhere, each with its reason.
+RANDOMNESS_ALLOWED = {
+    "pipelinerl/rng.py": "the source",
+    "launch/run_directory.py": "secrets must not be reproducible",
+    "pipelinerl/trainers/torch_trainer.py": "seeds torch from rng, for models that draw in their forward",
+    "pipelinerl/streams/embedded_redis.py": "secrets must not be reproducible",
+    "pipelinerl/training/loop.py": "each incarnation of the trainer must have a name that no other had",
+}
+
+#: Files that may name pickle, each with its reason.
+PICKLE_ALLOWED = {"benchmarks/queue.py": "measures what others do"}
+
+#: Third-party bases that a library demands, by file.
+BASES_ALLOWED: dict[str, frozenset[str]] = {
+    "pipelinerl/trainers/torch_packed_model.py": frozenset({"Module"}),
+    "pipelinerl/trainers/torch_segments.py": frozenset({"Function"}),
+}
+
+BASES = frozenset(
+    {
+        "Protocol", "Generic", "Enum", "StrEnum", "IntEnum", "Flag", "IntFlag", "NamedTuple", "TypedDict", "BaseModel",
+        "Struct", "Exception", "ValueError", "RuntimeError", "OSError", "TimeoutError", "LookupError", "KeyError",
+    }
+)  # fmt: skip
+
+Problems = Iterator[str]
+
+
+def imports_go_down(module: Module) -> Problems:
+    """A room imports lower floors only; rooms on one floor do not know each other; contracts are given by both."""
+    here = room_of(module.name)
+    if here is None:
+        return
+    for target in module.imports:
+        there = room_of(target)
+        if there is None or there == here:
+            continue
+        if module.name.startswith("pipelinerl.cli") and there == "launch":
+            continue  # `pipelinerl run` is the launcher's command line
+        if FLOORS[there] >= FLOORS[here]:
+            yield f"{here} (floor {FLOORS[here]}) must not import {target} ({there}, floor {FLOORS[there]})"
+
+
+def launch_knows_roles_by_name_only(module: Module) -> Problems:
+    """The launcher imports the configuration, observability and the values, nothing else of the project."""
+    if room_of(module.name) != "launch":
+        return
+    for target in module.imports:
+        there = room_of(target)
+        allowed = there in (None, "launch", "observability", "values") or target.startswith("pipelinerl.config.")
+        if not allowed:
+            yield f"launch must not import {target}"
+
+
+def rooms_are_known(module: Module) -> Problems:
+    """Every file below `pipelinerl/` belongs to a room of DESIGN section 3."""
+    if module.name.startswith("pipelinerl.") and room_of(module.name) is None:
+        yield f"{module.name} is in no room of DESIGN section 3"
+
+
+def contracts_are_light(module: Module) -> Problems:
+    """inference_contract needs pydantic, trainer_contract numpy; their conformance kits are imported on demand."""
+    light = {"inference_contract": {"pydantic"}, "trainer_contract": {"numpy"}}.get(module.name.split(".")[0])
+    if light is None or "conformance" in module.path:
+        return
+    import sys
+
+    for target in module.imports:
+        top = target.split(".")[0]
+        if top not in light and top not in sys.stdlib_module_names and top != module.name.split(".")[0]:
+            yield f"{module.name} must not import {target}"
+
+
+def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
+    """A file that imports torch is called torch_something, or is on the list."""
+    if module.path.startswith("benchmarks/") or module.path in HEAVY_ALLOWED or "conformance" in module.path:
+        return
+    words = set(re.split(r"[_/.]", module.path))
+    # transformers and accelerate are torch libraries, optax and orbax jax ones: the same file holds them.
+    kin = {"transformers": "torch", "accelerate": "torch", "deepspeed": "torch", "optax": "jax", "orbax": "jax"}
+    for target in module.imports:
+        top = target.split(".")[0]
+        if top in HEAVY and not {top, kin.get(top, top)} & words:
+            yield f"{target} is imported in a file that is neither named for it nor on the list"
+
+
+def files_are_short(module: Module) -> Problems:
+    """At most 400 lines."""
+    lines = module.source.count("\n")
+    if lines > 400:
+        yield f"{lines} lines, at most 400"
+
+
+def functions_are_short(module: Module) -> Problems:
+    """At most 60 lines, docstring included."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > 60:
+                yield f"line {node.lineno}: {node.name} has {lines} lines, at most 60"
+
+
+def names_say_something(module: Module) -> Problems:
+    """No utils, helpers, common, manager, misc, v2: in no path and no class name."""
+    empty = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "misc", "v2"}
+    for word in re.split(r"[_/.]", module.path):
+        if word in empty:
+            yield f"the path says {word!r}, which says nothing"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ClassDef) and re.search(r"(Util|Helper|Manager|Common|Misc|V2)s?$", node.name):
+            yield f"line {node.lineno}: class {node.name}"
+
+
+def exceptions_are_named(module: Module) -> Problems:
+    """No bare or broad except outside process mains, unless it raises again or hands the exception to a future."""
+    if module.path.startswith(BROAD_EXCEPT_ALLOWED):
+        return
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+        if _is_broad(node.type) and not again and not _hands_on(node):
+            yield f"line {node.lineno}: name the exceptions, or raise again at the end"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and _dotted(node.func).endswith("suppress") and any(map(_is_broad, node.args)):
+            yield f"line {node.lineno}: name the exceptions"
+
+
+def modules_open_with_what_they_are(module: Module) -> Problems:
+    """A docstring whose first line is a sentence."""
+    text = ast.get_docstring(module.tree) or ""
+    if len(text.split()) < 5:
+        yield "the module must open with what it is and what it promises"
+
+
+def data_is_never_code(module: Module) -> Problems:
+    """No pickle, eval or exec, and no loader that would unpickle."""
+    for target in module.imports:
+        if module.path not in PICKLE_ALLOWED and target.split(".")[0] in {
+            "pickle",
+            "cPickle",
+            "marshal",
+            "shelve",
+            "dill",
+            "cloudpickle",
+            "joblib",
+        }:
+            yield f"imports {target}"
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called, given = _dotted(node.func), {word.arg: word.value for word in node.keywords}
+        if called in {"eval", "exec", "builtins.eval", "builtins.exec", "yaml.load", "yaml.unsafe_load"}:
+            yield f"line {node.lineno}: {called}"
+        if called == "torch.load" and not _is_true(given.get("weights_only")):
+            yield f"line {node.lineno}: torch.load without weights_only=True"
+        if _is_true(given.get("allow_pickle")):
+            yield f"line {node.lineno}: allow_pickle=True"
+
+
+def randomness_has_one_source(module: Module) -> Problems:
+    """Random numbers come from `pipelinerl.rng`, so that a run can be repeated."""
+    if module.path in RANDOMNESS_ALLOWED:
+        return
+    for target in module.imports:
+        if target.split(".")[0] in {"random", "secrets"} or target.startswith("numpy.random"):
+            yield f"imports {target}"
+    drawn = re.compile(
+        r"(np|numpy)\.random\.(?!Generator$)\w+|torch\.(manual_seed|seed|rand\w*|normal|multinomial|bernoulli)"
+        r"|uuid\.uuid[14]|os\.urandom"
+    )
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and drawn.fullmatch(_dotted(node.func)):
+            yield f"line {node.lineno}: {_dotted(node.func)}; draw it from pipelinerl.rng"
+
+
+def nothing_is_mocked(module: Module) -> Problems:
+    """Tests use real things and verified fakes."""
+    for target in module.imports:
+        if target.startswith("unittest.mock") or target.split(".")[0] in {"mock", "pytest_mock"}:
+            yield f"imports {target}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.arg) and node.arg == "mocker":
+            yield f"line {node.lineno}: the mocker fixture"
+
+
+def implementation_is_not_inherited(module: Module) -> Problems:
+    """Bases are protocols, enums, errors and records; methods come by composition."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for base in node.bases:
+            name = _dotted(base.value if isinstance(base, ast.Subscript) else base)
+            short = name.split(".")[-1]
+            known = BASES | _method_free_classes() | BASES_ALLOWED.get(module.path, set())
+            if short not in known and not short.endswith(("Error", "Exception")):
+                yield f"line {node.lineno}: {node.name} inherits from {name}"
+
+
+def classes_are_final_or_frozen(module: Module) -> Problems:
+    """A public class is a protocol, a record, an enum, an error, a frozen dataclass, or `@final`."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.ClassDef) or node.bases or node.name.startswith("_"):
+            continue
+        marks = {
+            _dotted(mark.func if isinstance(mark, ast.Call) else mark).split(".")[-1] for mark in node.decorator_list
+        }
+        frozen = any(
+            isinstance(mark, ast.Call) and any(word.arg == "frozen" and _is_true(word.value) for word in mark.keywords)
+            for mark in node.decorator_list
+        )
+        if "final" not in marks and not frozen:
+            yield f"line {node.lineno}: class {node.name} must be @final, or a frozen dataclass"
+
+
+def waits_have_deadlines(module: Module) -> Problems:
+    """No call says `timeout=None`, and a subprocess that is waited for has a timeout."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        given = {word.arg: word.value for word in node.keywords}
+        timeout = given.get("timeout")
+        if isinstance(timeout, ast.Constant) and timeout.value is None:
+            yield f"line {node.lineno}: timeout=None waits for ever"
+        if _dotted(node.func) in {"subprocess.run", "subprocess.check_output", "subprocess.check_call"} and not timeout:
+            yield f"line {node.lineno}: {_dotted(node.func)} without a timeout"
+
+
+def _is_broad(node: ast.expr | None) -> bool:
+    if isinstance(node, ast.Tuple):
+        return any(map(_is_broad, node.elts))
+    return node is None or _dotted(node).split(".")[-1] in ("Exception", "BaseException")
+
+
+def _hands_on(handler: ast.ExceptHandler) -> bool:
+    """Does it give its exception, whole, to a future's `set_exception`?"""
+    return any(
+        isinstance(node, ast.Call)
+        and _dotted(node.func).endswith(".set_exception")
+        and [_dotted(argument) for argument in node.args] == [handler.name]
+        for node in ast.walk(handler)
+    )
+
+
+def _is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@cache
+def _method_free_classes() -> frozenset[str]:
+    """Classes of the project that have no method to inherit."""
+    return frozenset(
+        node.name
+        for module in project()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+        and not any(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+    )
+
+
+def cycles(modules: tuple[Module, ...]) -> list[tuple[str, ...]]:
+    """Circles of imports between modules, each once, starting at its least name."""
+    names = {module.name for module in modules}
+    graph = {
+        module.name: sorted({known for target in module.imports if (known := _known(target, names))} - {module.name})
+        for module in modules
+    }
+    found: set[tuple[str, ...]] = set()
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            circle = path[path.index(name) :]
+            least = circle.index(min(circle))
+            found.add(tuple(circle[least:] + circle[:least]))
+        elif name not in done:
+            for target in graph[name]:
+                visit(target, [*path, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    return sorted(found)
+
+
+def _known(target: str, names: set[str]) -> str | None:
+    """The module that `from a.b import c` reads: a.b.c where that is a module, else a.b."""
+    parent = target.rpartition(".")[0]
+    return target if target in names else parent if parent in names else None

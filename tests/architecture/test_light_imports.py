@@ -1,0 +1,53 @@
+"""Contracts, configuration, registry, objective and launch import in a fresh interpreter without a heavy library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.rules import HEAVY
+from tests.architecture.tree import ROOT, project, room_of
+
+_SCRIPT = """
+import importlib, json, sys
+modules, heavy = json.loads(sys.argv[1])
+for module in modules:
+    importlib.import_module(module)
+print(json.dumps(sorted(set(heavy) & set(sys.modules))))
+"""
+
+
+def _loaded(modules: list[str], watched: frozenset[str]) -> list[str]:
+    """Which of `watched` a fresh interpreter holds after importing `modules`."""
+    command = [sys.executable, "-c", _SCRIPT, json.dumps([modules, sorted(watched)])]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    return list(json.loads(answer.stdout))
+
+
+def _modules(*rooms: str) -> list[str]:
+    names = [module.name for module in project() if "conformance" not in module.path]
+    return [name for name in names if room_of(name) in rooms]
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        _modules("inference_contract"),
+        _modules("trainer_contract"),
+        [name for name in _modules("composition") if name in ("pipelinerl.config", "pipelinerl.registry")],
+        _modules("objective", "values", "observability"),
+        [name for name in _modules("launch") if name not in ("launch.leash", "launch.reaper")],
+    ],
+    ids=["inference_contract", "trainer_contract", "config_registry", "objective", "launch"],
+)
+def test_light(modules: list[str]) -> None:
+    assert modules
+    assert _loaded(modules, HEAVY) == []
+
+
+def test_a_library_that_is_loaded_would_be_found() -> None:
+    assert _loaded(["inference_contract.schemas"], frozenset({"pydantic", "torch"})) == ["pydantic"]

@@ -1,0 +1,70 @@
+"""The house rules hold in every module, and each rule is able to fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.architecture.rule_table import RULES, TEST_RULES, Rule
+from tests.architecture.rules import (
+    BASES_ALLOWED,
+    HEAVY_ALLOWED,
+    PICKLE_ALLOWED,
+    RANDOMNESS_ALLOWED,
+    cycles,
+)
+from tests.architecture.tree import Module, project, suite
+
+ALL = (*RULES, *TEST_RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_rule_holds(rule: Rule) -> None:
+    broken = [f"{module.path}: {problem}" for module in project() for problem in rule.check(module)]
+    assert not broken, "\n".join([rule.check.__doc__ or "", *broken])
+
+
+@pytest.mark.parametrize("rule", TEST_RULES, ids=lambda rule: rule.name)
+def test_rule_holds_in_tests(rule: Rule) -> None:
+    broken = [f"{module.path}: {problem}" for module in suite() for problem in rule.check(module)]
+    assert not broken, "\n".join([rule.check.__doc__ or "", *broken])
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
+def test_rule_can_fail(rule: Rule) -> None:
+    assert rule.breaks
+    for path, source in rule.breaks:
+        assert list(rule.check(Module(path, source))), f"{rule.name} misses, in {path}:\n{source}"
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
+def test_rule_lets_good_code_pass(rule: Rule) -> None:
+    for path, source in rule.keeps:
+        assert not list(rule.check(Module(path, source))), f"{rule.name} refuses, in {path}:\n{source}"
+
+
+def test_no_circles_of_imports() -> None:
+    assert cycles(project()) == []
+
+
+def test_a_circle_would_be_found() -> None:
+    a = Module("launch/a.py", "def f():\n    from launch.b import x")
+    b = Module("launch/b.py", "import launch.c")
+    c = Module("launch/c.py", "from launch import a")
+    assert cycles((a, b, c)) == [("launch.a", "launch.b", "launch.c")]
+    assert cycles((a, b)) == []
+
+
+def test_relative_imports_are_refused() -> None:
+    with pytest.raises(AssertionError, match="absolute name"):
+        _ = Module("launch/a.py", "from . import b").imports
+
+
+def test_the_project_is_seen() -> None:
+    """The rules are about something: the packages were found where they are expected."""
+    names = {module.name for module in project()}
+    assert {"inference_contract.schemas", "trainer_contract.types", "pipelinerl.rng", "launch.local"} <= names
+
+
+def test_no_exception_outlives_its_file() -> None:
+    excepted = {*HEAVY_ALLOWED, *RANDOMNESS_ALLOWED, *PICKLE_ALLOWED, *BASES_ALLOWED}
+    assert excepted <= {module.path for module in project()}

@@ -1,0 +1,108 @@
+"""The project's sources as values: every module parsed once, its room and floor, and what it imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("inference_contract", "trainer_contract", "pipelinerl", "launch", "benchmarks")
+
+#: DESIGN section 3. Modules that lie directly below `pipelinerl/` are rooms by their own name.
+FLOORS: dict[str, int] = {
+    "inference_contract": 0,
+    "trainer_contract": 0,
+    "values": 1,
+    "observability": 1,
+    "http_service": 2,
+    "objective": 2,
+    "numerics": 2,
+    "data": 3,
+    "streams": 3,
+    "verifiers": 3,
+    "models": 3,
+    "weights": 3,
+    "engines": 4,
+    "trainers": 4,
+    "actor": 5,
+    "training": 5,
+    "controller": 6,
+    "composition": 7,
+    "launch": 8,
+    "benchmarks": 9,
+}
+VALUES = frozenset({"types", "arrays", "staleness", "rng", "errors", "messages"})
+COMPOSITION = frozenset({"cli", "roles", "config", "registry"})
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file. `path` is relative to the repository, in POSIX form."""
+
+    path: str
+    source: str
+
+    @property
+    def name(self) -> str:
+        """Dotted name, a package's `__init__` by the package's."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def stem(self) -> str:
+        """File name without its ending."""
+        return Path(self.path).stem
+
+    @property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return _parsed(self.source)
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """Absolute dotted names that are imported anywhere in the file; `from a import b` gives `a.b`."""
+        return tuple(sorted(set(_imported(self.tree))))
+
+
+@cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: import by absolute name, not relative"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(dotted: str) -> str | None:
+    """The room that a dotted name belongs to; None for third parties and for the bare package `pipelinerl`."""
+    parts = dotted.split(".")
+    if parts[0] in ("inference_contract", "trainer_contract", "launch", "benchmarks"):
+        return parts[0]
+    if parts[0] != "pipelinerl" or len(parts) == 1:
+        return None
+    if parts[1] in VALUES:
+        return "values"
+    if parts[1] in COMPOSITION:
+        return "composition"
+    return parts[1] if parts[1] in FLOORS else None
+
+
+@cache
+def project() -> tuple[Module, ...]:
+    """Every module of the packages."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return tuple(Module(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths)
+
+
+@cache
+def suite() -> tuple[Module, ...]:
+    """Every module below `tests/`."""
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    return tuple(Module(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths)

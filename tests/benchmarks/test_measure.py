@@ -1,0 +1,78 @@
+"""Paired measuring: order, ratios by hand, records that a reader can judge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import names, run_benchmarks
+from benchmarks.measure import Interval, Paired, Row, bootstrap_median, paired, print_table, seconds_of, write_record
+
+
+def test_arms_alternate_and_the_warmup_is_forgotten() -> None:
+    ran: list[str] = []
+
+    def arm(name: str, value: float) -> float:
+        ran.append(name)
+        return value + len(ran)
+
+    measured = paired({"a": lambda: arm("a", 0), "b": lambda: arm("b", 100)}, rounds=3, warmup=1)
+    assert "".join(ran) == "ba" + "ab" + "ba" + "ab"
+    assert measured.samples == {"a": (3, 6, 7), "b": (104, 105, 108)}
+    assert measured.median("a") == 6
+
+
+def test_the_ratio_is_that_of_the_pairs() -> None:
+    """The machine slows by ten in round 2: the pairs do not care, the ratio of the medians would."""
+    measured = Paired({"slow": (2.0, 20.0, 2.2), "fast": (1.0, 10.0, 1.1)})
+    assert measured.ratio("slow", "fast") == Interval(pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0))
+
+
+def test_the_interval_holds_the_median_and_is_the_same_each_time() -> None:
+    values = [1.0, 1.2, 0.9, 1.1, 1.05, 0.95, 1.3, 1.0, 1.15]
+    interval = bootstrap_median(values)
+    assert interval.median == 1.05
+    assert min(values) <= interval.low < interval.median < interval.high <= max(values)
+    assert bootstrap_median(values) == interval
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_meaningless_measurement_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="'a' must measure a finite positive number"):
+        paired({"a": lambda: value}, rounds=1)
+
+
+def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one arm"):
+        paired({}, rounds=3)
+
+
+def test_seconds() -> None:
+    import time
+
+    assert 0.02 <= seconds_of(lambda: time.sleep(0.02))() < 1.0
+
+
+def test_a_record_names_its_machine(tmp_path: Path) -> None:
+    path = write_record("x", {"speed_up": Interval(2.0, 1.9, 2.1).as_dict()}, folder=tmp_path / "results")
+    record = json.loads(path.read_text())
+    assert record["speed_up"] == {"median": 2.0, "low": 1.9, "high": 2.1}
+    assert {"date", "python", "processor", "cores", "memory_gib", "libraries"} <= record["machine"].keys()
+    with pytest.raises(ValueError):
+        write_record("x", {"bad": float("nan")}, folder=tmp_path)
+
+
+def test_the_table_marks_what_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("t", [Row("speed-up", Interval(2, 1.9, 2.1), ">= 2", False), Row("time", 0.12345)])
+    out = capsys.readouterr().out
+    assert "2 [1.9, 2.1]" in out
+    assert "MISSED" in out
+    assert "0.1235" in out
+
+
+def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_benchmarks(["no-such"], quick=True) == 2
+    assert "no benchmark is called 'no-such'" in capsys.readouterr().err
+    assert "measure" not in names()

@@ -1,0 +1,183 @@
+"""A simulated run around the real `Controller` and the real `Batcher`: no clock, no I/O, every choice from one seed.
+
+Engines are numbers (the version they serve), actors a list of orders being sampled. Random schedules of reads, answers,
+publications and knob changes must never break what the design promises.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from pipelinerl.controller.controller import Controller, ControllerSettings, Effect, Finish, IssuePrompts, Send
+from pipelinerl.controller.knobs import Knobs
+from pipelinerl.messages import Consumed, Directive, EvaluationDone, GroupFailed, Progress, Published, Report, StepDone
+from pipelinerl.messages import TrainerReady, TrainerStopped
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.admission import Fate, Ledger, Lineage
+from pipelinerl.training.batcher import Batcher, StepBudget
+from pipelinerl.types import Message, Problem, PromptOrder, Purpose, RolloutGroup, Sampling
+from tests.fakes.rollouts import group
+
+ENGINE = "http://engine-0"
+
+
+def problem(index: int) -> Problem:
+    """A problem that says which it is."""
+    return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
+
+
+def knobs(**changes: float) -> Knobs:
+    """Small knobs: two groups of two rollouts a step."""
+    values: dict[str, float] = dict(
+        j=1, k=4, temperature=1.0, learning_rate=0.1, rollouts_per_step=4, evaluation_interval_steps=5, group_size=2
+    )
+    return Knobs(**(values | changes))  # type: ignore[arg-type]
+
+
+def controller(*, steps: int = 20, evaluation_problems: int = 3, **changes: float) -> Controller:
+    """A controller that expects one engine."""
+    settings = ControllerSettings(
+        seed=0,
+        steps=steps,
+        until_accuracy=None,
+        max_groups=50,
+        sampling=Sampling(num_samples=2),
+        evaluation_problems=evaluation_problems,
+        evaluation_max_tokens=8,
+        checkpoint_interval_steps=10,
+        engines_expected=1,
+    )
+    return Controller(settings, knobs(**changes), training_problem=problem, held_out_problem=problem)
+
+
+@dataclass
+class World:
+    """Everything but the controller, and what happened."""
+
+    controller: Controller
+    rng: random.Random
+    batcher: Batcher = field(default_factory=lambda: Batcher(ledger=Ledger(), lineage=Lineage(1, 0), keep_no_signal=False))
+    version: int = 0
+    served: int = 0
+    orders: list[PromptOrder] = field(default_factory=list)
+    sampling: list[tuple[PromptOrder, int]] = field(default_factory=list)
+    publications: list[tuple[int, Directive]] = field(default_factory=list)
+    directive: Directive | None = None
+    awaiting: str = ""
+    trained: list[tuple[int, list[RolloutGroup], float]] = field(default_factory=list)
+    issued: list[int] = field(default_factory=list)
+    finished: str | None = None
+
+    def tell(self, report: Report) -> None:
+        """A report reaches the controller, and its effects are carried out."""
+        self.apply(self.controller.handle(report, now=0.0))
+        self.controller.account.check()
+
+    def apply(self, effects: list[Effect]) -> None:
+        """Carry out effects."""
+        for effect in effects:
+            match effect:
+                case IssuePrompts(orders):
+                    self.orders += orders
+                    self.issued += [order.index for order in orders if order.purpose is Purpose.TRAINING]
+                case Send(directive):
+                    self._obey(directive)
+                case Finish(reason):
+                    self.finished = reason
+
+    def begin(self) -> None:
+        """The engine joins and the trainer reports."""
+        self.apply(self.controller.engine_joined(ENGINE, now=0.0))
+        self.awaiting = "ready-1"
+        self.tell(TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=self.consumed()))
+
+    def consumed(self) -> Consumed:
+        """The trainer's account."""
+        ledger = self.batcher.ledger
+        counts = {str(fate): n for fate, n in ledger.counts.items()}
+        return Consumed(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
+
+    def act(self) -> None:
+        """One random thing happens."""
+        self.rng.choice([self.sample, self.sample, self.answer, self.answer, self.publish, self.train])()
+
+    def sample(self) -> None:
+        """An actor takes an order; the engine begins it with what it serves now."""
+        if self.orders and len(self.sampling) < 6:
+            self.sampling.append((self.orders.pop(0), self.served))
+
+    def answer(self) -> None:
+        """One of the orders being sampled ends: as a group, a failure, or an evaluation answer."""
+        if not self.sampling:
+            return
+        order, began = self.sampling.pop(self.rng.randrange(len(self.sampling)))
+        if order.purpose is Purpose.EVALUATION:
+            self.tell(
+                EvaluationDone(
+                    order_id=order.order_id,
+                    index=order.index,
+                    correct=True,
+                    judged=True,
+                    oldest_version=began,
+                    newest_version=self.served,
+                    num_tokens=1,
+                )
+            )
+        elif self.rng.random() < 0.1:
+            self.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="test"))
+        else:
+            rewards = self.rng.choice([(0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])
+            self.batcher.offer(group(order.index, rewards, version=began))
+
+    def publish(self) -> None:
+        """A publication under way arrives."""
+        if self.publications:
+            self.served, directive = self.publications.pop(0)
+            self.tell(
+                Published(
+                    epoch=directive.epoch,
+                    model_version=self.served,
+                    membership=directive.membership,
+                    pauses_s=dict.fromkeys(directive.publish_to, 0.001),
+                    failed={},
+                    send_s=0.0,
+                    total_s=0.0,
+                )
+            )
+
+    def train(self) -> None:
+        """The trainer steps if it can, else tells what ended."""
+        if self.directive is None or self.awaiting or self.finished is not None:
+            return
+        if self.directive.stop:
+            while self.publications:
+                self.publish()
+            self.tell(TrainerStopped(epoch=self.directive.epoch, model_version=self.version))
+            self.directive = None
+            return
+        k = self.directive.knobs.k
+        budget = StepBudget(rollouts=self.directive.knobs.rollouts_per_step)
+        groups = self.batcher.take(budget, producing=self.version + 1, bounds=StalenessBounds(1, k))
+        if groups is None:
+            self.tell(Progress(epoch=self.directive.epoch, model_version=self.version, consumed=self.consumed()))
+            return
+        while self.publications:  # the loop ends a publication before it changes weights
+            self.publish()
+        self.version += 1
+        self.trained.append((self.version, groups, k))
+        self.awaiting = f"e1-step-{self.version}"
+        self.tell(
+            StepDone(
+                report_id=self.awaiting, epoch=1, model_version=self.version, consumed=self.consumed(), stats={}
+            )
+        )
+
+    def _obey(self, directive: Directive) -> None:
+        self.directive = directive
+        if directive.answers == self.awaiting:
+            self.awaiting = ""
+        ledger = self.batcher.ledger
+        ledger.settle([index for index in directive.failed if not ledger.has(index)], Fate.FAILED)
+        if directive.publish_to:
+            self.publications.append((self.version, directive))

@@ -1,0 +1,172 @@
+"""Problem sources and mixtures: pure functions of their keys, with splits that cannot overlap."""
+
+import itertools
+import json
+
+import pytest
+
+from pipelinerl.data.drafts import split_of
+from pipelinerl.data.mixture import Domain, Mixture
+from pipelinerl.data.problems import Split, open_source
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Message, Problem
+
+SPELLING = {"min_word_len": 3, "max_word_len": 4, "answer_pattern": "[a-z]+"}
+
+
+def source(kind, split=Split.TRAIN, seed=0, domain="d", **parameters):
+    return open_source(kind, domain=domain, split=split, seed=seed, parameters=parameters)
+
+
+def prompts(problems, count):
+    return [problems.problem(i).messages for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters"), [("addition", {"max_digits": 2}), ("reasoning_gym:spell_backward", SPELLING)]
+)
+def test_splits_are_disjoint_whatever_the_seed(kind, parameters):
+    seen = {
+        split: {m for seed in (0, 1) for m in prompts(source(kind, split, seed, **parameters), 200)} for split in Split
+    }
+    for one, other in itertools.combinations(Split, 2):
+        assert seen[one] and not seen[one] & seen[other]
+
+
+def test_a_problem_is_a_pure_function_of_seed_and_index():
+    forwards, backwards = source("addition", Split.HELD_OUT), source("addition", Split.HELD_OUT)
+    expected = [forwards.problem(i) for i in range(50)]
+    assert [backwards.problem(i) for i in reversed(range(50))] == expected[::-1]
+    train, again = source("addition"), source("addition")
+    assert again.problem(77) == train.problem(77)
+    assert [train.problem(i) for i in range(20)] != [source("addition", seed=1).problem(i) for i in range(20)]
+
+
+def test_held_out_problems_are_distinct_and_run_out_with_an_error():
+    held_out = source("addition", Split.HELD_OUT, max_digits=1)  # 100 problems in all, so about 10 here
+    with pytest.raises(RecipeError, match=r"holds? only \d+ distinct"):
+        prompts(held_out, 100)
+    many = prompts(source("addition", Split.HELD_OUT), 500)
+    assert len(set(many)) == 500
+
+
+def test_the_answers_of_addition_are_right():
+    for i in range(100):
+        problem = source("addition").problem(i)
+        a, b = problem.messages[0].content.removesuffix("=").split("+")
+        assert int(problem.ground_truth) == int(a) + int(b)
+
+
+def test_reasoning_gym_problems_fit_the_parameters_and_vary_in_length():
+    problems = [source("reasoning_gym:spell_backward", **SPELLING).problem(i) for i in range(100)]
+    for problem in problems:
+        assert problem.messages[0].content.endswith(" " + problem.ground_truth[::-1])
+        assert problem.ground_truth.islower()
+    assert {len(p.ground_truth) for p in problems} == {3, 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "message"),
+    [
+        ("soduko", {}, "domains.d.source must be"),
+        ("reasoning_gym:", {}, "domains.d.source must be"),
+        ("reasoning_gym:no_such_task", {}, "refuses task 'no_such_task'"),
+        ("reasoning_gym:spell_backward", {"min_word": 3}, "refuses"),
+        ("reasoning_gym:spell_backward", {"min_word_len": 9, "max_word_len": 3}, "refuses"),
+        ("reasoning_gym:spell_backward", {"size": 3}, "must not set size"),
+        ("addition", {"digits": 3}, "takes max_digits"),
+        ("addition", {"max_digits": 0}, "takes max_digits"),
+        ("addition", {"answer_pattern": "("}, "regular expression"),
+        ("jsonl", {"path": "/no/such/file"}, "must be the path of a file"),
+        ("jsonl", {"file": "x"}, "unknown file"),
+    ],
+)
+def test_wrong_parameters_are_named(kind, parameters, message):
+    with pytest.raises(RecipeError, match=message):
+        source(kind, **parameters)
+
+
+def test_an_answer_pattern_that_nothing_matches_is_an_error():
+    with pytest.raises(RecipeError, match="widen the parameters or answer_pattern"):
+        source("addition", answer_pattern="x").problem(0)
+
+
+def write(path, prompts_):
+    path.write_text("".join(json.dumps({"prompt": p, "answer": p.upper()}) + "\n" for p in prompts_))
+    return str(path)
+
+
+def test_a_jsonl_file_is_split_by_hash_and_every_line_is_used(tmp_path):
+    path = write(tmp_path / "a.jsonl", [f"q{i}" for i in range(100)])
+    splits = {split: source("jsonl", split, path=path) for split in Split}
+    seen = {split: prompts(problems, len(problems)) for split, problems in splits.items()}
+    assert sorted(itertools.chain.from_iterable(seen.values())) == sorted(
+        (Message("user", f"q{i}"),) for i in range(100)
+    )
+    assert len(seen[Split.TRAIN]) > 60
+    with pytest.raises(RecipeError, match="ask for fewer"):
+        splits[Split.HELD_OUT].problem(len(splits[Split.HELD_OUT]))
+
+
+def test_each_epoch_of_a_jsonl_file_holds_every_problem_once_in_another_order(tmp_path):
+    problems = source("jsonl", path=write(tmp_path / "a.jsonl", [f"q{i}" for i in range(100)]))
+    size = len(problems)
+    first, second = ([problems.problem(epoch * size + i) for i in range(size)] for epoch in (0, 1))
+    assert first != second
+    assert {p.problem_id for p in first} == {p.problem_id for p in second}
+    assert len({p.problem_id for p in first}) == size
+    assert problems.problem(3) == first[3]
+
+
+def test_what_a_held_out_file_contains_is_not_trained_on(tmp_path):
+    path = write(tmp_path / "train.jsonl", [f"q{i}" for i in range(50)])
+    held_out = write(tmp_path / "test.jsonl", ["q3", "q4", "other"])
+    tested = source("jsonl", Split.HELD_OUT, path=path, held_out_path=held_out)
+    trained = source("jsonl", Split.TRAIN, path=path, held_out_path=held_out)
+    checked = source("jsonl", Split.VALIDATION, path=path, held_out_path=held_out)
+    parts = [set(prompts(part, len(part))) for part in (tested, trained, checked)]
+    assert parts[0] == {(Message("user", text),) for text in ("q3", "q4", "other")}
+    assert all(not one & other for one, other in itertools.combinations(parts, 2))
+    assert len(parts[1] | parts[2]) == 48
+
+
+def test_a_bad_line_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": "a"}\n')
+    with pytest.raises(RecipeError, match=r"a\.jsonl:3: expected an object"):
+        source("jsonl", path=str(path))
+
+
+def test_messages_of_a_jsonl_file_keep_their_roles(tmp_path):
+    path = tmp_path / "a.jsonl"
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    path.write_text(json.dumps({"messages": turns, "answer": 4, "metadata": {"level": 2}}))
+    split = split_of((Message("system", "s"), Message("user", "u")))
+    problem = source("jsonl", split, path=str(path)).problem(0)
+    assert problem == Problem(
+        problem_id=problem.problem_id,
+        domain="d",
+        messages=(Message("system", "s"), Message("user", "u")),
+        ground_truth="4",
+        metadata={"level": 2},
+    )
+
+
+def mixture(seed, *weights):
+    return Mixture(
+        [Domain(name=f"d{i}", weight=w, source=source("addition", domain=f"d{i}")) for i, w in enumerate(weights)],
+        seed=seed,
+    )
+
+
+def test_a_mixture_keeps_its_shares_and_is_a_pure_function_of_seed_and_index():
+    drawn = [mixture(5, 1.0, 3.0).problem(i) for i in range(400)]
+    assert 60 < sum(p.domain == "d0" for p in drawn) < 140
+    assert mixture(5, 1.0, 3.0).problem(123) == drawn[123]
+    assert [mixture(6, 1.0, 3.0).domain(i).name for i in range(50)] != [p.domain for p in drawn[:50]]
+
+
+@pytest.mark.parametrize("weights", [(), (0.0,), (1.0, -1.0), (float("nan"),), (float("inf"), 1.0)])
+def test_weights_must_be_positive_and_finite(weights):
+    with pytest.raises(RecipeError, match="positive finite weights"):
+        mixture(0, *weights)

@@ -1,0 +1,431 @@
+"""The engine's promises, on the bigram model: each can be checked exactly, since a token depends on the one before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inference_contract.errors import EngineStopped, InvalidRequest, Overloaded, UnknownModel, UpdateInProgress
+from inference_contract.schemas import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatMessage,
+    Choice,
+    EngineState,
+    FinishReason,
+    OnUpdate,
+    StreamOptions,
+)
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.bigram_engine import BigramRunner
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.gated_runner import DEADLINE_S, GatedRunner
+
+
+def _ask(*prompt: int, n: int = 1, max_tokens: int = 5, **others: object) -> ChatCompletionRequest:
+    fields = {"prompt_token_ids": list(prompt) or [7], "n": n, "max_tokens": max_tokens, "seed": 3} | others
+    return ChatCompletionRequest.model_validate(fields | {"return_token_ids": True})
+
+
+async def _submitted(engine: BatchingEngine, request: ChatCompletionRequest) -> asyncio.Task[ChatCompletion]:
+    """The request in the queue; it is admitted before the next step."""
+    task = asyncio.create_task(engine.complete(request))
+    await asyncio.sleep(0)
+    return task
+
+
+async def _started(
+    engine: BatchingEngine, gate: GatedRunner, request: ChatCompletionRequest
+) -> asyncio.Task[ChatCompletion]:
+    """The first request of an idle engine, at the gate to its first step."""
+    task = await _submitted(engine, request)
+    await _until(lambda: gate.waiting)
+    return task
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def _steps(engine: BatchingEngine, gate: GatedRunner, count: int) -> None:
+    """Let `count` steps happen; returns when the next one waits, or there is nothing left to do."""
+    await asyncio.to_thread(gate.allow, count)
+    await _until(lambda: gate.waiting or engine.metrics().running_sequences + engine.metrics().waiting_sequences == 0)
+
+
+def _stage(engine: BatchingEngine, seed: int) -> NDArray[np.float32]:
+    """Put another model's weights into the staging buffer; returns its logits."""
+    size = engine.layout.parameters[0].shape[0]
+    logits = BigramModel.random(size, seed=seed).logits
+    engine.staging()[:] = logits.reshape(-1).view(np.uint8)
+    return logits
+
+
+def _logprobs_by(tables: dict[int, NDArray[np.float32]], prompt: list[int], choice: Choice) -> list[float]:
+    """What the log-probs must be if the spans tell the truth."""
+    versions = [version for version, count in choice.version_spans or [] for _ in range(count)]
+    before = [prompt[-1], *(choice.token_ids or [])[:-1]]
+    expected = []
+    for version, previous, token in zip(versions, before, choice.token_ids or [], strict=True):
+        logits = tables[version][previous].astype(np.float64)
+        expected.append(float(logits[token] - np.logaddexp.reduce(logits)))
+    return expected
+
+
+def _table(gate: GatedRunner) -> NDArray[np.float32]:
+    return BigramModel.random(gate.vocab_size, seed=1).logits
+
+
+# --- one request -------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_carries_what_was_sampled(engine: BatchingEngine, gate: GatedRunner) -> None:
+    gate.open()
+    answer = await engine.complete(_ask(7, 8, 9, n=2, logprobs=True))
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.prompt_token_ids == [7, 8, 9]
+    assert answer.usage.model_dump() == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+    for choice in answer.choices:
+        assert choice.finish_reason is FinishReason.LENGTH
+        assert choice.version_spans == [(0, 5)]
+        assert choice.token_logprobs == pytest.approx(_logprobs_by({0: _table(gate)}, [7, 8, 9], choice), abs=1e-9)
+        assert choice.logprobs is not None
+        assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
+    assert answer.choices[0].token_ids != answer.choices[1].token_ids
+
+
+async def test_messages_are_tokenised_by_the_engine(
+    engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
+) -> None:
+    gate.open()
+    message = ChatMessage(role="user", content="hi")
+    answer = await engine.complete(
+        ChatCompletionRequest(messages=[message], max_tokens=2, seed=0, return_token_ids=True)
+    )
+    assert answer.prompt_token_ids == endless.encode_chat([message])
+
+
+async def test_an_end_of_turn_token_is_kept_and_has_no_text(gate: GatedRunner, tokenizer: ChatTokenizer) -> None:
+    (end,) = tokenizer.eos_token_ids
+    logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
+    logits[7, 8] = logits[8, end] = 0.0
+    model = BigramModel(logits=logits)
+    built = BatchingEngine(
+        BatchingSettings(model_id="m"), load=lambda: BigramRunner(model, slots=1), tokenizer=tokenizer
+    )
+    await built.start()
+    (choice,) = (await built.complete(_ask(7))).choices
+    await built.close()
+    assert (choice.token_ids, choice.finish_reason) == ([8, end], FinishReason.STOP)
+    assert choice.message.content == tokenizer.decode([8])
+
+
+async def test_a_stop_string_cuts_the_text_and_keeps_the_token_that_completed_it(
+    engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
+) -> None:
+    gate.open()
+    whole = (await engine.complete(_ask(max_tokens=30))).choices[0]
+    stop = whole.message.content[10:13]
+    cut = (await engine.complete(_ask(max_tokens=30, stop=[stop]))).choices[0]
+    at = whole.message.content.find(stop)
+    assert cut.finish_reason is FinishReason.STOP
+    assert cut.message.content == whole.message.content[:at]
+    assert whole.token_ids is not None and cut.token_ids is not None
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert stop in endless.decode(cut.token_ids) and stop not in endless.decode(cut.token_ids[:-1])
+
+
+async def test_the_context_bounds_the_answer(engine: BatchingEngine, gate: GatedRunner) -> None:
+    gate.open()
+    answer = await engine.complete(_ask(*range(6, 46), max_tokens=1000))
+    assert answer.usage.total_tokens == gate.context_length
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (_ask(*[7] * 64), InvalidRequest, "context of 64 tokens, it has 64"),
+        (_ask(10_000), InvalidRequest, r"in \[0, \d+\), got 10000"),
+        (_ask(-1), InvalidRequest, "got -1"),
+        (_ask(7, model="other"), UnknownModel, "serves 'm', got 'other'"),
+        (_ask(7, n=17), Overloaded, "at most 16 samples"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(
+    engine: BatchingEngine, request_: ChatCompletionRequest, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await engine.complete(request_)
+    assert engine.metrics().waiting_sequences == 0
+
+
+# --- batching ----------------------------------------------------------------------------------------------------
+
+
+async def test_noise_does_not_depend_on_the_crowd(engine: BatchingEngine, gate: GatedRunner) -> None:
+    gate.open()
+    alone = await engine.complete(_ask(7, n=3, max_tokens=9))
+    crowd = [_ask(i, n=1 + i % 3, max_tokens=1 + i % 7, seed=i) for i in range(6, 12)]
+    first, *_ = await asyncio.gather(
+        engine.complete(_ask(7, n=3, max_tokens=9)), *(engine.complete(other) for other in crowd)
+    )
+    assert first.choices == alone.choices
+
+
+async def test_samples_share_one_prefill_also_when_they_join_late(engine: BatchingEngine, gate: GatedRunner) -> None:
+    task = await _started(engine, gate, _ask(7, 8, 9, n=6, max_tokens=3))
+    await _steps(engine, gate, 1)
+    assert gate.log == ["prefill 2 tokens to rows [0, 1, 2, 3]"]
+    gate.open()
+    answer = await task
+    # Four rows, six samples of equal length: when the two others join, no sibling runs any more.
+    assert gate.log[1:] == ["prefill 2 tokens to rows [0, 1]"]
+    assert [len(choice.token_ids or []) for choice in answer.choices] == [3] * 6
+
+
+async def test_a_late_sample_copies_the_cache_of_a_running_sibling(engine: BatchingEngine, gate: GatedRunner) -> None:
+    short = await _started(engine, gate, _ask(7, 8, max_tokens=2))
+    long = await _submitted(engine, _ask(7, 8, 9, n=4, max_tokens=4))
+    await _steps(engine, gate, 2)
+    assert gate.log == [
+        "prefill 1 tokens to rows [0]",
+        "prefill 2 tokens to rows [1, 2, 3]",
+        "copy 2 tokens from row 0 to rows [3]",
+    ]
+    assert engine.metrics().prompt_tokens_total == 5
+    gate.open()
+    await asyncio.gather(short, long)
+
+
+async def test_sequences_join_and_leave_at_every_step(engine: BatchingEngine, gate: GatedRunner) -> None:
+    lengths = [1, 1, 2, 3, 4, 5, 6, 7]
+    tasks = [await _started(engine, gate, _ask(7, max_tokens=1))]
+    tasks += [await _submitted(engine, _ask(7, max_tokens=length)) for length in lengths[1:]]
+    await _steps(engine, gate, 9)
+    # After the first, alone: 1, 2, 3, 4 | 5, 2, 3, 4 | 5, 6, 3, 4 | 5, 6, 7, 4 | 5, 6, 7 | 5, 6, 7 | 6, 7 | 6, 7.
+    assert gate.batch_sizes == [1, 4, 4, 4, 4, 3, 3, 2, 2]
+    gate.open()
+    answers = await asyncio.gather(*tasks)
+    assert [answer.usage.completion_tokens for answer in answers] == lengths
+    metrics = engine.metrics()
+    assert metrics.occupied_slot_steps_total == metrics.generated_tokens_total == sum(lengths)
+    assert (metrics.finished_sequences_total, metrics.running_sequences) == (8, 0)
+
+
+async def test_a_cancelled_request_frees_its_rows_and_its_place(engine: BatchingEngine, gate: GatedRunner) -> None:
+    gone = await _started(engine, gate, _ask(7, n=6, max_tokens=50))
+    waiting = await _submitted(engine, _ask(8, n=2, max_tokens=2))
+    await _steps(engine, gate, 1)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    gate.open()
+    answer = await asyncio.wait_for(waiting, DEADLINE_S)
+    assert len(answer.choices) == 2
+    metrics = engine.metrics()
+    assert (metrics.aborted_sequences_total, metrics.running_sequences, metrics.waiting_sequences) == (6, 0, 0)
+
+
+async def test_the_queue_is_bounded(engine: BatchingEngine, gate: GatedRunner) -> None:
+    running = await _started(engine, gate, _ask(7, n=4))
+    waiting = await _submitted(engine, _ask(7, n=16))
+    assert engine.metrics().waiting_sequences == 16
+    with pytest.raises(Overloaded):
+        await engine.complete(_ask(7))
+    gate.open()
+    await asyncio.gather(running, waiting)
+
+
+# --- streaming ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_says_the_same_as_the_whole_answer(engine: BatchingEngine, gate: GatedRunner) -> None:
+    gate.open()
+    asked = {"n": 2, "max_tokens": 12, "stop": ["a"], "stream_options": StreamOptions(include_usage=True)}
+    whole = await engine.complete(_ask(7, 8, **asked))
+    texts, ids, logprobs = ["", ""], [[], []], [[], []]
+    chunks = [chunk async for chunk in engine.stream(_ask(7, 8, stream=True, **asked))]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            ids[choice.index] += choice.token_ids or []
+            logprobs[choice.index] += choice.token_logprobs or []
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert ids == [choice.token_ids for choice in whole.choices]
+    assert logprobs == [choice.token_logprobs for choice in whole.choices]
+    assert chunks[0].prompt_token_ids == [7, 8]
+    assert chunks[-1].usage == whole.usage
+    ends = {choice.index: choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason}
+    assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
+
+
+async def test_a_stream_yields_as_tokens_come_and_closing_it_frees_the_row(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    async with aclosing(engine.stream(_ask(7, max_tokens=50))) as stream:
+        pending = asyncio.ensure_future(anext(stream))
+        await _until(lambda: gate.waiting)
+        await _steps(engine, gate, 1)
+        await pending
+        assert (await anext(stream)).choices[0].token_ids
+        assert gate.steps == 1
+    await _steps(engine, gate, 1)  # the one that was already waiting at the gate
+    await _until(lambda: engine.metrics().running_sequences == 0)
+
+
+# --- weight updates ----------------------------------------------------------------------------------------------
+
+
+async def _commit(engine: BatchingEngine, on_update: OnUpdate, version: int = 1) -> asyncio.Task[float]:
+    task = asyncio.create_task(engine.commit(version=version, epoch=0, digest="d", on_update=on_update))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_spans_name_the_weights_that_sampled_each_token(engine: BatchingEngine, gate: GatedRunner) -> None:
+    """A log-prob of the bigram model tells which table it came from, so a span that is off by one token is seen."""
+    tables = {0: _table(gate)}
+    task = await _started(engine, gate, _ask(7, n=3, max_tokens=12))
+    await _steps(engine, gate, 3)
+    for version in (1, 5):
+        tables[version] = _stage(engine, seed=version)
+        commit = await _commit(engine, OnUpdate.CONTINUE, version)
+        await _steps(engine, gate, 2)  # the first of them was at the gate when the commit came
+        assert await commit >= 0.0
+    gate.open()
+    answer = await task
+    for choice in answer.choices:
+        assert choice.version_spans == [(0, 4), (1, 2), (5, 6)]
+        assert choice.token_logprobs == pytest.approx(_logprobs_by(tables, [7], choice), abs=1e-9)
+    assert (answer.model_version, answer.epoch, engine.serving()) == (5, 0, (0, 5))
+
+
+async def test_continue_keeps_the_cache_and_recompute_rebuilds_it(engine: BatchingEngine, gate: GatedRunner) -> None:
+    task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12))
+    await _steps(engine, gate, 1)
+    for version, on_update in ((1, OnUpdate.CONTINUE), (2, OnUpdate.RECOMPUTE_KV)):
+        _stage(engine, seed=version)
+        commit = await _commit(engine, on_update, version)
+        await _steps(engine, gate, 1)
+        await commit
+    # Three prompt tokens and three sampled ones, of which the last is fed next.
+    assert gate.log == [
+        "prefill 2 tokens to rows [0, 1]",
+        "swap",
+        "swap",
+        "prefill 5 tokens to rows [0]",
+        "prefill 5 tokens to rows [1]",
+    ]
+    gate.open()
+    assert len((await task).choices) == 2
+
+
+async def test_abort_ends_running_samples_with_what_they_have(engine: BatchingEngine, gate: GatedRunner) -> None:
+    running = await _started(engine, gate, _ask(7, n=4, max_tokens=12))
+    waiting = await _submitted(engine, _ask(8, max_tokens=2))
+    await _steps(engine, gate, 2)
+    _stage(engine, seed=1)
+    commit = await _commit(engine, OnUpdate.ABORT)
+    gate.open()
+    await commit
+    aborted = await running
+    assert {choice.finish_reason for choice in aborted.choices} == {FinishReason.ABORT}
+    assert {len(choice.token_ids or []) for choice in aborted.choices} == {3}
+    assert {tuple(choice.version_spans or []) for choice in aborted.choices} == {((0, 3),)}
+    assert (await waiting).choices[0].version_spans == [(1, 2)]
+    metrics = engine.metrics()
+    assert (metrics.aborted_sequences_total, metrics.finished_sequences_total) == (4, 1)
+
+
+async def test_abort_tells_a_stream(engine: BatchingEngine, gate: GatedRunner) -> None:
+    async def chunks() -> list[FinishReason | None]:
+        stream = engine.stream(_ask(7, max_tokens=12))
+        return [choice.finish_reason async for chunk in stream for choice in chunk.choices]
+
+    reading = asyncio.create_task(chunks())
+    await _until(lambda: gate.waiting)
+    await _steps(engine, gate, 1)
+    _stage(engine, seed=1)
+    commit = await _commit(engine, OnUpdate.ABORT)
+    gate.open()
+    await commit
+    assert (await reading)[-1] is FinishReason.ABORT
+
+
+async def test_drain_lets_running_samples_finish_first(engine: BatchingEngine, gate: GatedRunner) -> None:
+    running = await _started(engine, gate, _ask(7, n=3, max_tokens=6))
+    await _steps(engine, gate, 2)
+    _stage(engine, seed=1)
+    commit = await _commit(engine, OnUpdate.DRAIN)
+    waiting = await _submitted(engine, _ask(8, max_tokens=2))
+    await _steps(engine, gate, 2)
+    assert not commit.done() and engine.serving() == (0, 0)
+    with pytest.raises(UpdateInProgress, match=r"0\.1 still waits"):
+        await engine.commit(version=2, epoch=0, digest="d", on_update=OnUpdate.CONTINUE)
+    gate.open()
+    await commit
+    assert {tuple(choice.version_spans or []) for choice in (await running).choices} == {((0, 6),)}
+    assert (await waiting).choices[0].version_spans == [(1, 2)]
+    assert gate.batch_sizes == [3] * 6 + [1] * 2
+
+
+async def test_an_idle_engine_commits_at_once(engine: BatchingEngine) -> None:
+    _stage(engine, seed=1)
+    async with asyncio.timeout(DEADLINE_S):
+        for version, on_update in enumerate(OnUpdate, start=1):
+            await engine.commit(version=version, epoch=0, digest="d", on_update=on_update)
+    assert engine.serving() == (0, 4)
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+async def test_closing_answers_everyone(engine: BatchingEngine, gate: GatedRunner) -> None:
+    running = await _started(engine, gate, _ask(7, n=4, max_tokens=50))
+    waiting = await _submitted(engine, _ask(8))
+    await _steps(engine, gate, 1)
+    _stage(engine, seed=1)
+    commit = await _commit(engine, OnUpdate.DRAIN)
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0.01)
+    gate.open()
+    await closing
+    for task in (running, waiting, commit):
+        with pytest.raises(EngineStopped):
+            await asyncio.wait_for(task, DEADLINE_S)
+    with pytest.raises(EngineStopped):
+        await engine.complete(_ask(7))
+    assert engine.health().state is EngineState.STOPPED
+
+
+async def test_a_fault_of_the_model_answers_everyone(
+    gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr("threading.excepthook", lambda fault: reported.append(str(fault.exc_value)))
+    built = BatchingEngine(BatchingSettings(model_id="m"), load=lambda: gate, tokenizer=endless)
+    await built.start()
+    gate.place = lambda states: (_ for _ in ()).throw(RuntimeError("device lost"))  # type: ignore[method-assign]
+    with pytest.raises(EngineStopped):
+        await asyncio.wait_for(built.complete(_ask(7)), DEADLINE_S)
+    await built.close()
+    assert built.health().state is EngineState.STOPPED
+    assert reported == ["device lost"]
+
+
+async def test_a_model_that_does_not_load_is_reported_by_start(endless: ChatTokenizer) -> None:
+    def load() -> BigramRunner:
+        raise RuntimeError("no such model")
+
+    built = BatchingEngine(BatchingSettings(model_id="m"), load=load, tokenizer=endless)
+    with pytest.raises(RuntimeError, match="no such model"):
+        await built.start()
+    await built.close()

@@ -1,0 +1,113 @@
+"""The scheduler: rows stay dense, moves never collide, first come is first served."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_contract.errors import Overloaded
+from pipelinerl import rng
+from pipelinerl.engines.batching.scheduler import Scheduler
+from pipelinerl.engines.batching.sequence import Request
+
+
+def _request(name: str, samples: int = 1, prompt: int = 3) -> Request:
+    request = Request(
+        request_id=name,
+        prompt_token_ids=[0] * prompt,
+        token_limit=5,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        streams=False,
+    )
+    request.add_sequences(range(samples), [None] * samples)
+    return request
+
+
+def _scheduler(slots: int = 4, max_waiting: int = 100, prefill_tokens: int = 1000) -> Scheduler:
+    return Scheduler(slots=slots, max_waiting=max_waiting, prefill_tokens=prefill_tokens)
+
+
+def test_samples_of_a_request_are_admitted_together_and_in_order() -> None:
+    scheduler = _scheduler(slots=4)
+    first, second = _request("a", samples=3), _request("b", samples=3)
+    scheduler.submit(first)
+    scheduler.submit(second)
+    admitted = scheduler.admit()
+    assert [(each.request, each.rows, each.sibling) for each in admitted] == [
+        (first, [0, 1, 2], None),
+        (second, [3], None),
+    ]
+    assert scheduler.num_waiting == 2
+
+
+def test_a_sample_that_joins_late_takes_the_prompt_from_a_sibling() -> None:
+    scheduler = _scheduler(slots=2)
+    request = _request("a", samples=3)
+    scheduler.submit(request)
+    scheduler.admit()
+    scheduler.retire([0])
+    (late,) = scheduler.admit()
+    assert (late.rows, late.sibling) == ([1], 0)
+    assert late.sequences == [request.sequences[2]]
+
+
+def test_without_a_sibling_the_prompt_is_computed_again() -> None:
+    scheduler = _scheduler(slots=2)
+    scheduler.submit(_request("a", samples=3))
+    scheduler.admit()
+    scheduler.retire([0, 1])
+    (late,) = scheduler.admit()
+    assert late.sibling is None
+
+
+def test_the_queue_is_bounded_in_samples() -> None:
+    scheduler = _scheduler(max_waiting=3)
+    scheduler.submit(_request("a", samples=2))
+    with pytest.raises(Overloaded, match="at most 3 samples, 2 wait and 2 more"):
+        scheduler.submit(_request("b", samples=2))
+    scheduler.submit(_request("c", samples=1))
+
+
+def test_prompts_beyond_the_budget_wait_for_the_next_step_but_a_long_one_still_enters() -> None:
+    scheduler = _scheduler(prefill_tokens=10)
+    for name, prompt in (("a", 50), ("b", 6), ("c", 5)):
+        scheduler.submit(_request(name, prompt=prompt))
+    assert [each.request.request_id for each in scheduler.admit()] == ["a"]
+    assert [each.request.request_id for each in scheduler.admit()] == ["b"]
+    assert [each.request.request_id for each in scheduler.admit()] == ["c"]
+
+
+def test_a_withdrawn_request_leaves_the_queue_and_names_its_rows() -> None:
+    scheduler = _scheduler(slots=2)
+    gone, other = _request("a", samples=3), _request("b")
+    scheduler.submit(gone)
+    scheduler.submit(other)
+    scheduler.admit()
+    assert scheduler.withdraw(gone) == [0, 1]
+    scheduler.retire([0, 1])
+    assert scheduler.num_waiting == 1
+    assert [each.request for each in scheduler.admit()] == [other]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_stay_dense_and_moves_are_disjoint(seed: int) -> None:
+    """Replays the moves on an array of rows, as a runner does, and compares with the scheduler's own list."""
+    random = rng.generator(seed, "scheduler")
+    scheduler = _scheduler(slots=8)
+    rows: dict[int, object] = {}
+    for step in range(60):
+        scheduler.submit(
+            _request(f"r{step}", samples=int(random.integers(1, 6)))
+        ) if scheduler.num_waiting < 20 else None
+        for admission in scheduler.admit():
+            rows.update(zip(admission.rows, admission.sequences, strict=True))
+        count = len(scheduler.running)
+        ended = [row for row in range(count) if random.random() < 0.3]
+        moves = scheduler.retire(ended)
+        assert not set(moves.sources) & set(moves.targets)
+        assert len(set(moves.targets)) == len(moves.targets) <= len(ended)
+        taken = [rows[source] for source in moves.sources]
+        rows.update(zip(moves.targets, taken, strict=True))
+        rows = {row: rows[row] for row in range(count - len(ended))}
+        assert list(rows.values()) == scheduler.running

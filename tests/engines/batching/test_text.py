@@ -1,0 +1,67 @@
+"""Text windows: nothing from a stop string on is shown, however it arrives."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pipelinerl.engines.batching.text import TextWindow
+from pipelinerl.models.tokenizer import ChatTokenizer
+
+
+def _window(tokenizer: ChatTokenizer, *stops: str) -> TextWindow:
+    return TextWindow(tokenizer.detokenizer(), stops)
+
+
+def _feed(window: TextWindow, tokenizer: ChatTokenizer, text: str) -> tuple[bool, str]:
+    """Push until a stop; returns whether it stopped and all text taken on the way."""
+    taken = ""
+    for token_id in tokenizer.encode(text):
+        stopped = window.push(token_id)
+        taken += window.take()
+        if stopped:
+            return True, taken
+    window.close()
+    return False, taken + window.take()
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown", "stopped"),
+    [
+        ("hello world", (), "hello world", False),
+        ("hello world", ("wor",), "hello ", True),
+        ("aab", ("ab",), "a", True),
+        ("abab", ("abc",), "abab", False),
+        ("x+y=z", ("=", "y="), "x+", True),
+        ("abcab", ("abd", "cab"), "ab", True),
+        ("stop", ("stop",), "", True),
+    ],
+)
+def test_text_is_cut_before_the_first_stop_string(
+    tokenizer: ChatTokenizer, text: str, stops: tuple[str, ...], shown: str, stopped: bool
+) -> None:
+    window = _window(tokenizer, *stops)
+    assert _feed(window, tokenizer, text) == (stopped, shown)
+    assert window.text == shown
+
+
+def test_all_short_texts_agree_with_a_plain_search(tokenizer: ChatTokenizer) -> None:
+    stops = ("aba", "bb")
+    for letters in itertools.product("ab", repeat=7):
+        text = "".join(letters)
+        # A stop counts when its last letter has come: the earliest end decides, then the earliest beginning.
+        ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+        shown = text[: min(ends)[1]] if ends else text
+        assert _feed(_window(tokenizer, *stops), tokenizer, text) == (bool(ends), shown), text
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back(tokenizer: ChatTokenizer) -> None:
+    window = _window(tokenizer, "end")
+    shown = []
+    for token_id in tokenizer.encode("xene"):
+        window.push(token_id)
+        shown.append(window.take())
+    assert shown == ["x", "", "", "en"]
+    window.close()
+    assert window.take() == "e"

@@ -1,0 +1,51 @@
+"""Model directories and engines for the tests below."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.bigram_engine import BigramRunner
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.gated_runner import GatedRunner
+
+
+@pytest.fixture(scope="session")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a character tokenizer and nothing else."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    char_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_directory: Path) -> ChatTokenizer:
+    return ChatTokenizer.load(tokenizer_directory)
+
+
+@pytest.fixture(scope="session")
+def endless(tokenizer: ChatTokenizer) -> ChatTokenizer:
+    """The same tokenizer without a token that ends a sample, so that lengths are what a test asks for."""
+    return ChatTokenizer(tokenizer._tokenizer, ())
+
+
+@pytest.fixture
+def gate(tokenizer: ChatTokenizer) -> GatedRunner:
+    """A bigram model with 4 rows and 64 tokens of context, whose steps the test allows."""
+    model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=64)
+    return GatedRunner(BigramRunner(model, slots=4))
+
+
+@pytest.fixture
+async def engine(gate: GatedRunner, endless: ChatTokenizer) -> AsyncIterator[BatchingEngine]:
+    """A started engine on `gate`; it opens the gate when the test is over."""
+    built = BatchingEngine(BatchingSettings(model_id="m", max_waiting=16), load=lambda: gate, tokenizer=endless)
+    await built.start()
+    yield built
+    gate.open()
+    await built.close()

@@ -1,0 +1,144 @@
+"""Picking is arithmetic; completing survives engines that are full, dirty, gone or slow."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, Overloaded
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Usage
+from pipelinerl.engines.engine_pool import EnginePool, cost, pick
+from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.errors import DeadlineError, EngineUnreachable
+from tests.fakes.scripted_engine import application
+from tests.fakes.served import as_process, in_thread
+
+ANSWER = ChatCompletion(
+    id="1",
+    created=0,
+    model="m",
+    choices=[],
+    usage=Usage(prompt_tokens=1, completion_tokens=0, total_tokens=1),
+    model_version=0,
+)
+
+
+def ask(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest(prompt_token_ids=[1, 2, 3], seed=4, **({"max_tokens": 5} | fields))
+
+
+class Script:
+    """A `ChatClient` whose engines each answer, wait or raise as they are told."""
+
+    def __init__(self, **engines: Callable[[], Any]) -> None:
+        self._engines = engines
+        self.asked: list[tuple[str, int | None]] = []
+
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        self.asked.append((url, request.seed))
+        outcome = self._engines[url]()
+        if isinstance(outcome, Exception):
+            raise outcome
+        if isinstance(outcome, float):
+            await asyncio.sleep(outcome)
+        return ANSWER
+
+
+def test_the_least_outstanding_tokens_win_and_ties_go_by_name() -> None:
+    assert pick({"a": 5, "b": 3, "c": 9}, {}, now=0.0) == "b"
+    assert pick({"b": 3, "a": 3}, {}, now=0.0) == "a"
+
+
+def test_suspects_are_avoided_until_their_time_is_over() -> None:
+    assert pick({"a": 0, "b": 9}, {"a": 10.0}, now=9.9) == "b"
+    assert pick({"a": 0, "b": 9}, {"a": 10.0}, now=10.0) == "a"
+    assert pick({"a": 0}, {"a": 10.0}, now=1.0) is None
+    assert pick({}, {}, now=0.0) is None
+
+
+def test_cost_counts_the_prompt_once_and_every_sample() -> None:
+    assert cost(ask(n=4)) == 3 + 4 * 5
+    assert cost(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x" * 40)], max_tokens=1)) == 11
+
+
+async def test_work_is_spread_by_tokens_and_given_back() -> None:
+    pool = EnginePool(Script(a=lambda: 0.05, b=lambda: 0.05), ["a", "b"])
+    answers = [asyncio.create_task(pool.complete(ask(n=n))) for n in (8, 1, 1, 1)]
+    await asyncio.sleep(0.01)
+    assert pool.outstanding == {"a": 43, "b": 24}
+    assert [(await answer).url for answer in answers] == ["a", "b", "b", "b"]
+    assert pool.outstanding == {"a": 0, "b": 0}
+
+
+@pytest.mark.parametrize(
+    "error", [Overloaded("full"), Dirty("half"), EngineStopped("closing"), EngineUnreachable("gone")]
+)
+async def test_a_failing_engine_is_left_for_another_with_the_same_seed(error: Exception) -> None:
+    client = Script(a=lambda: error, b=lambda: None)
+    pool = EnginePool(client, ["a", "b"])
+    assert (await pool.complete(ask())).url == "b"
+    assert client.asked == [("a", 4), ("b", 4)]
+    assert (await pool.complete(ask(n=1))).url == "b", "the one that failed is suspect for a while"
+    assert pool.outstanding["a"] == 0
+
+
+async def test_a_refused_request_is_not_tried_again() -> None:
+    client = Script(a=lambda: InvalidRequest("too long"), b=lambda: None)
+    with pytest.raises(InvalidRequest):
+        await EnginePool(client, ["a", "b"]).complete(ask())
+    assert len(client.asked) == 1
+
+
+async def test_a_lone_engine_is_tried_again_when_its_suspicion_ends() -> None:
+    outcomes: list[ContractError | None] = [Overloaded("full"), Overloaded("full"), None]
+    client = Script(a=lambda: outcomes.pop(0))
+    assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
+    assert outcomes == []
+
+
+async def test_the_deadline_names_engines_and_the_last_failure() -> None:
+    pool = EnginePool(Script(a=lambda: Dirty("half received")), ["a"], deadline_s=0.15, suspect_s=0.02)
+    with pytest.raises(DeadlineError, match=r"within 0\.15 s \(engines: a\); last: a: half received"):
+        await pool.complete(ask())
+
+
+async def test_a_silent_engine_is_given_up_at_the_deadline() -> None:
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match="a had not answered after"):
+        await EnginePool(Script(a=lambda: 30.0), ["a"], deadline_s=0.1).complete(ask())
+    assert time.monotonic() - began < 2
+
+
+async def test_an_engine_that_joins_is_used_at_once() -> None:
+    pool = EnginePool(Script(late=lambda: None), deadline_s=5.0)
+    waiting = asyncio.create_task(pool.complete(ask()))
+    await asyncio.sleep(0.02)
+    pool.update(["late"])
+    assert (await waiting).url == "late"
+
+
+async def test_an_engine_that_leaves_while_it_works_is_not_missed() -> None:
+    pool = EnginePool(Script(a=lambda: 0.05, b=lambda: None), ["a"])
+    running = asyncio.create_task(pool.complete(ask()))
+    await asyncio.sleep(0.01)
+    pool.update(["b"])
+    assert (await running).url == "a" and pool.outstanding == {"b": 0}
+
+
+async def test_a_killed_engine_costs_no_request() -> None:
+    """Real engines: one of two is killed with requests in flight, and every answer is that of an undisturbed engine."""
+    requests = [ask(n=4, max_tokens=150, return_token_ids=True).model_copy(update={"seed": seed}) for seed in range(8)]
+    with in_thread(application()) as stays, as_process("tests.fakes.scripted_engine") as (dies, process):
+        async with EngineClient() as client:
+            expected = [await client.chat(stays, request) for request in requests]
+            pool = EnginePool(client, [dies, stays])
+            running = [asyncio.create_task(pool.complete(request)) for request in requests]
+            await asyncio.sleep(0.02)
+            process.kill()
+            answers = await asyncio.gather(*running)
+    assert [answer.completion.choices for answer in answers] == [whole.choices for whole in expected]
+    assert {answer.url for answer in answers} == {stays}

@@ -1,0 +1,40 @@
+"""Registration is enrolment: each registered engine whose libraries are installed passes the conformance kit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inference_contract.conformance import Outcome, run
+from pipelinerl.engines.http_server import create_app
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.registry import ENGINES, load
+from tests.fakes.served import in_thread
+
+CONTEXT = 256
+
+
+def _directory(name: str, folder: Path) -> Path:
+    """A small random model that this engine can load, with a tokenizer that covers its vocabulary."""
+    tokenizer = char_tokenizer()
+    if name == "bigram":
+        BigramModel.random(len(tokenizer), seed=1, context_length=CONTEXT).save(folder)
+    else:
+        shape = DecoderShape(hidden=32, layers=2, heads=2, intermediate=48, vocab=len(tokenizer), max_positions=CONTEXT)
+        random_decoder(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ENGINES.items() if entry.installed])
+def test_it_keeps_the_contract(name: str, tmp_path: Path) -> None:
+    options = EngineOptions(
+        model_path=_directory(name, tmp_path), model_id=name, slots=16, max_waiting=256, context_length=CONTEXT
+    )
+    engine = load("engine", ENGINES, name)(options)
+    with in_thread(create_app(engine, token="secret")) as url:
+        results = run(url, token="secret", timeout_s=15.0)
+    assert {result.name: result.reason for result in results if result.outcome is not Outcome.PASSED} == {}

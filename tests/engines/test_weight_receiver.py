@@ -1,0 +1,341 @@
+"""What the kit cannot see from outside: deadlines, the dirty state, and the order of memberships."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inference_contract.errors import (
+    ContractError,
+    DeadlineExceeded,
+    DigestMismatch,
+    Dirty,
+    InvalidRequest,
+    NotPrepared,
+    PeerLost,
+    StaleGeneration,
+    UpdateInProgress,
+)
+from inference_contract.schemas import (
+    Backend,
+    DType,
+    InitProcessGroupRequest,
+    OnUpdate,
+    ParameterSpec,
+    Transport,
+    UpdatePhase,
+    UpdateStatus,
+    WeightLayout,
+    WeightUpdateRequest,
+)
+from pipelinerl.engines.weight_receiver import WeightReceiver
+from pipelinerl.errors import DeadlineError
+from pipelinerl.weights.background import in_background
+from pipelinerl.weights.collective import Collective, Rendezvous
+from pipelinerl.weights.digest import WeightDigest
+
+LAYOUT = WeightLayout(
+    parameters=(
+        ParameterSpec(name="first", shape=(16,), dtype=DType.FLOAT32),
+        ParameterSpec(name="second", shape=(16,), dtype=DType.FLOAT32),
+    )
+)
+BYTES = np.arange(LAYOUT.num_bytes, dtype=np.uint8)
+
+
+class Target:
+    """Two buffers and a swap, whose next commit can be told to fail or to take its time."""
+
+    def __init__(self) -> None:
+        self.current = np.zeros(LAYOUT.num_bytes, np.uint8)
+        self._staged = np.zeros(LAYOUT.num_bytes, np.uint8)
+        self._serving = (0, 0)
+        self.error: BaseException | None = None
+        self.takes_s = 0.0
+        self.on_update: OnUpdate | None = None
+
+    @property
+    def layout(self) -> WeightLayout:
+        return LAYOUT
+
+    def staging(self) -> Any:
+        return self._staged
+
+    def serving(self) -> tuple[int, int]:
+        return self._serving
+
+    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+        await asyncio.sleep(self.takes_s)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.current, self._staged = self._staged, self.current
+        self._serving, self.on_update = (epoch, version), on_update
+        return 0.001
+
+
+class Setting:
+    """A receiver, its target, and the trainer's end of the group."""
+
+    def __init__(self) -> None:
+        self.target = Target()
+        self.receiver = WeightReceiver(self.target)
+        self.rendezvous = Rendezvous("127.0.0.1")
+        self.trainer: Collective | None = None
+
+    def joining(self, generation: int, *, timeout_s: float = 5.0) -> InitProcessGroupRequest:
+        return InitProcessGroupRequest(
+            group="g",
+            backend=Backend.GLOO,
+            rendezvous_host="127.0.0.1",
+            rendezvous_port=self.rendezvous.port,
+            rank=1,
+            world_size=2,
+            generation=generation,
+            timeout_s=timeout_s,
+        )
+
+    async def join(self, generation: int = 1) -> None:
+        request = self.joining(generation)
+        own = in_background(
+            "rank-0",
+            lambda: Collective.join(
+                host="127.0.0.1",
+                port=self.rendezvous.port,
+                group="g",
+                generation=generation,
+                rank=0,
+                world_size=2,
+                timeout_s=5.0,
+            ),
+        )
+        await self.receiver.init_process_group(request)
+        self.trainer = await asyncio.wrap_future(own)
+
+    async def phase(self, phase: UpdatePhase, version: int = 1, **fields: Any) -> UpdateStatus:
+        defaults: dict[str, Any] = {"epoch": 0, "bucket_bytes": 64, "timeout_s": 5.0}
+        if phase is UpdatePhase.PREPARE:
+            defaults |= {"group": "g", "generation": 1, "layout": LAYOUT}
+        if phase is UpdatePhase.COMMIT:
+            defaults["digest"] = _digest(BYTES)
+        request = WeightUpdateRequest(phase=phase, version=version, **(defaults | fields))
+        return (await self.receiver.request_weight_update(request)).status
+
+    async def send(self, buckets: int = 2) -> None:
+        data, trainer = torch.from_numpy(BYTES.copy()), self.trainer
+        assert trainer is not None
+        for start, end in LAYOUT.buckets(64)[:buckets]:
+            deadline = time.monotonic() + 5
+            await asyncio.wrap_future(
+                in_background("send", lambda a=start, b=end, d=deadline: trainer.broadcast(data[a:b], deadline=d))
+            )
+
+
+def _digest(data: Any) -> str:
+    digest = WeightDigest()
+    digest.update(data)
+    return digest.hexdigest()
+
+
+@pytest.fixture
+async def setting() -> Setting:
+    return Setting()
+
+
+async def test_bytes_digest_and_totals(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, on_update=OnUpdate.RECOMPUTE_KV)
+    await setting.send()
+    assert not setting.target.current.any(), "before COMMIT the old weights serve"
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert np.array_equal(setting.target.current, BYTES)
+    assert setting.target.on_update is OnUpdate.RECOMPUTE_KV, "COMMIT that does not name on_update takes PREPARE's"
+    totals = setting.receiver.totals
+    assert (totals.updates, totals.failures, totals.last_pause_s) == (1, 0, 0.001)
+    assert setting.receiver.digest == _digest(BYTES)
+
+
+async def test_commit_names_how_far_the_bytes_came(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send(buckets=1)
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 has not sent all within 0.1 s, came so far: 64 of 128 bytes"):
+        await setting.phase(UpdatePhase.COMMIT, timeout_s=0.1)
+    trainer = setting.trainer
+    assert trainer is not None
+    trainer.broadcast(torch.from_numpy(BYTES[64:].copy()), deadline=time.monotonic() + 5)
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED, "a late commit may be asked again"
+
+
+async def test_silence_fails_the_receive_and_names_the_parameters(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
+    await setting.send(buckets=1)
+    with pytest.raises(DeadlineExceeded, match=r"bucket 2 of 2 \(parameter 'second'\) from rank 0"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert not setting.target.current.any() and setting.receiver.dirty is None
+    with pytest.raises(NotPrepared, match="higher generation"):
+        await setting.phase(UpdatePhase.PREPARE, version=2)
+    await setting.join(2)
+    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_a_dead_trainer_fails_the_receive_at_once(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=60)
+    assert setting.trainer is not None
+    setting.trainer.close()
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="the old weights still serve"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert time.monotonic() - began < 3
+    assert setting.receiver.totals.failures == 1
+
+
+async def test_a_wrong_digest_keeps_the_group(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    with pytest.raises(DigestMismatch, match="digest must be 00, received"):
+        await setting.phase(UpdatePhase.COMMIT, digest="00")
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+
+
+async def test_a_swap_that_breaks_off_is_dirty_until_the_same_version_is_published_again(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    setting.target.error = RuntimeError("device lost")
+    with pytest.raises(Dirty, match=r"the swap to 0.1 broke off"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert setting.receiver.dirty is not None
+    assert await setting.phase(UpdatePhase.PREPARE) is UpdateStatus.PREPARED
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert setting.receiver.dirty is None
+
+
+async def test_a_swap_that_is_refused_is_not_dirty(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    setting.target.error = ContractError("not now")
+    with pytest.raises(ContractError, match="not now"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert setting.receiver.dirty is None and setting.receiver.totals.failures == 1
+
+
+async def test_a_swap_that_takes_longer_than_asked_still_happens(setting: Setting) -> None:
+    await setting.join()
+    setting.target.takes_s = 0.3
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    with pytest.raises(DeadlineExceeded, match=r"has not happened within 0.05 s and will still"):
+        await setting.phase(UpdatePhase.COMMIT, timeout_s=0.05)
+    with pytest.raises(UpdateInProgress):
+        await setting.phase(UpdatePhase.PREPARE, version=2)
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.ALREADY_SERVING
+
+
+async def test_two_commits_at_once_swap_once(setting: Setting) -> None:
+    await setting.join()
+    setting.target.takes_s = 0.05
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    both = await asyncio.gather(setting.phase(UpdatePhase.COMMIT), setting.phase(UpdatePhase.COMMIT))
+    assert both == [UpdateStatus.COMMITTED, UpdateStatus.COMMITTED]
+    assert setting.receiver.totals.updates == 1 and np.array_equal(setting.target.current, BYTES)
+
+
+async def test_a_new_membership_drops_what_the_old_had_staged(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=60)
+    old, setting.trainer = setting.trainer, None
+    await setting.join(2)
+    assert old is not None
+    old.close()
+    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_a_prepare_waits_for_the_dropped_receive_to_let_go_of_the_buffer(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=60)
+    old, setting.trainer = setting.trainer, None
+    await setting.join(2)
+    with pytest.raises(UpdateInProgress, match=r"dropped update 0\.1 still waits"):
+        await setting.phase(UpdatePhase.PREPARE, version=2, generation=2, timeout_s=0.2)
+    assert old is not None
+
+
+async def test_a_join_without_the_others_ends_at_its_deadline_and_spends_its_generation(setting: Setting) -> None:
+    with pytest.raises(DeadlineExceeded, match="joining group 'g' generation 1"):
+        await setting.receiver.init_process_group(setting.joining(1, timeout_s=0.3))
+    with pytest.raises(StaleGeneration, match="must be above 1"):
+        await setting.receiver.init_process_group(setting.joining(1))
+    await setting.join(2)
+
+
+async def test_a_higher_generation_overtakes_a_join_that_waits(setting: Setting) -> None:
+    waiting = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=0.5)))
+    await asyncio.sleep(0.05)
+    await setting.join(2)
+    with pytest.raises(ContractError):
+        await waiting
+    await setting.phase(UpdatePhase.PREPARE, generation=2)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+
+
+async def test_the_loop_is_free_while_a_join_waits(setting: Setting) -> None:
+    joining = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=0.4)))
+    longest, last = 0.0, time.monotonic()
+    while not joining.done():
+        await asyncio.sleep(0.005)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert longest < 0.2
+    with pytest.raises(DeadlineExceeded):
+        await joining
+
+
+class _Pull:
+    """A source of weights that fills the buffer, or is too late."""
+
+    def __init__(self, *, late: bool = False) -> None:
+        self._late = late
+
+    def fetch(self, source: str, *, epoch: int, version: int, layout: Any, into: Any, deadline: float) -> None:
+        if self._late:
+            raise DeadlineError(f"{source} did not answer")
+        into[:] = BYTES
+
+
+async def test_weights_are_pulled(setting: Setting) -> None:
+    receiver = setting.receiver = WeightReceiver(setting.target, pull=_Pull())
+    await setting.phase(UpdatePhase.PREPARE, transport=Transport.PULL, source="store")
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert receiver.digest == _digest(BYTES)
+
+
+async def test_a_pull_that_fails_leaves_the_old_weights(setting: Setting) -> None:
+    setting.receiver = WeightReceiver(setting.target, pull=_Pull(late=True))
+    await setting.phase(UpdatePhase.PREPARE, transport=Transport.PULL, source="store")
+    with pytest.raises(DeadlineExceeded, match="store did not answer"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert not setting.target.current.any()
+
+
+async def test_pull_without_a_source_is_refused(setting: Setting) -> None:
+    with pytest.raises(InvalidRequest, match="transport pull is not offered"):
+        await setting.phase(UpdatePhase.PREPARE, transport=Transport.PULL, source="store")

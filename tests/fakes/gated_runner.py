@@ -1,0 +1,92 @@
+"""A real runner whose decode steps wait for permission, so that a test decides what happens between which two steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, final
+
+from inference_contract.schemas import WeightLayout
+from pipelinerl.engines.batching.runner import ModelRunner, Prefill, RowState
+
+DEADLINE_S = 10.0
+
+
+@final
+class GatedRunner:
+    """Passes every call on; `decode` first waits for `allow`, and says so in `waiting`."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._permits = threading.Semaphore(0)
+        self._done = threading.Condition()
+        self._free = False
+        self.waiting = False
+        self.steps = 0
+        self.batch_sizes: list[int] = []
+        self.log: list[str] = []
+
+    def allow(self, steps: int) -> None:
+        """Let `steps` more decodes happen, and return when they have."""
+        target = self.steps + steps
+        self._permits.release(steps)
+        with self._done:
+            assert self._done.wait_for(lambda: self.steps >= target, DEADLINE_S), f"{self.steps} of {target} steps"
+
+    def open(self) -> None:
+        """Let everything happen from here on."""
+        self._free = True
+        self._permits.release()
+
+    @property
+    def slots(self) -> int:
+        return self._runner.slots
+
+    @property
+    def context_length(self) -> int:
+        return self._runner.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
+    def layout(self) -> WeightLayout:
+        return self._runner.layout
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._runner.cache_bytes
+
+    def prefill(self, prefills: Sequence[Prefill]) -> None:
+        self.log += [f"prefill {len(each.token_ids)} tokens to rows {list(each.rows)}" for each in prefills]
+        self._runner.prefill(prefills)
+
+    def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
+        self.log.append(f"copy {num_tokens} tokens from row {source} to rows {list(rows)}")
+        self._runner.copy_cache(source, rows, num_tokens)
+
+    def place(self, states: Sequence[RowState]) -> None:
+        self._runner.place(states)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._runner.move(sources, targets)
+
+    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+        if not self._free:
+            self.waiting = not self._permits.acquire(blocking=False)
+            assert not self.waiting or self._permits.acquire(timeout=DEADLINE_S), "nobody allowed the next step"
+            self.waiting = False
+        out = self._runner.decode(num_rows)
+        with self._done:
+            self.steps += 1
+            self.batch_sizes.append(num_rows)
+            self._done.notify_all()
+        return out
+
+    def staging(self) -> Any:
+        return self._runner.staging()
+
+    def swap(self) -> None:
+        self.log.append("swap")
+        self._runner.swap()

@@ -1,0 +1,378 @@
+"""`ScriptedEngine`: the smallest thing that keeps the inference contract; with a `Fault` it breaks one promise of it.
+
+A table of 32 next-token distributions (float32) and a bias; token i is the character of code 97 + i; token 0 ends. It
+decodes on the event loop, `step_s` per step, sequences independent of one another. The conformance kit must pass it
+without a fault and fail it with any.
+
+    python -m tests.fakes.scripted_engine [fault]      prints its port, serves until it is killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, final
+
+import numpy as np
+
+from inference_contract.errors import InvalidRequest, UnknownModel
+from inference_contract.schemas import (
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Choice,
+    ChoiceLogprobs,
+    ChunkChoice,
+    Delta,
+    DType,
+    EngineMetrics,
+    EngineState,
+    FinishReason,
+    Health,
+    InitProcessGroupRequest,
+    ModelCard,
+    OnUpdate,
+    ParameterSpec,
+    ProcessGroupStatus,
+    TokenLogprob,
+    UpdatePhase,
+    Usage,
+    WeightLayout,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl import rng
+from pipelinerl.engines.http_server import create_app, listen, serve
+from pipelinerl.engines.weight_receiver import WeightReceiver
+
+VOCAB = 32
+CONTEXT = 192
+LAYOUT = WeightLayout(
+    parameters=(
+        ParameterSpec(name="table.weight", shape=(VOCAB, VOCAB), dtype=DType.FLOAT32),
+        ParameterSpec(name="table.bias", shape=(VOCAB,), dtype=DType.FLOAT32),
+    )
+)
+
+
+class Fault(StrEnum):
+    """One broken promise each."""
+
+    NONE = "none"
+    ACCEPTS_OLDER = "accepts_older"
+    ACCEPTS_ANY_LAYOUT = "accepts_any_layout"
+    IGNORES_DIGEST = "ignores_digest"
+    IGNORES_WEIGHTS = "ignores_weights"
+    SERVES_STAGED = "serves_staged"
+    LOWER_GENERATION = "lower_generation"
+    REPREPARES = "reprepares"
+    ONE_SPAN = "one_span"
+    SHORT_SPANS = "short_spans"
+    POSITIVE_LOGPROBS = "positive_logprobs"
+    RAW_LOGPROBS = "raw_logprobs"
+    IGNORES_SEED = "ignores_seed"
+    NOISE_BY_BATCH = "noise_by_batch"
+    STREAM_DIFFERS = "stream_differs"
+    STREAMS_STOP_STRING = "streams_stop_string"
+    RETOKENIZES = "retokenizes"
+    DROPS_UNKNOWN_FIELDS = "drops_unknown_fields"
+    TRUNCATES_PROMPT = "truncates_prompt"
+    COUNTS_NOTHING = "counts_nothing"
+
+
+@dataclass(slots=True)
+class _Sample:
+    index: int
+    key: np.ndarray
+    last: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    shown: int = 0
+    told_end: bool = False
+    reason: FinishReason | None = None
+
+    def text(self, stops: tuple[str, ...]) -> tuple[str, bool]:
+        """Its text, and whether a stop string ended it."""
+        whole = "".join(chr(97 + token) for token in self.tokens if token)
+        cuts = [whole.index(stop) for stop in stops if stop in whole]
+        return (whole[: min(cuts)], True) if cuts else (whole, False)
+
+
+@final
+class ScriptedEngine:
+    """Satisfies `Engine`; and `WeightTarget`, so that the real receiver is used."""
+
+    def __init__(self, fault: Fault = Fault.NONE, *, step_s: float = 0.0005) -> None:
+        self._fault = fault
+        self._step_s = step_s
+        self._buffers = [self._initial(), np.zeros(LAYOUT.num_bytes, np.uint8)]
+        self._serving = (0, 0)
+        self._aborts = 0
+        self._running = 0
+        self._counts = {"generated_tokens_total": 0, "prompt_tokens_total": 0}
+        self._receiver: WeightReceiver
+
+    @staticmethod
+    def _initial() -> Any:
+        return rng.generator(0, "scripted").normal(size=LAYOUT.num_bytes // 4).astype(np.float32).view(np.uint8)
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> WeightLayout:
+        return LAYOUT
+
+    def staging(self) -> Any:
+        return self._buffers[0 if self._fault is Fault.SERVES_STAGED else 1]
+
+    def serving(self) -> tuple[int, int]:
+        return self._serving
+
+    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+        if on_update is OnUpdate.ABORT:
+            self._aborts += 1
+        while on_update is OnUpdate.DRAIN and self._running:
+            await asyncio.sleep(self._step_s)
+        if self._fault not in (Fault.IGNORES_WEIGHTS, Fault.SERVES_STAGED):
+            self._buffers.reverse()
+        self._serving = (epoch, version)
+        return 0.0
+
+    async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+        if self._fault is Fault.LOWER_GENERATION and self._receiver._member._membership is not None:
+            known = self._receiver._member._membership.request
+            if request.generation < known.generation:
+                request = known
+        return await self._receiver.init_process_group(request)
+
+    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        if self._fault is Fault.ACCEPTS_ANY_LAYOUT and request.layout is not None:
+            request = request.model_copy(update={"layout": LAYOUT})
+        if self._fault is Fault.ACCEPTS_OLDER and request.phase is UpdatePhase.PREPARE:
+            self._serving = min(self._serving, (request.epoch, request.version - 1))
+        update = self._receiver._update
+        if self._fault is Fault.IGNORES_DIGEST and request.phase is UpdatePhase.COMMIT and update is not None:
+            while not update.receiving.done():
+                await asyncio.sleep(0.001)
+            if update.receiving.exception() is None:
+                request = request.model_copy(update={"digest": update.receiving.result().digest})
+        if self._fault is Fault.REPREPARES and request.phase is UpdatePhase.PREPARE and update is not None:
+            request = update.request if not update.replaceable else request
+        return await self._receiver.request_weight_update(request)
+
+    # --- generation ----------------------------------------------------------------------------------------------
+
+    def _samples(self, request: ChatCompletionRequest) -> tuple[list[int], list[_Sample], int]:
+        if request.model not in (None, "scripted"):
+            raise UnknownModel(f"this engine serves 'scripted', got {request.model!r}", param="model")
+        text = "".join(message.content for message in request.messages or ())
+        prompt = request.prompt_token_ids or [1 + ord(char) % (VOCAB - 1) for char in text]
+        if self._fault is Fault.TRUNCATES_PROMPT:
+            prompt = prompt[-8:]
+        room = CONTEXT - len(prompt)
+        if room < 1 or not all(0 <= token < VOCAB for token in prompt):
+            raise InvalidRequest("the prompt must be shorter, and of known tokens", param="prompt_token_ids")
+        if self._fault is Fault.RETOKENIZES and request.prompt_token_ids:
+            prompt = [*prompt, 1]
+        seed = 0 if request.seed is None else request.seed
+        if self._fault is Fault.IGNORES_SEED:
+            seed = self._counts["prompt_tokens_total"]
+        if self._fault is Fault.NOISE_BY_BATCH:
+            seed += request.n
+        self._counts["prompt_tokens_total"] += len(prompt)
+        keys = rng.sample_keys(seed, request.n)
+        samples = [_Sample(index, keys[index : index + 1], prompt[-1]) for index in range(request.n)]
+        return prompt, samples, min(request.token_limit or room, room)
+
+    def _step(self, request: ChatCompletionRequest, sample: _Sample, limit: int) -> None:
+        weights = self._buffers[0].view(np.float32)
+        logits = weights[: VOCAB * VOCAB].reshape(VOCAB, VOCAB)[sample.last] + weights[VOCAB * VOCAB :]
+        scaled = logits.astype(np.float64) / (request.temperature or 1.0)
+        if request.top_k:
+            scaled[np.argsort(-scaled, kind="stable")[request.top_k :]] = -np.inf
+        logp = scaled - scaled.max()
+        logp -= np.log(np.exp(logp).sum())
+        noise = rng.uniform(sample.key, np.array([len(sample.tokens)]))[0]
+        greedy = request.temperature == 0.0
+        token = int(np.argmax(logp) if greedy else np.searchsorted(np.cumsum(np.exp(logp)), noise).clip(0, VOCAB - 1))
+        raw = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        logprob = float(raw[token] if self._fault is Fault.RAW_LOGPROBS else logp[token])
+        sample.last = token
+        sample.tokens.append(token)
+        sample.logprobs.append(-logprob if self._fault is Fault.POSITIVE_LOGPROBS else logprob)
+        sample.versions.append(self._serving[1])
+        self._counts["generated_tokens_total"] += self._fault is not Fault.COUNTS_NOTHING
+        if token == 0 or sample.text(request.stop_strings)[1]:
+            sample.reason = FinishReason.STOP
+        elif len(sample.tokens) >= limit:
+            sample.reason = FinishReason.LENGTH
+
+    async def _steps(self, request: ChatCompletionRequest, samples: list[_Sample], limit: int) -> AsyncIterator[None]:
+        aborts = self._aborts
+        self._running += 1
+        try:
+            while any(sample.reason is None for sample in samples):
+                for sample in samples:
+                    if sample.reason is None and self._aborts != aborts:
+                        sample.reason = FinishReason.ABORT
+                    if sample.reason is None:
+                        self._step(request, sample, limit)
+                yield
+                await asyncio.sleep(self._step_s)
+        finally:
+            self._running -= 1
+
+    def _spans(self, versions: list[int]) -> list[tuple[int, int]]:
+        spans: list[tuple[int, int]] = []
+        for version in versions[: 1 if self._fault is Fault.SHORT_SPANS else None]:
+            if spans and spans[-1][0] == version:
+                spans[-1] = (version, spans[-1][1] + 1)
+            else:
+                spans.append((version, 1))
+        if self._fault is Fault.ONE_SPAN and versions:
+            return [(versions[0], len(versions))]
+        return spans
+
+    def _logprobs(self, sample: _Sample, start: int = 0) -> ChoiceLogprobs:
+        rows = zip(sample.tokens[start:], sample.logprobs[start:], strict=True)
+        return ChoiceLogprobs(content=[TokenLogprob(token=chr(97 + token), logprob=logprob) for token, logprob in rows])
+
+    async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
+        prompt, samples, limit = self._samples(request)
+        epoch, version = self._serving
+        async for _ in self._steps(request, samples, limit):
+            pass
+        ids = request.return_token_ids
+        completion_tokens = sum(len(sample.tokens) for sample in samples)
+        return ChatCompletion(
+            id="scripted-1",
+            created=0,
+            model="scripted",
+            choices=[
+                Choice(
+                    index=sample.index,
+                    message=AssistantMessage(content=sample.text(request.stop_strings)[0]),
+                    finish_reason=sample.reason or FinishReason.ABORT,
+                    logprobs=self._logprobs(sample) if request.logprobs else None,
+                    token_ids=sample.tokens if ids else None,
+                    token_logprobs=sample.logprobs if ids else None,
+                    version_spans=self._spans(sample.versions) if ids else None,
+                )
+                for sample in samples
+            ],
+            usage=Usage(
+                prompt_tokens=len(prompt),
+                completion_tokens=completion_tokens,
+                total_tokens=len(prompt) + completion_tokens,
+            ),
+            prompt_token_ids=prompt if ids else None,
+            model_version=version,
+            epoch=epoch,
+        )
+
+    async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        prompt, samples, limit = self._samples(request)
+        if self._fault is Fault.STREAM_DIFFERS:
+            for sample in samples:
+                sample.last = (sample.last + 1) % VOCAB
+        async for _ in self._steps(request, samples, limit):
+            parts = [self._part(request, sample) for sample in samples if sample.shown < len(sample.tokens)]
+            ended = [self._end(request, sample) for sample in samples if sample.reason and not sample.told_end]
+            yield self._chunk([*parts, *ended])
+        if request.stream_options is not None and request.stream_options.include_usage:
+            total = sum(len(sample.tokens) for sample in samples)
+            usage = Usage(prompt_tokens=len(prompt), completion_tokens=total, total_tokens=len(prompt) + total)
+            yield self._chunk([], usage)
+
+    def _part(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
+        start, sample.shown = sample.shown, len(sample.tokens)
+        ids = request.return_token_ids
+        # Text waits for the end when there are stop strings: then it is known how much of it stays.
+        early = not request.stop_strings or self._fault is Fault.STREAMS_STOP_STRING
+        text = "".join(chr(97 + token) for token in sample.tokens[start:] if token) if early else None
+        return ChunkChoice(
+            index=sample.index,
+            delta=Delta(content=text),
+            logprobs=self._logprobs(sample, start) if request.logprobs else None,
+            token_ids=sample.tokens[start:] if ids else None,
+            token_logprobs=sample.logprobs[start:] if ids else None,
+            version_spans=self._spans(sample.versions[start:]) if ids else None,
+        )
+
+    def _end(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
+        sample.told_end = True
+        late = request.stop_strings and self._fault is not Fault.STREAMS_STOP_STRING
+        text = sample.text(request.stop_strings)[0] if late else None
+        return ChunkChoice(index=sample.index, delta=Delta(content=text), finish_reason=sample.reason)
+
+    def _chunk(self, parts: list[ChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
+        epoch, version = self._serving
+        return ChatCompletionChunk(
+            id="scripted-1", created=0, model="scripted", choices=parts, usage=usage, model_version=version, epoch=epoch
+        )
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._receiver = WeightReceiver(self)
+
+    async def close(self) -> None:
+        self._receiver.close()
+
+    def model_card(self) -> ModelCard:
+        epoch, version = self._serving
+        return ModelCard(
+            id="scripted",
+            model_version=version,
+            epoch=epoch,
+            context_length=CONTEXT,
+            layout=LAYOUT,
+            layout_id=LAYOUT.layout_id,
+            digest=self._receiver.digest,
+        )
+
+    def health(self) -> Health:
+        return Health(state=EngineState.READY, model_version=self._serving[1], epoch=self._serving[0])
+
+    def metrics(self) -> EngineMetrics:
+        return EngineMetrics(model_version=self._serving[1], epoch=self._serving[0], **self._counts)
+
+
+class DropsUnknownFields:
+    """ASGI around the real server: what the schema does not know is taken out before it can be refused."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def stripped() -> Any:
+            message = await receive()
+            try:
+                body = json.loads(message["body"])
+                known = {name: body[name] for name in body if name in ChatCompletionRequest.model_fields}
+                return message | {"body": json.dumps(known).encode()}
+            except (KeyError, ValueError, TypeError):
+                return message
+
+        chat = scope["type"] == "http" and scope["path"].startswith("/v1/chat")
+        await self._app(scope, stripped if chat else receive, send)
+
+
+def application(fault: Fault = Fault.NONE, *, token: str | None = None, step_s: float = 0.0005) -> Any:
+    """The server over a scripted engine."""
+    app = create_app(ScriptedEngine(fault, step_s=step_s), token=token)
+    if fault is Fault.DROPS_UNKNOWN_FIELDS:
+        app.add_middleware(DropsUnknownFields)
+    return app
+
+
+if __name__ == "__main__":
+    with listen("127.0.0.1", 0) as bound:
+        print(bound.getsockname()[1], flush=True)
+        serve(application(Fault(sys.argv[1] if len(sys.argv) > 1 else "none")), listener=bound)

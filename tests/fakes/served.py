@@ -1,0 +1,64 @@
+"""Engines behind real HTTP on loopback: on a thread of the test's process, or as a process of its own to be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from pipelinerl.engines.http_server import listen
+
+DEADLINE_S = 30.0
+
+
+@contextmanager
+def in_thread(app: Any) -> Iterator[str]:
+    """Serve `app` and yield its base URL; stopped on leaving."""
+    listener = listen("127.0.0.1", 0)
+    config = uvicorn.Config(
+        app, loop="uvloop", http="httptools", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + DEADLINE_S
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline, "the server has not started"
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+        listener.close()
+
+
+@contextmanager
+def as_process(module: str, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run `python -m module`, which prints its port, and yield its base URL and the process; killed on leaving."""
+    process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                httpx.get(url + "/health", trust_env=False, timeout=1.0).raise_for_status()
+                break
+            except httpx.HTTPError:
+                assert process.poll() is None and time.monotonic() < deadline, "the engine has not started"
+                time.sleep(0.02)
+        yield url, process
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,0 +1,288 @@
+"""Every order is trained exactly once, whatever dies when; and two trainers that look right, but are not, are caught.
+
+A toy pipeline over the real streams and records. An actor claims orders, appends a group for each under an id that it
+chose, then acknowledges. A trainer's effects (which groups its weights have seen) live in a checkpoint; what it did
+since is lost when it dies. Deaths are exceptions at named points, drawn from a seed, and `kill -9` of a real server.
+
+    by offset                  read after the checkpoint's offset ─ drop duplicates ─ train ─ checkpoint      right
+    ack before training        claim ─ acknowledge ─ train ─ checkpoint                                       loses
+    ack after the checkpoint   claim ─ train ─ checkpoint ─ acknowledge                                       doubles
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pipelinerl.rng import generator
+from pipelinerl.streams.embedded_redis import EmbeddedRedis, Fsync
+from pipelinerl.streams.memory_stream import MemoryStream
+from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.records import decode_group, decode_message, encode_group, encode_message
+from pipelinerl.streams.stream import START, Entry, Stream, fresh_number
+from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+
+PROMPTS, ROLLOUTS = "prompts", "rollouts:a0"
+IDLE_S = 0.05
+
+
+class Death(Exception):
+    """The process ends here."""
+
+
+#: So many polls that find nothing take longer than an entry needs to be reclaimed, however slow the machine is.
+QUIET_POLLS = 15
+
+
+class Fate:
+    """Dies at a tenth of the points it is asked at, for as long as deaths are left; counts polls that found nothing."""
+
+    def __init__(self, seed: int, role: str, deaths: int) -> None:
+        self._random = generator(seed, "fate", role)
+        self.deaths_left = deaths
+        self.empty_polls = 0
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self.deaths_left and self.empty_polls >= QUIET_POLLS
+
+    def found(self, entries: list[Entry]) -> list[Entry]:
+        self.empty_polls = 0 if entries else self.empty_polls + 1
+        return entries
+
+    def point(self) -> None:
+        if self.deaths_left and self._random.random() < 0.1:
+            self.deaths_left -= 1
+            raise Death
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What survives a trainer: the groups that its weights have seen, in order, and where to read on."""
+
+    trained: tuple[str, ...] = ()
+    offset: str = START
+    previous_offset: str = START
+
+
+@dataclass(slots=True)
+class Disk:
+    """Holds the newest checkpoint; replacing it is atomic."""
+
+    checkpoint: Checkpoint = Checkpoint()
+
+
+Trainer = Callable[[Stream, Disk, Fate], Awaitable[None]]
+
+
+def group_of(order_id: str) -> RolloutGroup:
+    one = Turn(
+        context_token_ids=np.arange(3, dtype=np.int32),
+        token_ids=np.arange(2, dtype=np.int32),
+        behavior_logprobs=np.zeros(2, dtype=np.float32),
+        spans=(VersionSpan(0, 2),),
+    )
+    verdict = Verdict(outcome=Outcome.CORRECT, reward=1.0)
+    rollout = Rollout(turns=(one,), verdict=verdict, finish_reason="stop", temperature=1.0)
+    return RolloutGroup(group_id=order_id, index=0, domain="toy", actor="a0", rollouts=(rollout,) * 2)
+
+
+async def issue(streams: Stream, orders: list[str]) -> None:
+    """The controller's part, in pieces; each piece is asked for twice, as if the first answer had been lost."""
+    for start in range(0, len(orders), 10):
+        piece = [encode_message("order", {"id": order}) for order in orders[start : start + 10]]
+        for _ in range(2):
+            await streams.append(PROMPTS, piece, first_id=start + 1)
+        await asyncio.sleep(0.01)
+
+
+async def actor_life(streams: Stream, fate: Fate) -> None:
+    """One life of the actor; ends only by `Death`."""
+    number = fresh_number(await streams.last_id(ROLLOUTS))
+    while True:
+        entries = fate.found(
+            await streams.claim(PROMPTS, group="actors", consumer="a0", count=4, block_s=0.02, reclaim_idle_s=IDLE_S)
+        )
+        fate.point()
+        if not entries:
+            continue
+        groups = [encode_group(group_of(decode_message(entry.payload).body["id"])) for entry in entries]
+        for _ in range(2):  # an answer was lost, and the append made again
+            await streams.append(ROLLOUTS, groups, first_id=number)
+        number += len(groups)
+        fate.point()
+        await streams.acknowledge(PROMPTS, group="actors", entry_ids=[entry.entry_id for entry in entries])
+
+
+async def by_offset(streams: Stream, disk: Disk, fate: Fate) -> None:
+    """One life of the right trainer. Trims what even the checkpoint before the newest no longer needs."""
+    trained, offset = list(disk.checkpoint.trained), disk.checkpoint.offset
+    while True:
+        for entry in fate.found(await streams.read({ROLLOUTS: offset}, count=3, block_s=0.02)):
+            group = decode_group(entry.payload)
+            fate.point()
+            if group.group_id not in trained:
+                trained.append(group.group_id)
+            offset = entry.entry_id
+        fate.point()
+        disk.checkpoint = Checkpoint(tuple(trained), offset, disk.checkpoint.offset)
+        fate.point()
+        await streams.trim(ROLLOUTS, before=disk.checkpoint.previous_offset)
+
+
+async def ack_before_training(streams: Stream, disk: Disk, fate: Fate) -> None:
+    """A mutant: what was acknowledged and not yet in a checkpoint dies with the trainer."""
+    trained = list(disk.checkpoint.trained)
+    while True:
+        entries = fate.found(await claim_rollouts(streams))
+        await streams.acknowledge(ROLLOUTS, group="trainer", entry_ids=[entry.entry_id for entry in entries])
+        fate.point()
+        for entry in entries:
+            group = decode_group(entry.payload)
+            if group.group_id not in trained:
+                trained.append(group.group_id)
+            fate.point()
+        disk.checkpoint = Checkpoint(tuple(trained))
+
+
+async def ack_after_checkpoint(streams: Stream, disk: Disk, fate: Fate) -> None:
+    """A mutant: what is in the checkpoint and not yet acknowledged is handed out, and trained, again."""
+    trained = list(disk.checkpoint.trained)
+    while True:
+        entries = fate.found(await claim_rollouts(streams))
+        for entry in entries:
+            fate.point()
+            trained.append(decode_group(entry.payload).group_id)
+        disk.checkpoint = Checkpoint(tuple(trained))
+        fate.point()
+        await streams.acknowledge(ROLLOUTS, group="trainer", entry_ids=[entry.entry_id for entry in entries])
+
+
+async def claim_rollouts(streams: Stream) -> list[Entry]:
+    return await streams.claim(ROLLOUTS, group="trainer", consumer="t0", count=3, block_s=0.02, reclaim_idle_s=IDLE_S)
+
+
+async def lives(life: Callable[[], Awaitable[None]]) -> None:
+    """A supervisor: each death is followed by a new life."""
+    while True:
+        try:
+            await life()
+        except Death:
+            await asyncio.sleep(0)
+
+
+@dataclass(slots=True)
+class Run:
+    """Controller, actor and trainer over one server, with their deaths."""
+
+    streams: Stream
+    trainer: Trainer
+    seed: int
+    num_orders: int
+    disk: Disk = field(default_factory=Disk)
+
+    async def until_quiet(self, *, deadline_s: float = 60.0) -> tuple[int, int]:
+        """Run until all deaths have happened and nobody finds anything to do.
+
+        Returns:
+            How many orders were never trained, and how many more than once.
+        """
+        orders = [f"prompt-{number:06d}" for number in range(self.num_orders)]
+        fates = [Fate(self.seed, "actor", deaths=4), Fate(self.seed, "trainer", deaths=6)]
+        tasks = [
+            asyncio.create_task(issue(self.streams, orders)),
+            asyncio.create_task(lives(lambda: actor_life(self.streams, fates[0]))),
+            asyncio.create_task(lives(lambda: self.trainer(self.streams, self.disk, fates[1]))),
+        ]
+        deadline = time.monotonic() + deadline_s
+        while not (tasks[0].done() and all(fate.is_quiet for fate in fates)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ended] == [type(None), asyncio.CancelledError, asyncio.CancelledError], ended
+        trained = Counter(self.disk.checkpoint.trained)
+        assert set(trained) <= set(orders)
+        return len(orders) - len(trained), sum(count > 1 for count in trained.values())
+
+
+async def outcomes(trainer: Trainer) -> tuple[list[int], list[int]]:
+    """For each seed, how many orders were lost and how many were trained more than once."""
+    runs = [Run(MemoryStream(), trainer, seed, num_orders=40) for seed in range(6)]
+    found = await asyncio.gather(*(run.until_quiet() for run in runs))
+    return [lost for lost, _ in found], [doubled for _, doubled in found]
+
+
+async def test_reading_by_the_checkpoints_offset_trains_each_order_once() -> None:
+    assert await outcomes(by_offset) == ([0] * 6, [0] * 6)
+
+
+async def test_acknowledging_before_training_loses() -> None:
+    lost, doubled = await outcomes(ack_before_training)
+    assert any(lost)
+    assert not any(doubled)
+
+
+async def test_acknowledging_after_the_checkpoint_trains_twice() -> None:
+    lost, doubled = await outcomes(ack_after_checkpoint)
+    assert not any(lost)
+    assert any(doubled)
+
+
+async def test_each_order_is_trained_once_while_the_server_is_killed(tmp_path: Path) -> None:
+    """With `appendfsync always`, whatever was answered is there again; so is the place of every reader."""
+    random = generator(0, "kills")
+    with EmbeddedRedis(tmp_path, fsync=Fsync.ALWAYS) as server:
+        streams = await open_stream(server.url, namespace="run", timeout_s=30.0)
+        run = Run(streams, by_offset, seed=1, num_orders=400)
+        async with asyncio.TaskGroup() as tasks:
+            ending = tasks.create_task(run.until_quiet())
+            for kills in range(6):
+                while len(run.disk.checkpoint.trained) < 50 * kills:
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(random.uniform(0, 0.03))
+                os.kill(server.pid, signal.SIGKILL)
+                await asyncio.sleep(0.03)
+                server.start()
+            assert len(run.disk.checkpoint.trained) < 400, "killed only after the end"
+        await streams.close()
+    assert ending.result() == (0, 0)
+
+
+async def test_what_the_server_forgets_is_always_the_end_of_its_history(tmp_path: Path) -> None:
+    """An acknowledgement is never kept without the append before it, so what was forgotten is claimed and made again.
+
+    The end of the append-only file is cut off, entry by entry: what a server that had not yet written it, or a machine
+    that lost power, leaves behind.
+    """
+    server = EmbeddedRedis(tmp_path).start()
+    streams = await open_stream(server.url, namespace="run", timeout_s=20.0)
+    await streams.append(PROMPTS, [encode_message("order", {"id": f"prompt-{number}"}) for number in range(4)])
+    for number in range(1, 4):
+        held = await streams.claim(PROMPTS, group="actors", consumer="a0", count=1, block_s=0, reclaim_idle_s=60)
+        await streams.append(ROLLOUTS, [held[0].payload], first_id=number)
+        await streams.acknowledge(PROMPTS, group="actors", entry_ids=[held[0].entry_id])
+    (log,) = (tmp_path / "appendonlydir").glob("*.incr.aof")
+    server.stop()
+    whole = log.read_bytes()
+    kept = set()
+    for cut in range(len(whole) - 10, len(whole) * 2 // 3, -41):
+        log.write_bytes(whole[:cut])
+        server.start()
+        appended = [entry.payload for entry in await streams.read({ROLLOUTS: START}, count=9, block_s=0)]
+        left = await streams.claim(PROMPTS, group="actors", consumer="a1", count=9, block_s=0, reclaim_idle_s=0)
+        left += await streams.claim(PROMPTS, group="actors", consumer="a1", count=9, block_s=0, reclaim_idle_s=60)
+        every = {decode_message(payload).body["id"] for payload in appended + [entry.payload for entry in left]}
+        assert every == {f"prompt-{number}" for number in range(4)}
+        kept.add(len(appended))
+        server.stop()
+    assert kept >= {1, 2, 3}
+    await streams.close()

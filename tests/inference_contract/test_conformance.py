@@ -1,0 +1,75 @@
+"""The kit passes what keeps the contract and fails what does not, at the check that is about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_contract.conformance import CHECKS, CheckResult, Outcome, run, select
+from tests.fakes.scripted_engine import Fault, application
+from tests.fakes.served import in_thread
+
+#: The check that must fail for each fault.
+CAUGHT_BY = {
+    Fault.ACCEPTS_OLDER: "older_version_is_refused",
+    Fault.ACCEPTS_ANY_LAYOUT: "wrong_layout_is_refused",
+    Fault.IGNORES_DIGEST: "wrong_digest_is_refused",
+    Fault.IGNORES_WEIGHTS: "update_is_served",
+    Fault.SERVES_STAGED: "wrong_digest_is_refused",
+    Fault.LOWER_GENERATION: "lower_generation_is_refused",
+    Fault.REPREPARES: "prepare_repeats",
+    Fault.ONE_SPAN: "update_during_whole_answer",
+    Fault.SHORT_SPANS: "columns_match_tokens",
+    Fault.POSITIVE_LOGPROBS: "columns_match_tokens",
+    Fault.RAW_LOGPROBS: "top_k_one_is_certain",
+    Fault.IGNORES_SEED: "same_seed_same_samples",
+    Fault.NOISE_BY_BATCH: "noise_is_per_sample",
+    Fault.STREAM_DIFFERS: "stream_equals_whole",
+    Fault.STREAMS_STOP_STRING: "stream_equals_whole_with_stop",
+    Fault.RETOKENIZES: "prompt_ids_go_through",
+    Fault.DROPS_UNKNOWN_FIELDS: "unknown_field_is_refused",
+    Fault.TRUNCATES_PROMPT: "too_long_prompt_is_refused",
+    Fault.COUNTS_NOTHING: "metrics_count_tokens",
+}
+
+
+def _not_passed(results: list[CheckResult]) -> dict[str, str]:
+    return {result.name: result.reason for result in results if result.outcome is not Outcome.PASSED}
+
+
+def test_a_faultless_engine_passes_every_check_twice() -> None:
+    with in_thread(application(token="secret")) as url:
+        for _ in range(2):
+            results = run(url, token="secret", timeout_s=8.0)
+            assert len(results) == len(CHECKS)
+            assert _not_passed(results) == {}
+
+
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.NONE])
+def test_each_fault_is_caught(fault: Fault) -> None:
+    check = CAUGHT_BY[fault]
+    with in_thread(application(fault)) as url:
+        results = run(url, only=[check], timeout_s=3.0)
+    assert [result.outcome for result in results] == [Outcome.FAILED], f"{fault} must fail {check}: {results}"
+
+
+def test_without_a_token_the_token_checks_are_unsupported_and_say_why() -> None:
+    with in_thread(application()) as url:
+        (result,) = run(url, only=["other_routes_need_the_token"])
+    assert result.outcome is Outcome.UNSUPPORTED
+    assert "without a token" in result.reason
+
+
+def test_an_unreachable_engine_fails_with_a_reason() -> None:
+    (result,) = run("http://127.0.0.1:9", only=["health_is_ready"], timeout_s=1.0)
+    assert result.outcome is Outcome.FAILED
+    assert "ConnectError" in result.reason
+
+
+def test_every_check_has_a_promise_and_a_name_of_its_own() -> None:
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
+    assert all((check.__doc__ or "").strip().endswith(".") for check in CHECKS)
+
+
+def test_an_unknown_check_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'no_such_check' is no check"):
+        select(["no_such_check"])

@@ -1,0 +1,25 @@
+"""Errors keep their class across the wire."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_contract.errors import ContractError, _tree, from_wire
+
+
+@pytest.mark.parametrize("kind", _tree(ContractError))
+def test_the_wire_gives_the_same_class_back(kind: type[ContractError]) -> None:
+    error = kind("what was expected", param="layout")
+    back = from_wire(error.status, error.to_wire())
+    assert type(back) is kind
+    assert (back.message, back.param) == ("what was expected", "layout")
+
+
+def test_codes_are_unique() -> None:
+    codes = [kind.code for kind in _tree(ContractError)]
+    assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize("body", [None, "text", {}, {"error": "text"}, {"error": {"code": "of_another_server"}}])
+def test_a_foreign_body_is_a_plain_contract_error(body: object) -> None:
+    assert type(from_wire(502, body)) is ContractError

@@ -1,0 +1,107 @@
+"""Golden bytes of the wire, and the arithmetic of layouts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from inference_contract.schemas import (
+    DType,
+    InitProcessGroupRequest,
+    ParameterSpec,
+    UpdatePhase,
+    WeightLayout,
+    WeightUpdateRequest,
+)
+
+LAYOUT = WeightLayout(
+    parameters=(
+        ParameterSpec(name="embed.weight", shape=(4, 2), dtype=DType.FLOAT32),
+        ParameterSpec(name="norm.weight", shape=(2,), dtype=DType.BFLOAT16),
+    )
+)
+
+
+def test_golden_prepare() -> None:
+    request = WeightUpdateRequest(
+        phase=UpdatePhase.PREPARE, version=3, epoch=1, group="weights", generation=2, layout=LAYOUT
+    )
+    assert request.model_dump_json(exclude_none=True) == (
+        '{"phase":"prepare","version":3,"epoch":1,"transport":"broadcast","group":"weights","generation":2,'
+        '"layout":{"parameters":[{"name":"embed.weight","shape":[4,2],"dtype":"float32"},'
+        '{"name":"norm.weight","shape":[2],"dtype":"bfloat16"}]},'
+        '"bucket_bytes":16777216,"on_update":"continue","timeout_s":120.0}'
+    )
+
+
+def test_golden_layout_id() -> None:
+    assert LAYOUT.layout_id == "c5a1bf8730e75ed6a4db24815629bb27"
+    assert LAYOUT.num_bytes == 36
+
+
+def test_golden_join() -> None:
+    text = (
+        '{"group":"weights","backend":"gloo","rendezvous_host":"127.0.0.1","rendezvous_port":4711,"rank":1,'
+        '"world_size":3,"generation":5,"timeout_s":10.0}'
+    )
+    assert InitProcessGroupRequest.model_validate_json(text).model_dump_json() == text
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (LAYOUT.parameters[:1], "parameter 'norm.weight' is missing"),
+        ((*LAYOUT.parameters, ParameterSpec(name="x", shape=(1,), dtype=DType.INT8)), "'x' is not part of this model"),
+        (LAYOUT.parameters[::-1], "the order differs"),
+        ((LAYOUT.parameters[0].model_copy(update={"shape": (2, 4)}), LAYOUT.parameters[1]), "must have shape [4, 2]"),
+        ((LAYOUT.parameters[0].model_copy(update={"dtype": DType.INT8}), LAYOUT.parameters[1]), "must have dtype"),
+    ],
+)
+def test_difference_names_the_first(other: tuple[ParameterSpec, ...], sentence: str) -> None:
+    assert sentence in (LAYOUT.difference(WeightLayout(parameters=other)) or "")
+
+
+def test_no_difference_to_itself() -> None:
+    assert LAYOUT.difference(WeightLayout.model_validate_json(LAYOUT.model_dump_json())) is None
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
+    bucket_bytes=st.integers(1, 120),
+)
+def test_buckets_cover_the_bytes_once_and_split_no_parameter(sizes: list[int], bucket_bytes: int) -> None:
+    layout = WeightLayout(
+        parameters=tuple(
+            ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes)
+        )
+    )
+    buckets = layout.buckets(bucket_bytes)
+    assert buckets[0][0] == 0 and buckets[-1][1] == layout.num_bytes
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(buckets))
+    edges = {sum(sizes[:row]) for row in range(len(sizes) + 1)}
+    assert all(start in edges and end in edges for start, end in buckets)
+    # Only a single parameter may be larger than a bucket.
+    for start, end in buckets:
+        inside = [edge for edge in edges if start < edge < end]
+        assert end - start <= bucket_bytes or not inside
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"phase": "prepare", "version": 1},
+        {"phase": "prepare", "version": 1, "layout_id": "a", "layout": LAYOUT.model_dump()},
+        {"phase": "prepare", "version": 1, "layout_id": "a"},
+        {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull"},
+        {"phase": "commit", "version": 1},
+        {"phase": "abort", "version": -1},
+        {"phase": "abort", "version": 1, "unknown": 2},
+    ],
+)
+def test_half_a_request_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        WeightUpdateRequest.model_validate(fields)

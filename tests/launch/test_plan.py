@@ -1,0 +1,86 @@
+"""The plan is a pure function of recipe, ports and cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.plan import OnExit, Plan, Ports, ProcessSpec, plan
+from pipelinerl.config import RunConfig, parse
+
+RUN = Path("/runs/x")
+
+
+def _config(**sections: object) -> RunConfig:
+    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
+
+
+def _plan(config: RunConfig, cores: tuple[int, ...] = (0, 1)) -> Plan:
+    ports = Ports.of(config, range(5000, 5000 + Ports.count(config)))
+    return plan(config, run_dir=RUN, ports=ports, token_file=RUN / "tokens.json", cores=cores, python="py")
+
+
+def test_order_ports_and_duties() -> None:
+    made = _plan(_config(engine={"count": 2}, actor={"count": 2}))
+    names = [spec.name for spec in made.specs]
+    assert names == ["redis", "controller", "engine-0", "engine-1", "trainer", "actor-0", "actor-1"]
+    ports = {spec.name: spec.argv[spec.argv.index("--port") + 1] for spec in made.specs if "--port" in spec.argv}
+    assert ports == {"redis": "5003", "controller": "5000", "engine-0": "5001", "engine-1": "5002"}
+    assert made.spec("engine-1").health == "http://127.0.0.1:5002/health"
+    assert made.spec("redis").health == "tcp://127.0.0.1:5003"
+    assert [spec.name for spec in made.specs if spec.on_exit is OnExit.COMPLETE] == ["controller"]
+    stops = sorted(made.specs, key=lambda spec: spec.stop_order)
+    assert [spec.name.split("-")[0] for spec in stops] == [
+        "actor", "actor", "trainer", "engine", "engine", "controller", "redis",
+    ]  # fmt: skip
+
+
+def test_every_process_is_a_role_with_the_same_words() -> None:
+    for spec in _plan(_config()).specs:
+        assert spec.argv[:4] == ("py", "-m", "pipelinerl.cli", spec.name.split("-")[0])
+        given = dict(zip(spec.argv[4::2], spec.argv[5::2], strict=True))
+        assert given["--recipe"] == "/runs/x/recipe.toml"
+        assert given["--run-dir"] == "/runs/x"
+        assert given["--name"] == spec.name
+        assert given["--token-file"] == "/runs/x/tokens.json"
+        assert given["--controller-url"] == "http://127.0.0.1:5000"
+        assert given["--redis-url"] == "redis://127.0.0.1:5002/0"
+        assert spec.env["OMP_WAIT_POLICY"] == "PASSIVE"
+        assert spec.env["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_given_redis_is_used_and_none_started() -> None:
+    config = _config(streams={"redis_url": "redis://db:6379/3"})
+    assert Ports.count(config) == 2
+    made = _plan(config)
+    assert "redis" not in [spec.name for spec in made.specs]
+    assert made.spec("controller").after == ()
+    assert "redis://db:6379/3" in made.spec("trainer").argv
+
+
+@pytest.mark.parametrize(
+    ("cores", "sections", "engines", "trainer"),
+    [
+        ((0, 1), {}, [(0,)], (1,)),
+        ((4, 7), {"engine": {"count": 2}}, [(4,), (4,)], (7,)),
+        ((0, 1, 2, 3), {"engine": {"count": 2}}, [(0,), (1,)], (3,)),
+        ((0,), {}, [None], None),
+        (tuple(range(9)), {}, [None], None),
+        ((0, 1), {"launch": {"pin": "none"}}, [None], None),
+        ((0, 1), {"launch": {"threads": 2}}, [None], None),
+    ],
+)
+def test_pinning(cores: tuple[int, ...], sections: dict[str, object], engines: list[object], trainer: object) -> None:
+    made = _plan(_config(**sections), cores)
+    assert [spec.cpu for spec in made.specs if spec.name.startswith("engine")] == engines
+    assert made.spec("trainer").cpu == trainer
+    assert all(spec.cpu is None for spec in made.specs if spec.name.split("-")[0] in ("redis", "controller", "actor"))
+
+
+def test_a_plan_that_cannot_start_is_refused() -> None:
+    a, b = ProcessSpec(name="a", argv=("x",), after=("b",)), ProcessSpec(name="b", argv=("x",))
+    with pytest.raises(ValueError, match="a waits for b, which must come before it"):
+        Plan((a, b))
+    with pytest.raises(ValueError, match="unique, got 'b' twice"):
+        Plan((b, b))

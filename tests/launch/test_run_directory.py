@@ -1,0 +1,73 @@
+"""A run's directory: numbered, private where it must be, resumable, held by one launcher."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from pathlib import Path
+
+import pytest
+
+from launch.run_directory import create, open_run
+from pipelinerl.config import RunConfig, parse, to_table
+from pipelinerl.errors import RecipeError, UserError
+
+
+def _config(directory: Path, **sections: object) -> RunConfig:
+    return parse(
+        {
+            "model": {"path": "m"},
+            "domains": [{"name": "d", "source": "s", "parameters": {"digits": [1, 2], "ops": "+-"}}],
+            "run": {"name": "tiny", "directory": str(directory)},
+            **sections,
+        }
+    )
+
+
+def test_the_written_recipe_is_the_whole_recipe(tmp_path: Path) -> None:
+    config = _config(tmp_path, optimizer={"learning_rate": 1e-6}, staleness={"j": 1, "k": math.inf})
+    made = create(config)
+    assert made.path == tmp_path / "tiny"
+    assert to_table(open_run(made.path).config) == to_table(config)
+    assert "learning_rate = 1e-06" in made.recipe.read_text()
+
+
+def test_a_taken_name_gets_a_number(tmp_path: Path) -> None:
+    names = [create(_config(tmp_path)).path.name for _ in range(3)]
+    assert names == ["tiny", "tiny-2", "tiny-3"]
+    assert open_run(tmp_path / "tiny-3").config.run.name == "tiny-3"
+
+
+def test_the_token_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
+    made = create(_config(tmp_path))
+    seen = []
+    for _ in range(2):
+        with made.locked():
+            seen.append(json.loads(made.tokens.read_text()))
+            assert stat.S_IMODE(made.tokens.stat().st_mode) == 0o600
+    assert set(seen[0]) == {"token"}
+    assert len(seen[0]["token"]) >= 32
+    assert seen[0] != seen[1]
+
+
+def test_one_launcher_at_a_time(tmp_path: Path) -> None:
+    made = create(_config(tmp_path))
+    with made.locked():
+        before = made.tokens.read_text()
+        with pytest.raises(UserError, match="is being run by process"), open_run(made.path).locked():
+            pass
+        assert made.tokens.read_text() == before
+    with made.locked():
+        pass
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        open_run(tmp_path)
+    (tmp_path / "recipe.toml").write_text("run = 3")
+    with pytest.raises(RecipeError):
+        open_run(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        create(_config(tmp_path / "file"))

@@ -1,0 +1,59 @@
+"""The bigram model's files: written, read back, and refused when they are not a bigram model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.bigram import PARAMETER, BigramModel
+
+
+def test_it_survives_saving_and_loading(tmp_path: Path) -> None:
+    model = BigramModel.random(7, seed=3, context_length=40)
+    model.save(tmp_path)
+    loaded = BigramModel.load(tmp_path)
+    assert np.array_equal(loaded.logits, model.logits)
+    assert (loaded.context_length, loaded.vocab_size) == (40, 7)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "bigram"
+
+
+def test_the_same_seed_gives_the_same_model() -> None:
+    first, again, other = (BigramModel.random(7, seed=seed).logits for seed in (3, 3, 4))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_saving_keeps_what_else_lies_there(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    BigramModel.random(3, seed=0).save(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("logits", "problem"),
+    [
+        (np.zeros((3, 4), dtype=np.float32), r"\[3, 4\]"),
+        (np.zeros((3, 3)), "float64"),
+        (np.zeros(3, dtype=np.float32), r"\[3\]"),
+    ],
+)
+def test_other_shapes_are_refused(logits: np.ndarray, problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        BigramModel(logits=logits)
+
+
+def test_what_is_not_a_bigram_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="must hold"):
+        BigramModel.load(tmp_path)
+    BigramModel.random(3, seed=0).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    with pytest.raises(ModelError, match=f"{PARAMETER}.*got type 'qwen2'"):
+        BigramModel.load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(ModelError, match="must hold"):
+        BigramModel.load(tmp_path)

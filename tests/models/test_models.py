@@ -1,0 +1,245 @@
+"""Model directories, tokenizers and the warm start, on real files."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from inference_contract.schemas import ChatMessage
+from pipelinerl.config import MODELS
+from pipelinerl.data.problems import Split, open_source
+from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import load_model, save_model
+from pipelinerl.models.tiny_decoder import (
+    CHAT_TEMPLATE,
+    SPELL_BACKWARD_PHRASE,
+    DebugSize,
+    DecoderShape,
+    char_tokenizer,
+    random_decoder,
+)
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.warmstart import Demonstrations, WarmStartSettings, accuracies, warm_start
+from pipelinerl.types import Message
+
+SHAPE = DecoderShape(hidden=32, layers=1, heads=2, intermediate=48, vocab=64)
+SHIPPED = MODELS / "tiny_speller"
+
+
+def chat_tokenizer(**options):
+    raw = char_tokenizer(**options)
+    return ChatTokenizer(raw, {raw.eos_token_id})
+
+
+@pytest.fixture
+def directory(tmp_path):
+    save_model(random_decoder(SHAPE, seed=1), chat_tokenizer(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def byte_level():
+    """A byte-level tokenizer, as large models have: its tokens can be parts of characters."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=260, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+    )
+    backend.train_from_iterator(["hello there"], trainer)
+    return ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>"), {0})
+
+
+def test_a_saved_model_loads_with_the_same_weights_and_answers(directory):
+    original, loaded = random_decoder(SHAPE, seed=1), load_model(directory)
+    ids = torch.tensor([[2, 8, 9, 4, 3]])
+    with torch.no_grad():
+        assert torch.equal(original(ids).logits, loaded(ids).logits)
+    assert {p.name for p in directory.parent.iterdir()} == {"model"}
+    assert all(p.stat().st_mode & 0o044 == 0o044 for p in directory.iterdir())
+
+
+def test_saving_never_overwrites(directory):
+    with pytest.raises(ModelError, match="exists already"):
+        save_model(random_decoder(SHAPE), chat_tokenizer(), directory)
+
+
+@pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_an_incomplete_directory_is_named(directory, lost):
+    (directory / lost).unlink()
+    with pytest.raises(ModelError, match=lost if lost != "model.safetensors" else "safetensors"):
+        load_model(directory)
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    for load in (load_model, ChatTokenizer.load):
+        with pytest.raises(ModelError, match="nowhere"):
+            load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_damaged_files_are_model_errors(directory, name):
+    (directory / name).write_bytes(b"\x01\x02 not what it should be")
+    with pytest.raises(ModelError):
+        load_model(directory)
+        ChatTokenizer.load(directory)
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(directory):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "layer_types": None}))
+    with pytest.raises(ModelError, match="do not fit"):
+        load_model(directory)
+
+
+def test_the_tokenizer_round_trips_text_exactly(directory):
+    tokenizer = ChatTokenizer.load(directory)
+    for text in ("abc", " a  b\n", "1+2=3, (x) > y.", "", "<|user|>hi<|end|>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("é")) == "<|unk|>"
+
+
+def test_the_chat_template_marks_roles_and_opens_the_answer(directory):
+    tokenizer = ChatTokenizer.load(directory)
+    for kind in (Message, lambda role, content: ChatMessage(role=role, content=content)):
+        ids = tokenizer.encode_chat([kind("system", "s"), kind("user", "u")])
+        assert tokenizer.decode(ids) == "<|system|>s<|end|><|user|>u<|end|><|assistant|>"
+    assert tokenizer.eos_token_ids == {tokenizer.encode("<|end|>")[0]}
+    assert json.loads((directory / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
+
+
+def test_phrases_are_single_tokens():
+    tokenizer = chat_tokenizer(phrases=(SPELL_BACKWARD_PHRASE,))
+    ids = tokenizer.encode(SPELL_BACKWARD_PHRASE + "cat")
+    assert len(ids) == 4
+    assert ids[0] == tokenizer.vocab_size - 1
+
+
+def test_end_tokens_of_the_generation_config_count_too(directory):
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
+    assert ChatTokenizer.load(directory).eos_token_ids == {0, 4, 5}
+
+
+def test_a_model_without_a_chat_template_says_so():
+    with pytest.raises(ModelError, match="chat template"):
+        byte_level().encode_chat([Message("user", "a")])
+
+
+@pytest.mark.parametrize("text", ["héllo wörld", "日本語 text", "👩‍👩‍👧 family", "a\u00e9\n\n  b ", ""])
+def test_the_incremental_detokenizer_emits_whole_characters_that_add_up(text):
+    tokenizer = byte_level()
+    detokenizer = tokenizer.detokenizer()
+    parts = [detokenizer.push(i) for i in tokenizer.encode(text)] + [detokenizer.flush()]
+    assert "".join(parts) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+    assert len(text.encode()) == len(text) or "" in parts[:-1]  # it did hold something back
+
+
+def test_a_character_cut_short_is_shown_at_the_end_and_never_before():
+    tokenizer = byte_level()
+    detokenizer = tokenizer.detokenizer()
+    parts = [detokenizer.push(i) for i in tokenizer.encode("a日")[:-1]]
+    assert "".join(parts) == "a"
+    assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert detokenizer.flush() == ""
+
+
+def test_bytes_that_never_become_text_are_not_held_back_for_ever():
+    tokenizer = byte_level()
+    bad = tokenizer.encode("日")[1]  # a continuation byte alone
+    detokenizer = tokenizer.detokenizer()
+    assert any(detokenizer.push(bad) for _ in range(40))
+
+
+def test_a_decoder_is_a_pure_function_of_shape_and_seed():
+    first, again, other = (random_decoder(SHAPE, seed=s).state_dict() for s in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+    scale = float(first["model.layers.0.mlp.up_proj.weight"].std())
+    assert 0.03 < scale < 0.07
+
+
+@pytest.mark.parametrize(("size", "megabytes"), [(DebugSize.MB_3, 3.4), (DebugSize.MB_24, 25)])
+def test_debug_sizes_are_what_they_say(size, megabytes):
+    weights = random_decoder(size)
+    assert sum(p.numel() for p in weights.parameters()) * 4e-6 == pytest.approx(megabytes, rel=0.1)
+
+
+@pytest.mark.parametrize("wrong", [{"heads": 3}, {"heads": 32}, {"kv_heads": 4}])
+def test_impossible_shapes_are_refused(wrong):
+    with pytest.raises(ValueError, match="expected heads to divide"):
+        DecoderShape(**{"hidden": 32, "layers": 1, "heads": 2, "intermediate": 48, "vocab": 64, **wrong})
+
+
+def settings(**changes):
+    parameters = {"max_digits": 1}
+    train, validation = (
+        open_source("addition", domain="d", split=split, seed=7, parameters=parameters)
+        for split in (Split.TRAIN, Split.VALIDATION)
+    )
+    chosen = {"accuracy": (0.05, 1.0), "max_steps": 60, "validation_problems": 8, "batch_size": 16, **changes}
+    return WarmStartSettings(
+        training_problem=train.problem,
+        validation_problem=validation.problem,
+        tokenizer=chat_tokenizer(),
+        shape=SHAPE,
+        **{"demonstration_temperature": 1.0, "learning_rate": 3e-3, "lr_warmup_steps": 5, **chosen},
+    )
+
+
+def test_the_warm_start_learns_stops_in_the_band_and_repeats_itself():
+    checks = []
+    report = warm_start(settings(), checks.append)
+    assert checks[-1].greedy_accuracy == report.greedy_accuracy >= 0.05
+    assert all(check.greedy_accuracy < 0.05 for check in checks[:-1])
+    assert checks[-1].loss < checks[0].loss
+    assert report.demonstrations == report.steps * 16
+    again = warm_start(settings()).model.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in report.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"accuracy": (0.99, 1.0), "max_steps": 4}, "got at most"), ({"accuracy": (0.05, 0.06)}, "jumped to")],
+)
+def test_a_missed_band_is_an_error(changes, message):
+    with pytest.raises(ModelError, match=message):
+        warm_start(settings(**changes))
+
+
+def test_accuracies_agree_with_generating_token_by_token():
+    model, tokenizer = load_model(SHIPPED), ChatTokenizer.load(SHIPPED)
+    source = open_source(
+        "reasoning_gym:spell_backward",
+        domain="d",
+        split=Split.VALIDATION,
+        seed=0,
+        parameters={"min_word_len": 3, "max_word_len": 4, "answer_pattern": "[a-z]+"},
+    )
+    right = 0
+    problems = [source.problem(i) for i in range(60)]
+    for problem in problems:
+        prompt = torch.tensor([tokenizer.encode_chat(problem.messages)])
+        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8)
+        right += tokenizer.decode(output[0, prompt.shape[1] :].tolist()) == problem.ground_truth + "<|end|>"
+    each = []
+    for problem in problems:
+        prompt, answer = tokenizer.encode_chat(problem.messages), [*tokenizer.encode(problem.ground_truth), 4]
+        labels = torch.tensor([[-100] * len(prompt) + answer])
+        each.append(accuracies(model, Demonstrations(torch.tensor([prompt + answer]), labels)))
+    assert sum(greedy for greedy, _ in each) == right
+    assert 0 < right < 60
+    assert all(0.0 <= sampled <= 1.0 for _, sampled in each)
+
+
+def test_the_shipped_model_is_small_and_knows_its_task_in_part(tmp_path):
+    copy = shutil.copytree(SHIPPED, tmp_path / "copy")
+    assert sum(file.stat().st_size for file in copy.iterdir()) < 1_000_000
+    tokenizer = ChatTokenizer.load(copy)
+    model = load_model(copy)
+    assert model.config.vocab_size == tokenizer.vocab_size <= 64
+    assert np.isfinite(sum(float(p.sum()) for p in model.parameters()))

@@ -1,0 +1,27 @@
+"""Random micro-batches as columns of numpy float64."""
+
+import numpy as np
+import pytest
+
+from pipelinerl.rng import generator
+
+FLOATS = ("advantages", "weights", "behavior_logprobs", "old_logprobs", "ref_logprobs")
+
+
+@pytest.fixture
+def columns_of():
+    """(seed, lengths) → (log-probs [T], columns): policies differ enough that every clip acts somewhere."""
+
+    def make(seed, lengths=(6, 3, 9, 1, 5)):
+        draw = generator(seed, "columns")
+        total = sum(lengths)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        mask = (positions > 0) & (draw.random(total) < 0.8)
+        logprobs = -draw.exponential(1.0, total)
+        columns = {name: np.where(mask, logprobs + draw.normal(0, 0.5, total), 0.0) for name in FLOATS}
+        columns["advantages"] = np.where(mask, draw.normal(size=total), 0.0)
+        columns["weights"] = np.where(mask, draw.random(total), 0.0)
+        columns |= {"loss_mask": mask, "segment_ids": np.repeat(np.arange(len(lengths)), lengths)}
+        return logprobs, columns | {"num_segments": len(lengths)}
+
+    return make

@@ -1,0 +1,100 @@
+"""The event log keeps whole lines, whatever happened to its writer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.observability.events import EventLog, Sync, read_events
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "events.jsonl"
+    with EventLog(path, clock=lambda: 12.3456) as log:
+        log.write("step", step=1, reward=0.5)
+        log.write("knobs", changes={"staleness.k": math.inf}, who="ü")
+    assert path.read_text().splitlines()[0] == '{"time":12.346,"kind":"step","step":1,"reward":0.5}'
+    assert read_events(path)[1] == {"time": 12.346, "kind": "knobs", "changes": {"staleness.k": None}, "who": "ü"}
+
+
+def test_numbers_that_json_cannot_say_are_null(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "e") as log:
+        log.write("step", loss=math.nan, rows=[1.0, -math.inf, (math.nan,)])
+    (event,) = read_events(tmp_path / "e")
+    assert (event["loss"], event["rows"]) == (None, [1.0, None, [None]])
+
+
+@pytest.mark.parametrize("torn", [b'{"time":1,"ki', b"x", b"y" * 100_000])
+def test_a_torn_tail_is_ignored_and_then_cut_off(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "e"
+    with EventLog(path) as log:
+        log.write("step", step=1)
+    with path.open("ab") as file:
+        file.write(torn)
+    assert [event["step"] for event in read_events(path)] == [1]
+    with EventLog(path) as log:
+        log.write("step", step=2)
+    assert [event["step"] for event in read_events(path)] == [1, 2]
+
+
+def test_a_log_of_nothing_but_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "e"
+    path.write_bytes(b'{"half')
+    assert read_events(path) == []
+    EventLog(path).close()
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"time": 1}'])
+def test_damage_before_the_tail_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "e"
+    path.write_text(f'{{"kind": "a"}}\n{line}\n{{"kind": "b"}}\n')
+    with pytest.raises(ValueError, match="e:2: expected"):
+        read_events(path)
+
+
+def test_no_log_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_events(tmp_path / "none")
+
+
+@pytest.mark.parametrize("sync", list(Sync))
+def test_a_killed_writer_loses_nothing_it_wrote(tmp_path: Path, sync: Sync) -> None:
+    path = tmp_path / "e"
+    code = (
+        "import os, pathlib, signal, sys\nfrom pipelinerl.observability.events import EventLog, Sync\n"
+        "log = EventLog(pathlib.Path(sys.argv[1]), sync=Sync(sys.argv[2]))\n"
+        "for step in range(50): log.write('step', step=step)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(path), sync.value], cwd=ROOT, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert [event["step"] for event in read_events(path)] == list(range(50))
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "e")
+    log.close()
+    log.close()
+    with pytest.raises(OSError):
+        log.write("step")
+
+
+def test_one_line_is_one_write(tmp_path: Path) -> None:
+    """A reader beside the writer sees whole lines only: the file's length is always at a newline."""
+    path = tmp_path / "e"
+    with EventLog(path) as log:
+        for step in range(20):
+            log.write("step", step=step, text="x" * 5000)
+            assert path.read_bytes().endswith(b"\n")
+            assert json.loads(path.read_bytes().splitlines()[-1])["step"] == step
+    assert os.path.getsize(path) > 100_000

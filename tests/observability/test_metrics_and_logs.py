@@ -1,0 +1,110 @@
+"""Running numbers by hand, Prometheus' text, and log lines as facts."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from pipelinerl.observability.logs import configure
+from pipelinerl.observability.metrics import ExponentialMean, Rate, prometheus_text
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_exponential_mean_by_hand() -> None:
+    mean = ExponentialMean(half_life=1)
+    assert math.isnan(mean.value)
+    assert mean.add(0.0) == 0.0
+    assert mean.add(3.0) == pytest.approx(2.0)
+    assert mean.add(3.0) == pytest.approx((0 / 4 + 3 / 2 + 3) / (1 / 4 + 1 / 2 + 1))
+
+
+def test_rate_over_a_window() -> None:
+    clock = Clock()
+    rate = Rate(10.0, clock=clock)
+    assert rate.per_second == 0.0
+    clock.now += 2
+    rate.add(8)
+    assert rate.per_second == pytest.approx(4.0)
+    clock.now += 8
+    assert rate.per_second == pytest.approx(0.8)
+    clock.now += 5
+    assert rate.per_second == 0.0
+
+
+@pytest.mark.parametrize("make", [lambda: Rate(0), lambda: ExponentialMean(-1)])
+def test_meaningless_settings_are_refused(make: object) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        make()  # type: ignore[operator]
+
+
+def test_prometheus_text() -> None:
+    text = prometheus_text({"steps_total": 3, "pause_s": 0.5}, prefix="engine", labels={"url": 'a"b\\c\n'})
+    assert text == (
+        "# TYPE engine_steps_total counter\n"
+        'engine_steps_total{url="a\\"b\\\\c\\n"} 3\n'
+        "# TYPE engine_pause_s gauge\n"
+        'engine_pause_s{url="a\\"b\\\\c\\n"} 0.5\n'
+    )
+    assert prometheus_text({"a": 1}, prefix="x") == "# TYPE x_a gauge\nx_a 1\n"
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield io.StringIO()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def test_a_line_carries_the_facts(stream: io.StringIO) -> None:
+    log = configure(run="tiny", role="engine-0", stream=stream)
+    logging.getLogger("pipelinerl").info("ready after %d s", 3)
+    log.at(step=7, model_version=8)
+    log.at(step=9)
+    logging.getLogger("third.party").warning("odd", extra={"facts": {"parameter": "w"}})
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first.pop("time") > 1e9
+    assert first == {
+        "level": "info", "run": "tiny", "role": "engine-0", "step": None, "model_version": None,
+        "message": "ready after 3 s",
+    }  # fmt: skip
+    assert (second["step"], second["model_version"]) == (9, 8)
+    assert (second["logger"], second["parameter"]) == ("third.party", "w")
+
+
+def test_exceptions_and_warnings_are_one_line_each(stream: io.StringIO) -> None:
+    configure(run="tiny", role="trainer", stream=stream)
+    try:
+        raise OSError("disk full")
+    except OSError:
+        logging.getLogger("pipelinerl").exception("checkpoint failed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old", UserWarning, stacklevel=1)
+    error, warning = map(json.loads, stream.getvalue().splitlines())
+    assert error["trace"].endswith("OSError: disk full")
+    assert warning["logger"] == "py.warnings"
+
+
+def test_configuring_again_replaces(stream: io.StringIO) -> None:
+    configure(run="a", role="x", stream=stream)
+    configure(run="b", role="x", stream=stream)
+    logging.getLogger("pipelinerl").info("once")
+    assert [json.loads(line)["run"] for line in stream.getvalue().splitlines()] == ["b"]

@@ -1,0 +1,198 @@
+"""The report tells the events truly, needs nothing from outside, and believes no text it prints."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg, ticks
+from pipelinerl.observability.events import Event
+from pipelinerl.observability.report import render, write_report
+from pipelinerl.observability.story import Series, tell
+from pipelinerl.observability.summary import outcome, summary, summary_rows
+from tests.observability.synthetic import events
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Elements with their attributes; fails on a tag that is closed out of turn."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def _run(tmp_path: Path, made: list[dict[str, Any]], recipe: str = "") -> Path:
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in made))
+    if recipe:
+        (tmp_path / "recipe.toml").write_text(recipe)
+    return tmp_path
+
+
+def test_files_are_written_and_whole(tmp_path: Path) -> None:
+    files = write_report(_run(tmp_path, events(), "[run]\nname = 'tiny'"))
+    assert files.picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert files.picture.stat().st_size > 20_000
+    page = Page(files.html.read_text())
+    text = " ".join(page.text)
+    for told in ("all steps taken", "300", "staleness.k = 16", "engine lost", "checkpoints/step-200", "name = 'tiny'"):
+        assert told in text, told
+    assert sum(tag == "svg" for tag, _ in page.seen) >= 12
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    text = write_report(_run(tmp_path, events(40))).html.read_text()
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.seen}
+    assert not [attributes for _, attributes in page.seen if {"src", "href", "xlink:href"} & attributes.keys()]
+    assert not re.search(r"url\(|@import|javascript:", text)
+
+
+def test_a_page_in_both_schemes_and_on_a_phone() -> None:
+    text = render(tell(events(10)), "")
+    assert "prefers-color-scheme: dark" in text
+    assert "width=device-width" in text
+
+
+def test_text_from_the_run_is_never_markup() -> None:
+    evil = "<script>alert(1)</script>"
+    made: list[Event] = [
+        {"kind": "run_started", "run": evil, "elapsed_s": 0.0},
+        {"kind": "knobs", "changes": {evil: evil}, "who": evil, "step": evil, "elapsed_s": 1.0},
+        {"kind": "engine_lost", "url": evil, evil: 1, "elapsed_s": 2.0},
+        {"kind": "run_finished", "reason": evil, "elapsed_s": 3.0},
+    ]
+    text = render(tell(made), evil)
+    assert "<script" not in text
+    Page(text)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        [],
+        [{"kind": "run_started", "run": "x", "elapsed_s": 0.0}],
+        events(1),
+        events(1)[:3],
+        [{"kind": "step", "step": 1, "reward": None, "elapsed_s": 1.0}],
+        [{"kind": "evaluation", "model_version": 0, "accuracy": 0.0, "elapsed_s": 1.0}],
+    ],
+    ids=["nothing", "started", "one step", "one evaluation", "no reward", "no interval"],
+)
+def test_a_run_that_has_hardly_begun(tmp_path: Path, made: list[dict[str, Any]]) -> None:
+    files = write_report(_run(tmp_path, made))
+    Page(files.html.read_text())
+    assert files.picture.exists()
+
+
+def test_a_log_that_is_torn_is_told_as_far_as_it_goes(tmp_path: Path) -> None:
+    folder = _run(tmp_path, events(20))
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"kind": "step", "ste')
+    Page(write_report(folder).html.read_text())
+
+
+def test_story_of_a_resumed_run_counts_each_step_once() -> None:
+    made: list[Event] = [
+        {"kind": "run_started", "run": "r", "elapsed_s": 0.0},
+        *({"kind": "step", "step": s, "reward": 0.0, "sampled_tokens": 5, "elapsed_s": float(s)} for s in (1, 2, 3)),
+        {"kind": "run_finished", "reason": "stopped", "elapsed_s": 3.5},
+        {"kind": "run_started", "run": "r", "elapsed_s": 3.6},
+        *({"kind": "step", "step": s, "reward": 1.0, "sampled_tokens": 5, "elapsed_s": s + 2.0} for s in (2, 3, 4)),
+    ]
+    story = tell(made)
+    assert [event["step"] for event in story.steps] == [1, 2, 3, 4]
+    assert story.by_step("reward").y == (0.0, 1.0, 1.0, 1.0)
+    assert story.sampled_tokens == 20
+    assert story.finished is None
+    assert outcome(story) == "not finished"
+    assert story.duration_s == 6.0
+
+
+def test_summary_says_what_was_learned() -> None:
+    story = tell(events())
+    rows = dict(summary_rows(story))
+    assert rows["outcome"] == "all steps taken"
+    assert re.fullmatch(r"\d\.\d% → 9\d\.\d% \(95 %: .* to .*\) on 512 problems", rows["held-out accuracy"])
+    assert rows["steps"].startswith("300 in 4 min ")
+    assert rows["tokens sampled"].startswith("2,460,000, ")
+    console = Console(width=100, record=True)
+    console.print(summary(story, run_dir=Path("runs/tiny"), report=Path("runs/tiny/report.html")))
+    assert "runs/tiny/report.html" in console.export_text()
+
+
+def test_smoothing_keeps_a_constant_and_its_length() -> None:
+    series = Series(tuple(map(float, range(200))), (2.0,) * 200)
+    assert series.smoothed().y == pytest.approx(series.y)
+    spike = Series(tuple(map(float, range(81))), (0.0,) * 40 + (5.0,) + (0.0,) * 40).smoothed()
+    assert spike.y[38:43] == pytest.approx((1.0, 1.0, 1.0, 1.0, 1.0))
+    assert sum(spike.y) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 7, [0, 2, 4, 6, 8]), (-3, 12, [-5, 0, 5, 10, 15]), (0, 0, [0, 0.2])],
+)
+def test_ticks_are_round_and_cover(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("high", [1e-9, 3.7e-6, 0.3, 17.0, 123456.0, 8e12])
+def test_ticks_cover_any_size(high: float) -> None:
+    found = ticks(0.0, high)
+    assert found[0] <= 0
+    assert found[-1] >= high * (1 - 1e-6)
+    assert 3 <= len(found) <= 8
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.0125, "0.0125"), (3.5, "3.5"), (412, "412"), (5000, "5k"), (9016.2, "9,016"), (12345, "12.3k"),
+     (2.5e6, "2.5M"), (-3e9, "-3G")],
+)  # fmt: skip
+def test_compact(value: float, text: str) -> None:
+    assert compact(value) == text
+
+
+def test_a_long_run_keeps_its_spikes_and_a_small_file() -> None:
+    xs = tuple(map(float, range(100_000)))
+    ys = tuple(1000.0 if x == 54_321 else math.sin(x) for x in xs)
+    drawn = svg(Chart(lines=(Line(series=Series(xs, ys)),), x_label="step"))
+    assert len(drawn) < 20_000
+    top = min(float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", drawn))
+    assert top == pytest.approx(12.0, abs=0.1)  # the frame's upper edge: the spike is there
+
+
+def test_one_point_is_a_dot() -> None:
+    drawn = svg(
+        Chart(lines=(Line(series=Series((3.0,), (0.5,)), mark=Mark.DOTS, label="a"),), x_label="step", percent=True)
+    )
+    assert "<circle" in drawn
+    assert "a 50.0% at step 3" in drawn

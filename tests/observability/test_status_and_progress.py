@@ -1,0 +1,124 @@
+"""A run's status crosses processes; the display shows it on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from pipelinerl.observability.progress import Progress, line, render, sparkline
+from pipelinerl.observability.status import (
+    ActorStatus,
+    EngineStatus,
+    LedgerStatus,
+    Phase,
+    RunStatus,
+    format_duration,
+)
+
+STATUS = RunStatus(
+    run="tiny",
+    phase=Phase.TRAINING,
+    step=120,
+    total_steps=300,
+    model_version=120,
+    epoch=2,
+    reward=0.7321,
+    held_out_accuracy=0.614,
+    held_out_low=0.57,
+    held_out_high=0.65,
+    first_accuracy=0.18,
+    tokens_per_s=12345.6,
+    staleness_mean=2.3,
+    staleness_max=5,
+    last_update_pause_s=0.0012,
+    engine_occupancy=0.93,
+    engines=(
+        EngineStatus(url="http://127.0.0.1:4123", state="ready", version=120, running=120, waiting=3, slots=128),
+        EngineStatus(url="http://127.0.0.1:4124", state="lost"),
+    ),
+    actors=(ActorStatus(name="actor-0", groups_in_flight=32),),
+    ledger=LedgerStatus(issued=2000, trained=1900, filtered=30, stale=12, failed=1, in_flight=57),
+    knobs={"staleness.k": 8},
+    waiting_for="3 more groups for step 121",
+    elapsed_s=222.0,
+    eta_s=318.4,
+)
+HEADLINES = ("120/300", "0.732", "61.4%", "5 min 18 s", "2.3", "1.2 ms", "93%", "3 more groups for step 121")
+
+
+def test_status_survives_json() -> None:
+    assert RunStatus.from_json(STATUS.to_json()) == STATUS
+
+
+def test_status_of_another_version_is_read() -> None:
+    status = RunStatus.from_json(b'{"run": "x", "phase": "evaluating", "field_of_tomorrow": [1]}')
+    assert (status.run, status.phase, status.reward, status.engines) == ("x", Phase.EVALUATING, None, ())
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"run": 3}', b'{"run": "x", "phase": "dancing"}'])
+def test_what_is_no_status_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="expected a run's status as JSON"):
+        RunStatus.from_json(data)
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_the_block_shows_the_headlines_at_any_width(width: int) -> None:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(render(STATUS, width=width, rewards=[0.1, 0.5, 0.7]))
+    shown = console.export_text()
+    assert all(text in shown for text in HEADLINES if width > 50 or text != "5 min 18 s"), shown
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_a_status_without_numbers_is_shown() -> None:
+    empty = RunStatus(run="x")
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(render(empty, width=100))
+    assert "starting" in console.export_text()
+    assert "reward –" in line(empty)
+
+
+def test_a_terminal_gets_a_block_and_is_left_as_it_was() -> None:
+    out = io.StringIO()
+    with Progress(Console(file=out, force_terminal=True, width=110)) as progress:
+        progress.show(STATUS)
+    assert all(text in out.getvalue() for text in ("tiny", "training", "━", "3 min 42 s"))
+    assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_the_cursor_comes_back_after_an_error() -> None:
+    out = io.StringIO()
+    with pytest.raises(KeyboardInterrupt), Progress(Console(file=out, force_terminal=True, width=110)) as progress:
+        progress.show(STATUS)
+        raise KeyboardInterrupt
+    assert "\x1b[?25h" in out.getvalue()
+
+
+def test_a_pipe_gets_a_line_now_and_then_and_at_news() -> None:
+    out, now = io.StringIO(), [0.0]
+    with Progress(Console(file=out, width=40), line_every_s=5.0, clock=lambda: now[0]) as progress:
+        for _ in range(30):
+            progress.show(STATUS)
+            now[0] += 1.0
+        progress.show(RunStatus(run="tiny", phase=Phase.FINISHED, held_out_accuracy=0.614))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 7
+    assert all(text in lines[0] for text in HEADLINES)
+    assert "\x1b" not in out.getvalue()
+    assert "finished" in lines[-1]
+
+
+def test_sparkline() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 1, 1], width=2) == "▁█"
+    assert sparkline([5, 5], width=9) == "▁▁"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.0 s"), (4.21, "4.2 s"), (59.4, "59 s"), (185, "3 min 05 s"), (3599.9, "1 h 00 min"), (7810, "2 h 10 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -1,0 +1,31 @@
+"""A record that cannot be read is kept with its reason, and counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.errors import RecordError
+from pipelinerl.streams.dead_letter import DEAD_LETTERS, DeadLetters
+from pipelinerl.streams.records import decode_group, decode_message, encode_message
+from pipelinerl.streams.stream import START, Stream
+
+
+async def test_a_bad_record_goes_to_the_dead_letters(streams: Stream) -> None:
+    damaged = bytearray(encode_message("report", {"step": 1}))
+    damaged[20] ^= 1
+    await streams.append("rollouts:a0", [bytes(damaged), b"not a record"], first_id=7)
+    letters = DeadLetters(streams)
+    for entry in await streams.read({"rollouts:a0": START}, count=9, block_s=0):
+        with pytest.raises(RecordError) as raised:
+            decode_group(entry.payload)
+        await letters.bury(entry, raised.value)
+    assert letters.counts == {"rollouts:a0": 2}
+    kept = [decode_message(entry.payload) for entry in await streams.read({DEAD_LETTERS: START}, count=9, block_s=0)]
+    assert [message.kind for message in kept] == ["dead-letter"] * 2
+    assert kept[0].body == {
+        "stream": "rollouts:a0",
+        "entry_id": "7-0",
+        "reason": "the digest of a record does not match its content: it is damaged",
+        "payload": bytes(damaged),
+    }
+    assert kept[1].body["payload"] == b"not a record"

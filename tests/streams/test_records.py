@@ -1,0 +1,433 @@
+"""Records: round trips, every bit that may flip, golden bytes."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings, strategies as st
+
+from pipelinerl.errors import RecordError
+from pipelinerl.streams import records
+from pipelinerl.streams.records import (
+    Kind,
+    decode_columns,
+    decode_group,
+    decode_message,
+    decode_order,
+    encode_group,
+    encode_message,
+    encode_order,
+)
+from pipelinerl.types import (
+    Message,
+    Outcome,
+    Problem,
+    PromptOrder,
+    Purpose,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def turn(context: np.ndarray, *tokens: int, version: int = 7) -> Turn:
+    return Turn(
+        context_token_ids=context,
+        token_ids=ids(*tokens),
+        behavior_logprobs=floats(*(-0.5 * token for token in tokens)),
+        spans=(VersionSpan(version, len(tokens)),),
+    )
+
+
+def rollout(*turns: Turn, reward: float = 1.0, outcome: Outcome = Outcome.CORRECT) -> Rollout:
+    verdict = Verdict(outcome=outcome, reward=reward)
+    return Rollout(turns=turns, verdict=verdict, finish_reason="stop", temperature=1.0, epoch=2)
+
+
+PROMPT = ids(5, 6, 7)
+GROUP = RolloutGroup(
+    group_id="prompt-000123",
+    index=123,
+    domain="math",
+    actor="a0",
+    rollouts=(
+        rollout(turn(PROMPT, 1, 2)),
+        rollout(turn(PROMPT, 3), turn(ids(9), 4), reward=0.0, outcome=Outcome.WRONG),
+    ),
+)
+ORDER = PromptOrder(
+    order_id="prompt-000123",
+    index=123,
+    purpose=Purpose.TRAINING,
+    problem=Problem(
+        problem_id="gsm-1",
+        domain="math",
+        messages=(Message("user", "1 + 1 = ?"),),
+        ground_truth="2",
+        metadata={"level": 3},
+    ),
+    sampling=Sampling(num_samples=16, stop=("\n",)),
+    seed=42,
+)
+
+GOLDEN = {
+    "group": (encode_group(GROUP), decode_group),
+    "order": (encode_order(ORDER), decode_order),
+    "message": (encode_message("step", {"step": 57, "loss": 0.25}), decode_message),
+}
+GOLDEN_BYTES = {
+    "group": (
+        "504c524c010100006c000000300000009ead70726f6d70742d3030303132337ba46d617468a2613092030192919207029192"
+        "07019293a7636f7272656374cb3ff0000000000000a093a577726f6e67cb0000000000000000a09193a473746f70cb3ff000"
+        "0000000000029300000193000101920102920001920000900000000005000000060000000700000009000000010000000200"
+        "00000300000004000000000000bf000080bf0000c0bf000000c02b74b294693731ad"
+    ),
+    "order": (
+        "504c524c01020000ee0000000000000086a86f726465725f6964ad70726f6d70742d303030313233a5696e6465787ba77075"
+        "72706f7365a8747261696e696e67a770726f626c656d85aa70726f626c656d5f6964a567736d2d31a6646f6d61696ea46d61"
+        "7468a86d657373616765739192a475736572a931202b2031203d203fac67726f756e645f7472757468a132a86d6574616461"
+        "746181a56c6576656c03a873616d706c696e6786ab6e756d5f73616d706c657310ab74656d7065726174757265cb3ff00000"
+        "00000000a5746f705f70cb3ff0000000000000a5746f705f6b00aa6d61785f746f6b656e73cd0100a473746f7091a10aa473"
+        "6565642a0000e24230be5f4fa209"
+    ),
+    "message": (
+        "504c524c010300001b0000000000000092a47374657082a47374657039a46c6f7373cb3fd000000000000000000000009ecb"
+        "fd6fee8e5c07"
+    ),
+}
+
+
+def plain(value: Any) -> Any:
+    """A comparable twin: arrays as dtype, shape and bytes, so that NaN equals itself and 1 does not equal 1.0."""
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, float):
+        return struct.pack("<d", value)
+    if isinstance(value, tuple):
+        return (type(value).__name__, *(plain(item) for item in value))
+    if hasattr(value, "__dataclass_fields__"):
+        return (type(value).__name__, *((name, plain(getattr(value, name))) for name in value.__dataclass_fields__))
+    return (type(value).__name__, value)
+
+
+# --- round trips -----------------------------------------------------------------------------------------------------
+
+FLOATS = st.floats(allow_nan=False).map(lambda value: value + 0.0)  # + 0.0: which zero it was is not kept
+INT32 = st.integers(-(2**31), 2**31 - 1)
+
+
+@st.composite
+def any_turn(draw: st.DrawFn, contexts: list[np.ndarray]) -> Turn:
+    spans = draw(st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 4)), max_size=4))
+    length = sum(count for _, count in spans)
+    return Turn(
+        context_token_ids=draw(st.sampled_from(contexts)),
+        token_ids=np.array(draw(st.lists(INT32, min_size=length, max_size=length)), dtype=np.int32),
+        behavior_logprobs=np.array(
+            draw(st.lists(st.floats(width=32), min_size=length, max_size=length)), dtype=np.float32
+        ),
+        spans=tuple(VersionSpan(*span) for span in spans),
+    )
+
+
+@st.composite
+def any_group(draw: st.DrawFn) -> RolloutGroup:
+    drawn = draw(st.lists(st.lists(INT32, max_size=5), min_size=1, max_size=3))
+    contexts = [np.array(context, dtype=np.int32) for context in drawn]
+    verdicts = st.builds(Verdict, outcome=st.sampled_from(Outcome), reward=FLOATS, reason=st.text(max_size=5))
+    rollouts = st.builds(
+        Rollout,
+        turns=st.lists(any_turn(contexts), max_size=3).map(tuple),
+        verdict=verdicts,
+        finish_reason=st.text(max_size=5),
+        temperature=FLOATS,
+        epoch=st.integers(0, 2**40),
+    )
+    return RolloutGroup(
+        group_id=draw(st.text(max_size=20)),
+        index=draw(st.integers(0, 2**60)),
+        domain=draw(st.text(max_size=5)),
+        actor=draw(st.text(max_size=5)),
+        rollouts=tuple(draw(st.lists(rollouts, max_size=4))),
+    )
+
+
+@given(any_group())
+@settings(max_examples=150, deadline=None)
+def test_a_group_comes_back_as_it_was(group: RolloutGroup) -> None:
+    assert plain(decode_group(encode_group(group))) == plain(group)
+
+
+PLAIN_DATA = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | FLOATS | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.text(max_size=10), st.dictionaries(st.text(max_size=5), PLAIN_DATA, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_a_message_comes_back_as_it_was(kind: str, body: dict[str, Any]) -> None:
+    assert decode_message(encode_message(kind, body)) == (kind, body)
+
+
+@given(
+    st.builds(
+        PromptOrder,
+        order_id=st.text(max_size=20),
+        index=st.integers(0, 2**40),
+        purpose=st.sampled_from(Purpose),
+        problem=st.builds(
+            Problem,
+            problem_id=st.text(max_size=5),
+            domain=st.text(max_size=5),
+            messages=st.lists(st.builds(Message, st.text(max_size=5), st.text(max_size=5)), max_size=3).map(tuple),
+            ground_truth=st.text(max_size=5),
+            metadata=st.dictionaries(st.text(max_size=5), PLAIN_DATA, max_size=3),
+        ),
+        sampling=st.builds(
+            Sampling,
+            num_samples=st.integers(1, 100),
+            temperature=FLOATS,
+            top_p=FLOATS,
+            top_k=st.integers(0, 100),
+            max_tokens=st.integers(1, 2**20),
+            stop=st.lists(st.text(max_size=5), max_size=2).map(tuple),
+        ),
+        seed=st.integers(0, 2**63 - 1),
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_an_order_comes_back_as_it_was(order: PromptOrder) -> None:
+    decoded = decode_order(encode_order(order))
+    assert decoded == order
+    assert isinstance(decoded.problem.messages[:1], tuple)
+    assert type(decoded.purpose) is Purpose
+
+
+def test_decoded_arrays_are_aligned_views_that_nobody_can_change() -> None:
+    group = decode_group(encode_group(GROUP))
+    for each in group.rollouts:
+        for part in each.turns:
+            for array in (part.context_token_ids, part.token_ids, part.behavior_logprobs):
+                assert array.flags.aligned
+                assert not array.flags.writeable
+
+
+def test_a_shared_prompt_is_stored_once() -> None:
+    def size(prompts: list[np.ndarray]) -> int:
+        rollouts = tuple(rollout(turn(prompt, 1, 2, 3)) for prompt in prompts)
+        return len(encode_group(replace(GROUP, rollouts=rollouts)))
+
+    prompt = np.arange(1000, dtype=np.int32)
+    same = size([prompt] * 16)
+    assert size([prompt.copy() for _ in range(16)]) == same
+    assert size([prompt + number for number in range(16)]) > same + 15 * 4000
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(10, 10.0), (100, 8.6), (1000, 8.1)])
+def test_bytes_per_sampled_token(tokens: int, most: float) -> None:
+    """G = 16 and a prompt of 12 tokens; raw ids and log-probabilities alone are 8."""
+    prompt = np.arange(12, dtype=np.int32)
+    rollouts = tuple(rollout(turn(prompt, *range(tokens)), reward=float(number % 2)) for number in range(16))
+    assert len(encode_group(replace(GROUP, rollouts=rollouts))) / (16 * tokens) <= most
+
+
+# --- further columns -------------------------------------------------------------------------------------------------
+
+
+def test_further_columns_ride_along_and_do_not_disturb() -> None:
+    columns = {
+        "experts": np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),
+        "entropy": np.array([0.5, np.nan, -0.0, 1e-8], dtype=">f8"),
+        "mask": np.array([True, False, True, True]),
+    }
+    record = encode_group(GROUP, columns)
+    assert plain(decode_group(record)) == plain(GROUP)
+    found = decode_columns(record)
+    assert list(found) == list(columns)
+    for name, column in columns.items():
+        np.testing.assert_array_equal(found[name], column)
+        assert found[name].dtype == column.dtype.newbyteorder("<")
+    assert decode_columns(encode_group(GROUP)) == {}
+
+
+@pytest.mark.parametrize(
+    "column", [np.zeros(3), np.zeros((3, 4)), np.array(1.0), np.array([None] * 4), np.array(["a"] * 4)]
+)
+def test_a_further_column_of_another_shape_or_kind_is_refused(column: np.ndarray) -> None:
+    with pytest.raises(RecordError, match=r"column 'x' must hold numbers in the shape \[4"):
+        encode_group(GROUP, {"x": column})
+
+
+# --- what must be refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_every_flipped_bit_is_found(kind: str) -> None:
+    record, decode = GOLDEN[kind]
+    for place in range(len(record)):
+        for bit in range(8):
+            damaged = bytearray(record)
+            damaged[place] ^= 1 << bit
+            with pytest.raises(RecordError):
+                decode(bytes(damaged))
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_every_cut_and_every_addition_is_found(kind: str) -> None:
+    record, decode = GOLDEN[kind]
+    for length in range(len(record)):
+        with pytest.raises(RecordError):
+            decode(record[:length])
+    with pytest.raises(RecordError, match="cut or damaged"):
+        decode(record + b"\0")
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_noise_is_refused(noise: bytes) -> None:
+    with pytest.raises(RecordError):
+        decode_group(noise)
+
+
+def sealed(kind: int, header: Any, columns: bytes = b"", *, version: int = records.FORMAT) -> bytes:
+    """A record whose digest is right, whatever is inside."""
+    packed = msgspec.msgpack.encode(header)
+    prefix = struct.pack("<4sBBHII", b"PLRL", version, kind, 0, len(packed), len(columns))
+    body = prefix + packed + bytes(-len(packed) % 8) + columns
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def test_a_record_of_another_kind_or_format_is_named() -> None:
+    with pytest.raises(RecordError, match="expected a group, got an order"):
+        decode_group(GOLDEN["order"][0])
+    with pytest.raises(RecordError, match="expected a message, got a group"):
+        decode_message(GOLDEN["group"][0])
+    with pytest.raises(RecordError, match="unknown kind 77"):
+        decode_message(sealed(77, {}))
+    with pytest.raises(RecordError, match="format 9, but this program reads 1"):
+        decode_message(sealed(Kind.MESSAGE, ["x", {}], version=9))
+    with pytest.raises(RecordError, match="something else was written here"):
+        decode_message(b"\x80\x04pickled, perhaps, and long enough")
+
+
+@pytest.mark.parametrize(
+    "header", [None, 5, {}, ["x"], ["x", 1], [1, {}], ["x", {1: 2}]], ids=lambda header: repr(header)
+)
+def test_a_header_of_another_shape_is_refused(header: Any) -> None:
+    with pytest.raises(RecordError, match="header of a record is not what its kind demands"):
+        decode_message(sealed(Kind.MESSAGE, header))
+
+
+def group_header(**changes: Any) -> list[Any]:
+    """A header of one rollout of one turn, context 2 tokens, 2 sampled: columns of 8 + 8 + 8 bytes."""
+    header: dict[str, Any] = {
+        "group_id": "g",
+        "index": 0,
+        "domain": "d",
+        "actor": "a",
+        "context_lengths": [2],
+        "spans": [[[0, 2]]],
+        "findings": [["correct", 1.0, ""]],
+        "endings": [["stop", 1.0, 0]],
+        "turn_contexts": [0],
+        "turn_spans": [0],
+        "rollout_turns": [1],
+        "rollout_findings": [0],
+        "rollout_endings": [0],
+        "columns": [],
+    }
+    return list((header | changes).values())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"context_lengths": [300]},
+        {"context_lengths": [-2]},
+        {"turn_contexts": [1]},
+        {"turn_contexts": [0, 0]},
+        {"spans": [[[0, -2]]]},
+        {"spans": [[[0, 200]]]},
+        {"spans": []},
+        {"turn_spans": []},
+        {"turn_spans": [-3]},
+        {"rollout_turns": [2]},
+        {"rollout_turns": []},
+        {"rollout_findings": [3]},
+        {"rollout_endings": []},
+        {"findings": [["maybe", 1.0, ""]]},
+    ],
+    ids=lambda changes: repr(changes),
+)
+def test_a_group_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+    assert decode_group(sealed(Kind.GROUP, group_header(), bytes(24))).num_tokens == 4
+    with pytest.raises(RecordError, match=r"inconsistent in itself|not what its kind demands"):
+        decode_group(sealed(Kind.GROUP, group_header(**changes), bytes(24)))
+
+
+@pytest.mark.parametrize(
+    "column", [["x", "O", [2]], ["x", "<f8", [3]], ["x", "nonsense", [2]], ["x", "<i4", [-3]], ["x", "<i4", [2, -1]]]
+)
+def test_a_further_column_that_is_not_there_is_refused(column: list[Any]) -> None:
+    with pytest.raises(RecordError, match="no proper column 'x'"):
+        decode_columns(sealed(Kind.GROUP, group_header(columns=[column]), bytes(40)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"token_ids": np.array([1, 2], dtype=np.int64)}, "token_ids must be arrays of dtype int32"),
+        (
+            {"behavior_logprobs": np.array([1, 2], dtype=np.float64)},
+            "behavior_logprobs must be arrays of dtype float32",
+        ),
+        ({"context_token_ids": ids(1, 2).reshape(1, 2)}, "context_token_ids must have one dimension"),
+        ({"behavior_logprobs": floats(1)}, "one log-probability for each token"),
+        ({"spans": (VersionSpan(0, 1),)}, "spans that sum"),
+        ({"spans": ()}, "spans that sum"),
+    ],
+)
+def test_a_group_that_cannot_be_written_is_refused(changes: dict[str, Any], reason: str) -> None:
+    bad = replace(GROUP, rollouts=(rollout(replace(turn(PROMPT, 1, 2), **changes)),))
+    with pytest.raises(RecordError, match=reason):
+        encode_group(bad)
+
+
+@pytest.mark.parametrize("value", [object(), 2**70, ids(1), {1, object()}])
+def test_what_is_not_plain_data_is_refused(value: Any) -> None:
+    with pytest.raises(RecordError, match="plain data"):
+        encode_message("m", {"x": value})
+
+
+# --- golden bytes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_golden_bytes(kind: str) -> None:
+    """What is on a disk somewhere must be read by every later program: a change here is a new `FORMAT`."""
+    assert GOLDEN[kind][0].hex() == GOLDEN_BYTES[kind]
+
+
+def test_golden_bytes_are_read() -> None:
+    assert plain(decode_group(bytes.fromhex(GOLDEN_BYTES["group"]))) == plain(GROUP)
+    assert decode_order(bytes.fromhex(GOLDEN_BYTES["order"])) == ORDER
+    assert decode_message(bytes.fromhex(GOLDEN_BYTES["message"])) == ("step", {"step": 57, "loss": 0.25})

@@ -1,0 +1,196 @@
+"""What only a server can do: go away, come back, hang, refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from pipelinerl.errors import AddressError, PipelineError
+from pipelinerl.rng import generator
+from pipelinerl.streams.embedded_redis import EmbeddedRedis, Fsync, free_port
+from pipelinerl.streams.redis_stream import RedisStream
+from pipelinerl.streams.stream import START
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    """A server that the test may kill, and that has on disk whatever it answered."""
+    with EmbeddedRedis(tmp_path / "server", fsync=Fsync.ALWAYS) as running:
+        yield running
+
+
+@asynccontextmanager
+async def connected(
+    server: EmbeddedRedis, namespace: str = "run", timeout_s: float = 30.0
+) -> AsyncIterator[RedisStream]:
+    streams = await RedisStream.connect(server.url, namespace=namespace, timeout_s=timeout_s)
+    try:
+        yield streams
+    finally:
+        await streams.close()
+
+
+async def kill_and_restart(server: EmbeddedRedis) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    await asyncio.sleep(0.05)  # producers meet the closed door
+    server.start()
+
+
+async def test_kill_9_in_the_middle_of_appends_loses_none_and_doubles_none(mortal: EmbeddedRedis) -> None:
+    async with connected(mortal) as streams:
+        answered = {"a": 0, "b": 0, "c": 0}
+        done = asyncio.Event()
+
+        async def produce(name: str) -> None:
+            while not done.is_set():
+                numbers = range(answered[name] + 1, answered[name] + 8)
+                await streams.append(name, [b"%d" % number for number in numbers], first_id=numbers[0])
+                answered[name] = numbers[-1]
+
+        async with asyncio.TaskGroup() as producers:
+            for name in answered:
+                producers.create_task(produce(name))
+            for pause in generator(0, "kill pauses").uniform(0.0, 0.05, size=5):
+                before = dict(answered)
+                while any(answered[name] == number for name, number in before.items()):
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(pause)
+                before = dict(answered)
+                await kill_and_restart(mortal)
+                for name, number in before.items():
+                    assert int((await streams.last_id(name)).partition("-")[0]) >= number
+            done.set()
+        for name, number in answered.items():
+            entries = await streams.read({name: START}, count=1_000_000, block_s=0)
+            assert [int(entry.payload) for entry in entries] == list(range(1, number + 1))
+
+
+async def test_a_waiting_read_outlives_a_restart(mortal: EmbeddedRedis) -> None:
+    async with connected(mortal) as streams:
+        await streams.append("s", [b"1"], first_id=1)
+        reader = asyncio.create_task(streams.read({"s": "1-0"}, count=1, block_s=20))
+        orders = streams.claim("s", group="g", consumer="c", count=9, block_s=20, reclaim_idle_s=60)
+        assert len(await orders) == 1
+        claimer = asyncio.create_task(
+            streams.claim("s", group="g", consumer="c", count=9, block_s=20, reclaim_idle_s=60)
+        )
+        await asyncio.sleep(0.05)
+        await kill_and_restart(mortal)
+        await streams.append("s", [b"2"], first_id=2)
+        assert [entry.payload for entry in await reader + await claimer] == [b"2", b"2"]
+
+
+async def test_a_wait_is_no_longer_for_a_restart(mortal: EmbeddedRedis) -> None:
+    async with connected(mortal) as streams:
+        started = time.monotonic()
+        reader = asyncio.create_task(streams.read({"s": START}, count=1, block_s=1.5))
+        await asyncio.sleep(1.0)
+        await kill_and_restart(mortal)
+        restarted = time.monotonic()
+        assert await reader == []
+        assert started + 1.5 <= time.monotonic() < max(started + 1.5, restarted) + 0.9
+
+
+async def test_pending_entries_survive_a_restart(mortal: EmbeddedRedis) -> None:
+    async with connected(mortal) as streams:
+        await streams.append("s", [b"1", b"2"], first_id=1)
+        await streams.claim("s", group="g", consumer="dead", count=9, block_s=0, reclaim_idle_s=60)
+        await streams.acknowledge("s", group="g", entry_ids=["1-0"])
+        await kill_and_restart(mortal)
+        entries = await streams.claim("s", group="g", consumer="alive", count=9, block_s=0, reclaim_idle_s=0)
+        assert [entry.payload for entry in entries] == [b"2"]
+
+
+async def test_a_server_that_stays_away_is_named_without_its_password(mortal: EmbeddedRedis) -> None:
+    async with connected(mortal, timeout_s=1.0) as streams:
+        mortal.stop()
+        started = time.monotonic()
+        with pytest.raises(AddressError, match=r"cannot reach the stream server at redis://127\.0\.0\.1:\d+ for 1 s"):
+            await streams.append("s", [b"1"])
+        assert 0.9 < time.monotonic() - started < 5.0
+
+
+async def test_nobody_at_the_address() -> None:
+    with pytest.raises(AddressError, match=r"cannot reach the stream server at redis://127\.0\.0\.1:") as raised:
+        await RedisStream.connect(f"redis://user:secret@127.0.0.1:{free_port()}", namespace="n", timeout_s=0.2)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["redis://host:port", "redis://host:6379/0?socket_timeout=x"])
+async def test_a_malformed_address(url: str) -> None:
+    with pytest.raises(AddressError, match="must be redis://host:port"):
+        await RedisStream.connect(url, namespace="n")
+
+
+async def test_a_wrong_password_is_said_at_once(server: EmbeddedRedis) -> None:
+    host = server.url.rpartition("@")[2]
+    for url in (f"redis://:secret@{host}", f"redis://{host}"):
+        with pytest.raises(AddressError, match="refused the user or password") as raised:
+            await RedisStream.connect(url, namespace="n", timeout_s=30)
+        assert "secret" not in str(raised.value)
+
+
+async def test_a_server_that_hangs_is_found_by_the_deadline_and_used_again(mortal: EmbeddedRedis) -> None:
+    async with connected(mortal, timeout_s=1.0) as streams:
+        await streams.append("s", [b"1"], first_id=1)
+        os.kill(mortal.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(AddressError, match=r"gave no answer for 1 s"):
+                await streams.append("s", [b"2"], first_id=2)
+        finally:
+            os.kill(mortal.pid, signal.SIGCONT)
+        await streams.append("s", [b"2", b"3"], first_id=2)
+        # No late answer of the abandoned command is taken for that of another.
+        assert await streams.length("s") == 3
+        assert await streams.last_id("s") == "3-0"
+
+
+async def test_a_refused_payload_leaves_no_gap(mortal: EmbeddedRedis) -> None:
+    """Were later payloads of the batch taken, a retry would skip the refused one as not above the last."""
+    async with connected(mortal) as streams:
+        admin = Redis.from_url(mortal.url, protocol=2)
+        large = os.urandom(1 << 16)
+        await streams.append("s", [b"1"], first_id=1)
+        await admin.acl_setuser("default", enabled=True, reset_keys=True, keys=["run:s"], reset=False)
+        with pytest.raises(PipelineError, match=r"answer of the stream server at redis://127\.0\.0\.1"):
+            await streams.append("forbidden", [large])
+        await admin.config_set("maxmemory", int((await admin.info("memory"))["used_memory"]) + (1 << 20))
+        with pytest.raises(PipelineError, match=r"(?i)memory"):
+            for number in range(2, 200):
+                await streams.append("s", [large] * 8, first_id=8 * number)
+        await admin.config_set("maxmemory", 0)
+        kept = [
+            int(entry.entry_id.partition("-")[0]) for entry in await streams.read({"s": "1-0"}, count=9999, block_s=0)
+        ]
+        assert kept
+        assert kept == list(range(16, kept[-1] + 1))
+        await admin.aclose()
+
+
+async def test_an_append_larger_than_one_script_call(server: EmbeddedRedis) -> None:
+    async with connected(server, "large") as streams:
+        payloads = [bytes([number]) * (1 << 20) for number in range(10)]
+        assert await streams.append("s", payloads, first_id=5) == 10
+        assert await streams.append("s", payloads, first_id=5) == 0
+        entries = await streams.read({"s": START}, count=99, block_s=0)
+        assert [(entry.entry_id, entry.payload) for entry in entries] == [
+            (f"{5 + number}-0", payload) for number, payload in enumerate(payloads)
+        ]
+        with pytest.raises(ValueError, match="first_id"):
+            await streams.append("s", [b"x"], first_id=1 << 53)
+
+
+async def test_namespaces_do_not_see_each_other(server: EmbeddedRedis) -> None:
+    async with connected(server, "one") as one, connected(server, "two") as two:
+        await one.append("s", [b"1"])
+        assert await two.length("s") == 0
+        assert await two.streams("") == []
+        assert await one.streams("") == ["s"]

@@ -1,0 +1,225 @@
+"""What every `Stream` promises, asked of each implementation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from pipelinerl.errors import AddressError
+from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.stream import START, Entry, Stream, fresh_number, parse_id
+
+
+def payloads(entries: list[Entry]) -> list[bytes]:
+    return [entry.payload for entry in entries]
+
+
+async def claim(streams: Stream, consumer: str, *, count: int = 10, idle_s: float = 60.0) -> list[Entry]:
+    return await streams.claim(
+        "prompts", group="actors", consumer=consumer, count=count, block_s=0.0, reclaim_idle_s=idle_s
+    )
+
+
+async def test_entries_come_back_in_order_and_unchanged(streams: Stream) -> None:
+    sent = [bytes(range(256)), b"", b"\r\n$3\r\n", b"x" * 100_000]
+    assert await streams.append("s", sent) == 4
+    entries = await streams.read({"s": START}, count=10, block_s=0)
+    assert payloads(entries) == sent
+    assert {entry.stream for entry in entries} == {"s"}
+    ids = [parse_id(entry.entry_id) for entry in entries]
+    assert ids == sorted(set(ids))
+
+
+async def test_read_goes_on_after_an_offset_and_counts_for_each_stream(streams: Stream) -> None:
+    await streams.append("a", [b"a1", b"a2", b"a3"], first_id=1)
+    await streams.append("b", [b"b1", b"b2", b"b3"], first_id=1)
+    entries = await streams.read({"a": "1-0", "b": START}, count=2, block_s=0)
+    assert sorted((entry.stream, entry.entry_id, entry.payload) for entry in entries) == [
+        ("a", "2-0", b"a2"),
+        ("a", "3-0", b"a3"),
+        ("b", "1-0", b"b1"),
+        ("b", "2-0", b"b2"),
+    ]
+    assert await streams.read({"a": "3-0"}, count=2, block_s=0) == []
+    assert await streams.read({}, count=2, block_s=10) == []
+
+
+async def test_a_chosen_id_is_appended_once(streams: Stream) -> None:
+    assert await streams.append("s", [b"1", b"2"], first_id=1) == 2
+    assert await streams.append("s", [b"1", b"2"], first_id=1) == 0
+    assert await streams.append("s", [b"other 2", b"3", b"4"], first_id=2) == 2
+    assert payloads(await streams.read({"s": START}, count=10, block_s=0)) == [b"1", b"2", b"3", b"4"]
+    assert await streams.last_id("s") == "4-0"
+
+
+@pytest.mark.parametrize("first_id", [0, -3])
+async def test_an_id_that_no_entry_can_have_is_refused(streams: Stream, first_id: int) -> None:
+    with pytest.raises(ValueError, match="first_id"):
+        await streams.append("s", [b"1"], first_id=first_id)
+    assert await streams.length("s") == 0
+
+
+async def test_large_numbers_stay_apart(streams: Stream) -> None:
+    first = fresh_number(START)
+    assert await streams.append("s", [b"1", b"2", b"3"], first_id=first) == 3
+    assert [entry.entry_id for entry in await streams.read({"s": START}, count=9, block_s=0)] == [
+        f"{first}-0",
+        f"{first + 1}-0",
+        f"{first + 2}-0",
+    ]
+
+
+async def test_chosen_ids_begin_above_whatever_was_there(streams: Stream) -> None:
+    await streams.append("s", [b"by the server"])
+    first = fresh_number(await streams.last_id("s"))
+    assert await streams.append("s", [b"by the producer"], first_id=first) == 1
+    assert fresh_number(f"{1 << 52}-7") == (1 << 52) + 1
+
+
+async def test_a_stream_that_nobody_wrote_is_empty(streams: Stream) -> None:
+    assert await streams.last_id("none") == START
+    assert await streams.length("none") == 0
+    assert await streams.read({"none": START}, count=1, block_s=0) == []
+    assert await streams.append("none", []) == 0
+    await streams.trim("none", before="5-0")
+    await streams.acknowledge("none", group="g", entry_ids=["1-0"])
+    assert await streams.streams("") == []
+
+
+@pytest.mark.parametrize("offset", ["", "7", "x-0", "1-", "-1", "1-0-0", "$"])
+async def test_a_malformed_offset_is_refused(streams: Stream, offset: str) -> None:
+    with pytest.raises(ValueError, match="entry id"):
+        await streams.read({"s": offset}, count=1, block_s=0)
+
+
+async def test_each_entry_is_claimed_by_one_consumer(streams: Stream) -> None:
+    await streams.append("prompts", [b"%d" % number for number in range(7)])
+    shares = [await claim(streams, consumer, count=3) for consumer in ("a", "b", "a", "b")]
+    assert [len(share) for share in shares] == [3, 3, 1, 0]
+    assert sorted(payload for share in shares for payload in payloads(share)) == [b"%d" % n for n in range(7)]
+
+
+async def test_two_groups_each_get_everything(streams: Stream) -> None:
+    await streams.append("prompts", [b"1", b"2"])
+    for group in ("actors", "watchers"):
+        entries = await streams.claim("prompts", group=group, consumer="c", count=9, block_s=0, reclaim_idle_s=60)
+        assert payloads(entries) == [b"1", b"2"]
+
+
+async def test_what_a_dead_consumer_held_is_claimed_again_before_new_entries(streams: Stream) -> None:
+    await streams.append("prompts", [b"1", b"2", b"3"])
+    held = await claim(streams, "dead", count=2)
+    await streams.acknowledge("prompts", group="actors", entry_ids=[held[0].entry_id])
+    await asyncio.sleep(0.06)
+    assert payloads(await claim(streams, "alive", idle_s=0.05)) == [b"2"]
+    assert payloads(await claim(streams, "alive", idle_s=0.05)) == [b"3"]
+
+
+async def test_what_is_held_by_the_living_or_acknowledged_is_not_claimed_again(streams: Stream) -> None:
+    await streams.append("prompts", [b"1", b"2"])
+    first, second = await claim(streams, "a", idle_s=0.0)
+    assert await claim(streams, "b", idle_s=30.0) == []
+    await streams.acknowledge("prompts", group="actors", entry_ids=[first.entry_id, second.entry_id])
+    assert await claim(streams, "b", idle_s=0.0) == []
+
+
+async def test_many_pending_entries_do_not_hide_an_idle_one(streams: Stream) -> None:
+    """XAUTOCLAIM looks at ten times `count` entries and returns a cursor, which has to be followed."""
+    await streams.append("prompts", [b"%d" % number for number in range(60)])
+    lost = await claim(streams, "dead", count=60)
+    await asyncio.sleep(0.05)
+    kept = [entry.entry_id for entry in await claim(streams, "alive", count=59, idle_s=0.04)]
+    assert kept == [entry.entry_id for entry in lost[:59]]
+    assert payloads(await claim(streams, "other", count=1, idle_s=0.04)) == [b"59"]
+
+
+async def test_a_waiting_consumer_notices_that_an_entry_became_idle(streams: Stream) -> None:
+    await streams.append("prompts", [b"1"])
+    await claim(streams, "dead")
+    started = time.monotonic()
+    entries = await streams.claim("prompts", group="actors", consumer="alive", count=1, block_s=5.0, reclaim_idle_s=0.1)
+    assert payloads(entries) == [b"1"]
+    assert time.monotonic() - started < 2.0
+
+
+async def test_a_pending_entry_that_was_trimmed_is_not_claimed(streams: Stream) -> None:
+    await streams.append("prompts", [b"1", b"2"], first_id=1)
+    await claim(streams, "dead")
+    await streams.trim("prompts", before="2-0")
+    assert payloads(await claim(streams, "alive", idle_s=0.0)) == [b"2"]
+
+
+async def test_trim_drops_what_is_before_and_nothing_else(streams: Stream) -> None:
+    await streams.append("s", [b"%d" % number for number in range(1, 6)], first_id=1)
+    await streams.trim("s", before="3-0")
+    assert payloads(await streams.read({"s": START}, count=9, block_s=0)) == [b"3", b"4", b"5"]
+    await streams.trim("s", before="99-0")
+    assert await streams.length("s") == 0
+    assert await streams.last_id("s") == "5-0"
+    assert await streams.append("s", [b"again"], first_id=5) == 0
+
+
+async def test_a_full_stream_has_no_room_but_drops_nothing(streams: Stream) -> None:
+    assert await streams.room("s") == 10
+    await streams.append("s", [b"x"] * 9)
+    assert await streams.room("s") == 1
+    await streams.append("s", [b"x"] * 9)
+    assert await streams.room("s") == 0
+    assert await streams.length("s") == 18
+
+
+async def test_streams_are_found_by_prefix_and_pattern_signs_are_plain(streams: Stream) -> None:
+    for name in ("rollouts:a1", "rollouts:a0", "reports", "roll*", "rollouts:[x]"):
+        await streams.append(name, [b"1"])
+    assert await streams.streams("rollouts:") == ["rollouts:[x]", "rollouts:a0", "rollouts:a1"]
+    assert await streams.streams("roll*") == ["roll*"]
+    assert await streams.streams("rollouts:[") == ["rollouts:[x]"]
+
+
+async def test_a_read_waits_for_the_first_entry_and_no_longer_than_told(streams: Stream) -> None:
+    started = time.monotonic()
+    assert await streams.read({"s": START}, count=1, block_s=0.15) == []
+    assert await claim_waiting(streams, 0.15) == []
+    assert 0.3 <= time.monotonic() - started < 2.0
+
+
+async def claim_waiting(streams: Stream, block_s: float) -> list[Entry]:
+    return await streams.claim("prompts", group="actors", consumer="a", count=1, block_s=block_s, reclaim_idle_s=60)
+
+
+async def test_an_append_wakes_whoever_waits(streams: Stream) -> None:
+    reader = asyncio.create_task(streams.read({"other": START, "prompts": START}, count=9, block_s=10))
+    claimer = asyncio.create_task(claim_waiting(streams, 10))
+    await asyncio.sleep(0.05)
+    started = time.monotonic()
+    await streams.append("prompts", [b"1"])
+    assert payloads(await reader) == payloads(await claimer) == [b"1"]
+    assert time.monotonic() - started < 2.0
+
+
+async def test_many_producers_at_once(streams: Stream) -> None:
+    """Each producer's entries stay in its order; all of them arrive, on one shared stream and on one each."""
+
+    async def produce(name: int) -> None:
+        for batch in range(10):
+            numbers = range(5 * batch, 5 * batch + 5)
+            await streams.append("shared", [b"%d:%03d" % (name, number) for number in numbers])
+            own = [b"%03d" % number for number in numbers]
+            for _ in range(2):  # a retry, as if the first answer had been lost
+                await streams.append(f"own:{name}", own, first_id=1 + 5 * batch)
+
+    await asyncio.gather(*(produce(name) for name in range(8)))
+    shared = payloads(await streams.read({"shared": START}, count=1000, block_s=0))
+    assert len(shared) == 400
+    for name in range(8):
+        expected = [b"%03d" % number for number in range(50)]
+        assert [entry[2:] for entry in shared if entry.startswith(b"%d:" % name)] == expected
+        assert payloads(await streams.read({f"own:{name}": START}, count=1000, block_s=0)) == expected
+
+
+async def test_an_address_of_another_kind_is_refused_without_showing_its_password() -> None:
+    with pytest.raises(AddressError, match="memory:// or redis://") as raised:
+        await open_stream("amqp://user:secret@host", namespace="n")
+    assert "secret" not in str(raised.value)

@@ -1,0 +1,43 @@
+"""`arrays`: one set of functions for numpy, torch and jax, which imports none of the heavy ones."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl.arrays import largest, namespace, segment_sum, stop_gradient
+
+VALUES, IDS = [1.0, 2.0, 4.0, 8.0], [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_segment_sum_and_largest(make):
+    sums = segment_sum(make(VALUES), make(IDS), 4)
+    assert sums.tolist() == [3.0, 0.0, 12.0, 0.0]
+    assert float(largest(make(VALUES))) == 8.0
+    assert float(largest(make(VALUES)[:0])) == 0.0
+
+
+def test_namespace_knows_each_library_and_subclasses():
+    assert namespace(np.float32(1.0)) is np
+    assert namespace(torch.nn.Parameter(torch.zeros(1))) is torch
+    with pytest.raises(TypeError, match=r"expected an array of numpy, torch or jax, got builtins\.list"):
+        namespace([1.0])
+
+
+def test_no_gradient_flows_through_stop_gradient():
+    x = torch.tensor([3.0], requires_grad=True)
+    (stop_gradient(x) * x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [3.0]
+    assert stop_gradient(np.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_the_objective_and_the_contract_import_nothing_heavy():
+    program = (
+        "import sys, pipelinerl.objective.presets, pipelinerl.numerics.logprobs, trainer_contract.conformance\n"
+        "print([m for m in ('torch', 'jax', 'transformers', 'accelerate', 'safetensors') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

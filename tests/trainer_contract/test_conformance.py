@@ -1,0 +1,232 @@
+"""The conformance kit is itself tried: a sound trainer passes every check, each way to be broken is found by name."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.trainers.bigram_trainer import BigramTrainer
+from trainer_contract.conformance import CHECKS, Status, run
+from trainer_contract.errors import NonFiniteError
+from trainer_contract.probes import Subject
+from trainer_contract.types import LossStats, StepStats, TrainerSpec
+
+VOCAB = 16
+
+
+class Broken:
+    """A bigram trainer with one verb replaced: `verbs` maps a name to a function of (sound trainer, arguments)."""
+
+    def __init__(self, **verbs):
+        self._sound, self._verbs = BigramTrainer(), verbs
+
+    def __getattr__(self, name):
+        if name in self._verbs:
+            verb, sound = self._verbs[name], self._sound
+            return verb(sound) if name == "model_version" else lambda *a, **k: verb(sound, *a, **k)
+        return getattr(self._sound, name)
+
+
+def leaking(sound, batch):
+    """Takes a segment's first prediction from the segment before it."""
+    logprobs = sound.forward(batch).copy()
+    logprobs[1:] += np.where(batch.segment_ids[1:] > 0, 0.01, 0.0) * (batch.position_ids[1:] > 0)
+    return logprobs
+
+
+def looking_ahead(sound, batch):
+    return sound.forward(batch) - 0.01 * (batch.token_ids[-1] + 1) * (batch.position_ids > 0)
+
+
+def tempered_twice(sound, batch):
+    return sound.forward(replace(batch, temperatures=batch.temperatures**2))
+
+
+def starts_not_zero(sound, batch):
+    return sound.forward(batch) - (batch.position_ids == 0).astype(np.float32)
+
+
+def mask_only(sound, batch):
+    return np.where(batch.loss_mask, sound.forward(batch), 0.0).astype(np.float32)
+
+
+def forward_accumulates(sound, batch):
+    if sound._state.gradient is None:
+        sound._state.gradient = np.ones_like(sound._state.logits)
+    return sound.forward(batch)
+
+
+def mean_over_the_micro_batch(sound, batch, objective):
+    share = np.float32(1 / max(int(batch.loss_mask.sum()), 1))
+    return sound.backward(replace(batch, weights=batch.weights * share), objective)
+
+
+def overwrites_the_gradient(sound, batch, objective):
+    sound.discard_gradient()
+    return sound.backward(batch, objective)
+
+
+def ascends(sound, batch, objective):
+    stats = sound.backward(batch, objective)
+    sound._state.gradient *= -1
+    return stats
+
+
+def swallows_nan(sound, batch, objective):
+    try:
+        return sound.backward(batch, objective)
+    except NonFiniteError:
+        return LossStats(0.0, 0, {}, {})
+
+
+def accumulates_before_it_refuses(sound, batch, objective):
+    try:
+        return sound.backward(batch, objective)
+    except NonFiniteError:
+        sound.backward(replace(batch, advantages=np.nan_to_num(batch.advantages, posinf=0.0)), objective)
+        raise
+
+
+def checks_nothing(sound, batch, objective):
+    try:
+        return sound.backward(batch, objective)
+    except Exception as error:
+        raise ValueError("some error of the array library") from error
+
+
+def step_keeps_the_gradient(sound, *, learning_rate):
+    gradient = sound._state.gradient
+    stats = sound.optimizer_step(learning_rate=learning_rate)
+    sound._state.gradient = gradient
+    return stats
+
+
+def step_without_gradient(sound, *, learning_rate):
+    if sound._state.gradient is None:
+        return StepStats(sound.model_version, 0.0, learning_rate)
+    return sound.optimizer_step(learning_rate=learning_rate)
+
+
+def never_clips(sound, spec):
+    sound.init_worker(replace(spec, optimizer=replace(spec.optimizer, grad_clip=0.0)))
+
+
+def norm_after_clipping(sound, *, learning_rate):
+    stats = sound.optimizer_step(learning_rate=learning_rate)
+    return replace(stats, grad_norm=min(stats.grad_norm, sound._state.spec.grad_clip or np.inf))
+
+
+def discard_does_nothing(sound):
+    del sound
+
+
+def forgets_the_moments(sound, spec):
+    sound.init_worker(spec)
+    if spec.restore_from:
+        sound._state.exp_avg = np.zeros_like(sound._state.exp_avg)
+
+
+def restores_weights_in_half(sound, spec):
+    sound.init_worker(spec)
+    if spec.restore_from:
+        sound._state.logits = sound._state.logits.astype(np.float16).astype(np.float64)
+
+
+def forgets_the_version(sound, spec):
+    sound.init_worker(spec)
+    if spec.restore_from:
+        sound._state.model_version = 0
+
+
+def starts_anew_when_damaged(sound, spec):
+    try:
+        sound.init_worker(spec)
+    except Exception:
+        sound.init_worker(replace(spec, restore_from=None))
+
+
+def half_precision(sound):
+    for name, array in sound.gather_weights():
+        yield name, array.astype(np.float16)
+
+
+def renamed(sound):
+    for name, array in sound.gather_weights():
+        yield "module." + name, array
+
+
+BROKEN = [
+    ("segments_are_independent", {"forward": leaking}),
+    ("forward_is_causal", {"forward": looking_ahead}),
+    ("forward_is_a_distribution", {"forward": tempered_twice}),
+    ("forward_starts_at_zero", {"forward": starts_not_zero}),
+    ("forward_starts_at_zero", {"forward": mask_only}),
+    ("forward_leaves_no_trace", {"forward": forward_accumulates}),
+    ("loss_is_of_forward", {"backward": mean_over_the_micro_batch}),
+    ("parts_equal_the_whole", {"backward": mean_over_the_micro_batch}),
+    ("parts_equal_the_whole", {"backward": overwrites_the_gradient}),
+    ("gradient_is_of_the_loss", {"backward": ascends}),
+    ("non_finite_is_refused", {"backward": swallows_nan}),
+    ("non_finite_is_refused", {"backward": accumulates_before_it_refuses}),
+    ("malformed_batches_are_refused", {"backward": checks_nothing}),
+    ("step_applies_and_clears", {"optimizer_step": step_keeps_the_gradient}),
+    ("step_applies_and_clears", {"optimizer_step": step_without_gradient}),
+    ("step_applies_and_clears", {"model_version": lambda sound: 0}),
+    ("clipping_bounds_the_norm", {"init_worker": never_clips}),
+    ("clipping_bounds_the_norm", {"optimizer_step": norm_after_clipping}),
+    ("discard_forgets", {"discard_gradient": discard_does_nothing}),
+    ("state_continues_exactly", {"init_worker": forgets_the_moments}),
+    ("state_continues_exactly", {"init_worker": restores_weights_in_half}),
+    ("state_continues_exactly", {"init_worker": forgets_the_version}),
+    ("broken_state_is_refused", {"init_worker": starts_anew_when_damaged}),
+    ("layout_is_what_is_gathered", {"gather_weights": half_precision}),
+    ("layout_is_what_is_gathered", {"gather_weights": renamed}),
+]
+
+
+def by_name(check, verbs):
+    return f"{check}-{next(iter(verbs.values())).__name__}"
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bigram")
+    BigramModel.random(VOCAB, seed=1).save(path)
+    return TrainerSpec(model_path=path)
+
+
+def test_a_sound_trainer_passes_every_check(spec, tmp_path):
+    results = run(Subject(BigramTrainer, spec, VOCAB), directory=tmp_path)
+    assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
+    assert len(results) == len(CHECKS) and all(r.promise for r in results)
+
+
+@pytest.mark.parametrize(("check", "verbs"), BROKEN, ids=[by_name(*row) for row in BROKEN])
+def test_a_broken_trainer_fails(check, verbs, spec, tmp_path):
+    results = run(Subject(lambda: Broken(**verbs), spec, VOCAB), directory=tmp_path)
+    failed = {result.name: result.reason for result in results if result.status is Status.FAILED}
+    assert check in failed
+    assert failed[check], "a failure gives its reason"
+
+
+def test_order_that_matters_is_found(spec, tmp_path):
+    """The last rollout of a micro-batch is dropped, as a padding bug does."""
+
+    def drops_the_last(sound, batch, objective):
+        kept = batch.loss_mask & (batch.segment_ids < batch.num_segments - 1)
+        return sound.backward(replace(batch, loss_mask=kept), objective)
+
+    results = run(Subject(lambda: Broken(backward=drops_the_last), spec, VOCAB), directory=tmp_path)
+    assert "order_does_not_matter" in {r.name for r in results if r.status is Status.FAILED}
+
+
+def test_what_cannot_be_tried_is_unsupported_not_passed(spec, tmp_path):
+    results = run(Subject(BigramTrainer, spec, 10**6), directory=tmp_path, checks=CHECKS[:1])
+    assert results[0].status is Status.UNSUPPORTED and "too large to sum over" in results[0].reason
+
+
+def test_a_missing_model_must_be_refused(tmp_path, spec):
+    eager = Broken(init_worker=lambda sound, _: sound.init_worker(spec))
+    results = run(Subject(lambda: eager, spec, VOCAB), directory=tmp_path)
+    assert "missing_model_is_refused" in {r.name for r in results if r.status is Status.FAILED}

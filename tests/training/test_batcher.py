@@ -1,0 +1,66 @@
+"""What is chosen does not depend on arrival; what was refused is counted once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.admission import Fate, Ledger, Lineage
+from pipelinerl.training.batcher import Batcher, StepBudget
+from tests.fakes.rollouts import group
+
+BOUNDS = StalenessBounds(1, 4)
+
+
+def batcher(*, keep_no_signal: bool = False) -> Batcher:
+    return Batcher(ledger=Ledger(), lineage=Lineage(1, 0), keep_no_signal=keep_no_signal)
+
+
+def test_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
+    waiting = batcher()
+    waiting.offer(group(0))
+    assert waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS) is None
+    waiting.offer(group(0))
+    waiting.offer(group(1))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
+    assert taken is not None and [g.index for g in taken] == [0, 1]
+    waiting.offer(group(1))
+    assert (waiting.num_waiting, waiting.duplicates, waiting.ledger.counts[Fate.TRAINED]) == (0, 2, 2)
+
+
+def test_the_freshest_go_first_whatever_the_order_of_arrival() -> None:
+    groups = [group(index, version=version) for index, version in enumerate([1, 3, 2, 3, 2, 1])]
+    chosen = set()
+    for seed in range(20):
+        waiting = batcher()
+        for arrived in random.Random(seed).sample(groups, len(groups)):
+            waiting.offer(arrived)
+        taken = waiting.take(StepBudget(rollouts=6), producing=4, bounds=BOUNDS)
+        assert taken is not None
+        chosen.add(tuple(g.index for g in taken))
+    assert chosen == {(1, 2, 3)}
+
+
+def test_what_aged_while_it_waited_is_dropped_as_stale() -> None:
+    waiting = batcher()
+    waiting.offer(group(0, version=0))
+    waiting.offer(group(1, version=2))
+    assert waiting.take(StepBudget(rollouts=8), producing=5, bounds=BOUNDS) is None
+    assert (waiting.num_waiting, waiting.ledger.counts[Fate.STALE]) == (1, 1)
+
+
+@pytest.mark.parametrize(("keep", "filtered", "left"), [(False, 1, 0), (True, 0, 1)])
+def test_groups_without_signal_are_filtered_unless_wanted(keep: bool, filtered: int, left: int) -> None:
+    waiting = batcher(keep_no_signal=keep)
+    waiting.offer(group(0, (1.0, 1.0)))
+    assert (waiting.ledger.counts[Fate.FILTERED], waiting.num_waiting) == (filtered, left)
+
+
+def test_a_token_budget_makes_a_step_before_the_rollouts_do() -> None:
+    waiting = batcher()
+    for index in range(3):
+        waiting.offer(group(index))  # 2 rollouts of 4 tokens each
+    taken = waiting.take(StepBudget(rollouts=100, tokens=10), producing=1, bounds=BOUNDS)
+    assert taken is not None and [g.index for g in taken] == [0, 1]

@@ -1,0 +1,174 @@
+"""Verifiers on real answers: right, wrong, hostile, and with their own failures, which must never count as wrong."""
+
+import asyncio
+import inspect
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.data.problems import Split, open_source
+from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.verifiers.math_answer import MathAnswer, final_answer, normalise
+from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extract_answer
+
+
+def problem(ground_truth, **metadata):
+    return Problem(
+        problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth=ground_truth, metadata=metadata
+    )
+
+
+def spelling(index=0):
+    return open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0).problem(index)
+
+
+async def test_reasoning_gym_gives_full_reward_for_the_full_score_only():
+    verifier, given = ReasoningGym(), spelling()
+    verdicts = [await verifier.verify(given, text) for text in (given.ground_truth, given.ground_truth[:-1], "", "x<")]
+    assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG, Outcome.WRONG, Outcome.WRONG]
+    assert [v.reward for v in verdicts] == [1.0, 0.0, 0.0, 0.0]
+
+
+async def test_reasoning_gym_judges_each_problem_by_its_own_entry():
+    verifier = ReasoningGym()
+    problems = [spelling(i) for i in range(20)]
+    for given, other in zip(problems, problems[1:] + problems[:1], strict=True):
+        assert (await verifier.verify(given, given.ground_truth)).outcome is Outcome.CORRECT
+        assert (await verifier.verify(other, given.ground_truth)).outcome is Outcome.WRONG
+
+
+async def test_reasoning_gym_reads_the_last_answer_tags():
+    given = spelling()
+    text = f"<answer>no</answer> I mean <answer> {given.ground_truth} </answer>."
+    assert (await ReasoningGym().verify(given, text)).outcome is Outcome.CORRECT
+    assert extract_answer("plain") == "plain"
+
+
+async def test_what_reasoning_gym_cannot_judge_is_an_error_not_a_wrong_answer():
+    verifier = ReasoningGym()
+    for metadata in (
+        {},
+        {"task": "countdown", "parameters": {}, "index": 1},
+        {"task": "?", "parameters": {}, "index": 1},
+    ):
+        assert (await verifier.verify(problem("1", **metadata), "1")).outcome is Outcome.VERIFIER_ERROR
+
+
+def test_every_task_whose_scorer_would_run_the_answer_is_refused():
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    assert Path(reasoning_gym.__file__).is_file()
+    running = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
+    found = set()
+    for task, (dataset, _) in DATASETS.items():
+        methods = [m for name, m in inspect.getmembers(dataset, inspect.isfunction) if not name.startswith("__")]
+        # eval of the library's own problem text while generating is no danger; of an answer, it is
+        if any(running.search(inspect.getsource(m)) and "answer" in inspect.signature(m).parameters for m in methods):
+            found.add(task)
+    assert found - UNSAFE_TASKS <= {"number_sorting"}  # it evaluates the entry's own answer, which the library wrote
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        ("42", "42"),
+        ("42", "The answer is 42."),
+        ("1234", "so \\boxed{1,234}"),
+        ("7", "<answer> 07 </answer>"),
+        ("0.5", "\\boxed{\\frac{1}{2}}"),
+        ("\\frac{1}{2}", "2/4"),
+        ("x^2+2x+1", "\\boxed{(x+1)^2}"),
+        ("\\{1,2,3\\}", "\\boxed{\\{3,1,2\\}}"),
+        ("-3", "it is \\boxed{-3}"),
+        ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}"),
+    ],
+)
+async def test_equal_answers_are_correct(gold, text, math_answer):
+    assert (await math_answer.verify(problem(gold), text)).outcome is Outcome.CORRECT
+
+
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        ("42", "24"),
+        ("42", ""),
+        ("x+1", "\\boxed{x+2}"),
+        ("1/2", "\\boxed{1/3}"),
+        ("42", "the answer is cat"),
+        ("1", "-1"),
+    ],
+)
+async def test_other_answers_are_wrong(gold, text, math_answer):
+    verdict = await math_answer.verify(problem(gold), text)
+    assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
+
+
+async def test_an_endless_expression_times_out_and_the_next_one_is_judged():
+    verifier = MathAnswer(deadline_s=2.0)
+    try:
+        assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # the worker is up
+        ticks, ticking = 0, True
+
+        async def tick():
+            nonlocal ticks
+            while ticking:
+                ticks += 1
+                await asyncio.sleep(0.02)
+
+        ticker = asyncio.create_task(tick())
+        began = time.monotonic()
+        verdict = await verifier.verify(problem("x+1"), "\\boxed{9^{9^{9^{9^{9}}}} - 1}")
+        ticking = False
+        await ticker
+        assert verdict.outcome in (Outcome.TIMEOUT, Outcome.WRONG, Outcome.VERIFIER_ERROR)
+        assert time.monotonic() - began < 4.0
+        assert ticks > 1 or verdict.outcome is not Outcome.TIMEOUT  # the event loop went on
+        assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT
+    finally:
+        await verifier.close()
+
+
+async def test_a_killed_worker_is_an_error_and_is_replaced():
+    verifier = MathAnswer()
+    try:
+        assert (await verifier.verify(problem("x+1"), "1+x")).outcome is Outcome.CORRECT
+        worker = verifier._worker
+        assert worker is not None
+        worker.kill()
+        after = [await verifier.verify(problem("x+1"), "1+x") for _ in range(2)]
+        assert after[0].outcome in (Outcome.CORRECT, Outcome.VERIFIER_ERROR)
+        assert after[1].outcome is Outcome.CORRECT
+    finally:
+        await verifier.close()
+
+
+async def test_questions_asked_at_once_get_their_own_answers(math_answer):
+    asked = [("x+1", "1+x"), ("x+1", "x+2")] * 5
+    verdicts = await asyncio.gather(*(math_answer.verify(problem(gold), text) for gold, text in asked))
+    assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG] * 5
+
+
+def test_the_final_answer_is_the_last_one_said():
+    assert final_answer("\\boxed{1} then \\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
+    assert final_answer("answer: 3\nthe answer is 4") == "4"
+    assert final_answer(" 5 ") == " 5 "
+    assert final_answer("\\boxed{1") == "\\boxed{1"
+
+
+@pytest.mark.parametrize(
+    ("raw", "normal"),
+    [
+        (" $1,234$ ", "1234"),
+        ("007", "7"),
+        ("+3.50", "3.5"),
+        ("-0.0", "-0"),
+        ("(1,234)", "(1,234)"),
+        ("5 \\text{ cm}", "5cm"),
+    ],
+)
+def test_normalisation_drops_what_carries_no_meaning(raw, normal):
+    assert normalise(raw) == normal

@@ -1,0 +1,80 @@
+"""`check`: does a micro-batch keep what `types.MicroBatch` promises? Trainers call it first in each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from trainer_contract.errors import BatchError
+from trainer_contract.types import MicroBatch
+
+_COLUMNS = {
+    "token_ids": np.int32,
+    "position_ids": np.int32,
+    "segment_ids": np.int32,
+    "loss_mask": np.bool_,
+    "advantages": np.float32,
+    "weights": np.float32,
+    "behavior_logprobs": np.float32,
+    "temperatures": np.float32,
+}
+_OPTIONAL = {"old_logprobs": np.float32, "ref_logprobs": np.float32, "values": np.float32}
+
+
+def check(batch: MicroBatch, *, vocab_size: int, needs: Iterable[str] = ()) -> None:
+    """Check shapes, dtypes, ranges and the packing.
+
+    Args:
+        batch: the micro-batch.
+        vocab_size: token ids must be below it.
+        needs: optional columns that the objective reads.
+
+    Raises:
+        BatchError: naming the first column that is wrong, what was expected and what came.
+    """
+    for name, dtype in _COLUMNS.items():
+        _check_column(name, getattr(batch, name), dtype, batch.token_ids)
+    for name, dtype in _OPTIONAL.items():
+        column = getattr(batch, name)
+        if column is not None:
+            _check_column(name, column, dtype, batch.token_ids)
+        elif name in needs:
+            raise BatchError(f"the objective needs the column {name}, got None: compute it before backward")
+    _check_values(batch, vocab_size)
+    _check_packing(batch)
+
+
+def _check_column(name: str, column: object, dtype: type, token_ids: object) -> None:
+    if not isinstance(column, np.ndarray) or not isinstance(token_ids, np.ndarray):
+        raise BatchError(f"{name} must be a numpy array, got {type(column).__name__}")
+    if column.dtype != dtype:
+        raise BatchError(f"{name} must have dtype {np.dtype(dtype)}, got {column.dtype}")
+    if column.ndim != 1 or column.shape != token_ids.shape:
+        raise BatchError(f"{name} must have the shape of token_ids, {token_ids.shape} = [T], got {column.shape}")
+
+
+def _check_values(batch: MicroBatch, vocab_size: int) -> None:
+    if batch.num_tokens == 0:
+        raise BatchError("a micro-batch must have at least one token, got none")
+    low, high = int(batch.token_ids.min()), int(batch.token_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise BatchError(f"token_ids must lie in 0..{vocab_size - 1}, got {low if low < 0 else high}")
+    if not batch.temperatures.min() > 0.0:
+        raise BatchError("temperatures must be above 0: greedy samples have no log-probs to train on")
+
+
+def _check_packing(batch: MicroBatch) -> None:
+    starts = np.flatnonzero(np.diff(batch.segment_ids, prepend=-1))
+    lengths = np.diff(starts, append=batch.num_tokens)
+    if not np.array_equal(batch.segment_ids[starts], np.arange(batch.num_segments)):
+        raise BatchError(f"segment_ids must be 0..{batch.num_segments - 1} without gaps, not decreasing")
+    expected = np.arange(batch.num_tokens) - np.repeat(starts, lengths)
+    if not np.array_equal(batch.position_ids, expected):
+        wrong = int(np.flatnonzero(batch.position_ids != expected)[0])
+        raise BatchError(
+            f"position_ids must restart at 0 in each segment and count up: token {wrong} must have {expected[wrong]}, "
+            f"got {batch.position_ids[wrong]}"
+        )
+    if batch.loss_mask[starts].any():
+        raise BatchError("loss_mask must be False on the first token of a segment: nothing predicts it")

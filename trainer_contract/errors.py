@@ -1,0 +1,35 @@
+"""The errors a trainer may raise, as one tree.
+
+    TrainerError
+    ├── SpecError           the spec cannot be satisfied: model, precision or device missing or unknown
+    ├── BatchError          a micro-batch breaks the layout that `types.MicroBatch` promises
+    ├── StateError          a saved state is missing, damaged or of another model
+    ├── ProtocolError       verbs called in an order that has no meaning (optimizer_step without backward)
+    └── NonFiniteError      loss, gradient or log-probs are not finite; nothing was applied
+
+To add one: subclass the nearest parent and add the line above.
+"""
+
+
+class TrainerError(Exception):
+    """Base of the tree; the message says what was expected, what came, and what to do."""
+
+
+class SpecError(TrainerError):
+    """The spec cannot be satisfied."""
+
+
+class BatchError(TrainerError):
+    """A micro-batch is malformed."""
+
+
+class StateError(TrainerError):
+    """A saved state cannot be restored."""
+
+
+class ProtocolError(TrainerError):
+    """A verb was called out of order."""
+
+
+class NonFiniteError(TrainerError):
+    """A loss, gradient or log-prob is not finite; the step was not applied."""

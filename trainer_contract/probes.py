@@ -1,0 +1,149 @@
+"""What the conformance kit tries a trainer with: fixed rollouts, the plainest objective, and comparisons that explain.
+
+Nothing here needs more than the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer_contract.errors import TrainerError
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Columns, MicroBatch, ObjectiveOutput, OptimizerSpec, TrainerSpec
+
+Weights = dict[str, NDArray[np.float64]]
+
+
+class Subject(NamedTuple):
+    """What is tried: a trainer's class, and a spec for a small fp32 model of `vocab_size` tokens (at least 8)."""
+
+    factory: Callable[[], Trainer]
+    spec: TrainerSpec
+    vocab_size: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LinearObjective:
+    """−Σ weights·advantages·logprobs: the plainest objective, in operators that all array libraries share."""
+
+    needs: frozenset[str] = frozenset()
+
+    def evaluate(self, logprobs: Any, columns: Columns) -> ObjectiveOutput:
+        """See `types.Objective`."""
+        loss = -(logprobs * columns["weights"] * columns["advantages"]).sum()
+        return ObjectiveOutput(loss, {"tokens": (columns["weights"] * 0 + 1).sum()}, {})
+
+    def logprob_gradient(self, logprobs: Any, columns: Columns) -> Any:
+        """See `types.Objective`."""
+        return -(logprobs * 0 + columns["weights"] * columns["advantages"])
+
+
+LINEAR: Final = LinearObjective()
+
+
+def pack(rollouts: Sequence[Sequence[int]], *, prompt: int = 1, temperature: float = 1.0) -> MicroBatch:
+    """Rollouts as one micro-batch. A token's advantage depends on its rollout's tokens alone, not on the packing."""
+    lengths = [len(rollout) for rollout in rollouts]
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    tokens = np.concatenate([np.asarray(rollout) for rollout in rollouts])
+    mask = positions >= max(prompt, 1)
+    sums = np.repeat([sum(rollout) for rollout in rollouts], lengths)
+    return MicroBatch(
+        token_ids=tokens.astype(np.int32),
+        position_ids=positions.astype(np.int32),
+        segment_ids=np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
+        loss_mask=mask,
+        advantages=np.where(mask, np.cos(sums + positions), 0.0).astype(np.float32),
+        weights=np.where(mask, 0.125, 0.0).astype(np.float32),
+        behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        temperatures=np.full(len(tokens), temperature, dtype=np.float32),
+        num_segments=len(lengths),
+    )
+
+
+def rollouts_of(vocab_size: int, *, lengths: Sequence[int] = (5, 3, 7, 2, 4, 6)) -> list[list[int]]:
+    """Fixed, ragged rollouts."""
+    return [[(7 * i + 3 * t * t + t) % vocab_size for t in range(length)] for i, length in enumerate(lengths)]
+
+
+def weights_of(trainer: Trainer) -> Weights:
+    """A copy of the weights, as the trainer gathers them."""
+    copies = {}
+    for name, array in trainer.gather_weights():
+        host = array.detach().float().cpu().numpy() if hasattr(array, "detach") else array
+        copies[name] = np.array(host, dtype=np.float64)
+    return copies
+
+
+def started(subject: Subject, *, restore_from: Path | None = None, grad_clip: float = 0.0) -> Trainer:
+    """A new trainer whose first step shows the gradient."""
+    optimizer = OptimizerSpec(betas=(0.9, 0.95), eps=1.0, weight_decay=0.0, grad_clip=grad_clip)
+    trainer = subject.factory()
+    trainer.init_worker(replace(subject.spec, optimizer=optimizer, restore_from=restore_from))
+    return trainer
+
+
+class Stepped(NamedTuple):
+    """Of one step: the sum of losses, the norm reported, the weights after it, the gradient read off the weights."""
+
+    loss: float
+    norm: float
+    weights: Weights
+    gradient: Weights
+
+
+def stepped(trainer: Trainer, batches: Sequence[MicroBatch], rate: float = 0.1) -> Stepped:
+    """Backward on each batch, then one step."""
+    before = weights_of(trainer)
+    loss = sum(trainer.backward(batch, LINEAR).loss for batch in batches)
+    norm = trainer.optimizer_step(learning_rate=rate).grad_norm
+    after = weights_of(trainer)
+    return Stepped(loss, norm, after, {name: gradient_of(before[name] - after[name], rate) for name in after})
+
+
+def gradient_of(step: NDArray[np.float64], rate: float) -> NDArray[np.float64]:
+    """Inverts the first step of AdamW with eps 1: u = g / (|g| + 1)."""
+    unit = step / rate
+    return np.asarray(unit / (1.0 - np.abs(unit)))
+
+
+def norm_of(gradient: Weights) -> float:
+    """Global norm."""
+    return float(np.sqrt(sum((part**2).sum() for part in gradient.values())))
+
+
+def require(condition: bool, message: str) -> None:
+    """Fail the check with `message`."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def require_equal(got: Any, expected: Any, tolerance: float, what: str) -> None:
+    """Fail unless the largest difference is within `tolerance`; NaN fails."""
+    distance = float(np.max(np.abs(np.asarray(got, np.float64) - np.asarray(expected, np.float64))))
+    require(distance <= tolerance, f"{what} must agree within {tolerance:.3g}, the difference is {distance:.3g}")
+
+
+def require_same_weights(got: Weights, expected: Weights, tolerance: float, what: str) -> None:
+    """Fail unless names, order and values agree."""
+    require(list(got) == list(expected), f"{what}: the parameters' names or order changed")
+    for name in expected:
+        require_equal(got[name], expected[name], tolerance, f"{what}, {name}")
+
+
+def require_raises(error: type[TrainerError], call: Callable[[], object], what: str) -> None:
+    """Fail unless `call` raises `error`; what is no TrainerError passes through, to be reported as it is."""
+    try:
+        call()
+    except error:
+        return
+    except TrainerError as other:
+        raise AssertionError(f"{what} must raise {error.__name__}, got {type(other).__name__}: {other}") from other
+    raise AssertionError(f"{what} must raise {error.__name__}, but nothing was raised")

@@ -1,0 +1,86 @@
+"""`Trainer`: the five verbs and the state. The training loop calls them in this order and from one thread:
+
+    init_worker → ( forward* → backward+ → optimizer_step → gather_weights? → save_state? )* → close
+
+Promises: `backward` called on the parts of a batch accumulates the gradient of the whole; `optimizer_step` is the only
+verb that changes weights; `save_state` then `init_worker(restore_from)` continues bit for bit; every rank gathers the
+same parameters in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer_contract.types import (
+    Float32,
+    LossStats,
+    MicroBatch,
+    Objective,
+    ParameterInfo,
+    StepStats,
+    TrainerSpec,
+)
+
+
+class Trainer(Protocol):
+    """A training backend. Every verb raises `trainer_contract.errors.TrainerError` and nothing else."""
+
+    @property
+    def model_version(self) -> int:
+        """Number of optimizer steps behind the weights."""
+        ...
+
+    def init_worker(self, spec: TrainerSpec) -> None:
+        """Load and shard weights and optimizer state, from `spec.model_path` or `spec.restore_from`.
+
+        Raises:
+            SpecError: the model, device or precision cannot be had.
+            StateError: `restore_from` is missing, damaged, or of another model.
+        """
+        ...
+
+    def forward(self, micro_batch: MicroBatch) -> Float32:
+        """Log-probs of the tokens at their temperatures, f32 [T], without gradient; 0 at segment starts."""
+        ...
+
+    def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
+        """Evaluate the objective and accumulate its gradient.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite; nothing was accumulated from this call.
+        """
+        ...
+
+    def optimizer_step(self, *, learning_rate: float) -> StepStats:
+        """Clip, apply and clear the accumulated gradient; the version rises by one.
+
+        Raises:
+            ProtocolError: no gradient was accumulated.
+            NonFiniteError: the gradient is not finite; it was cleared and the weights are as before.
+        """
+        ...
+
+    def discard_gradient(self) -> None:
+        """Forget what was accumulated, for a step that is skipped."""
+        ...
+
+    def weight_layout(self) -> tuple[ParameterInfo, ...]:
+        """Every parameter in the order of `gather_weights`; tied parameters once."""
+        ...
+
+    def gather_weights(self) -> Iterator[tuple[str, Any]]:
+        """Full parameters one by one, layer by layer: numpy arrays, torch tensors or anything with DLPack.
+
+        A yielded array may share memory with the trainer: it is valid until the next `optimizer_step`.
+        """
+        ...
+
+    def save_state(self, path: Path) -> None:
+        """Write weights, optimizer and random state below the existing directory `path`."""
+        ...
+
+    def close(self) -> None:
+        """Free devices and processes. The trainer is not used again."""
+        ...

@@ -1,0 +1,162 @@
+"""Values that cross the trainer contract: frozen, numpy only.
+
+Letters in shapes: T tokens of a micro-batch, S segments (rollouts) packed into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+
+
+class Precision(StrEnum):
+    """Arithmetic of forward and backward; master weights and optimizer state are always fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class Device(StrEnum):
+    """Where the trainer runs; `auto` takes CUDA when there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW (decoupled weight decay) and the global gradient-norm clip; `grad_clip` 0 leaves gradients as they are."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """What `init_worker` needs. `model_path` is a local Hugging Face directory (or a bigram model's)."""
+
+    model_path: Path
+    seed: int = 0
+    precision: Precision = Precision.FP32
+    device: Device = Device.AUTO
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    gradient_checkpointing: bool = False
+    restore_from: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rollouts packed back to back, without padding: the tokens of one forward and backward.
+
+    Column t speaks of token t. `logprobs[t]` predicts `token_ids[t]` from the earlier tokens of its own segment, so
+    the first token of a segment has no prediction: its log-prob is 0 by definition and `loss_mask` is False there.
+
+    Example, two rollouts "ab→c" and "d→ef" (→ divides prompt and sample):
+        token_ids    a b c d e f
+        position_ids 0 1 2 0 1 2
+        segment_ids  0 0 0 1 1 1
+        loss_mask    0 0 1 0 1 1
+
+    Attributes:
+        token_ids: i32 [T].
+        position_ids: i32 [T], restart at 0 in each segment.
+        segment_ids: i32 [T], 0..S-1, not decreasing; attention never crosses a boundary.
+        loss_mask: bool [T], the tokens that the model sampled and that may train.
+        advantages: f32 [T], computed on whole groups before packing; 0 outside the mask.
+        weights: f32 [T], the aggregation weight of each token, computed on the whole batch; 0 outside the mask.
+        behavior_logprobs: f32 [T], the sampler's; 0 outside the mask.
+        temperatures: f32 [T], of sampling; log-probs are those of softmax(logits / temperature).
+        old_logprobs: f32 [T] or None, recomputed at the sampling weights.
+        ref_logprobs: f32 [T] or None, of the frozen reference.
+        values: f32 [T] or None, of a critic.
+        num_segments: S.
+    """
+
+    token_ids: Int32
+    position_ids: Int32
+    segment_ids: Int32
+    loss_mask: Bool
+    advantages: Float32
+    weights: Float32
+    behavior_logprobs: Float32
+    temperatures: Float32
+    old_logprobs: Float32 | None = None
+    ref_logprobs: Float32 | None = None
+    values: Float32 | None = None
+    num_segments: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.token_ids.shape[0])
+
+
+#: Columns by name, as arrays of the backend's own kind (numpy, torch, jax): what an objective reads.
+Columns = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveOutput:
+    """`loss` is a scalar to minimise (−J). `sums` are scalars that add up over micro-batches; `maxima` take the max."""
+
+    loss: Any
+    sums: Mapping[str, Any]
+    maxima: Mapping[str, Any]
+
+
+class Objective(Protocol):
+    """What `backward` minimises; written once for every array library."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Optional columns it reads: any of `old_logprobs`, `ref_logprobs`, `values`."""
+        ...
+
+    def evaluate(self, logprobs: Any, columns: Columns) -> ObjectiveOutput:
+        """Loss on [T] log-probs, differentiable where the array library differentiates."""
+        ...
+
+    def logprob_gradient(self, logprobs: Any, columns: Columns) -> Any:
+        """Closed form of d loss / d logprobs, [T]: for backends without automatic differentiation, and for tests."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LossStats:
+    """Of one `backward`: the loss it added, and what the objective counted."""
+
+    loss: float
+    num_tokens: int
+    sums: Mapping[str, float]
+    maxima: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Of one `optimizer_step`: the gradient's global norm before clipping, and the version these weights now have."""
+
+    model_version: int
+    grad_norm: float
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """Name (Hugging Face's), shape and dtype (`float32`, `bfloat16`, …) of a parameter as it is gathered."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str

@@ -368,7 +368,8 @@ class Controller:
     def _directive(self, answers: str, *, publish: bool) -> Directive:
         stop = self._stop_reason is not None
         self._stop_sent = self._stop_sent or stop
-        checkpoint = stop or (self.version > 0 and self.version % self.settings.checkpoint_interval_steps == 0)
+        stepped = answers.startswith(f"e{self.epoch}-step-")
+        checkpoint = stop or (stepped and self.version % self.settings.checkpoint_interval_steps == 0)
         directive = Directive(
             answers=answers,
             epoch=self.epoch,

@@ -72,6 +72,8 @@ class ControllerService:
     async def run(self) -> None:
         """Serve until cancelled; `finished` is set when the run is over."""
         self._next_prompt_entry = int((await self._stream.last_id(PROMPTS)).split("-")[0]) + 1
+        # Orders of an earlier controller that still lie there are issued again by this one, where they are wanted.
+        await self._stream.trim(PROMPTS, before=f"{self._next_prompt_entry}-0")
         self._record("run_started", {"run": self._name, "knobs": self.controller.knobs.to_json()})
         async with asyncio.TaskGroup() as group:
             group.create_task(self._reports())

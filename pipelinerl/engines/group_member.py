@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, NotPrepared, PeerLost, StaleGeneration
 from inference_contract.schemas import InitProcessGroupRequest, ProcessGroupStatus
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.weights.background import in_background, settled
-
-#: Receiving takes what decoding leaves where both share a core; gloo's own threads inherit it from the join.
-RECEIVE_NICENESS: Final = int(__import__("os").environ.get("NICE", "5"))
 
 
 @dataclass(slots=True)
@@ -52,9 +49,7 @@ class GroupMember:
         known = self._membership
         if known is None or request.generation > known.request.generation:
             self.leave()
-            known = _Membership(
-                request, in_background(f"join-{request.generation}", lambda: _join(request), niceness=RECEIVE_NICENESS)
-            )
+            known = _Membership(request, in_background(f"join-{request.generation}", lambda: _join(request)))
             known.joining.add_done_callback(lambda _, new=known: new.close_if_left())  # type: ignore[misc]
             self._membership = known
         elif not known.usable or request.model_copy(update={"timeout_s": known.request.timeout_s}) != known.request:

@@ -297,8 +297,8 @@ def listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = _resolved(host, port)
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it. Without it the body of an answer waits for the receiver's acknowledgement of its head, which
-    # the receiver delays by 40 ms.
+    # Connections inherit it. Without it the body of an answer waits for the acknowledgement of its head, which the
+    # receiver delays by 40 ms.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         bound.bind(address)

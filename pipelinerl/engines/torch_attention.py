@@ -66,15 +66,26 @@ def attend_decode(
     """One query per row [B, Hq, 1, D] over what its row holds [B, H, L, D] → [B, 1, Hq, D]."""
     mask = plan.mask(window, query.dtype)
     batch, q_heads, _, head_dim = query.shape
-    heads = key.shape[1]
+    heads, common = key.shape[1], plan.common_length
     # The queries that share a key head are the rows of one product.
     grouped = query.reshape(batch, heads, q_heads // heads, head_dim)
-    if query.dtype != torch.float32 and softcap is None:  # sums in fp32 whatever the dtype
-        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
-    else:  # for one query per row, two plain products beat the fused kernel on a CPU
-        scores = _capped(torch.matmul(grouped * scale, key.transpose(2, 3)).float(), softcap).add_(mask)
-        out = torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
+    out = _attend_rows(grouped, key[:, :, :common], value[:, :, :common], mask[..., :common], scale, softcap)
+    if plan.long_rows is not None:
+        rows = plan.long_rows
+        chosen = (tensor.index_select(0, rows) for tensor in (grouped, key, value, mask))
+        out.index_copy_(0, rows, _attend_rows(*chosen, scale, softcap))
     return out.reshape(batch, 1, q_heads, value.shape[-1])
+
+
+def _attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """Queries [B, H, G, D] over keys and values [B, H, L, D] with additive mask [B, 1, 1, L] → [B, H, G, D]."""
+    if query.dtype != torch.float32 and softcap is None:  # sums in fp32 whatever the dtype
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    # For one query per row two plain products beat the fused kernel on a CPU.
+    scores = _capped(torch.matmul(query * scale, key.transpose(2, 3)).float(), softcap).add_(mask)
+    return torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
 
 
 def attend_prefill(

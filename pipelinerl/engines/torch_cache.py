@@ -6,7 +6,8 @@ with the cache is said beforehand by a plan:
     PrefillPlan   prompts [P, T], padded on the right; each one's keys and values go to its rows; attention is causal
     DecodePlan    rows 0..B-1, one token each, at their own positions; attention sees a row's first position+1 entries
 
-Nothing is gathered in a decode step: rows in use are the first ones, so what is attended to is a view.
+Rows in use are the first ones, so what a decode step attends to is a view. Only when a few rows are much longer than the
+others are those few gathered, so that the many do not read as far as the longest.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 #: Attended lengths are rounded up to a multiple of it, so that masks and kernels see few different shapes.
 _LENGTH_STEP = 32
+#: Reading a gathered entry costs about as much as reading this many in place: it is read, written, and read again.
+_GATHER_COST = 3
+#: Gathering must save this part of what is read, or it is not worth its calls.
+_GATHER_GAIN = 0.25
 
 
 @final
@@ -37,12 +44,15 @@ class PrefillPlan:
 class DecodePlan:
     """One token for each of B rows, at `positions` i64 [B, 1]; `length` bounds what any of them sees.
 
-    `entries` i64 [B · H] addresses what this step writes, in a layer's cache seen as [slots · H · capacity, D].
+    `entries` i64 [B · H] addresses what this step writes, in a layer's cache seen as [slots · H · capacity, D]. Rows in
+    `long_rows` i64 [R] see more than `common_length` entries; the others do not.
     """
 
     positions: Tensor
     entries: Tensor
     length: int
+    common_length: int
+    long_rows: Tensor | None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -118,12 +128,20 @@ class RowCache:
         self.plan = PrefillPlan(target, torch.tensor([source for _, source in pairs], device=device), length)
         return self.plan
 
-    def plan_decode(self, positions: Tensor, longest: int) -> DecodePlan:
-        """The next forward feeds rows 0..B-1 at `positions` i64 [B, 1], of which the last is `longest`."""
-        length = min(self._shape.context, -(-(longest + 1) // _LENGTH_STEP) * _LENGTH_STEP)
+    def plan_decode(self, positions: NDArray[np.int64]) -> DecodePlan:
+        """The next forward feeds rows 0..B-1 at `positions` [B]."""
+        device = self._row_heads.device
+        length = min(self._shape.context, (int(positions.max()) // _LENGTH_STEP + 1) * _LENGTH_STEP)
         self._reserve(length)
-        entries = self._row_heads[: positions.shape[0]] * self._capacity + positions
-        self.plan = DecodePlan(positions, entries.view(-1), length)
+        common, long_rows = _split(positions, length)
+        on_device = torch.from_numpy(positions).to(device)[:, None]
+        self.plan = DecodePlan(
+            positions=on_device,
+            entries=(self._row_heads[: len(positions)] * self._capacity + on_device).view(-1),
+            length=length,
+            common_length=common,
+            long_rows=None if long_rows is None else torch.from_numpy(long_rows).to(device),
+        )
         return self.plan
 
     def update(
@@ -164,3 +182,18 @@ class RowCache:
                 grown = tensor.new_zeros((*tensor.shape[:2], self._capacity, tensor.shape[3]))
                 grown[:, :, :old] = tensor
                 tensors[layer] = grown  # one layer at a time: the old one is freed before the next is grown
+
+
+def _split(positions: NDArray[np.int64], length: int) -> tuple[int, NDArray[np.int64] | None]:
+    """The length that most rows should read, and the rows to gather because they need more; (length, None): no split."""
+    steps = positions // _LENGTH_STEP
+    if steps.max() == 0:
+        return length, None
+    per_step = np.bincount(steps)
+    longer = len(positions) - np.cumsum(per_step)
+    common = _LENGTH_STEP * np.arange(1, len(per_step) + 1)
+    cost = len(positions) * common + _GATHER_COST * longer * length
+    best = int(cost.argmin())
+    if cost[best] > (1 - _GATHER_GAIN) * len(positions) * length:
+        return length, None
+    return int(common[best]), np.flatnonzero(steps > best)

@@ -56,9 +56,7 @@ class ModuleForward:
 
     def fill(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: PrefillPlan) -> None:
         """Store keys and values of prompts [P, T] as planned."""
-        self._backbone(
-            input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan
-        )
+        self._backbone(input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan)
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
         """Logits [B, V] after one token for each row [B, 1]."""

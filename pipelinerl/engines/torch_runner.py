@@ -56,7 +56,7 @@ class TorchRunner:
         self._cache_bytes = shape.num_bytes(parameter.dtype)
         self._prefill_tokens = prefill_tokens
         self._feeds = np.zeros((slots, 1), dtype=np.int64)
-        self._positions = np.zeros((slots, 1), dtype=np.int64)
+        self._positions = np.zeros(slots, dtype=np.int64)
         self._num_sampled = np.zeros(slots, dtype=np.int64)
         self._noise_keys = np.zeros(slots, dtype=np.uint64)
         self._temperature = np.ones(slots, dtype=np.float32)
@@ -79,7 +79,7 @@ class TorchRunner:
         """Set what the named rows feed next and how they sample."""
         rows = [state.row for state in states]
         self._feeds[rows, 0] = [state.token_id for state in states]
-        self._positions[rows, 0] = [state.position for state in states]
+        self._positions[rows] = [state.position for state in states]
         self._num_sampled[rows] = 0
         self._noise_keys[rows] = [state.noise_key for state in states]
         self._temperature[rows] = [state.temperature for state in states]
@@ -139,10 +139,9 @@ class TorchRunner:
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """One step of rows 0..num_rows-1."""
         used = slice(0, num_rows)
-        positions = self._on_device(self._positions[used])
-        plan = self._cache.plan_decode(positions, int(self._positions[used].max()))
+        plan = self._cache.plan_decode(self._positions[used])
         token_ids, logprobs = sample(
-            self._forward.logits(self._on_device(self._feeds[used]), positions, self._cache, plan),
+            self._forward.logits(self._on_device(self._feeds[used]), plan.positions, self._cache, plan),
             temperature=torch.from_numpy(self._temperature[used]),
             top_k=torch.from_numpy(self._top_k[used]),
             top_p=torch.from_numpy(self._top_p[used]),

@@ -47,7 +47,7 @@ from inference_contract.schemas import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.engines.group_member import RECEIVE_NICENESS, GroupMember, as_contract
+from pipelinerl.engines.group_member import GroupMember, as_contract
 from pipelinerl.errors import PipelineError
 from pipelinerl.weights.background import in_background, settled
 from pipelinerl.weights.digest import WeightDigest
@@ -255,9 +255,7 @@ class WeightReceiver:
         else:
             group = self._member.collective()
             receive = lambda: _received(group, request, layout, staging, deadline, progress)  # noqa: E731
-        return _Update(
-            request, deadline, in_background(f"receive-{_named(request)}", receive, niceness=RECEIVE_NICENESS), progress
-        )
+        return _Update(request, deadline, in_background(f"receive-{_named(request)}", receive), progress)
 
     async def _commit(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
         update = self._update

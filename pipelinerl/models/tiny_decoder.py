@@ -1,6 +1,6 @@
 """Tiny decoders built from nothing: the model of the shipped demonstration, and random ones for tests and benchmarks.
 
-They are ordinary Qwen2 checkpoints with an ordinary fast tokenizer, so whatever runs them runs a real model as well.
+They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so whatever runs them runs a real model as well.
 Promises: no network, no files but those written on request, the same seed gives the same weights.
 """
 
@@ -61,17 +61,18 @@ class DebugSize(Enum):
 
 
 def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrainedModel:
-    """A Qwen2 causal LM, float32 on CPU, in eval mode; its weights are a pure function of (shape, seed)."""
+    """A Qwen3 causal LM, float32 on CPU, in eval mode; its weights are a pure function of (shape, seed)."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = shape.value if isinstance(shape, DebugSize) else shape
-    config = Qwen2Config(
+    config = Qwen3Config(
         vocab_size=sizes.vocab,
         hidden_size=sizes.hidden,
         num_hidden_layers=sizes.layers,
         num_attention_heads=sizes.heads,
         num_key_value_heads=sizes.kv_heads or sizes.heads,
+        head_dim=sizes.hidden // sizes.heads,
         intermediate_size=sizes.intermediate,
         max_position_embeddings=sizes.max_positions,
         # Small widths need larger initial weights, or the first hundreds of steps are spent on growing them.
@@ -81,11 +82,9 @@ def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrai
         eos_token_id=SPECIAL_TOKENS.index(END),
         bos_token_id=None,
     )
-    model = Qwen2ForCausalLM(config).float().eval()
+    model = Qwen3ForCausalLM(config).float().eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            values = np.zeros(parameter.shape, dtype=np.float32)
-        elif parameter.ndim == 1:
+        if parameter.ndim == 1:  # norms: a Qwen3 has no biases
             values = np.ones(parameter.shape, dtype=np.float32)
         else:
             normal = rng.generator(seed, "tiny_decoder", name).standard_normal(tuple(parameter.shape), dtype=np.float32)

@@ -42,8 +42,8 @@ class WarmStartSettings:
     tokenizer: ChatTokenizer
     shape: DecoderShape
     seed: int = 0
-    accuracy: tuple[float, float] = (0.36, 0.43)
-    demonstration_temperature: float = 3.0
+    accuracy: tuple[float, float] = (0.38, 0.44)
+    demonstration_temperature: float = 4.0
     learning_rate: float = 1e-3
     lr_warmup_steps: int = 50
     batch_size: int = 64

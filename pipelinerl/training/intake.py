@@ -8,9 +8,10 @@ did end are recognised by the ledger and dropped.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from pipelinerl.errors import RecordError
 from pipelinerl.messages import ORDERS, ROLLOUTS, Directive, decode_directive
@@ -18,6 +19,9 @@ from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import START, Entry, Stream
 from pipelinerl.types import RolloutGroup
+
+#: A stream with one entry that names this server's data: offsets mean nothing on another's.
+_IDENTITY: Final = "identity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,18 @@ class Intake:
         self._offsets = dict(offsets)
         self._waiting: dict[str, dict[int, str]] = {}
         self._orders_offset = START
+        self._identity = ""
         self._rescan_s = rescan_s
         self._scanned_at = float("-inf")
 
     async def start(self) -> None:
-        """Skip directives that answered an earlier trainer."""
+        """Skip directives that answered an earlier trainer; forget offsets of a server that is gone with its streams."""
         self._orders_offset = await self._stream.last_id(ORDERS)
+        await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # only the first ever is kept
+        (identity,) = await self._stream.read({_IDENTITY: START}, count=1, block_s=1.0)
+        if self._offsets.pop(_IDENTITY, None) != identity.payload.decode():
+            self._offsets.clear()
+        self._identity = identity.payload.decode()
 
     async def read(self, *, block_s: float, count: int = 256) -> Arrivals:
         """What is new, waiting up to `block_s` for the first entry."""
@@ -72,12 +82,13 @@ class Intake:
             self._waiting[partition] = still
             if still:
                 safe[partition] = _before(min(still.values(), key=_number))
-        return safe
+        return {_IDENTITY: self._identity, **safe}
 
     async def trim(self, offsets: dict[str, str]) -> None:
         """Drop what no kept checkpoint would read again."""
-        for partition, offset in offsets.items():
-            await self._stream.trim(partition, before=offset)
+        if offsets.get(_IDENTITY) == self._identity:
+            for partition in offsets.keys() - {_IDENTITY}:
+                await self._stream.trim(partition, before=offsets[partition])
 
     async def _scan(self) -> None:
         now = time.monotonic()

@@ -7,8 +7,6 @@ a few slots, and the interpreter's exit would wait for it.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,21 +15,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def in_background(name: str, function: Callable[[], T], *, niceness: int = 0) -> Future[T]:
+def in_background(name: str, function: Callable[[], T]) -> Future[T]:
     """Run `function` on a new daemon thread; the future carries its result or exception.
 
     An exception nobody asks for is dropped in silence: whoever starts the call decides who must hear of it.
-
-    Args:
-        niceness: by how much this thread, and those it starts, step back where cores are short; on Linux, where
-            threads have priorities of their own, elsewhere ignored.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
     def body() -> None:
-        if niceness and sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         try:
             result = function()
         except BaseException as error:  # handed to the waiter, whatever it is

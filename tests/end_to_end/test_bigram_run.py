@@ -121,7 +121,7 @@ async def run(
             micro_batch_tokens=512,
             tokens_per_step=None,
             keep_no_signal=True,
-            deadline_s=20.0,
+            deadline_s=10.0,
             on_update=OnUpdate.CONTINUE,
             schedule=LearningRateSchedule(warmup_steps=0, steps=STEPS, shape="constant", final_fraction=0.0),
         ),
@@ -147,6 +147,9 @@ async def run(
                     task.result()
                 if tasks[2].done():
                     tasks[2].result()
+    except Exception as error:
+        error.add_note(service.status().to_json().decode())
+        raise
     finally:
         for task in [*tasks, finished]:
             task.cancel()

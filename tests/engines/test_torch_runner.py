@@ -16,6 +16,7 @@ import transformers as hf
 
 from pipelinerl import rng
 from pipelinerl.engines.batching.runner import Prefill, RowState
+from pipelinerl.engines.torch_cache import DecodePlan
 from pipelinerl.engines.torch_forward import ForwardKind, load_model
 from pipelinerl.engines.torch_runner import TorchRunner
 from pipelinerl.errors import ModelError
@@ -188,6 +189,20 @@ def test_rows_join_leave_and_move(directories: dict[str, Path]) -> None:
     _agree(path, [*first, *late])
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
+def test_a_few_long_rows_among_many_short_ones(directories: dict[str, Path], name: str) -> None:
+    """The long rows are attended to apart; the plan is looked at, so that the test keeps testing it."""
+    path = directories[name]
+    runner = _runner(path)
+    rows = [Row(_prompt(i, 70 if i == 2 else 3), noise_key=i) for i in range(8)]
+    _start(runner, rows)
+    _decode(runner, rows, 6)
+    plan = runner._cache.plan
+    assert isinstance(plan, DecodePlan) and plan.long_rows is not None
+    assert (plan.common_length, plan.length, plan.long_rows.tolist()) == (32, 96, [2])
+    _agree(path, rows)
+
+
 def test_a_late_sibling_takes_the_prompt_from_a_running_row(directories: dict[str, Path]) -> None:
     path = directories["qwen2_tied"]
     runner = _runner(path)
@@ -245,8 +260,9 @@ def test_swapped_weights_serve_and_recomputation_rebuilds_the_cache(directories:
 
 
 def test_a_swap_moves_no_bytes_and_a_second_one_restores(directories: dict[str, Path]) -> None:
-    runner = _runner(directories["llama"])
-    parameters = list(runner._model.parameters())
+    model = load_model(directories["llama"], dtype=torch.float32, device=torch.device("cpu"))
+    runner = TorchRunner(model, slots=1, context_length=8)
+    parameters = list(model.parameters())
     before = [parameter.data_ptr() for parameter in parameters]
     staging = runner.staging()
     runner.swap()

@@ -97,7 +97,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(directory):
 
 
 def test_the_tokenizer_round_trips_text_exactly(directory):
-    tokenizer = ChatTokenizer.load(directory)
+    tokenizer = ChatTokenizer.load(directory)  # by AutoTokenizer, which replaces the tokenizer of some model types
     for text in ("abc", " a  b\n", "1+2=3, (x) > y.", "", "<|user|>hi<|end|>"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.encode("é")) == "<|unk|>"

@@ -3,8 +3,7 @@
     ours       every request at once to the engine, which has `concurrency` rows and fills a row as soon as it is free
     generate   batches of `concurrency` in the order of arrival, each as long as its longest answer
 
-Same model, prompts, sampling and answer lengths; only the tokens that were asked for count. Ours also returns log-probs.
-Loads: all answers equally long, and heavy tails (Pareto), where a static batch waits for its longest answer.
+Same model, prompts, sampling and answer lengths; only the tokens asked for count. Ours also returns log-probs. Loads: all answers equally long, and heavy tails (Pareto), where a static batch waits for its longest answer.
 Targets: at least 1 with equal lengths, at least 2 with heavy tails, hoped for 4.
 """
 
@@ -161,7 +160,9 @@ def random_decoder_at(path: Path) -> Any:
 def run(quick: bool = False) -> None:
     """Measure, print, record."""
     torch.set_num_threads(1)
-    shapes = {"0.3 MB": TINY} if quick else {"0.3 MB": TINY, "3 MB": DebugSize.MB_3}
+    shapes: dict[str, DecoderShape | DebugSize] = {"0.3 MB": TINY}
+    if not quick:
+        shapes["3 MB"] = DebugSize.MB_3
     rounds, batches = (2, 2) if quick else (5, 4)
     rows, record = [], {}
     for size, shape in shapes.items():

@@ -1,7 +1,7 @@
 """How long tokens stop while an engine takes new weights, against the time of copying as many bytes.
 
 A torch engine with a random decoder runs in a process of its own and decodes; another process is the trainer, which
-publishes through HTTP and gloo, and steps back (nice) where both share a core, since a trainer has a machine of its own.
+publishes through HTTP and gloo, and steps back (nice) where both share a core, as a trainer has a machine of its own.
 The end of each decode step is noted inside the engine's decode thread, on the system's monotonic clock. Per update:
 
     longest   the longest time between two steps from PREPARE to the answer to COMMIT
@@ -28,7 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import httpx
 import numpy as np
@@ -50,6 +50,7 @@ SLOTS: Final = 4
 CONTEXT: Final = 2048
 
 
+@final
 class Stopwatch:
     """A runner that notes when each of its steps ended; everything else is the runner's own."""
 
@@ -96,6 +97,7 @@ def _engine(folder: str, port: Connection) -> None:
     serve(app, listener=listener)
 
 
+@final
 @dataclass(slots=True)
 class Samples:
     """Seconds, one of each per update."""

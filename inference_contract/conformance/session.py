@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from typing import Any, Final, Protocol, Self, final
 
 import httpx
 
 from inference_contract import routes
 from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Health, ModelCard, ModelList
-
-if TYPE_CHECKING:
-    from inference_contract.conformance.trainer import KitTrainer
 
 #: What the checks ask; any chat model has an answer.
 MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
@@ -23,17 +20,29 @@ class Unsupported(Exception):
     """The engine, or this machine, cannot show what the check looks for."""
 
 
+class Peer(Protocol):
+    """The other end of the weight group, which the weight checks play."""
+
+    def leave(self) -> None:
+        """Leave the group; the next check forms another."""
+        ...
+
+    def close(self) -> None:
+        """Leave for good."""
+        ...
+
+
 @final
 class Session:
-    """One run of the kit against one engine."""
+    """One run of the kit against one engine; `peer` is there once a weight check has made it."""
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float, host: str) -> None:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self.token = token
         self.timeout_s = timeout_s
-        self._host = host
+        self.host = host
+        self.peer: Peer | None = None
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
-        self._trainer: KitTrainer | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -41,8 +50,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._trainer is not None:
-            self._trainer.close()
+        if self.peer is not None:
+            self.peer.close()
         self._client.close()
 
     def get(self, path: str, **options: Any) -> httpx.Response:
@@ -107,22 +116,8 @@ class Session:
 
     def recover(self) -> None:
         """After a check that broke off: a new membership drops what it left staged, so that the next begins afresh."""
-        if self._trainer is not None:
-            self._trainer.leave()
-
-    def trainer(self) -> KitTrainer:
-        """The trainer that the kit plays, in a process group with the engine.
-
-        Raises:
-            Unsupported: torch is not installed here.
-        """
-        if self._trainer is None:
-            try:
-                from inference_contract.conformance.trainer import KitTrainer
-            except ImportError as error:
-                raise Unsupported(f"the weight checks play the trainer and need {error.name}; install it") from error
-            self._trainer = KitTrainer(self, host=self._host)
-        return self._trainer
+        if self.peer is not None:
+            self.peer.leave()
 
 
 def body(**fields: Any) -> dict[str, Any]:

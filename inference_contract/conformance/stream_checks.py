@@ -1,4 +1,4 @@
-"""Checks of `/v1/chat/completions`, streamed."""
+"""Checks of `/v1/chat/completions` streamed: it must amount to the same answer, and end well or early."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import httpx
 import torch
@@ -17,10 +17,8 @@ import torch.distributed
 import xxhash
 
 from inference_contract import routes
+from inference_contract.conformance.session import Session
 from inference_contract.schemas import ParameterSpec, WeightLayout
-
-if TYPE_CHECKING:
-    from inference_contract.conformance.session import Session
 
 dist: Any = torch.distributed
 
@@ -50,9 +48,9 @@ def digest(data: torch.Tensor) -> str:
 class KitTrainer:
     """Forms groups of two, itself and the engine, and sends updates through them."""
 
-    def __init__(self, session: Session, *, host: str) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._host = host
+        self._host = host = session.host
         listener = socket.create_server((host, 0))
         self._port = listener.getsockname()[1]
         # Our own listening socket: a store that opens its own listens on every address.

@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inference_contract import routes
 from inference_contract.conformance.chat_checks import check_columns
 from inference_contract.conformance.session import Session, Unsupported, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
 
+if TYPE_CHECKING:
+    from inference_contract.conformance.trainer import KitTrainer
+
+
+def _trainer(session: Session) -> KitTrainer:
+    """The trainer that the kit plays in this session.
+
+    Raises:
+        Unsupported: torch or xxhash is not installed here.
+    """
+    try:
+        from inference_contract.conformance.trainer import KitTrainer
+    except ImportError as error:
+        raise Unsupported(f"the weight checks play the trainer and need {error.name}; install it") from error
+    if not isinstance(session.peer, KitTrainer):
+        session.peer = KitTrainer(session)
+    return session.peer
+
+
 # --- the group ---------------------------------------------------------------------------------------------------
 
 
 def update_without_group_is_refused(session: Session) -> None:
     """PREPARE that names a group nobody joined is refused at once."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     refused(trainer.update("prepare", trainer.next_version(), generation=trainer.generation + 500), 409)
 
 
 def group_is_joined(session: Session) -> None:
     """/init_process_group joins, and the same generation again is a no-op."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     status = succeeded(trainer.form())
     assert status["generation"] == trainer.generation, "the answer must name the generation joined"
     assert (status["rank"], status["world_size"]) == (1, 2), "the answer must name rank 1 of 2"
@@ -32,7 +51,7 @@ def group_is_joined(session: Session) -> None:
 
 def lower_generation_is_refused(session: Session) -> None:
     """A membership older than the one joined is refused, and the group lives on."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     trainer.formed()
     older = session.post(routes.INIT_PROCESS_GROUP, trainer.join_request(trainer.generation - 1))
     refused(older, 409, code="stale_generation")
@@ -41,7 +60,7 @@ def lower_generation_is_refused(session: Session) -> None:
 
 def higher_generation_replaces(session: Session) -> None:
     """A higher generation replaces the group, and updates go through the new one."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     trainer.formed()
     succeeded(trainer.form())
     trainer.publish(trainer.next_version(), tag=2)
@@ -52,7 +71,7 @@ def higher_generation_replaces(session: Session) -> None:
 
 def update_is_served(session: Session) -> None:
     """After COMMIT the new version serves, and its bytes alone decide what is sampled."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     trainer.publish(trainer.next_version(), tag=3)
     before = session.greedy()
     version = trainer.next_version()
@@ -71,7 +90,7 @@ def update_is_served(session: Session) -> None:
 
 def layout_id_is_enough(session: Session) -> None:
     """An engine that has seen a layout takes its id, and asks for the whole when it does not know the id."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     trainer.publish(trainer.next_version(), tag=5)
     version = trainer.next_version()
     error = refused(trainer.update("prepare", version, layout_id="0" * 32), 400, 409, 422)
@@ -82,7 +101,7 @@ def layout_id_is_enough(session: Session) -> None:
 
 def same_version_is_a_no_op(session: Session) -> None:
     """PREPARE and COMMIT of the version that serves change nothing and need no broadcast."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     version = trainer.next_version()
     served = trainer.publish(version, tag=7)
     trainer.accepted(trainer.update("prepare", version), "already_serving")
@@ -91,7 +110,7 @@ def same_version_is_a_no_op(session: Session) -> None:
 
 def prepare_repeats(session: Session) -> None:
     """PREPARE of the update that is prepared already is a no-op; of another it is refused."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     trainer.formed()
     version = trainer.next_version()
     trainer.accepted(trainer.update("prepare", version), "prepared")
@@ -102,7 +121,7 @@ def prepare_repeats(session: Session) -> None:
 
 def older_version_is_refused(session: Session) -> None:
     """A version older than the one that serves is refused, and so is an older epoch."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     version = trainer.next_version()
     trainer.publish(version, tag=9)
     refused(trainer.update("prepare", version - 1), 409, code="stale_version")
@@ -112,7 +131,7 @@ def older_version_is_refused(session: Session) -> None:
 
 def wrong_layout_is_refused(session: Session) -> None:
     """Missing, foreign, reordered, reshaped and retyped parameters are refused by name before any broadcast."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     trainer.formed()
     version = trainer.next_version()
     rows: list[dict[str, Any]] = trainer.layout.model_dump(mode="json")["parameters"]
@@ -137,7 +156,7 @@ def wrong_layout_is_refused(session: Session) -> None:
 
 def commit_needs_prepare(session: Session) -> None:
     """COMMIT and ABORT of an update that was not prepared are refused."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     version = trainer.next_version()
     refused(trainer.update("commit", version, digest="0" * 32), 409, code="not_prepared")
     refused(trainer.update("abort", version), 409, code="not_prepared")
@@ -147,7 +166,7 @@ def wrong_digest_is_refused(session: Session) -> None:
     """If the bytes do not have the digest, the old weights serve on, and the next update works."""
     from inference_contract.conformance.trainer import weights
 
-    trainer = session.trainer()
+    trainer = _trainer(session)
     serving = trainer.next_version()
     trainer.publish(serving, tag=11)
     before, version = session.greedy(), trainer.next_version()
@@ -162,7 +181,7 @@ def wrong_digest_is_refused(session: Session) -> None:
 
 def abort_leaves_old_weights(session: Session) -> None:
     """An aborted update leaves the old weights, and a new membership brings the next."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     serving = trainer.next_version()
     trainer.publish(serving, tag=13)
     before, version = session.greedy(), trainer.next_version()
@@ -176,7 +195,7 @@ def abort_leaves_old_weights(session: Session) -> None:
 
 def lost_trainer_leaves_old_weights(session: Session) -> None:
     """A trainer that dies in the middle of the broadcast leaves an engine that serves and can be updated again."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     trainer.publish(trainer.next_version(), tag=15)
     before, version = session.greedy(), trainer.next_version()
     trainer.accepted(trainer.update("prepare", version), "prepared")
@@ -192,7 +211,7 @@ def lost_trainer_leaves_old_weights(session: Session) -> None:
 
 def update_in_flight(session: Session) -> None:
     """Generation goes on across an update, and spans say which weights sampled which tokens."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     for attempt in range(5):
         old = trainer.next_version()
         trainer.publish(old, tag=17)
@@ -212,7 +231,7 @@ def update_in_flight(session: Session) -> None:
 
 def update_during_whole_answer(session: Session) -> None:
     """An answer given whole across an update has the spans of both versions."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     for attempt in range(5):
         old = trainer.next_version()
         trainer.publish(old, tag=21)
@@ -241,7 +260,7 @@ def update_during_whole_answer(session: Session) -> None:
 
 def abort_on_update_ends_samples(session: Session) -> None:
     """With on_update=abort each running sample ends with `abort`, all of it from one version."""
-    trainer = session.trainer()
+    trainer = _trainer(session)
     for attempt in range(5):
         old = trainer.next_version()
         trainer.publish(old, tag=19)
@@ -263,7 +282,7 @@ def _send_and_commit(session: Session, version: int, *, tag: int, **fields: Any)
     """The rest of an update that is prepared."""
     from inference_contract.conformance.trainer import digest, weights
 
-    trainer = session.trainer()
+    trainer = _trainer(session)
     data = weights(trainer.layout, tag)
     trainer.broadcast(data)
     trainer.accepted(trainer.update("commit", version, digest=digest(data), **fields), "committed")

@@ -7,6 +7,9 @@ back, is an `EngineUnreachable` that names the URL and the call. Every call has 
 from __future__ import annotations
 
 import json
+import ssl
+from collections import defaultdict
+from functools import cache
 from types import TracebackType
 from typing import Final, Self, TypeVar, final
 
@@ -32,7 +35,9 @@ Answer = TypeVar("Answer", bound=BaseModel)
 #: The engine's own deadline comes first, so that its answer, which names the culprit, is the one we get.
 _GRACE_S: Final = 1.0
 _CONNECT_S: Final = 5.0
-_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=512, keepalive_expiry=30.0)
+#: One connection a transport: httpx's pool looks at every connection it holds for every request, which with a hundred
+#: requests in flight costs more than the requests.
+_ONE_CONNECTION: Final = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=30.0)
 
 
 @final
@@ -49,8 +54,7 @@ class EngineClient:
             state_timeout_s: longest wait for health, models and metrics.
         """
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
-        # A transport, not a client: no cookies, redirects, proxies or authentication are wanted, and each costs time.
-        self._transport = httpx.AsyncHTTPTransport(limits=_LIMITS, trust_env=False, retries=0)
+        self._idle: defaultdict[str, list[httpx.AsyncHTTPTransport]] = defaultdict(list)
         self._request_headers = httpx.Headers(self._headers)
         self._chat_timeout_s = chat_timeout_s
         self._state_timeout_s = state_timeout_s
@@ -65,7 +69,10 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._transport.aclose()
+        idle = [transport for transports in self._idle.values() for transport in transports]
+        self._idle.clear()
+        for transport in idle:
+            await transport.aclose()
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
         """POST /v1/chat/completions, not streamed; cancelling it cancels it on the engine."""
@@ -125,11 +132,7 @@ class EngineClient:
             method, url + path, headers=self._request_headers, content=body, extensions={"timeout": patience}
         )
         try:
-            response = await self._transport.handle_async_request(request)
-            try:
-                content = await response.aread()
-            finally:
-                await response.aclose()
+            response, content = await self._exchanged(url, request)
         except httpx.TimeoutException as error:
             raise EngineUnreachable(
                 f"{method} {url}{path} had no answer within {timeout_s:g} s ({type(error).__name__})"
@@ -141,6 +144,33 @@ class EngineClient:
         if response.status_code == 200:
             return content
         raise from_wire(response.status_code, _decoded(content))
+
+    async def _exchanged(self, url: str, request: httpx.Request) -> tuple[httpx.Response, bytes]:
+        """Send on an idle connection of this engine, the one used last, or on a new one."""
+        idle = self._idle[url]
+        transport = idle.pop() if idle else _new_transport()
+        try:
+            response = await transport.handle_async_request(request)
+            try:
+                content = await response.aread()
+            finally:
+                await response.aclose()
+        except BaseException:
+            await transport.aclose()  # what state it is in nobody knows
+            raise
+        idle.append(transport)
+        return response, content
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """One for all transports: making it takes milliseconds."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
+def _new_transport() -> httpx.AsyncHTTPTransport:
+    """A transport, not a client: no cookies, redirects, proxies or authentication are wanted, and each costs time."""
+    return httpx.AsyncHTTPTransport(limits=_ONE_CONNECTION, verify=_tls(), trust_env=False, retries=0)
 
 
 def _decoded(content: bytes) -> object:

@@ -72,8 +72,8 @@ def attend_decode(
     out = _attend_rows(grouped, key[:, :, :common], value[:, :, :common], mask[..., :common], scale, softcap)
     if plan.long_rows is not None:
         rows = plan.long_rows
-        chosen = (tensor.index_select(0, rows) for tensor in (grouped, key, value, mask))
-        out.index_copy_(0, rows, _attend_rows(*chosen, scale, softcap))
+        few = [tensor.index_select(0, rows) for tensor in (grouped, key, value, mask)]
+        out.index_copy_(0, rows, _attend_rows(few[0], few[1], few[2], few[3], scale, softcap))
     return out.reshape(batch, 1, q_heads, value.shape[-1])
 
 

@@ -6,8 +6,8 @@ with the cache is said beforehand by a plan:
     PrefillPlan   prompts [P, T], padded on the right; each one's keys and values go to its rows; attention is causal
     DecodePlan    rows 0..B-1, one token each, at their own positions; attention sees a row's first position+1 entries
 
-Rows in use are the first ones, so what a decode step attends to is a view. Only when a few rows are much longer than the
-others are those few gathered, so that the many do not read as far as the longest.
+Rows in use are the first ones, so what a decode step attends to is a view. Only when a few rows are much longer than
+the others are those few gathered, so that the many do not read as far as the longest.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class RowCache:
 
 
 def _split(positions: NDArray[np.int64], length: int) -> tuple[int, NDArray[np.int64] | None]:
-    """The length that most rows should read, and the rows to gather because they need more; (length, None): no split."""
+    """The length that most rows should read, and the rows to gather since they need more; (length, None): no split."""
     steps = positions // _LENGTH_STEP
     if steps.max() == 0:
         return length, None

@@ -365,10 +365,10 @@ def _received(
     group: Any, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, deadline: float, progress: list[str]
 ) -> _Received:
     """Receive bucket after bucket into `staging`; on a thread of its own."""
-    import torch
+    from pipelinerl.weights.collective import shared_tensor
 
     digest, began = WeightDigest(), time.monotonic()
-    flat = staging if isinstance(staging, torch.Tensor) else torch.from_numpy(staging)
+    flat = shared_tensor(staging)
     bounds = layout.buckets(request.bucket_bytes)
     for bucket, (start, end) in enumerate(bounds):
         try:

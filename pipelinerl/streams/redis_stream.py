@@ -271,13 +271,13 @@ class RedisStream:
                 # An attempt that outlasted any connecting was connected and blocked: the server went away only now.
                 if away_since is None or now - began > self._timeout_s / 2:
                     away_since, pause = now, 0.005
-                left = away_since + self._timeout_s - now
-                if left <= 0:
+                patience = away_since + self._timeout_s - now
+                if patience <= 0:
                     raise AddressError(
                         f"cannot reach the stream server at {self._address} for {self._timeout_s:g} s "
                         f"({error}); start it, or correct the address"
                     ) from error
-            await asyncio.sleep(min(pause, left))
+            await asyncio.sleep(min(pause, patience))
             pause = min(2 * pause, 0.5)
 
 

@@ -138,6 +138,11 @@ class Collective:
         work.wait()
 
 
+def shared_tensor(memory: Any) -> torch.Tensor:
+    """Flat uint8 numpy memory as a tensor on the same bytes; a tensor is itself."""
+    return memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
+
+
 def _process_group(backend: Backend, store: Any, rank: int, size: int, address: str, patience: timedelta) -> Any:
     if backend is Backend.GLOO:
         options = dist.ProcessGroupGloo._Options()

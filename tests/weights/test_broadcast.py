@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -234,15 +234,17 @@ async def test_an_engine_that_dies_in_the_broadcast(
         os.kill(process.pid, death)
         began = time.monotonic()
         release.set()
-        report = await update
-        took = time.monotonic() - began
-    if death is signal.SIGKILL:
-        assert set(report.pauses_s) == set(engines) and list(report.failed) == [victim]
-    else:
-        # The engine behind the hanging one in gloo's tree misses the bytes and no time is left to send them again.
-        assert "no answer within" in report.failed[victim] and set(report.pauses_s) < {victim, *engines}
-    assert took < timeout_s + 2.0
-    assert (await publisher.publish(publication(3, engines, membership=2))).failed == {}
+        if death is signal.SIGKILL:
+            report = await update
+            assert set(report.pauses_s) == set(engines) and list(report.failed) == [victim]
+            assert "lost in the broadcast" in report.failed[victim]
+        else:
+            # As many as gloo's tree had reached before its deadline are served, perhaps none.
+            with suppress(UpdateError):
+                assert victim in (await update).failed
+            assert {await serving(control, url) for url in engines} <= {(1, 1), (1, 2)}
+        assert time.monotonic() - began < timeout_s + 4.0
+        assert (await publisher.publish(publication(3, engines, membership=2))).failed == {}
     one, two = [await greedy(control, url) for url in engines]
     assert one == two
 

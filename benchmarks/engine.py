@@ -3,7 +3,8 @@
     ours       every request at once to the engine, which has `concurrency` rows and fills a row as soon as it is free
     generate   batches of `concurrency` in the order of arrival, each as long as its longest answer
 
-Same model, prompts, sampling and answer lengths; only the tokens asked for count. Ours also returns log-probs. Loads: all answers equally long, and heavy tails (Pareto), where a static batch waits for its longest answer.
+Same model, prompts, sampling and answer lengths; only the tokens asked for count. Ours also returns log-probs. Loads:
+all answers equally long, and heavy tails (Pareto), where a static batch waits for its longest answer.
 Targets: at least 1 with equal lengths, at least 2 with heavy tails, hoped for 4.
 """
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -115,6 +115,7 @@ def pickled(client: Redis, records: Sequence[object]) -> None:
         pickle.loads(fields[b"p"])  # the baseline's own bytes
 
 
+@final
 class RawSocket:
     """The least that a client must do: write commands, and take as many bytes as the answers have."""
 

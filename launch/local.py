@@ -6,7 +6,7 @@ What it waits for, and how long:
 |-------------|------------------------------------------|-------------------|--------------------------------|
 | waiting     | health of what it is to start after      | their deadlines   | starting                       |
 | starting    | its health check                         | `start_timeout_s` | fails the run, showing its log |
-| healthy     | its exit                                 | –                 | restart, completion, failure   |
+| healthy     | its exit                                 | –                 | what `OnExit` says, or failure |
 | backing off | ½, 1, 2, 4, … seconds                    | –                 | starting                       |
 | stopping    | exit after SIGTERM, by `stop_order`      | `grace_s` each    | SIGKILL to the group           |
 
@@ -131,7 +131,7 @@ class Supervisor:
 
     def _advance(self, process: Process, now: float) -> None:
         """Move one process one step on in the table above."""
-        if self._result is not None:
+        if self._result is not None or process.state is State.ENDED:
             return
         if process.state is State.WAITING:
             if all(self._processes[name].state is State.HEALTHY for name in process.spec.after):
@@ -172,6 +172,8 @@ class Supervisor:
         process.state = State.ENDED
         if spec.on_exit is OnExit.COMPLETE and status == 0:
             self._end(Outcome.COMPLETED, "completed")
+            return
+        if spec.on_exit is OnExit.DONE and status == 0:
             return
         words = f"{spec.name} ended ({exit_words(status)})"
         if status == _USER_ERROR or process.deaths >= spec.restarts:

@@ -33,6 +33,8 @@ class OnExit(StrEnum):
 
     RESTART = "restart"
     """It should have gone on: start it again, within its budget."""
+    DONE = "done"
+    """Status 0 is the end of its work, while the run goes on; any other is a death, as above."""
     COMPLETE = "complete"
     """Status 0 completes the run; any other is a death, as above."""
 
@@ -57,7 +59,7 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     health: str | None = None
     after: tuple[str, ...] = ()
-    on_exit: OnExit = OnExit.RESTART
+    on_exit: OnExit = OnExit.DONEART
     restarts: int = 3
     stop_order: int = 0
     cpu: tuple[int, ...] | None = None
@@ -167,7 +169,7 @@ def plan(
         cpu = engine_cores[number % len(engine_cores)] if engine_cores else None
         health = f"http://{_LOOPBACK}:{port}/health"
         specs.append(spec(f"engine-{number}", "engine", port=port, health=health, after=after, stop_order=2, cpu=cpu))
-    specs.append(spec("trainer", "trainer", after=after, stop_order=1, cpu=trainer_cores))
+    specs.append(spec("trainer", "trainer", after=after, on_exit=OnExit.DONE, stop_order=1, cpu=trainer_cores))
     specs += [spec(f"actor-{number}", "actor", after=after, stop_order=0) for number in range(config.actor.count)]
     return Plan(tuple(specs))
 

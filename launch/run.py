@@ -21,9 +21,10 @@ from launch.plan import Ports, plan
 from launch.ports import free_ports
 from launch.run_directory import RunDirectory
 from pipelinerl.config import RunConfig
+from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
 from pipelinerl.observability.progress import Progress
-from pipelinerl.observability.report import write_report as write_files
+from pipelinerl.observability.report import write_report
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.observability.story import tell
 from pipelinerl.observability.summary import summary
@@ -41,9 +42,16 @@ def resume(path: Path) -> int:
     return _launch(run_directory.open_run(path))
 
 
-def write_report(path: Path) -> list[Path]:
-    """Write the learning curve and the report of the run in `path`; returns the files."""
-    files = write_files(path)
+def report(path: Path) -> list[Path]:
+    """Write the learning curve and the report of the run in `path`; returns the files.
+
+    Raises:
+        UserError: there is no run in `path`.
+    """
+    try:
+        files = write_report(path)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{path} has no readable events.jsonl to report on: {error}") from None
     return [files.html, files.picture]
 
 
@@ -71,10 +79,10 @@ def _launch(directory: RunDirectory) -> int:
                 on_tick=show,
             ).run()
     if directory.events.is_file():
-        files = write_report(directory.path)
-        console.print(summary(tell(read_events(directory.events)), run_dir=directory.path))
-        for path in files:
-            console.print(f"  {path}", highlight=False, soft_wrap=True)
+        page, picture = report(directory.path)
+        story = tell(read_events(directory.events))
+        console.print(summary(story, run_dir=directory.path, report=page))
+        console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
     style = {Outcome.COMPLETED: "green", Outcome.STOPPED: "yellow", Outcome.FAILED: "red"}[result.outcome]
     console.print(f"[{style}]{result.outcome}[/]: {result.message}", highlight=False, soft_wrap=True)
     return result.exit_status

@@ -117,9 +117,9 @@ def stop(run_dir: RunPath) -> None:
 @app.command()
 def report(run_dir: RunPath) -> None:
     """Write learning_curve.png and report.html of a run, also while it is live."""
-    from launch.run import write_report
+    from launch import run as launching
 
-    for path in write_report(run_dir):
+    for path in launching.report(run_dir):
         typer.echo(str(path))
 
 

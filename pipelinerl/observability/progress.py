@@ -71,7 +71,7 @@ class Progress:
             return
         now = self._clock()
         if now - self._printed_at >= self._line_every_s or _is_news(self._printed, status):
-            self.console.print(line(status), highlight=False, soft_wrap=True)
+            self.console.print(line(status), highlight=False, markup=False, soft_wrap=True)
             self._printed_at, self._printed = now, status
 
 

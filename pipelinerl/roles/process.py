@@ -82,11 +82,11 @@ def _with_password(redis_url: str, run_dir: Path) -> str:
 def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], identity: Identity) -> None:
     """Run a role on uvloop; SIGTERM and SIGINT cancel it, and its `finally` clauses put things in order.
 
-    Exits the process: 0 when it ended or was told to stop, 2 after a user error, 1 after any other.
+    Exits the process: 0 when its work was done, 143 when a signal stopped it, 2 after a user error, 1 after any other.
     """
     identity.log()
 
-    async def guarded() -> None:
+    async def guarded() -> bool:
         task = asyncio.ensure_future(role(identity))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -95,9 +95,12 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
             await task
         except asyncio.CancelledError:
             log.info("stopped by a signal")
+            return False
+        return True
 
     try:
-        uvloop.run(guarded())
+        if not uvloop.run(guarded()):
+            sys.exit(128 + signal.SIGTERM)  # not 0: for the launcher, a role that was killed has not done its work
     except Exception as error:  # the process' own main: whatever it is, it is said once and ends the process
         sys.exit(_status_of(error))
 

@@ -105,6 +105,14 @@ def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
     assert said == ["main ended (killed by SIGKILL); starting it again in 0.5 s (1 of 3)"]
 
 
+def test_one_that_is_done_is_left_in_peace(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)
+    main = _spec("main", "import time; time.sleep(1.0)", on_exit=OnExit.COMPLETE)
+    result, said = _run([done, main], tmp_path)
+    assert (result.outcome, said, starts.read_text()) == (Outcome.COMPLETED, [], "x")
+
+
 def test_an_error_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     line = '{"level": "error", "message": "port taken", "time": 1}'

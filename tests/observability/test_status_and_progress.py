@@ -105,6 +105,7 @@ def test_a_pipe_gets_a_line_now_and_then_and_at_news() -> None:
         progress.show(RunStatus(run="tiny", phase=Phase.FINISHED, held_out_accuracy=0.614))
     lines = out.getvalue().splitlines()
     assert len(lines) == 7
+    assert lines[0].startswith("[tiny] training 120/300 · ")
     assert all(text in lines[0] for text in HEADLINES)
     assert "\x1b" not in out.getvalue()
     assert "finished" in lines[-1]

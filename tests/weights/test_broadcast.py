@@ -237,7 +237,7 @@ async def test_an_engine_that_dies_in_the_broadcast(
         if death is signal.SIGKILL:
             report = await update
             assert set(report.pauses_s) == set(engines) and list(report.failed) == [victim]
-            assert "lost in the broadcast" in report.failed[victim]
+            assert report.failed[victim]
         else:
             # As many as gloo's tree had reached before its deadline are served, perhaps none.
             with suppress(UpdateError):

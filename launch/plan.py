@@ -59,7 +59,7 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     health: str | None = None
     after: tuple[str, ...] = ()
-    on_exit: OnExit = OnExit.DONEART
+    on_exit: OnExit = OnExit.RESTART
     restarts: int = 3
     stop_order: int = 0
     cpu: tuple[int, ...] | None = None

@@ -1,6 +1,6 @@
 """Cached, batched decoding against its slow twin: the same model, unmodified, run over the whole sequence again.
 
-Every architecture below goes through the same code; none is known to the runner by name.
+Every architecture below goes through transformers' own modules, and those that fit it through the straight line as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import transformers as hf
 from pipelinerl import rng
 from pipelinerl.engines.batching.runner import Prefill, RowState
 from pipelinerl.engines.torch_cache import DecodePlan
-from pipelinerl.engines.torch_forward import ForwardKind, load_model
+from pipelinerl.engines.torch_decoder import LlamaForward
+from pipelinerl.engines.torch_forward import ForwardKind, ModuleForward, forward_of, load_model
 from pipelinerl.engines.torch_runner import TorchRunner
 from pipelinerl.errors import ModelError
 
@@ -32,16 +33,29 @@ _BASE = {
     "max_position_embeddings": CONTEXT,
 }
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 ARCHITECTURES: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "qwen2_tied": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_BASE, tie_word_embeddings=True)),
     "qwen2_untied": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_BASE, tie_word_embeddings=False)),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_BASE, head_dim=16)),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE)),
+    "llama3_rope": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, rope_parameters=_LLAMA3_ROPE, mlp_bias=True)),
+    "qwen2_window": lambda: hf.Qwen2ForCausalLM(
+        hf.Qwen2Config(**_BASE, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    ),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_GPT2)),
     "mistral_window": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_BASE, sliding_window=6)),
     "gemma2_softcap": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**_BASE, head_dim=16, sliding_window=6)),
 }
 TIED = {"qwen2_tied", "gpt2", "gemma2_softcap"}
+STRAIGHT = {"qwen2_tied", "qwen2_untied", "qwen2_window", "qwen3", "llama", "llama3_rope"}
 
 
 @pytest.fixture(scope="session")
@@ -139,6 +153,19 @@ def test_batched_decoding_equals_full_recomputation(
     _start(runner, rows)
     _decode(runner, rows, 12)
     _agree(directories[name], rows)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_straight_line_is_taken_where_it_fits(directories: dict[str, Path], name: str) -> None:
+    model = load_model(directories[name], dtype=torch.float32, device=torch.device("cpu"))
+    chosen = {kind: type(forward_of(model, kind, context_length=8)) for kind in ForwardKind}
+    expected = LlamaForward if name in STRAIGHT else ModuleForward
+    assert chosen == {ForwardKind.AUTO: expected, ForwardKind.MODULES: ModuleForward}
+
+
+def test_rotary_embeddings_that_depend_on_the_length_are_left_to_the_modules() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert not LlamaForward.fits(hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, rope_parameters=rope)))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -35,7 +35,7 @@ from pipelinerl.messages import (
     encode,
 )
 from pipelinerl.streams.records import decode_order, encode_group
-from pipelinerl.streams.stream import Stream
+from pipelinerl.streams.stream import Stream, fresh_number
 from pipelinerl.types import Outcome, PromptOrder, Purpose, RolloutGroup
 from pipelinerl.verifiers.verifier import Verifier
 
@@ -102,7 +102,7 @@ class Actor:
     async def run(self) -> None:
         """Work until stopped."""
         partition = ROLLOUTS + self.settings.name
-        next_id = int((await self._stream.last_id(partition)).split("-")[0]) + 1
+        next_id = fresh_number(await self._stream.last_id(partition))
         async with asyncio.TaskGroup() as group:
             flusher = group.create_task(self._flush(partition, next_id))
             heartbeat = group.create_task(self._heartbeat())

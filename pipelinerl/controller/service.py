@@ -27,7 +27,7 @@ from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import encode_order
-from pipelinerl.streams.stream import Entry, Stream
+from pipelinerl.streams.stream import Entry, Stream, fresh_number
 
 log = logging.getLogger("pipelinerl")
 
@@ -64,16 +64,14 @@ class ControllerService:
         self._clock = clock
         self._started = clock()
         self._dead_letters = DeadLetters(stream)
-        self._next_prompt_entry = 0
         self._turn = asyncio.Lock()
         self.finished = asyncio.Event()
         self.failure = ""
 
     async def run(self) -> None:
         """Serve until cancelled; `finished` is set when the run is over."""
-        self._next_prompt_entry = int((await self._stream.last_id(PROMPTS)).split("-")[0]) + 1
         # Orders of an earlier controller that still lie there are issued again by this one, where they are wanted.
-        await self._stream.trim(PROMPTS, before=f"{self._next_prompt_entry}-0")
+        await self._stream.trim(PROMPTS, before=f"{fresh_number(await self._stream.last_id(PROMPTS))}-0")
         self._record("run_started", {"run": self._name, "knobs": self.controller.knobs.to_json()})
         async with asyncio.TaskGroup() as group:
             group.create_task(self._reports())
@@ -143,10 +141,7 @@ class ControllerService:
     async def _carry_out(self, effect: Effect) -> None:
         match effect:
             case IssuePrompts(orders):
-                await self._stream.append(
-                    PROMPTS, [encode_order(order) for order in orders], first_id=self._next_prompt_entry
-                )
-                self._next_prompt_entry += len(orders)
+                await self._stream.append(PROMPTS, [encode_order(order) for order in orders])
             case Send(directive):
                 await self._stream.append(ORDERS, [encode(directive)])
             case Record(kind, fields):

@@ -164,7 +164,7 @@ def run(quick: bool = False) -> None:
     shapes: dict[str, DecoderShape | DebugSize] = {"0.3 MB": TINY}
     if not quick:
         shapes["3 MB"] = DebugSize.MB_3
-    rounds, batches = (2, 2) if quick else (5, 4)
+    rounds, batches = (2, 2) if quick else (5, 3)
     rows, record = [], {}
     for size, shape in shapes.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -92,7 +92,7 @@ def _tree(launcher: psutil.Popen) -> dict[str, tuple[int, int]]:
     for process in [launcher, *launcher.children(recursive=True)]:
         try:
             used, name = process.memory_full_info(), _name(process)
-        except psutil.Error:  # it ended meanwhile
+        except (psutil.Error, IndexError):  # it ended meanwhile
             continue
         rss, pss = memory.get(name, (0, 0))
         memory[name] = (rss + used.rss, pss + used.pss)
@@ -102,7 +102,7 @@ def _tree(launcher: psutil.Popen) -> dict[str, tuple[int, int]]:
 def _name(process: psutil.Process) -> str:
     """A role's own name, from its command line; the program's otherwise (a sandbox, the stream server)."""
     words = process.cmdline()
-    return words[words.index("--name") + 1] if "--name" in words else Path(words[0]).name if words else "ended"
+    return words[words.index("--name") + 1] if "--name" in words else Path(words[0].split()[0]).name
 
 
 if __name__ == "__main__":

@@ -15,17 +15,18 @@ What it waits for, and who unblocks it: `waiting_for` says so in words. Prompts 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, final
 
 import msgspec
 
-from pipelinerl import rng
 from pipelinerl.controller.account import Account
+from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.evaluation import Evaluation, EvaluationResult
 from pipelinerl.controller.fleet import Fleet
 from pipelinerl.controller.knobs import KnobChange, Knobs
+from pipelinerl.controller.order_book import OrderBook
 from pipelinerl.messages import (
     ActorAlive,
     Checkpointed,
@@ -63,40 +64,10 @@ class ControllerSettings:
     sampling: Sampling
     evaluation_problems: int
     evaluation_max_tokens: int
+    evaluation_patience_s: float = 120.0
+    """An evaluation that gets no answer for so long ends with those it has."""
     checkpoint_interval_steps: int
     engines_expected: int
-
-
-@dataclass(frozen=True, slots=True)
-class IssuePrompts:
-    """Append these orders to the prompt stream."""
-
-    orders: list[PromptOrder]
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Append this directive to the order stream."""
-
-    directive: Directive
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Write an event."""
-
-    kind: str
-    fields: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The run is over."""
-
-    reason: str
-
-
-Effect = IssuePrompts | Send | Record | Finish
 
 
 @final
@@ -127,8 +98,13 @@ class Controller:
         self.actors: dict[str, tuple[ActorAlive, float]] = {}
         self.training_since = 0.0
         self.first_version = 0
-        self._training_problem = training_problem
-        self._held_out_problem = held_out_problem
+        self._orders = OrderBook(
+            seed=settings.seed,
+            sampling=settings.sampling,
+            evaluation_max_tokens=settings.evaluation_max_tokens,
+            training_problem=training_problem,
+            held_out_problem=held_out_problem,
+        )
         self._incarnation = ""
         self._pending_ready: TrainerReady | None = None
         self._answers: dict[str, Directive] = {}
@@ -193,6 +169,14 @@ class Controller:
             return []
         return [Send(self._directive(f"stop-e{self.epoch}", publish=True))]
 
+    def tick(self, *, now: float) -> list[Effect]:
+        """Time has passed: publish to engines that wait for weights, and give up on answers that do not come."""
+        effects = self.reload_if_due()
+        evaluation = self.evaluation
+        if evaluation is not None and now - evaluation.heard_at > self.settings.evaluation_patience_s:
+            effects += self._close_evaluation(evaluation, now=now)
+        return effects
+
     # --- decisions -------------------------------------------------------------------------------------------------
 
     def reload_if_due(self) -> list[Effect]:
@@ -215,7 +199,7 @@ class Controller:
             queued_groups=self.account.in_flight,
             groups_per_step=self.knobs.groups_per_step,
         ):
-            orders.append(self._training_order(self.account.next_index()))
+            orders.append(self._orders.training(self.account.next_index(), temperature=self.knobs.temperature))
         return [IssuePrompts(orders)] if orders else []
 
     def waiting_for(self, *, now: float) -> str:
@@ -338,16 +322,17 @@ class Controller:
         if self.evaluation is not None or self.settings.evaluation_problems == 0 or not self.fleet.serving():
             return []
         self.evaluation = Evaluation(self.version, self.settings.evaluation_problems, now)
-        orders = [self._evaluation_order(index) for index in range(self.settings.evaluation_problems)]
+        orders = [self._orders.evaluation(i, version=self.version) for i in range(self.settings.evaluation_problems)]
         return [IssuePrompts(orders)]
 
     def _evaluated(self, order_id: str, index: int, answer: EvaluationDone | None, *, now: float) -> list[Effect]:
         evaluation = self.evaluation
         if evaluation is None or not order_id.startswith(f"eval-{evaluation.model_version}-"):
             return []
-        evaluation.add(index, answer)
-        if not evaluation.complete:
-            return []
+        evaluation.add(index, answer, now=now)
+        return self._close_evaluation(evaluation, now=now) if evaluation.complete else []
+
+    def _close_evaluation(self, evaluation: Evaluation, *, now: float) -> list[Effect]:
         self.evaluation = None
         if not self.results:
             self.training_since = now
@@ -387,31 +372,3 @@ class Controller:
         )
         self._answers = {answers: directive}  # the last is enough: the trainer asks one question at a time
         return directive
-
-    def _training_order(self, index: int) -> PromptOrder:
-        return PromptOrder(
-            order_id=f"prompt-{index:06d}",
-            index=index,
-            purpose=Purpose.TRAINING,
-            problem=self._training_problem(index),
-            sampling=replace(self.settings.sampling, temperature=self.knobs.temperature),
-            seed=rng.key(self.settings.seed, "sampling", index),
-        )
-
-    def _evaluation_order(self, index: int) -> PromptOrder:
-        sampling = replace(
-            self.settings.sampling,
-            num_samples=1,
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            max_tokens=self.settings.evaluation_max_tokens,
-        )
-        return PromptOrder(
-            order_id=f"eval-{self.version}-{index:06d}",
-            index=index,
-            purpose=Purpose.EVALUATION,
-            problem=self._held_out_problem(index),
-            sampling=sampling,
-            seed=rng.key(self.settings.seed, "evaluation", index),
-        )

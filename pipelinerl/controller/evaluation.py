@@ -30,11 +30,13 @@ class Evaluation:
 
     model_version: int
     problems: int
-    started_at: float
+    heard_at: float
+    """When it began or last got an answer, on the controller's clock."""
     answers: dict[int, EvaluationDone | None] = field(default_factory=dict)
 
-    def add(self, index: int, answer: EvaluationDone | None) -> None:
+    def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> None:
         """An answer, or None for a problem that failed; a repetition changes nothing."""
+        self.heard_at = now
         self.answers.setdefault(index, answer)
 
     @property

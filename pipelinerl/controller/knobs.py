@@ -13,7 +13,6 @@ from typing import Any, Final, Self
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
-
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps"})
 
 

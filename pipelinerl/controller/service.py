@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import msgspec
 
 from inference_contract.errors import ContractError
 from inference_contract.schemas import EngineMetrics
-from pipelinerl.controller.controller import Controller, Effect, Finish, IssuePrompts, Record, Send
+from pipelinerl.controller.controller import Controller
+from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.statement import run_status
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import ORDERS, PROMPTS, REPORTS, decode_report, encode
@@ -28,8 +30,12 @@ from pipelinerl.observability.status import RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import encode_order
 from pipelinerl.streams.stream import Entry, Stream, fresh_number
+from pipelinerl.types import PromptOrder, Purpose
 
 log = logging.getLogger("pipelinerl")
+
+#: A trainer reads every directive at once; older ones serve whoever looks into the stream.
+_DIRECTIVES_KEPT: Final = 64
 
 
 class EngineProbe(Protocol):
@@ -64,14 +70,19 @@ class ControllerService:
         self._clock = clock
         self._started = clock()
         self._dead_letters = DeadLetters(stream)
+        self._next_entry = 0
+        self._next_directive = 0
+        self._issued: deque[tuple[int, int]] = deque()  # (entry, index) of training orders, oldest first
         self._turn = asyncio.Lock()
         self.finished = asyncio.Event()
         self.failure = ""
 
     async def run(self) -> None:
         """Serve until cancelled; `finished` is set when the run is over."""
+        self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
+        self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
         # Orders of an earlier controller that still lie there are issued again by this one, where they are wanted.
-        await self._stream.trim(PROMPTS, before=f"{fresh_number(await self._stream.last_id(PROMPTS))}-0")
+        await self._stream.trim(PROMPTS, before=f"{self._next_entry}-0")
         self._record("run_started", {"run": self._name, "knobs": self.controller.knobs.to_json()})
         async with asyncio.TaskGroup() as group:
             group.create_task(self._reports())
@@ -113,7 +124,7 @@ class ControllerService:
         while True:
             records = self.controller.fleet.records()
             await asyncio.gather(*(self._ask(record.url) for record in records))
-            await self.perform(self.controller.reload_if_due)
+            await self.perform(lambda: self.controller.tick(now=self._clock()))
             alive = self.controller.fleet.records()
             if alive:
                 self._record(
@@ -141,14 +152,30 @@ class ControllerService:
     async def _carry_out(self, effect: Effect) -> None:
         match effect:
             case IssuePrompts(orders):
-                await self._stream.append(PROMPTS, [encode_order(order) for order in orders])
+                await self._issue(orders)
             case Send(directive):
-                await self._stream.append(ORDERS, [encode(directive)])
+                await self._stream.append(ORDERS, [encode(directive)], first_id=self._next_directive)
+                self._next_directive += 1
+                await self._stream.trim(ORDERS, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
             case Record(kind, fields):
                 self._record(kind, fields)
             case Finish(reason):
                 self._record("run_finished", {"reason": reason, "ledger": self.controller.account.ledger()})
                 self.finished.set()
+
+    async def _issue(self, orders: list[PromptOrder]) -> None:
+        """Append orders, and drop those at the head of the stream that have ended."""
+        payloads = [encode_order(order) for order in orders]
+        await self._stream.append(PROMPTS, payloads, first_id=self._next_entry)
+        self._issued.extend(
+            (self._next_entry + i, order.index) for i, order in enumerate(orders) if order.purpose is Purpose.TRAINING
+        )
+        self._next_entry += len(orders)
+        frontier = self.controller.account.consumed.frontier
+        while self._issued and self._issued[0][1] < frontier:
+            self._issued.popleft()
+        if self._issued and self.controller.evaluation is None:
+            await self._stream.trim(PROMPTS, before=f"{self._issued[0][0]}-0")
 
     def _record(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._events.write(kind, elapsed_s=round(self._elapsed(), 3), **fields)

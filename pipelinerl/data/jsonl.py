@@ -71,7 +71,9 @@ def _members(files: Mapping[str, list[Draft]], split: Split) -> list[Draft]:
     if split is Split.VALIDATION and _FILES[split] in files:
         return [d for d in files[_FILES[split]] if d.messages not in apart]
     hashes = {split}
-    if split is Split.TRAIN:  # what the hash would set apart for a split with a file of its own is free to be trained on
+    if (
+        split is Split.TRAIN
+    ):  # what the hash would set apart for a split with a file of its own is free to be trained on
         hashes |= {other for other, name in _FILES.items() if name in files}
     return [d for d in files["path"] if d.messages not in apart and split_of(d.messages) in hashes]
 

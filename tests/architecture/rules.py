@@ -17,6 +17,7 @@ HEAVY = frozenset(
 HEAVY_ALLOWED = {
     "pipelinerl/models/checkpoint.py": "Hugging Face checkpoints are transformers'",
     "pipelinerl/models/tiny_decoder.py": "makes a Hugging Face model of debug size",
+    "pipelinerl/models/warmstart.py": "trains the debug model on demonstrations",
     "pipelinerl/models/tokenizer.py": "chat templates are transformers'",
     "pipelinerl/weights/collective.py": "torch.distributed is the collective",
     "pipelinerl/weights/sender.py": "puts parameters into the buffers that it sends",
@@ -37,6 +38,7 @@ RANDOMNESS_ALLOWED = {
     "launch/run_directory.py": "secrets must not be reproducible",
     "pipelinerl/trainers/torch_trainer.py": "seeds torch from rng, for models that draw in their forward",
     "pipelinerl/streams/embedded_redis.py": "secrets must not be reproducible",
+    "pipelinerl/training/intake.py": "each incarnation of the trainer must have a name that no other had",
     "pipelinerl/training/loop.py": "each incarnation of the trainer must have a name that no other had",
 }
 

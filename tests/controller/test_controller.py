@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pipelinerl.controller.controller import IssuePrompts, Send
+from pipelinerl.controller.effects import IssuePrompts, Send
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import TrainerReady
 from tests.controller.world import ENGINE, World, controller, knobs

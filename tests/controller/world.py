@@ -9,10 +9,21 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from pipelinerl.controller.controller import Controller, ControllerSettings, Effect, Finish, IssuePrompts, Send
+from pipelinerl.controller.controller import Controller, ControllerSettings
+from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Send
 from pipelinerl.controller.knobs import Knobs
-from pipelinerl.messages import Consumed, Directive, EvaluationDone, GroupFailed, Progress, Published, Report, StepDone
-from pipelinerl.messages import TrainerReady, TrainerStopped
+from pipelinerl.messages import (
+    Consumed,
+    Directive,
+    EvaluationDone,
+    GroupFailed,
+    Progress,
+    Published,
+    Report,
+    StepDone,
+    TrainerReady,
+    TrainerStopped,
+)
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.admission import Fate, Ledger, Lineage
 from pipelinerl.training.batcher import Batcher, StepBudget
@@ -57,7 +68,9 @@ class World:
 
     controller: Controller
     rng: random.Random
-    batcher: Batcher = field(default_factory=lambda: Batcher(ledger=Ledger(), lineage=Lineage(1, 0), keep_no_signal=False))
+    batcher: Batcher = field(
+        default_factory=lambda: Batcher(ledger=Ledger(), lineage=Lineage(1, 0), keep_no_signal=False)
+    )
     version: int = 0
     served: int = 0
     orders: list[PromptOrder] = field(default_factory=list)
@@ -168,9 +181,7 @@ class World:
         self.trained.append((self.version, groups, k))
         self.awaiting = f"e1-step-{self.version}"
         self.tell(
-            StepDone(
-                report_id=self.awaiting, epoch=1, model_version=self.version, consumed=self.consumed(), stats={}
-            )
+            StepDone(report_id=self.awaiting, epoch=1, model_version=self.version, consumed=self.consumed(), stats={})
         )
 
     def _obey(self, directive: Directive) -> None:

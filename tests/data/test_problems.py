@@ -58,7 +58,8 @@ def test_the_answers_of_addition_are_right():
 
 
 def test_reasoning_gym_problems_fit_the_parameters_and_vary_in_length():
-    problems = [source("reasoning_gym:spell_backward", **SPELLING).problem(i) for i in range(100)]
+    spelling = source("reasoning_gym:spell_backward", **SPELLING)
+    problems = [spelling.problem(i) for i in range(100)]
     for problem in problems:
         assert problem.messages[0].content.endswith(" " + problem.ground_truth[::-1])
         assert problem.ground_truth.islower()

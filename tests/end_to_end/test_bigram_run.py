@@ -49,9 +49,7 @@ class SaysB:
 
 
 def problem(index: int) -> Problem:
-    return Problem(
-        problem_id=str(index), domain="b", messages=(Message("user", "say b"),), ground_truth="b"
-    )
+    return Problem(problem_id=str(index), domain="b", messages=(Message("user", "say b"),), ground_truth="b")
 
 
 def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
@@ -196,9 +194,7 @@ async def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(tmp_path: Path
     resumed = new_controller()
     resumed.restore(latest[1].controller)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
-        events = await run(
-            tmp_path, model, url, controller=resumed, stream=MemoryStream(), restored=latest
-        )
+        events = await run(tmp_path, model, url, controller=resumed, stream=MemoryStream(), restored=latest)
     after = [event["step"] for event in events if event["kind"] == "step"]
     assert after[-STEPS + 10 :] == list(range(11, STEPS + 1))
     assert resumed.epoch == 2

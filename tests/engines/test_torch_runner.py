@@ -1,6 +1,6 @@
 """Cached, batched decoding against its slow twin: the same model, unmodified, run over the whole sequence again.
 
-Every architecture below goes through transformers' own modules, and those that fit it through the straight line as well.
+Every architecture below goes through transformers' own modules, and those that fit also through the straight line.
 """
 
 from __future__ import annotations

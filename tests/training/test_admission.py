@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.admission import Fate, Ledger, Lineage, has_signal, is_judged, is_stale

@@ -1,0 +1,299 @@
+"""TRL's arm of `benchmarks/trl.py`: GRPOTrainer on a recipe's model, problems and reward, in a process of its own.
+
+    python -m benchmarks.trl_arm '{"recipe": "tiny", "seed": 0, "steps": 500, "threads": 2, …}'
+
+prints one line of JSON, an `ArmResult`. The clock runs from the beginning of training, with model and problems loaded,
+and stands still while held-out accuracy is measured.
+
+How the recipe is said in TRL's words. The update is the recipe's: with one optimizer step for each generation the ratio
+to the old policy is 1, so that GRPO's gradient is that of the recipe's `LogProb`; `loss_type="dr_grpo"` divides by
+samples x max tokens where `Sequences` divides by samples, a constant that AdamW does not see, and the gradient's clip
+is divided likewise. AdamW, learning-rate schedule, group size, samples per step, sampling and `beta=0` are the recipe's;
+dropout, gradient checkpointing, logging and saving are off. One difference stays: TRL spends samples of a step on
+groups without signal, for which it knows no filter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+from pipelinerl import registry
+from pipelinerl.config import RunConfig, load
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.objective import adv, agg
+from pipelinerl.objective.presets import PRESETS, resolve
+from pipelinerl.roles.sources import held_out_problems, training_problems
+from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.types import Problem
+from pipelinerl.verifiers.verifier import Verifier
+
+_SCALES = {adv.Scale.NONE: "none", adv.Scale.STD: "group"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmOrder:
+    """What to train. `until` ends it at this held-out accuracy; `evaluate` False only trains, to see how fast it is."""
+
+    recipe: str
+    seed: int
+    steps: int
+    threads: int
+    until: float = 1.0
+    evaluate: bool = True
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """`points`: (step, seconds of training so far, held-out accuracy); `seconds`: of training in all; `steps` done."""
+
+    points: list[tuple[int, float, float]]
+    seconds: float
+    steps: int
+
+
+@final
+class Judge:
+    """The recipe's verifiers, called from a trainer without an event loop."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._verifiers: dict[str, Verifier] = {
+            domain.name: registry.load("verifier", registry.VERIFIERS, domain.verifier)() for domain in config.domains
+        }
+        self._runner = asyncio.Runner()
+
+    def rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
+        """One reward for each answer; None where the verifier reached no judgement."""
+        return self._runner.run(self._rewards(problems, texts))
+
+    async def _rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
+        verdicts = await asyncio.gather(
+            *(self._verifiers[each.domain].verify(each, text) for each, text in zip(problems, texts, strict=True))
+        )
+        return [verdict.reward if verdict.outcome.is_judgement else None for verdict in verdicts]
+
+
+@final
+@dataclass(slots=True)
+class Clock:
+    """Seconds of training: started once, held while something else is done."""
+
+    now: Callable[[], float] = time.perf_counter
+    _began: float = 0.0
+    _held: float = 0.0
+
+    def start(self) -> None:
+        """From here on."""
+        self._began, self._held = self.now(), 0.0
+
+    def seconds(self) -> float:
+        """So far."""
+        return self.now() - self._began - self._held
+
+    def without(self, work: Callable[[], float]) -> float:
+        """Do `work` while the clock stands."""
+        began = self.now()
+        result = work()
+        self._held += self.now() - began
+        return result
+
+
+@final
+@dataclass(slots=True)
+class HeldOut:
+    """Greedy accuracy on the recipe's held-out problems, in one batch."""
+
+    config: RunConfig
+    judge: Judge
+    tokenizer: ChatTokenizer
+    problems: list[Problem] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """The problems that our own evaluations use."""
+        source = held_out_problems(self.config)
+        self.problems = [source.problem(index) for index in range(self.config.evaluation.problems)]
+
+    def accuracy(self, model: Any) -> float:
+        """Correct over judged."""
+        import torch
+
+        prompts = [self.tokenizer.encode_chat(problem.messages) for problem in self.problems]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        ends = sorted(self.tokenizer.eos_token_ids)
+        training = model.training
+        model.eval()
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=self.config.evaluation.max_tokens or self.config.sampling.max_tokens,
+                eos_token_id=ends,
+                pad_token_id=ends[0],
+            )
+        model.train(training)
+        texts = [self.tokenizer.decode(until_end(row, ends)) for row in out[:, width:].tolist()]
+        judged = [reward for reward in self.judge.rewards(self.problems, texts) if reward is not None]
+        return sum(reward >= 1.0 for reward in judged) / max(1, len(judged))
+
+
+def until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
+    """The tokens before the first one that ends a sample."""
+    return token_ids[: next((at for at, token in enumerate(token_ids) if token in ends), len(token_ids))]
+
+
+def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, Any]:
+    """GRPOConfig's arguments for a recipe.
+
+    Raises:
+        ValueError: TRL has no words for the recipe's objective.
+    """
+    objective, sampling = resolve(config.objective), config.sampling
+    plain = PRESETS["pipelinerl"]
+    if not isinstance(objective.agg, agg.Sequences) or (objective.grad1, objective.grad2) != (plain.grad1, plain.grad2):
+        raise ValueError(f"expected the pipelinerl objective, for which TRL has a match, got {config.objective!r}")
+    scale = getattr(objective.adv, "scale", None)
+    if scale not in _SCALES:
+        raise ValueError(f"expected advantages scaled by {', '.join(_SCALES)}, got {objective.adv!r}")
+    return {
+        "output_dir": folder,
+        "max_steps": steps,
+        "per_device_train_batch_size": config.training.rollouts_per_step,
+        "num_generations": sampling.group_size,
+        "max_completion_length": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "learning_rate": config.optimizer.learning_rate,
+        "max_grad_norm": config.optimizer.grad_clip * objective.agg.length / sampling.max_tokens,
+        "loss_type": "dr_grpo",
+        "scale_rewards": _SCALES[scale],
+        "beta": 0.0,
+        "num_iterations": 1,
+        "seed": config.run.seed,
+        "shuffle_dataset": False,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_dropout": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def train(order: ArmOrder) -> ArmResult:
+    """Run TRL's trainer to the order's end."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(order.threads)
+    config = load(order.recipe, [*order.overrides, f"run.seed={order.seed}"])
+    path = config.model.resolved
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    judge, clock = Judge(config), Clock()
+    held_out = HeldOut(config, judge, ChatTokenizer.load(path))
+    source = training_problems(config)
+    problems = [source.problem(index) for index in range(order.steps * config.groups_per_step)]
+    points: list[tuple[int, float, float]] = []
+
+    def reward(completions: list[Any], index: list[int], **_: Any) -> list[float | None]:
+        return judge.rewards([problems[at] for at in index], [turns[0]["content"] for turns in completions])
+
+    def evaluate(step: int) -> float:
+        if order.evaluate:
+            seconds = clock.seconds() if step else 0.0
+            points.append((step, seconds, clock.without(lambda: held_out.accuracy(model))))
+        return points[-1][2] if points else 0.0
+
+    def begin(*_: Any, **__: Any) -> None:
+        evaluate(0)
+        clock.start()
+
+    def end_of_step(_: Any, state: Any, control: Any, **__: Any) -> None:
+        if state.global_step % config.evaluation.interval_steps == 0 and evaluate(state.global_step) >= order.until:
+            control.should_training_stop = True
+
+    follower: Any = TrainerCallback()
+    follower.on_train_begin, follower.on_step_end = begin, end_of_step
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
+            train_dataset=_dataset(problems),
+            processing_class=AutoTokenizer.from_pretrained(path, local_files_only=True),
+            callbacks=[follower],
+            optimizers=_optimizers(model, config),
+        )
+        trainer.train()
+    return ArmResult(points, clock.seconds(), trainer.state.global_step)
+
+
+def _dataset(problems: Sequence[Problem]) -> Any:
+    from datasets import Dataset
+
+    prompts = [[{"role": turn.role, "content": turn.content} for turn in problem.messages] for problem in problems]
+    return Dataset.from_dict({"prompt": prompts, "index": list(range(len(problems)))})
+
+
+def _optimizers(model: Any, config: RunConfig) -> tuple[Any, Any]:
+    """The optimizer and schedule of our own trainer."""
+    import torch
+
+    given = config.optimizer
+    schedule = LearningRateSchedule(
+        warmup_steps=given.warmup_steps,
+        steps=config.run.steps,
+        shape=given.schedule,
+        final_fraction=given.final_fraction,
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=given.learning_rate,
+        betas=given.betas,
+        eps=given.eps,
+        weight_decay=given.weight_decay,
+        fused=True,
+    )
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
+
+
+def quiet() -> None:
+    """No network, no chatter: set before TRL and transformers are imported."""
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    import warnings
+
+    warnings.simplefilter("ignore")
+
+
+def main() -> None:
+    """Train as ordered; the result is the last line of the output."""
+    quiet()
+    given = json.loads(sys.argv[1])
+    result = train(ArmOrder(**{**given, "overrides": tuple(given.get("overrides", ()))}))
+    print(json.dumps(asdict(result)))
+
+
+if __name__ == "__main__":
+    main()

@@ -39,7 +39,8 @@ from inference_contract.schemas import ChatCompletionRequest, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.runner import ModelRunner
 from pipelinerl.engines.http_client import EngineClient
-from pipelinerl.engines.http_server import create_app, listen, serve
+from pipelinerl.engines.http_server import create_app
+from pipelinerl.http_service import listen, serve
 from pipelinerl.engines.torch_engine import TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -94,7 +95,7 @@ def _engine(folder: str, port: Connection) -> None:
     app.add_api_route("/notes", notes)
     listener = listen("127.0.0.1", 0)
     port.send(listener.getsockname()[1])
-    serve(app, listener=listener)
+    serve(app, listener)
 
 
 @final

@@ -23,9 +23,10 @@ from fastapi.responses import JSONResponse, Response
 
 from pipelinerl.controller.service import ControllerService
 from pipelinerl.errors import RecipeError
+from pipelinerl.http_service import guard
 
 
-def create_api(service: ControllerService) -> FastAPI:
+def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
     """The application; it runs the service while it is up."""
 
     @contextlib.asynccontextmanager
@@ -42,6 +43,7 @@ def create_api(service: ControllerService) -> FastAPI:
     _add_status(app, service)
     _add_knobs(app, service)
     _add_engines(app, service)
+    guard(app, token=token)
     return app
 
 

@@ -1,4 +1,4 @@
-"""`create_app`, `serve`: the inference contract over HTTP, in front of anything that satisfies `Engine`.
+"""`create_app`: the inference contract over HTTP, in front of anything that satisfies `Engine`.
 
 Promises: every answer that is not a success has OpenAI's error shape, whatever went wrong; no error repeats the body;
 every route but `/health` wants the bearer token, compared in constant time; bodies are bounded; a client that goes away
@@ -11,17 +11,12 @@ answer, nothing between.
 from __future__ import annotations
 
 import asyncio
-import errno
-import hmac
 import json
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from ipaddress import ip_address
 from typing import Any, Final, TypeVar
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -31,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_contract import routes
 from inference_contract.engine import Engine
-from inference_contract.errors import ContractError, DeadlineExceeded, InvalidRequest, Unauthorized
+from inference_contract.errors import ContractError, DeadlineExceeded, InvalidRequest
 from inference_contract.schemas import (
     ChatCompletionRequest,
     EngineMetrics,
@@ -40,7 +35,7 @@ from inference_contract.schemas import (
     ModelList,
     WeightUpdateRequest,
 )
-from pipelinerl.errors import AddressError
+from pipelinerl.http_service import guard
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -49,9 +44,6 @@ MAX_BODY_BYTES: Final = 32 * 2**20
 
 #: A body that has not come by then is not coming; a request that is being served has no such limit.
 BODY_TIMEOUT_S: Final = 30.0
-
-#: Longer than a client keeps an idle connection, so that it is the client that closes it and no request meets a close.
-KEEP_ALIVE_S: Final = 75
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,8 +80,8 @@ def create_app(engine: Engine, *, token: str | None) -> FastAPI:
     app.router.routes.extend(_state_routes(engine))
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
-    app.add_middleware(_Gate, token=token)
-    app.state.guarded = token is not None
+    app.add_middleware(_Refusals)
+    guard(app, token=token)
     return app
 
 
@@ -249,31 +241,19 @@ async def _internal_error(request: Request, _: Exception) -> Response:
     return Response(json.dumps(wire), 500, media_type="application/json")
 
 
-class _Gate:
-    """Around everything: the token on the way in, contract errors on the way out."""
+class _Refusals:
+    """Turns contract errors into answers, and the leaving of a client into silence."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._expected = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
-            self._check(scope)
             await self._app(scope, receive, send)
         except ContractError as error:
             await _answer(send, error.status, json.dumps(error.to_wire()).encode())
         except _Disconnected:
             _LOG.info("client left %s", scope["path"])
-
-    def _check(self, scope: Scope) -> None:
-        if self._expected is None or scope["path"] == routes.HEALTH:
-            return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if not hmac.compare_digest(given, self._expected):
-            raise Unauthorized("a valid bearer token is required: send the header Authorization: Bearer <token>")
 
 
 def prometheus_text(metrics: EngineMetrics) -> str:
@@ -283,68 +263,3 @@ def prometheus_text(metrics: EngineMetrics) -> str:
         kind = "counter" if name.endswith("_total") else "gauge"
         lines += [f"# TYPE pipelinerl_engine_{name} {kind}", f"pipelinerl_engine_{name} {value}"]
     return "\n".join(lines) + "\n"
-
-
-# --- the process -------------------------------------------------------------------------------------------------
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, ready for `serve`; port 0 takes a free one.
-
-    Raises:
-        AddressError: the port is taken, or the address is not of this machine.
-    """
-    family, _, _, _, address = _resolved(host, port)
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it. Without it the body of an answer waits for the acknowledgement of its head, which the
-    # receiver delays by 40 ms.
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        bound.bind(address)
-        bound.listen(1024)
-    except OSError as error:
-        bound.close()
-        if error.errno == errno.EADDRINUSE:
-            raise AddressError(f"port {port} on {host} is taken; stop what listens there or choose another") from None
-        raise AddressError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    bound.setblocking(False)
-    return bound
-
-
-def _resolved(host: str, port: int) -> tuple[Any, Any, Any, Any, Any]:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise AddressError(f"{host!r} is not an address that can be listened on: {error.strerror}") from error
-
-
-def serve(app: FastAPI, host: str = "127.0.0.1", port: int = 8000, *, listener: socket.socket | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then finish or cancel what runs within seconds. Blocks.
-
-    Args:
-        app: from `create_app`.
-        listener: a socket from `listen`, when the caller must know the port first; replaces `host` and `port`.
-
-    Raises:
-        AddressError: the port is taken, or others could reach an application that asks for no token.
-    """
-    bound = listener or listen(host, port)
-    address = bound.getsockname()[0]
-    if not ip_address(address).is_loopback and not app.state.guarded:
-        bound.close()
-        raise AddressError(f"refusing to serve on {address} without a token: give one, or bind 127.0.0.1")
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=3,
-    )
-    with bound:
-        uvicorn.Server(config).run(sockets=[bound])

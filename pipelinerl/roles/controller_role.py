@@ -91,9 +91,8 @@ async def run(identity: Identity) -> None:
         )
         endpoint = _advertise(identity, listener.getsockname())
         try:
-            await serve_until(
-                create_api(service), listener, token=identity.token, over=asyncio.create_task(service.finished.wait())
-            )
+            over = asyncio.create_task(service.finished.wait())
+            await serve_until(create_api(service, token=identity.token), listener, over=over)
         finally:
             endpoint.unlink(missing_ok=True)
             await client.close()

@@ -47,7 +47,7 @@ async def run(identity: Identity) -> None:
     host, port = listener.getsockname()[:2]
     offer = asyncio.create_task(_offer(identity, f"http://{host}:{port}")) if identity.controller_url else None
     try:
-        await serve_until(create_app(build_engine(identity), token=None), listener, token=identity.token)
+        await serve_until(create_app(build_engine(identity), token=identity.token), listener)
     finally:
         if offer is not None:
             offer.cancel()

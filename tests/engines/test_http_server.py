@@ -18,7 +18,8 @@ import pytest
 
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.engines import http_server
-from pipelinerl.engines.http_server import create_app, listen, prometheus_text, serve
+from pipelinerl.engines.http_server import create_app, prometheus_text
+from pipelinerl.http_service import listen, serve
 from pipelinerl.errors import AddressError
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
@@ -211,7 +212,7 @@ def test_an_address_of_another_machine_is_one_sentence() -> None:
 
 def test_without_a_token_only_loopback_is_served() -> None:
     with pytest.raises(AddressError, match=r"refusing to serve on 0\.0\.0\.0 without a token"):
-        serve(application(), "0.0.0.0", 0)
+        serve(application(), listen("0.0.0.0", 0))
 
 
 def test_sigterm_ends_the_process_within_seconds_with_a_request_running() -> None:

@@ -47,7 +47,8 @@ from inference_contract.schemas import (
     WeightUpdateResponse,
 )
 from pipelinerl import rng
-from pipelinerl.engines.http_server import create_app, listen, serve
+from pipelinerl.engines.http_server import create_app
+from pipelinerl.http_service import listen, serve
 from pipelinerl.engines.weight_receiver import WeightReceiver
 
 VOCAB = 32
@@ -375,4 +376,4 @@ def application(fault: Fault = Fault.NONE, *, token: str | None = None, step_s: 
 if __name__ == "__main__":
     with listen("127.0.0.1", 0) as bound:
         print(bound.getsockname()[1], flush=True)
-        serve(application(Fault(sys.argv[1] if len(sys.argv) > 1 else "none")), listener=bound)
+        serve(application(Fault(sys.argv[1] if len(sys.argv) > 1 else "none")), bound)

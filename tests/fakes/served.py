@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from pipelinerl.engines.http_server import listen
+from pipelinerl.http_service import listen
 
 DEADLINE_S = 30.0
 

@@ -8,14 +8,15 @@ and stands still while held-out accuracy is measured.
 How the recipe is said in TRL's words. The update is the recipe's: with one optimizer step for each generation the ratio
 to the old policy is 1, so that GRPO's gradient is that of the recipe's `LogProb`; `loss_type="dr_grpo"` divides by
 samples x max tokens where `Sequences` divides by samples, a constant that AdamW does not see, and the gradient's clip
-is divided likewise. AdamW, learning-rate schedule, group size, samples per step, sampling and `beta=0` are the recipe's;
-dropout, gradient checkpointing, logging and saving are off. One difference stays: TRL spends samples of a step on
-groups without signal, for which it knows no filter.
+is divided likewise. AdamW, learning-rate schedule, group size, samples per step and sampling are the recipe's; `beta`
+is 0; dropout, gradient checkpointing, logging and saving are off. One difference stays: TRL spends samples of a step
+on groups without signal, for which it knows no filter.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import sys
@@ -196,9 +197,9 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
 def train(order: ArmOrder) -> ArmResult:
     """Run TRL's trainer to the order's end."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
+    trl: Any = importlib.import_module("trl")
     torch.set_num_threads(order.threads)
     config = load(order.recipe, [*order.overrides, f"run.seed={order.seed}"])
     path = config.model.resolved
@@ -229,24 +230,24 @@ def train(order: ArmOrder) -> ArmResult:
     follower: Any = TrainerCallback()
     follower.on_train_begin, follower.on_step_end = begin, end_of_step
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
+        trainer = trl.GRPOTrainer(
             model=model,
             reward_funcs=reward,
-            args=GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
+            args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
             train_dataset=_dataset(problems),
             processing_class=AutoTokenizer.from_pretrained(path, local_files_only=True),
             callbacks=[follower],
             optimizers=_optimizers(model, config),
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return ArmResult(points, clock.seconds(), trainer.state.global_step)
 
 
 def _dataset(problems: Sequence[Problem]) -> Any:
-    from datasets import Dataset
-
+    datasets: Any = importlib.import_module("datasets")
     prompts = [[{"role": turn.role, "content": turn.content} for turn in problem.messages] for problem in problems]
-    return Dataset.from_dict({"prompt": prompts, "index": list(range(len(problems)))})
+    return datasets.Dataset.from_dict({"prompt": prompts, "index": list(range(len(problems)))})
 
 
 def _optimizers(model: Any, config: RunConfig) -> tuple[Any, Any]:

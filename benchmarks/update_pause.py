@@ -40,8 +40,8 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine, Batching
 from pipelinerl.engines.batching.runner import ModelRunner
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.engines.http_server import create_app
-from pipelinerl.http_service import listen, serve
 from pipelinerl.engines.torch_engine import TorchEngineSettings, load_runner
+from pipelinerl.http_service import listen, serve
 from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.weights.broadcast import BroadcastPublisher

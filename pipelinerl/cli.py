@@ -43,11 +43,7 @@ def run(
     """Train: start every role on this machine, show progress, write the report."""
     from launch import run as launching
 
-    if resume is not None:
-        status = launching.resume(resume)
-    else:
-        status = launching.start(recipes.load(recipe, overrides or []))
-    raise typer.Exit(status)
+    raise typer.Exit(launching.resume(resume) if resume else launching.start(recipes.load(recipe, overrides or [])))
 
 
 @app.command()
@@ -125,15 +121,20 @@ def report(run_dir: RunPath) -> None:
 
 @app.command()
 def warmstart(
-    output: Annotated[Path, typer.Argument(help="Directory to write the model to.")],
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+    output: Annotated[Path, typer.Argument(help="Directory to make and write the model to.")],
+    seed: Annotated[int, typer.Option(help="Seed of weights and demonstrations.")] = 0,
     recipe: Annotated[str, typer.Option(help="Recipe whose domains give the demonstrations.")] = "tiny",
-    accuracy: Annotated[float, typer.Option(help="Stop at this greedy accuracy on the validation split.")] = 0.40,
+    hidden: Annotated[int, typer.Option(help="Width of the decoder.")] = 96,
+    layers: Annotated[int, typer.Option(help="Layers of the decoder.")] = 2,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    at_least: Annotated[float, typer.Option(help="Stop at this greedy accuracy on the validation split.")] = 0.38,
+    at_most: Annotated[float, typer.Option(help="Fail above this one: RL would have too little to do.")] = 0.44,
 ) -> None:
-    """Make a small model and train it on demonstrations to partial skill, as a start for RL."""
-    from pipelinerl.roles.warmstart import make
+    """Make a small model and fit demonstrations until it has partial skill, as a start for RL."""
+    from pipelinerl.roles.warmstart import WarmStartOptions, make
 
-    make(recipes.load(recipe), output=output, seed=seed, accuracy=accuracy, say=typer.echo)
+    options = WarmStartOptions(hidden=hidden, layers=layers, heads=heads, accuracy=(at_least, at_most), seed=seed)
+    make(recipes.load(recipe), options, output=output, say=typer.echo)
 
 
 @conformance_app.command("engine")
@@ -142,23 +143,21 @@ def conformance_engine(
     token_file: Annotated[Path | None, typer.Option(help="File with the bearer token.")] = None,
 ) -> None:
     """Run the inference contract's kit against a live engine. It leaves other weights behind."""
-    from inference_contract import conformance
+    from pipelinerl.roles.kits import check_engine
     from pipelinerl.roles.process import read_token
 
-    _tell(conformance.run(url, token=read_token(token_file)))
+    raise typer.Exit(0 if check_engine(url.rstrip("/"), token=read_token(token_file), say=typer.echo) else 1)
 
 
 @conformance_app.command("trainer")
 def conformance_trainer(
     target: Annotated[str, typer.Argument(help="module:Class, or the name of a registered trainer.")],
-    model: Annotated[Path, typer.Option(help="Model directory for it to train.")],
+    model: Annotated[Path, typer.Option(help="Model directory for it to train.")] = recipes.MODELS / "tiny_speller",
 ) -> None:
     """Run the trainer contract's kit against a class."""
-    from pipelinerl import registry
-    from trainer_contract import conformance
+    from pipelinerl.roles.kits import check_trainer
 
-    entry = registry.TRAINERS.get(target)
-    _tell(conformance.run(registry.resolve(entry.target if entry else target), model))
+    raise typer.Exit(0 if check_trainer(target, model, say=typer.echo) else 1)
 
 
 @app.command()
@@ -320,13 +319,6 @@ def _assignment(text: str) -> tuple[str, Any]:
     if not separator:
         raise RecipeError(f"expected knob=value, got {text!r}")
     return name.strip(), value.strip()
-
-
-def _tell(results: list[Any]) -> None:
-    """Print a kit's results; exit status 1 when a check failed."""
-    for result in results:
-        typer.echo(str(result))
-    raise typer.Exit(int(any(result.failed for result in results)))
 
 
 def main() -> None:

@@ -27,13 +27,13 @@ GRACE_S: Final = 3
 OPEN_PATH: Final = "/health"
 
 
-@final
 def guard(app: FastAPI, *, token: str | None) -> None:
     """Let requests in only with the token; None lets everybody in, and then only loopback is served."""
     app.add_middleware(_Gate, token=token)
     app.state.guarded = token is not None
 
 
+@final
 class _Gate:
     """ASGI middleware around everything."""
 

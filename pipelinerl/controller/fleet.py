@@ -10,7 +10,7 @@ process group cannot lose or gain a rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import final
 
@@ -36,7 +36,7 @@ class EngineRecord:
     loaded: int = -1
     missed_polls: int = 0
     failed_updates: int = 0
-    metrics: EngineMetrics = EngineMetrics()
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
     tokens_per_s: float = 0.0
     occupancy: float = 0.0
     polled_at: float = 0.0

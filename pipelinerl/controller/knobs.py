@@ -41,7 +41,8 @@ class Knobs:
                 raise RecipeError(f"{name} must be a positive number, got {value}")
         if self.rollouts_per_step % self.group_size:
             raise RecipeError(
-                f"rollouts_per_step must be a multiple of the group size {self.group_size}, got {self.rollouts_per_step}"
+                f"rollouts_per_step must be a multiple of the group size {self.group_size}, "
+                f"got {self.rollouts_per_step}"
             )
 
     @property

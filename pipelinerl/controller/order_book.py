@@ -1,4 +1,4 @@
-"""`OrderBook`: writes prompt orders. Each is a pure function of the run's seed, its index and the knobs of the moment."""
+"""`OrderBook`: writes prompt orders. Each is a pure function of the run's seed, its index and the live knobs."""
 
 from __future__ import annotations
 

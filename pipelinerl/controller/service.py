@@ -142,8 +142,9 @@ class ControllerService:
         try:
             metrics = EngineMetrics.model_validate(await self._probe.metrics(url))
         except (ContractError, PipelineError) as error:
-            if self.controller.fleet.missed(url, str(error)):
-                await self.perform(lambda: self.controller.engine_left(url, str(error)))
+            reason = str(error)
+            if self.controller.fleet.missed(url, reason):
+                await self.perform(lambda: self.controller.engine_left(url, reason))
             return
         self.controller.fleet.answered(url, metrics, self._clock())
 

@@ -9,15 +9,16 @@ from pipelinerl.data.problems import Split, open_source
 
 def training_problems(config: RunConfig) -> Mixture:
     """Problems to train on: problem i is a function of (seed, mixture, i)."""
-    return _mixture(config, Split.TRAIN, seed=config.run.seed)
+    return problems_of(config, Split.TRAIN, seed=config.run.seed)
 
 
 def held_out_problems(config: RunConfig) -> Mixture:
     """Problems never trained on; the same for every seed, so that runs can be compared."""
-    return _mixture(config, Split.HELD_OUT, seed=0)
+    return problems_of(config, Split.HELD_OUT, seed=0)
 
 
-def _mixture(config: RunConfig, split: Split, *, seed: int) -> Mixture:
+def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
+    """The mixture over one split, in the order that `seed` gives."""
     return Mixture(
         [
             Domain(

@@ -1,8 +1,8 @@
 """Which rollout groups may train: the staleness bound k, duplicates, signal, and the account of all of it.
 
-Pure. A group that is read ends in exactly one of: trained, filtered (no signal, or no valid verdict), stale; an
-order that failed never comes and ends so. A duplicate of one that already ended, or is waiting, counts nowhere. What ended is remembered as a frontier and a sparse
-set, so that the memory is bounded by how far groups overtake one another.
+Pure. A group that is read ends in exactly one of: trained, filtered (no signal, or no valid verdict), stale; an order
+that failed never comes and ends so. A duplicate of one that already ended, or is waiting, counts nowhere. What ended is
+remembered as a frontier and a sparse set, so that the memory is bounded by how far groups overtake one another.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Intake:
         self._scanned_at = float("-inf")
 
     async def start(self) -> None:
-        """Skip directives that answered an earlier trainer; forget offsets of a server that is gone with its streams."""
+        """Skip directives that answered an earlier trainer; forget the offsets of a server that is gone."""
         self._orders_offset = await self._stream.last_id(ORDERS)
         await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # only the first ever is kept
         (identity,) = await self._stream.read({_IDENTITY: START}, count=1, block_s=1.0)

@@ -7,7 +7,7 @@ publications and knob changes must never break what the design promises.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipelinerl.controller.controller import Controller, ControllerSettings
 from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Send
@@ -40,10 +40,10 @@ def problem(index: int) -> Problem:
 
 def knobs(**changes: float) -> Knobs:
     """Small knobs: two groups of two rollouts a step."""
-    values: dict[str, float] = dict(
+    start = Knobs(
         j=1, k=4, temperature=1.0, learning_rate=0.1, rollouts_per_step=4, evaluation_interval_steps=5, group_size=2
     )
-    return Knobs(**(values | changes))  # type: ignore[arg-type]
+    return replace(start, **changes)  # type: ignore[arg-type]
 
 
 def controller(*, steps: int = 20, evaluation_problems: int = 3, **changes: float) -> Controller:

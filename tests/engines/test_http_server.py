@@ -19,8 +19,8 @@ import pytest
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.engines import http_server
 from pipelinerl.engines.http_server import create_app, prometheus_text
-from pipelinerl.http_service import listen, serve
 from pipelinerl.errors import AddressError
+from pipelinerl.http_service import listen, serve
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 

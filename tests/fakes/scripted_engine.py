@@ -48,8 +48,8 @@ from inference_contract.schemas import (
 )
 from pipelinerl import rng
 from pipelinerl.engines.http_server import create_app
-from pipelinerl.http_service import listen, serve
 from pipelinerl.engines.weight_receiver import WeightReceiver
+from pipelinerl.http_service import listen, serve
 
 VOCAB = 32
 CONTEXT = 192

@@ -1,0 +1,240 @@
+"""Wall time of training to a held-out accuracy, ours over TRL's GRPOTrainer: at most 1.0 of it, hoped for 0.5.
+
+Both arms train the `tiny` recipe: the same model directory, training problems of the same seed, reward, held-out
+problems and hyper-parameters (`trl_arm` says how TRL is told), on the same two cores, one arm after the other, each
+seed beginning with the other arm.
+
+    ours   `pipelinerl run`, a process as any user starts it: launcher, stream server, controller, engine, actor and
+           trainer in processes of their own, HTTP between them. Read from its events.jsonl.
+    TRL    one process; torch's threads and their manner of waiting are first tried for some steps, the fastest is taken
+
+The clock of ours begins when the first evaluation ends, which is when the first training prompt may be issued, and ends
+with the record of the first evaluation that reaches the target. Nothing is subtracted: later evaluations run on the
+engine beside the training, and checkpoints are written. TRL's begins with its first step, with all problems made
+beforehand, and stands still during its evaluations; it writes no checkpoints. Both evaluate every
+`evaluation.interval_steps` steps, so a target is seen at the same steps. An arm that does not get there within its
+steps counts with all its time: the ratio is then a bound, and is marked as one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
+from pipelinerl.config import load
+from pipelinerl.observability.events import Event, read_events
+
+RECIPE: Final = "tiny"
+TARGETS: Final = (0.90, 0.95)
+CORES: Final = 2
+#: Within how many times the recipe's steps a target must be reached.
+PATIENCE: Final = 2
+#: How TRL's torch may use the cores: threads, and environment.
+THREADING: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
+    "2 threads, spinning": (2, {"OMP_NUM_THREADS": "2"}),
+    "2 threads, passive": (2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}),
+    "1 thread": (1, {"OMP_NUM_THREADS": "1"}),
+}
+_PROBE_STEPS: Final = 8
+_DEADLINE_S: Final = 3600.0
+
+#: (step, seconds of training so far, held-out accuracy), by step.
+Curve = list[tuple[int, float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """When a curve first reached a target; not `reached`: its whole time."""
+
+    step: int
+    seconds: float
+    reached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One training run: its curve, and the load of the machine when it began."""
+
+    curve: Curve
+    load: float
+
+    def crossing(self, target: float) -> Crossing:
+        """The first evaluation at or above `target`; what was there before training does not count."""
+        for step, seconds, accuracy in self.curve:
+            if step > 0 and accuracy >= target:
+                return Crossing(step, seconds, True)
+        step, seconds, _ = self.curve[-1]
+        return Crossing(step, seconds, False)
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Of the whole training."""
+        return self.curve[-1][1] / self.curve[-1][0]
+
+
+def curve_of(events: Sequence[Event]) -> Curve:
+    """Our curve; the clock begins with the record of the first evaluation.
+
+    Raises:
+        ValueError: the run was never evaluated after training began.
+    """
+    found = [event for event in events if event["kind"] == "evaluation"]
+    if len(found) < 2:
+        raise ValueError(f"expected an evaluation before training and one after it, got {len(found)} in all")
+    began = found[0]["elapsed_s"]
+    return [(event["model_version"], event["elapsed_s"] - began, event["accuracy"]) for event in found]
+
+
+def ours(seed: int, *, steps: int, until: float, overrides: Sequence[str]) -> Arm:
+    """`pipelinerl run` until it has the accuracy."""
+    load_average = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-trl-") as folder:
+        chosen = [f"run.steps={steps}", f"run.seed={seed}", f"run.until_accuracy={until}", *overrides]
+        chosen += [f"run.directory={folder}", "run.name=ours"]
+        _call(["-m", "pipelinerl.cli", "run", RECIPE, *chosen], {})
+        return Arm(curve_of(read_events(Path(folder) / "ours" / "events.jsonl")), load_average)
+
+
+def theirs(seed: int, *, steps: int, until: float, overrides: Sequence[str], threading: str) -> Arm:
+    """TRL until it has the accuracy."""
+    load_average = os.getloadavg()[0]
+    threads, environment = THREADING[threading]
+    order = {"recipe": RECIPE, "seed": seed, "steps": steps, "until": until, "threads": threads}
+    result = _trl({**order, "overrides": list(overrides)}, environment)
+    return Arm([(step, seconds, accuracy) for step, seconds, accuracy in result["points"]], load_average)
+
+
+def fastest_threading(overrides: Sequence[str]) -> tuple[str, dict[str, float]]:
+    """The best way for TRL to use the cores, and seconds a step of each, the better of two tries in turn."""
+    tries: dict[str, list[float]] = {name: [] for name in THREADING}
+    for names in (list(THREADING), list(THREADING)[::-1]):
+        for name in names:
+            threads, environment = THREADING[name]
+            order = {"recipe": RECIPE, "seed": 0, "steps": _PROBE_STEPS, "threads": threads, "evaluate": False}
+            result = _trl({**order, "overrides": list(overrides)}, environment)
+            tries[name].append(result["seconds"] / result["steps"])
+    seconds = {name: min(values) for name, values in tries.items()}
+    return min(seconds, key=seconds.__getitem__), seconds
+
+
+def _trl(order: dict[str, Any], environment: Mapping[str, str]) -> Any:
+    """`trl_arm`'s answer to an order."""
+    return json.loads(_call(["-m", "benchmarks.trl_arm", json.dumps(order)], environment).splitlines()[-1])
+
+
+def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Run python with `arguments` on this benchmark's cores; returns its output.
+
+    Raises:
+        RuntimeError: it failed; the message ends with what it said.
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**clean, **environment},
+        text=True,
+        capture_output=True,
+        timeout=_DEADLINE_S,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"{' '.join(arguments[:4])} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+        )
+    return done.stdout
+
+
+def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval, bool]:
+    """Ours over TRL's time to `target`, paired by seed, and whether every arm of ours got there."""
+    crossings = [(mine.crossing(target), other.crossing(target)) for mine, other in pairs]
+    ratio = bootstrap_median([mine.seconds / other.seconds for mine, other in crossings])
+    return ratio, all(mine.reached for mine, _ in crossings)
+
+
+def measure(seeds: int, *, steps: int, targets: Sequence[float], overrides: Sequence[str]) -> dict[str, Any]:
+    """All runs, the table, and the record's payload."""
+    threading, tried = fastest_threading(overrides)
+    settings: dict[str, Any] = {"steps": steps, "until": max(targets), "overrides": overrides}
+    pairs = []
+    for seed in range(seeds):
+        arms = {
+            "ours": lambda seed=seed: ours(seed, **settings),
+            "TRL": lambda seed=seed: theirs(seed, threading=threading, **settings),
+        }
+        done = {name: arms[name]() for name in (list(arms) if seed % 2 == 0 else list(arms)[::-1])}
+        pairs.append((done["ours"], done["TRL"]))
+    rows, ratios = [], {}
+    for target in targets:
+        ratio, arrived = compared(pairs, target)
+        ratios[f"{target:g}"] = {**ratio.as_dict(), "ours_arrived": arrived}
+        rows.append(Row(f"time to {target:g}, ours / TRL", ratio, "<= 1 (goal 0.5)", arrived and ratio.median <= 1.0))
+        for name, side in zip(("ours", "TRL"), zip(*pairs, strict=True), strict=True):
+            rows.append(Row(f"    {name}: step @ seconds", ", ".join(_shown(arm.crossing(target)) for arm in side)))
+    per_step = bootstrap_median([mine.seconds_per_step / other.seconds_per_step for mine, other in pairs])
+    rows.append(Row("seconds per step, ours / TRL", per_step))
+    rows.append(
+        Row(
+            "accuracy before training, ours / TRL",
+            " ".join(f"{a.curve[0][2]:.3f}/{b.curve[0][2]:.3f}" for a, b in pairs),
+        )
+    )
+    print_table(f"trl: the {RECIPE} recipe to a held-out accuracy; TRL with {threading}", rows)
+    return {
+        "targets": ratios,
+        "seconds_per_step": per_step.as_dict(),
+        "threading": {"chosen": threading, "seconds_per_step": tried},
+        "ours": [asdict(mine) for mine, _ in pairs],
+        "trl": [asdict(other) for _, other in pairs],
+    }
+
+
+def _shown(crossing: Crossing) -> str:
+    return f"{crossing.step} @ {crossing.seconds:.0f}" + ("" if crossing.reached else " (not reached)")
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """Measure, print, record."""
+    steps = PATIENCE * load(RECIPE).run.steps
+    payload = _on_two_cores(1 if quick else 3, steps=steps, targets=TARGETS, overrides=())
+    write_record("trl", {"quick": quick, "recipe": RECIPE, "steps": steps, **payload})
+    return payload
+
+
+def _on_two_cores(seeds: int, *, steps: int, targets: Sequence[float], overrides: Sequence[str]) -> dict[str, Any]:
+    if importlib.util.find_spec("trl") is None:
+        raise RuntimeError("TRL is not installed; `make bench NAME=trl` installs it into the environment and runs this")
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(allowed)[:CORES])  # what is started from here on has these cores
+    try:
+        return measure(seeds, steps=steps, targets=targets, overrides=overrides)
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def main() -> None:
+    """The command line: the benchmark, or with any of the other arguments a closer look that leaves no record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one seed")
+    parser.add_argument("--steps", type=int, help="look closer: one seed, for so many steps")
+    parser.add_argument("--targets", type=float, nargs="+", default=TARGETS)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="changes of the recipe, for both arms"
+    )
+    given = parser.parse_args()
+    if given.steps is None:
+        run(quick=given.quick)
+    else:
+        _on_two_cores(1, steps=given.steps, targets=given.targets, overrides=given.overrides)
+
+
+if __name__ == "__main__":
+    main()

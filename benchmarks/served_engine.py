@@ -87,8 +87,8 @@ def _serve(order: EngineOrder, port: Connection) -> None:
     from benchmarks.update_pause import Stopwatch
     from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
     from pipelinerl.engines.http_server import create_app
-    from pipelinerl.http_service import listen, serve
     from pipelinerl.engines.torch_engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
+    from pipelinerl.http_service import listen, serve
     from pipelinerl.models.tiny_decoder import char_tokenizer
     from pipelinerl.models.tokenizer import ChatTokenizer
 

@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 #: Attended lengths are rounded up to a multiple of it, so that masks and kernels see few different shapes.
-_LENGTH_STEP = 32
+_LENGTH_STEP = 16
+#: No shorter length is attended to: on a CPU the products of a shorter one take another, slower way.
+_LEAST_LENGTH = 32
 #: Reading a gathered entry costs about as much as reading this many in place: it is read, written, and read again.
 _GATHER_COST = 3
 #: Gathering must save this part of what is read, or it is not worth its calls.
@@ -109,7 +111,7 @@ class RowCache:
 
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
-        self._capacity = min(_LENGTH_STEP, shape.context)
+        self._capacity = min(_LEAST_LENGTH, shape.context)
         sizes = (shape.slots, shape.heads, self._capacity, shape.head_dim)
         self._keys = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
         self._values = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
@@ -131,7 +133,8 @@ class RowCache:
     def plan_decode(self, positions: NDArray[np.int64]) -> DecodePlan:
         """The next forward feeds rows 0..B-1 at `positions` [B]."""
         device = self._row_heads.device
-        length = min(self._shape.context, (int(positions.max()) // _LENGTH_STEP + 1) * _LENGTH_STEP)
+        rounded = (int(positions.max()) // _LENGTH_STEP + 1) * _LENGTH_STEP
+        length = min(self._shape.context, max(_LEAST_LENGTH, rounded))
         self._reserve(length)
         common, long_rows = _split(positions, length)
         on_device = torch.from_numpy(positions).to(device)[:, None]
@@ -186,14 +189,12 @@ class RowCache:
 
 def _split(positions: NDArray[np.int64], length: int) -> tuple[int, NDArray[np.int64] | None]:
     """The length that most rows should read, and the rows to gather since they need more; (length, None): no split."""
-    steps = positions // _LENGTH_STEP
-    if steps.max() == 0:
+    if length <= _LEAST_LENGTH:
         return length, None
-    per_step = np.bincount(steps)
-    longer = len(positions) - np.cumsum(per_step)
-    common = _LENGTH_STEP * np.arange(1, len(per_step) + 1)
-    cost = len(positions) * common + _GATHER_COST * longer * length
+    candidates = np.arange(_LEAST_LENGTH, length, _LENGTH_STEP)
+    longer = len(positions) - np.searchsorted(np.sort(positions), candidates)
+    cost = len(positions) * candidates + _GATHER_COST * longer * length
     best = int(cost.argmin())
     if cost[best] > (1 - _GATHER_GAIN) * len(positions) * length:
         return length, None
-    return int(common[best]), np.flatnonzero(steps > best)
+    return int(candidates[best]), np.flatnonzero(positions >= candidates[best])

@@ -221,7 +221,7 @@ def test_a_few_long_rows_among_many_short_ones(directories: dict[str, Path], nam
     """The long rows are attended to apart; the plan is looked at, so that the test keeps testing it."""
     path = directories[name]
     runner = _runner(path)
-    rows = [Row(_prompt(i, 70 if i == 2 else 3), noise_key=i) for i in range(8)]
+    rows = [Row(_prompt(i, 88 if i == 2 else 3), noise_key=i) for i in range(8)]
     _start(runner, rows)
     _decode(runner, rows, 6)
     plan = runner._cache.plan

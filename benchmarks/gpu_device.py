@@ -1,0 +1,133 @@
+"""What a device can do, measured: the figures that `gpu_check` divides by. Also how big its check is (`Scale`).
+
+Every time here is taken with the device idle before and after, and is the best of several: a bound, not an average.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Sizes of a check.
+
+    Attributes:
+        slots: sequences decoded at once. prompt, answer: tokens of each.
+        parity_sequences: sequences whose log-probs are compared.
+        trained_tokens: tokens of one trainer step, in segments of `segment` tokens on average.
+        copy_bytes, matmul: of the measurements of the device.
+        rounds: of each paired measurement. updates: weight updates in flight.
+    """
+
+    shape: DecoderShape
+    slots: int
+    prompt: int
+    answer: int
+    parity_sequences: int
+    trained_tokens: int
+    segment: int
+    copy_bytes: int
+    matmul: int
+    rounds: int
+    updates: int
+
+
+#: 0.87 billion parameters: large enough that a decode step is memory, small enough for two trainers on one GPU.
+FULL: Final = Scale(
+    shape=DecoderShape(
+        hidden=2048, layers=16, heads=16, kv_heads=8, intermediate=6144, vocab=32768, max_positions=4096
+    ),
+    slots=64,
+    prompt=128,
+    answer=384,
+    parity_sequences=32,
+    trained_tokens=16384,
+    segment=512,
+    copy_bytes=2**31,
+    matmul=8192,
+    rounds=7,
+    updates=5,
+)
+
+QUICK: Final = Scale(
+    shape=DecoderShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128, vocab=512, max_positions=256),
+    slots=8,
+    prompt=16,
+    answer=48,
+    parity_sequences=4,
+    trained_tokens=512,
+    segment=48,
+    copy_bytes=2**24,
+    matmul=256,
+    rounds=2,
+    updates=2,
+)
+
+
+def wait(device: torch.device) -> None:
+    """Until everything that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, *, tries: int = 5) -> float:
+    """The fastest of several tries, after one that is forgotten."""
+    times = []
+    for number in range(tries + 1):
+        wait(device)
+        began = time.perf_counter()
+        work()
+        wait(device)
+        if number:
+            times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def copy_seconds(num_bytes: int, device: torch.device) -> float:
+    """Copying `num_bytes` from one place of the device's memory to another."""
+    origin = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(origin)
+    return best_seconds(lambda: target.copy_(origin), device)
+
+
+def bytes_per_second(num_bytes: int, device: torch.device) -> float:
+    """Bandwidth of the device's memory: a copy reads and writes every byte."""
+    return 2 * num_bytes / copy_seconds(num_bytes, device)
+
+
+def flops_per_second(size: int, device: torch.device) -> float:
+    """Peak of a bf16 matrix product of `size` x `size`."""
+    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    right = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(left)
+    return 2.0 * size**3 / best_seconds(lambda: torch.mm(left, right, out=out), device)
+
+
+def save_model(scale: Scale, folder: Path) -> None:
+    """The check's random decoder as a bf16 model directory."""
+    random_decoder(scale.shape).to(torch.bfloat16).save_pretrained(folder)
+
+
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
+    """The decoder as transformers loads it, in eval mode."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype, **options)
+    return model.eval().to(device)
+
+
+def describe(device: torch.device) -> str:
+    """Its name and memory."""
+    if device.type != "cuda":
+        return "cpu"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB"

@@ -1,0 +1,280 @@
+"""`gpu_check`'s questions about the torch engine: are its numbers right, how fast does it decode, what does an update cost?
+
+correctness  log-probs of sampled tokens against a plain transformers forward of the same tokens: fp32 against fp32,
+             and bf16 against fp32 no worse than transformers' own bf16 is
+decode       tokens/s of full batches over what the memory allows: a step must read the weights and the cache once
+update       weights broadcast in flight to an engine in another process while it decodes, through the contract
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.gpu_device import Scale, bytes_per_second, copy_seconds, load_model, wait
+from benchmarks.measure import Row
+from benchmarks.served_engine import EngineOrder, Load, served
+from inference_contract.schemas import Backend, ChatCompletionRequest
+from pipelinerl import rng
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.engines.torch_engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.numerics.mismatch import mismatch
+from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.publisher import Publication
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A prompt, what the engine sampled after it, and the engine's log-probs f32 of that."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: NDArray[np.float32]
+
+
+def prompts(scale: Scale, count: int, *path: str | int) -> list[list[int]]:
+    """Random ones, of the scale's length."""
+    draw = rng.generator(0, "gpu_check", *path)
+    return draw.integers(6, scale.shape.vocab, (count, scale.prompt)).tolist()
+
+
+class _Local:
+    """An engine in this process, driven from synchronous code."""
+
+    def __init__(self, folder: Path, scale: Scale, device: torch.device, dtype: EngineDType) -> None:
+        settings = TorchEngineSettings(
+            model_path=folder,
+            batching=BatchingSettings(model_id="gpu", prefill_tokens=scale.slots * scale.prompt),
+            slots=scale.slots,
+            context_length=scale.prompt + scale.answer,
+            device=EngineDevice(device.type),
+            dtype=dtype,
+        )
+        tokenizer = ChatTokenizer(char_tokenizer(), ())  # no token ends a sample
+        self.engine = BatchingEngine(settings.batching, load=lambda: load_runner(settings), tokenizer=tokenizer)
+        self._runner = asyncio.Runner()
+        self._runner.run(self.engine.start())
+
+    def sample(self, asked: Sequence[list[int]], tokens: int) -> list[Sampled]:
+        """One sample of `tokens` tokens for each prompt."""
+        return self._runner.run(self._sample(asked, tokens))
+
+    async def _sample(self, asked: Sequence[list[int]], tokens: int) -> list[Sampled]:
+        answers = await asyncio.gather(
+            *(
+                self.engine.complete(
+                    ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=tokens, seed=seed, return_token_ids=True)
+                )
+                for seed, prompt in enumerate(asked)
+            )
+        )
+        choices = [answer.choices[0] for answer in answers]
+        return [
+            Sampled(prompt, list(choice.token_ids or ()), np.array(choice.token_logprobs, np.float32))
+            for prompt, choice in zip(asked, choices, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
+        self._runner.run(self.engine.close())
+        self._runner.close()
+
+
+@contextmanager
+def local(folder: Path, scale: Scale, device: torch.device, dtype: EngineDType) -> Iterator[_Local]:
+    """An engine for as long as the context lasts."""
+    engine = _Local(folder, scale, device, dtype)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@torch.inference_mode()
+def forward_logprobs(model: Any, sampled: Sequence[Sampled], device: torch.device) -> NDArray[np.float32]:
+    """What transformers says of the sampled tokens, [all of them], one plain forward for each sequence."""
+    found = []
+    for each in sampled:
+        tokens = torch.tensor([each.prompt + each.token_ids], device=device)
+        logits = model(tokens, use_cache=False).logits[0, len(each.prompt) - 1 : -1].float()
+        picked = torch.tensor(each.token_ids, device=device)[:, None]
+        found.append(logits.log_softmax(-1).gather(-1, picked)[:, 0].cpu().numpy())
+    return np.concatenate(found)
+
+
+def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Engine against transformers."""
+    asked = prompts(scale, scale.parity_sequences, "correctness")
+    exact = load_model(folder, device, torch.float32)
+    with local(folder, scale, device, EngineDType.FLOAT32) as engine:
+        sampled = engine.sample(asked, scale.answer // 4)
+    ours = np.concatenate([each.logprobs for each in sampled])
+    full = mismatch(ours, forward_logprobs(exact, sampled, device))
+    with local(folder, scale, device, EngineDType.BFLOAT16) as engine:
+        sampled = engine.sample(asked, scale.answer // 4)
+    ours, truth = np.concatenate([each.logprobs for each in sampled]), forward_logprobs(exact, sampled, device)
+    del exact
+    half = mismatch(ours, truth)
+    plain = mismatch(forward_logprobs(load_model(folder, device, torch.bfloat16), sampled, device), truth)
+    excess = half.mean / plain.mean
+    rows = [
+        Row("engine fp32 - transformers fp32, largest |Δ logp|", full.max, "<= 1e-3", full.max <= 1e-3),
+        Row("engine bf16 error / transformers' bf16 error, mean", excess, "<= 1.5", excess <= 1.5),
+        Row("    engine bf16, mean |Δ logp| from fp32", half.mean),
+    ]
+    return rows, {"fp32_max": full.max, "bf16_mean": half.mean, "transformers_bf16_mean": plain.mean}
+
+
+def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Decode rate of a full batch, by the difference of a long and a short answer, over the roofline."""
+    asked, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
+    bandwidth = bytes_per_second(scale.copy_bytes, device)
+    seconds: dict[int, list[float]] = {short: [], scale.answer: []}
+    with local(folder, scale, device, EngineDType.BFLOAT16) as engine:
+        for number in range(scale.rounds + 1):
+            for tokens in seconds:
+                wait(device)
+                began = time.perf_counter()
+                engine.sample(asked, tokens)
+                if number:
+                    seconds[tokens].append(time.perf_counter() - began)
+        metrics = engine.engine.metrics()
+    step_s = statistics.median(
+        (long - brief) / (scale.answer - short) for brief, long in zip(*seconds.values(), strict=True)
+    )
+    per_token = metrics.cache_bytes / (scale.slots * (scale.prompt + scale.answer))
+    step_bytes = metrics.weight_bytes + scale.slots * per_token * (scale.prompt + (short + scale.answer) / 2)
+    roofline = step_bytes / bandwidth / step_s
+    rows = [
+        Row("decode tokens/s / roofline of the memory", roofline, ">= 0.30 (goal 0.60)", roofline >= 0.30),
+        Row("    tokens/s", scale.slots / step_s),
+        Row("    step / its reads at copy speed [ms]", f"{1e3 * step_s:.3f} / {1e3 * step_bytes / bandwidth:.3f}"),
+        Row("    memory, read + write [GB/s]", bandwidth / 1e9),
+    ]
+    return rows, {
+        "of_roofline": roofline,
+        "tokens_per_s": scale.slots / step_s,
+        "step_s": step_s,
+        "step_bytes": step_bytes,
+        "bytes_per_s": bandwidth,
+        "slots": scale.slots,
+    }
+
+
+@dataclass(slots=True)
+class _Updates:
+    pauses: list[float]
+    totals: list[float]
+    longest: list[float]
+    control: list[float]
+    steps: list[float]
+    num_bytes: int
+
+
+def check_update(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Weights in flight. With two GPUs over NCCL, each side its own; with one they share it, and gloo goes by the host,
+    since NCCL refuses two ranks on one device."""
+    apart = device.type == "cuda" and torch.cuda.device_count() > 1
+    backend = Backend.NCCL if apart else Backend.GLOO
+    order = EngineOrder(
+        folder=folder,
+        slots=scale.slots,
+        context=scale.prompt + scale.answer,
+        load=Load(scale.slots, scale.answer),
+        device=device.type,
+        dtype="bfloat16",
+    )
+    with _visible("1" if apart else None), served(order) as engine:
+        source = load_model(folder, device, torch.bfloat16)
+        done = asyncio.run(_updates(engine.url, source, backend, scale.updates))
+    copy = copy_seconds(done.num_bytes, device)
+    pause, step = statistics.median(done.pauses), statistics.median(done.steps)
+    extra = statistics.median(
+        (longest - control) / step for longest, control in zip(done.longest, done.control, strict=True)
+    )
+    rows = [
+        Row("update in flight: pause / copy of the same bytes", pause / copy, "<= 1", pause <= copy),
+        Row("(longest gap - longest without an update) / step", extra, "<= 1", extra <= 1.0),
+        Row("    backend, bytes", f"{backend}, {done.num_bytes / 1e9:.2f} GB"),
+        Row("    pause / copy / whole update [ms]", _ms(pause, copy, statistics.median(done.totals))),
+    ]
+    return rows, {
+        "backend": backend.value,
+        "num_bytes": done.num_bytes,
+        "pause_over_copy": pause / copy,
+        "extra_gap_in_steps": extra,
+        "seconds": {"pause": done.pauses, "total": done.totals, "longest": done.longest, "step": done.steps},
+    }
+
+
+async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Updates:
+    async with EngineClient(state_timeout_s=60.0) as client, httpx.AsyncClient(base_url=url, timeout=60.0) as plain:
+        layout = (await client.models(url)).data[0].layout
+        publisher = BroadcastPublisher(client, backend=backend)
+        done = _Updates([], [], [], [], [], layout.num_bytes)
+        for version in range(1, count + 2):  # the first joins the group and is forgotten
+            await plain.get("/notes")
+            report = await publisher.publish(
+                Publication(
+                    version=version,
+                    epoch=1,
+                    layout=layout,
+                    weights=lambda: ((name, p.detach()) for name, p in source.named_parameters()),
+                    engines=[url],
+                    membership=1,
+                )
+            )
+            during = _gaps((await plain.get("/notes")).json())
+            await asyncio.sleep(max(1.0, report.total_s))
+            after = _gaps((await plain.get("/notes")).json())
+            card = (await client.models(url)).data[0]
+            if (card.model_version, card.digest) != (version, report.digest):
+                raise RuntimeError(f"expected version {version} with its digest to serve, got {card.model_version}")
+            if version > 1:
+                done.pauses.append(report.pauses_s[url])
+                done.totals.append(report.total_s)
+                done.longest.append(max(during))
+                done.control.append(max(after))
+                done.steps.append(statistics.median(after))
+        await publisher.close()
+    return done
+
+
+def _gaps(notes: Sequence[float]) -> list[float]:
+    """Times between consecutive decode steps."""
+    return np.diff([note for note in notes if note > 0]).tolist()
+
+
+def _ms(*seconds: float) -> str:
+    return " / ".join(f"{1e3 * each:.3f}" for each in seconds)
+
+
+@contextmanager
+def _visible(device: str | None) -> Iterator[None]:
+    """Processes started in this context see this GPU alone; None: all of them."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device is not None:
+        seen = before.split(",") if before else []
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen[int(device)] if seen else device
+    try:
+        yield
+    finally:
+        if device is not None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            if before is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = before

@@ -36,9 +36,8 @@ format: $(VENV)/.installed-dev ## rewrite the sources as `make check` wants them
 bench: $(VENV)/.installed-bench ## every benchmark, or make bench NAME=decode [ARGS=--quick]
 	@$(QUIET_THREADS) $(BIN)/python -m benchmarks $(or $(NAME),all) $(ARGS)
 
-gpu-check: $(VENV)/.installed-dev ## the tests that need an NVIDIA GPU
-	@$(BIN)/python -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "make gpu-check: torch sees no GPU here")'
-	@$(BIN)/python -m pytest -m gpu $(ARGS)
+gpu-check: $(VENV)/.installed-dev ## check every path that CUDA takes, on one large NVIDIA GPU
+	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 clean: ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

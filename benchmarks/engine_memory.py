@@ -1,12 +1,12 @@
 """What an engine holds: never more than two copies of the weights beside its cache, and no more after 1,000 updates.
 
     copies   a torch engine in a process of its own loads a decoder, takes new weights over gloo and decodes; its
-             private memory, less what it was with a decoder of a few KB, less the cache that its /metrics name, in
-             copies of the weights that its /metrics name. What it allocates to compute with is in it.
+             private memory, less that of an engine with a decoder of some KB, may be two copies of the weights and
+             the cache, both as its /metrics name them. What it computes with is in it, and gets an allowance.
     growth   another takes the weights of the tiny decoder 1,000 times, with requests in between; least squares over the
              second half of the updates say what one hundred updates add to its resident memory, and to the publisher's
 
-Targets: at most 2 copies, with a tenth of one for activations; less than 1 MB for 100 updates.
+Targets: at most 32 MB beyond two copies and the cache; less than 1 MB for 100 updates.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pipelinerl.weights.broadcast import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 
 _MB: Final = 1e6
+_ALLOWED: Final = 32e6
 #: So small that what is left is what any engine needs.
 _NOTHING: Final = DecoderShape(hidden=8, layers=1, heads=1, intermediate=8, vocab=512, max_positions=512)
 _TINY: Final = DecoderShape(hidden=64, layers=2, heads=4, intermediate=128, vocab=512, max_positions=512)
@@ -50,9 +51,9 @@ class Held:
     weights: int
     cache: int
 
-    def copies(self, baseline: Held) -> float:
-        """Copies of the weights that it holds, given an engine that holds none."""
-        return (self.private - baseline.private - (self.cache - baseline.cache)) / self.weights
+    def beyond(self, baseline: Held) -> int:
+        """Bytes more than two copies of the weights and the cache, given an engine with next to none of either."""
+        return self.private - baseline.private - 2 * self.weights - self.cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +144,23 @@ def run(quick: bool = False) -> dict[str, Any]:
     """Measure, print, record."""
     torch.set_num_threads(1)
     baseline, full = held(_NOTHING), held(DebugSize.MB_24 if quick else DebugSize.MB_310)
-    copies = full.copies(baseline)
+    beyond = full.beyond(baseline)
     grown = growth(200 if quick else 1000)
     slopes = {name: 100 * bytes_per_update(getattr(grown, name)) / _MB for name in ("engine", "publisher")}
     rows = [
-        Row(f"copies of {full.weights / _MB:.0f} MB of weights held", copies, "<= 2.1", copies <= 2.1),
-        Row("    private memory / cache budget [MB]", f"{full.private / _MB:.0f} / {full.cache / _MB:.0f}"),
-        Row("    the same with no weights [MB]", f"{baseline.private / _MB:.0f} / {baseline.cache / _MB:.0f}"),
+        Row("beyond two copies and the cache [MB]", beyond / _MB, f"<= {_ALLOWED / _MB:g}", beyond <= _ALLOWED),
+        Row("    one copy / cache budget [MB]", f"{full.weights / _MB:.0f} / {full.cache / _MB:.0f}"),
+        Row(
+            "    private memory, with next to no weights [MB]",
+            f"{full.private / _MB:.0f}, {baseline.private / _MB:.0f}",
+        ),
     ]
     rows += [Row(f"{name}: MB for 100 updates", slope, "< 1", slope < 1.0) for name, slope in slopes.items()]
     rows.append(Row(f"    {len(grown.engine)} updates, ms each", 1e3 * grown.seconds / len(grown.engine)))
     print_table("engine_memory: copies of the weights, and growth over updates", rows)
     payload = {
         "quick": quick,
-        "copies": copies,
+        "beyond_bytes": beyond,
         "private_bytes": full.private,
         "weight_bytes": full.weights,
         "cache_bytes": full.cache,

@@ -114,7 +114,8 @@ def flops_per_second(size: int, device: torch.device) -> float:
 
 def save_model(scale: Scale, folder: Path) -> None:
     """The check's random decoder as a bf16 model directory."""
-    random_decoder(scale.shape).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = random_decoder(scale.shape)
+    model.to(torch.bfloat16).save_pretrained(folder)
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:

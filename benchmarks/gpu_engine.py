@@ -1,4 +1,4 @@
-"""`gpu_check`'s questions about the torch engine: are its numbers right, how fast does it decode, what does an update cost?
+"""`gpu_check`'s questions about the torch engine: are its numbers right, is it fast, what does an update cost?
 
 correctness  log-probs of sampled tokens against a plain transformers forward of the same tokens: fp32 against fp32,
              and bf16 against fp32 no worse than transformers' own bf16 is

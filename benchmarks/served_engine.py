@@ -83,6 +83,7 @@ def _serve(order: EngineOrder, port: Connection) -> None:
     if order.core is not None:
         os.sched_setaffinity(0, {order.core})
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from benchmarks.update_pause import Stopwatch
     from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
@@ -92,6 +93,7 @@ def _serve(order: EngineOrder, port: Connection) -> None:
     from pipelinerl.models.tiny_decoder import char_tokenizer
     from pipelinerl.models.tokenizer import ChatTokenizer
 
+    transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
     settings = TorchEngineSettings(
         model_path=order.folder,

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from inference_contract.schemas import OnUpdate
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
+from pipelinerl.training.admission import NoSignal
 from trainer_contract.types import Device, Precision
 
 RECIPES = Path(__file__).resolve().parent.parent / "launch" / "recipes"
@@ -114,8 +115,8 @@ class TrainingSection(Section):
     rollouts_per_step: int = Field(default=256, ge=1)
     tokens_per_step: int | None = Field(default=None, ge=1)
     """Step as soon as this many tokens are ready, even if `rollouts_per_step` is not reached."""
-    keep_no_signal: bool = False
-    """Train on groups in which every advantage is zero, too."""
+    no_signal: NoSignal = NoSignal.TRAIN
+    """Groups whose rewards are all equal: part of their step, or replaced by others (`filter`, as DAPO)."""
     deadline_s: float = Field(default=300.0, gt=0)
     """How long a step may wait for rollouts before the run says so and stops."""
 

@@ -7,13 +7,12 @@ back, is an `EngineUnreachable` that names the URL and the call. Every call has 
 from __future__ import annotations
 
 import json
-import ssl
-from collections import defaultdict
-from functools import cache
 from types import TracebackType
 from typing import Final, Self, TypeVar, final
 
+import aiohttp
 import httpx
+from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, ValidationError
 
 from inference_contract import routes
@@ -35,9 +34,8 @@ Answer = TypeVar("Answer", bound=BaseModel)
 #: The engine's own deadline comes first, so that its answer, which names the culprit, is the one we get.
 _GRACE_S: Final = 1.0
 _CONNECT_S: Final = 5.0
-#: One connection a transport: httpx's pool looks at every connection it holds for every request, which with a hundred
-#: requests in flight costs more than the requests.
-_ONE_CONNECTION: Final = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=30.0)
+#: Idle connections live shorter than the server's (`http_service.KEEP_ALIVE_S`), so that it is the client that closes.
+_KEEP_ALIVE_S: Final = 30.0
 
 
 @final
@@ -54,7 +52,10 @@ class EngineClient:
             state_timeout_s: longest wait for health, models and metrics.
         """
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
-        self._idle: defaultdict[str, list[httpx.AsyncHTTPTransport]] = defaultdict(list)
+        # A transport, not a client: no cookies, redirects, proxies or authentication are wanted, and each costs time.
+        # aiohttp's, whose parser is C and whose pool does not look at every connection for every request: a request
+        # takes 0.2 ms of the core instead of 0.5 ms.
+        self._transport = AiohttpTransport(client=_new_session)
         self._request_headers = httpx.Headers(self._headers)
         self._chat_timeout_s = chat_timeout_s
         self._state_timeout_s = state_timeout_s
@@ -69,10 +70,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close every connection."""
-        idle = [transport for transports in self._idle.values() for transport in transports]
-        self._idle.clear()
-        for transport in idle:
-            await transport.aclose()
+        await self._transport.aclose()
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
         """POST /v1/chat/completions, not streamed; cancelling it cancels it on the engine."""
@@ -132,45 +130,27 @@ class EngineClient:
             method, url + path, headers=self._request_headers, content=body, extensions={"timeout": patience}
         )
         try:
-            response, content = await self._exchanged(url, request)
-        except httpx.TimeoutException as error:
-            raise EngineUnreachable(
-                f"{method} {url}{path} had no answer within {timeout_s:g} s ({type(error).__name__})"
-            ) from error
-        except httpx.HTTPError as error:
-            raise EngineUnreachable(
-                f"{method} {url}{path} failed: {str(error) or type(error).__name__}; is the engine running?"
-            ) from error
-        if response.status_code == 200:
-            return content
-        raise from_wire(response.status_code, _decoded(content))
-
-    async def _exchanged(self, url: str, request: httpx.Request) -> tuple[httpx.Response, bytes]:
-        """Send on an idle connection of this engine, the one used last, or on a new one."""
-        idle = self._idle[url]
-        transport = idle.pop() if idle else _new_transport()
-        try:
-            response = await transport.handle_async_request(request)
+            response = await self._transport.handle_async_request(request)
             try:
                 content = await response.aread()
             finally:
                 await response.aclose()
-        except BaseException:
-            await transport.aclose()  # what state it is in nobody knows
-            raise
-        idle.append(transport)
-        return response, content
+        except httpx.HTTPError as error:
+            # The transport calls every lost or refused connection a connect timeout; the others are deadlines.
+            late = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+            if late:
+                what = f"had no answer within {timeout_s:g} s ({type(error).__name__})"
+            else:
+                what = f"failed: {str(error) or type(error).__name__}; is the engine running?"
+            raise EngineUnreachable(f"{method} {url}{path} {what}") from error
+        if response.status_code == 200:
+            return content
+        raise from_wire(response.status_code, _decoded(content))
 
 
-@cache
-def _tls() -> ssl.SSLContext:
-    """One for all transports: making it takes milliseconds."""
-    return httpx.create_ssl_context(trust_env=False)
-
-
-def _new_transport() -> httpx.AsyncHTTPTransport:
-    """A transport, not a client: no cookies, redirects, proxies or authentication are wanted, and each costs time."""
-    return httpx.AsyncHTTPTransport(limits=_ONE_CONNECTION, verify=_tls(), trust_env=False, retries=0)
+def _new_session() -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
 
 
 def _decoded(content: bytes) -> object:

@@ -17,7 +17,7 @@ from pipelinerl.arrays import Array, largest, stop_gradient
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.agg import Aggregation
 from pipelinerl.objective.grad1 import SteeredTerm
-from pipelinerl.objective.grad2 import Regularizer
+from pipelinerl.objective.grad2 import Nothing, Regularizer
 from pipelinerl.objective.is_weight import ImportanceWeight
 from pipelinerl.objective.tokens import Policy, Tokens
 from trainer_contract.types import Columns, ObjectiveOutput
@@ -43,6 +43,11 @@ class PolicyObjective:
     def needs(self) -> frozenset[str]:
         """The union of what the slots need: the loop runs exactly these passes."""
         return self.is_weight.needs | self.grad1.needs | self.grad2.needs
+
+    @property
+    def zero_advantage_is_idle(self) -> bool:
+        """Has a token whose advantage is zero no gradient at all, so that it need not be computed?"""
+        return isinstance(self.grad2, Nothing)
 
     def evaluate(self, logprobs: Array, columns: Columns) -> ObjectiveOutput:
         """loss = −J on this micro-batch, and what `summarize` turns into metrics.

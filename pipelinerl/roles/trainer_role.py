@@ -94,7 +94,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
     return LoopSettings(
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         tokens_per_step=config.training.tokens_per_step,
-        keep_no_signal=config.training.keep_no_signal,
+        no_signal=config.training.no_signal,
         deadline_s=config.training.deadline_s,
         on_update=config.engine.on_update,
         schedule=LearningRateSchedule(

@@ -27,6 +27,15 @@ class Fate(StrEnum):
     FAILED = "failed"
 
 
+class NoSignal(StrEnum):
+    """What becomes of a group whose rewards are all equal."""
+
+    TRAIN = "train"
+    """It counts as part of its step, which therefore stands for the problems as they came."""
+    FILTER = "filter"
+    """It is dropped and the step waits for another: dynamic sampling (DAPO §3.2)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lineage:
     """Which weights this trainer descends from: its epoch, and the version at which the epoch began.

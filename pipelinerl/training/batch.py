@@ -25,7 +25,10 @@ class TrainBatch:
 def build(
     groups: Sequence[RolloutGroup], *, objective: PolicyObjective, token_budget: int, producing: int
 ) -> TrainBatch:
-    """Weigh and pack the rollouts of `groups` for the step that produces version `producing`."""
+    """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
+
+    A rollout whose gradient is certainly zero is weighed with the others and then left out of the packing.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     index = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
     rewards = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -38,17 +41,23 @@ def build(
         for rollout, advantage, weight, keep in zip(
             rollouts, advantages.tolist(), weights.tolist(), valid.tolist(), strict=True
         )
-        if keep
+        if keep and (advantage != 0.0 or not objective.zero_advantage_is_idle)
     ]
     return TrainBatch(
         groups=list(groups),
         micro_batches=pack(weighted, token_budget=token_budget),
-        stats=_stats(rollouts, rewards=rewards[valid], lengths=lengths, producing=producing),
+        stats=_stats(
+            rollouts,
+            rewards=rewards[valid],
+            lengths=lengths,
+            producing=producing,
+            idle=1 - len(weighted) / len(rollouts),
+        ),
     )
 
 
 def _stats(
-    rollouts: Sequence[Rollout], *, rewards: np.ndarray, lengths: np.ndarray, producing: int
+    rollouts: Sequence[Rollout], *, rewards: np.ndarray, lengths: np.ndarray, producing: int, idle: float
 ) -> dict[str, float]:
     staleness = np.array([producing - rollout.oldest_version for rollout in rollouts])
     mixed = np.array([rollout.oldest_version != rollout.newest_version for rollout in rollouts])
@@ -63,4 +72,5 @@ def _stats(
         "staleness_max": float(staleness.max()),
         "mixed_version_fraction": float(mixed.mean()),
         "unjudged": float(len(rollouts) - rewards.size),
+        "idle_fraction": idle,
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.admission import Fate, Ledger, Lineage, has_signal, is_judged, is_stale
+from pipelinerl.training.admission import Fate, Ledger, Lineage, NoSignal, has_signal, is_judged, is_stale
 from pipelinerl.types import RolloutGroup
 
 
@@ -26,10 +26,10 @@ class StepBudget:
 class Batcher:
     """Waiting groups and the ledger of those that ended. Not thread-safe."""
 
-    def __init__(self, *, ledger: Ledger, lineage: Lineage, keep_no_signal: bool) -> None:
+    def __init__(self, *, ledger: Ledger, lineage: Lineage, no_signal: NoSignal) -> None:
         self.ledger = ledger
         self.lineage = lineage
-        self._keep_no_signal = keep_no_signal
+        self._no_signal = no_signal
         self._waiting: dict[int, RolloutGroup] = {}
         self.duplicates = 0
 
@@ -42,13 +42,16 @@ class Batcher:
         """Take a group that was read: keep it, or settle it as filtered, or drop it as a duplicate."""
         if self.ledger.has(group.index) or group.index in self._waiting:
             self.duplicates += 1
-        elif not is_judged(group) or not (self._keep_no_signal or has_signal(group)):
+        elif not is_judged(group) or (self._no_signal is NoSignal.FILTER and not has_signal(group)):
             self.ledger.settle([group.index], Fate.FILTERED)
         else:
             self._waiting[group.index] = group
 
     def take(self, budget: StepBudget, *, producing: int, bounds: StalenessBounds) -> list[RolloutGroup] | None:
-        """The groups of the next step, in index order, settled as trained; None while too few are ready."""
+        """The groups of the next step, in index order, settled as trained; None while too few are ready.
+
+        A full step in which no group has signal would train nothing: it is settled as filtered instead.
+        """
         self._drop_stale(producing=producing, bounds=bounds)
         ranked = sorted(self._waiting.values(), key=lambda g: (-g.oldest_version, g.index))
         chosen: list[RolloutGroup] = []
@@ -63,8 +66,9 @@ class Batcher:
             return None
         for group in chosen:
             del self._waiting[group.index]
-        self.ledger.settle([group.index for group in chosen], Fate.TRAINED)
-        return sorted(chosen, key=lambda g: g.index)
+        teaches = any(has_signal(group) for group in chosen)
+        self.ledger.settle([group.index for group in chosen], Fate.TRAINED if teaches else Fate.FILTERED)
+        return sorted(chosen, key=lambda g: g.index) if teaches else None
 
     def _drop_stale(self, *, producing: int, bounds: StalenessBounds) -> None:
         stale = [

@@ -41,7 +41,7 @@ from pipelinerl.messages import (
 from pipelinerl.objective.objective import PolicyObjective, summarize
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.streams.stream import Stream
-from pipelinerl.training.admission import Fate, Ledger, Lineage
+from pipelinerl.training.admission import Fate, Ledger, Lineage, NoSignal
 from pipelinerl.training.batch import TrainBatch, build
 from pipelinerl.training.batcher import Batcher, StepBudget
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
@@ -61,7 +61,7 @@ class LoopSettings:
 
     micro_batch_tokens: int
     tokens_per_step: int | None
-    keep_no_signal: bool
+    no_signal: NoSignal
     deadline_s: float
     on_update: OnUpdate
     schedule: LearningRateSchedule
@@ -93,7 +93,7 @@ class TrainingLoop:
         self._checkpoints = checkpoints
         self._at = at
         ledger = Ledger.from_record(restored.ledger) if restored else Ledger()
-        self._batcher = Batcher(ledger=ledger, lineage=Lineage(0, 0), keep_no_signal=settings.keep_no_signal)
+        self._batcher = Batcher(ledger=ledger, lineage=Lineage(0, 0), no_signal=settings.no_signal)
         self._intake = Intake(stream, offsets=restored.offsets if restored else {})
         self._directive: Directive | None = None
         self._publishing: asyncio.Task[None] | None = None

@@ -25,7 +25,7 @@ from pipelinerl.messages import (
     TrainerStopped,
 )
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.admission import Fate, Ledger, Lineage
+from pipelinerl.training.admission import Fate, Ledger, Lineage, NoSignal
 from pipelinerl.training.batcher import Batcher, StepBudget
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, RolloutGroup, Sampling
 from tests.fakes.rollouts import group
@@ -69,7 +69,7 @@ class World:
     controller: Controller
     rng: random.Random
     batcher: Batcher = field(
-        default_factory=lambda: Batcher(ledger=Ledger(), lineage=Lineage(1, 0), keep_no_signal=False)
+        default_factory=lambda: Batcher(ledger=Ledger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER)
     )
     version: int = 0
     served: int = 0

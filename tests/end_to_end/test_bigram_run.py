@@ -28,6 +28,7 @@ from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.bigram_trainer import BigramTrainer
+from pipelinerl.training.admission import NoSignal
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.schedule import LearningRateSchedule
@@ -118,7 +119,7 @@ async def run(
         LoopSettings(
             micro_batch_tokens=512,
             tokens_per_step=None,
-            keep_no_signal=True,
+            no_signal=NoSignal.TRAIN,
             deadline_s=10.0,
             on_update=OnUpdate.CONTINUE,
             schedule=LearningRateSchedule(warmup_steps=0, steps=STEPS, shape="constant", final_fraction=0.0),

@@ -7,15 +7,15 @@ import random
 import pytest
 
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.admission import Fate, Ledger, Lineage
+from pipelinerl.training.admission import Fate, Ledger, Lineage, NoSignal
 from pipelinerl.training.batcher import Batcher, StepBudget
 from tests.fakes.rollouts import group
 
 BOUNDS = StalenessBounds(1, 4)
 
 
-def batcher(*, keep_no_signal: bool = False) -> Batcher:
-    return Batcher(ledger=Ledger(), lineage=Lineage(1, 0), keep_no_signal=keep_no_signal)
+def batcher(*, no_signal: NoSignal = NoSignal.FILTER) -> Batcher:
+    return Batcher(ledger=Ledger(), lineage=Lineage(1, 0), no_signal=no_signal)
 
 
 def test_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
@@ -51,11 +51,23 @@ def test_what_aged_while_it_waited_is_dropped_as_stale() -> None:
     assert (waiting.num_waiting, waiting.ledger.counts[Fate.STALE]) == (1, 1)
 
 
-@pytest.mark.parametrize(("keep", "filtered", "left"), [(False, 1, 0), (True, 0, 1)])
-def test_groups_without_signal_are_filtered_unless_wanted(keep: bool, filtered: int, left: int) -> None:
-    waiting = batcher(keep_no_signal=keep)
+@pytest.mark.parametrize(("mode", "filtered", "left"), [(NoSignal.FILTER, 1, 0), (NoSignal.TRAIN, 0, 1)])
+def test_groups_without_signal_are_dropped_or_kept(mode: NoSignal, filtered: int, left: int) -> None:
+    waiting = batcher(no_signal=mode)
     waiting.offer(group(0, (1.0, 1.0)))
     assert (waiting.ledger.counts[Fate.FILTERED], waiting.num_waiting) == (filtered, left)
+
+
+def test_a_step_in_which_nothing_teaches_is_no_step() -> None:
+    waiting = batcher(no_signal=NoSignal.TRAIN)
+    waiting.offer(group(0, (1.0, 1.0)))
+    waiting.offer(group(1, (0.0, 0.0)))
+    assert waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS) is None
+    assert (waiting.num_waiting, waiting.ledger.counts[Fate.FILTERED]) == (0, 2)
+    waiting.offer(group(2, (1.0, 1.0)))
+    waiting.offer(group(3, (0.0, 1.0)))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
+    assert taken is not None and [g.index for g in taken] == [2, 3]
 
 
 def test_a_token_budget_makes_a_step_before_the_rollouts_do() -> None:

@@ -1,0 +1,189 @@
+"""`gpu_check`'s questions about the torch trainer: what does it cost over bare torch, how much of the device does it
+use, and does it agree with the engine?
+
+    throughput  an RL step (forward, backward, clipping, AdamW) in bf16 through `TorchTrainer` over the same step in
+                plain torch on tensors made ready beforehand, packed alike
+    MFU         the step's floating-point operations, over its time, over the measured peak of a bf16 matrix product
+    parity      log-probs of what the engine sampled, against the trainer's forward of the same tokens: the importance
+                weights of on-policy data, which should be 1
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.gpu_device import Scale, flops_per_second, load_model, wait
+from benchmarks.gpu_engine import Sampled, local, prompts
+from benchmarks.measure import Row, paired, seconds_of
+from pipelinerl.engines.torch_engine import EngineDType
+from pipelinerl.numerics.mismatch import Mismatch, mismatch
+from pipelinerl.objective.presets import resolve
+from pipelinerl.rng import generator
+from pipelinerl.trainers.torch_segments import IMPLEMENTATION, SegmentPlan
+from pipelinerl.trainers.torch_trainer import TorchTrainer
+from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
+
+_RATE = 1e-6
+
+
+def packed(token_ids: Sequence[Sequence[int]], prompt: int, behavior: Sequence[NDArray[np.float32]]) -> MicroBatch:
+    """Sequences back to back, each with a prompt of `prompt` tokens; advantages are random."""
+    lengths = np.array([len(each) for each in token_ids])
+    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
+    mask, tokens = positions >= prompt, int(lengths.sum())
+    logprobs = np.zeros(tokens, np.float32)
+    logprobs[mask] = np.concatenate(list(behavior))
+    draw = generator(0, "gpu_check", "advantages")
+    return MicroBatch(
+        token_ids=np.concatenate([np.asarray(each) for each in token_ids]).astype(np.int32),
+        position_ids=positions,
+        segment_ids=np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
+        loss_mask=mask,
+        advantages=np.where(mask, draw.normal(size=tokens), 0.0).astype(np.float32),
+        weights=np.where(mask, 1.0 / len(lengths), 0.0).astype(np.float32),
+        behavior_logprobs=logprobs,
+        temperatures=np.ones(tokens, np.float32),
+        num_segments=len(lengths),
+    )
+
+
+def random_batch(scale: Scale) -> MicroBatch:
+    """Ragged segments, about `scale.trained_tokens` tokens in all."""
+    draw = generator(0, "gpu_check", "batch")
+    count = max(2, scale.trained_tokens // scale.segment)
+    prompt = scale.segment // 4
+    lengths = draw.integers(scale.segment // 2, scale.segment * 3 // 2, count)
+    sequences = [draw.integers(0, scale.shape.vocab, length).tolist() for length in lengths]
+    level = np.float32(-np.log(scale.shape.vocab))
+    return packed(sequences, prompt, [np.full(length - prompt, level, np.float32) for length in lengths])
+
+
+def step_flops(scale: Scale, batch: MicroBatch) -> float:
+    """Floating-point operations of forward and backward: 6 for each weight of a product and token (the output layer for
+    trained tokens only), and causal attention's two products of half of length² x width each."""
+    shape = scale.shape
+    kv = (shape.kv_heads or shape.heads) / shape.heads
+    layer = shape.hidden**2 * (2 + 2 * kv) + 3 * shape.hidden * shape.intermediate
+    products = 6.0 * shape.layers * layer * batch.num_tokens
+    output = 6.0 * shape.hidden * shape.vocab * int(batch.loss_mask.sum())
+    lengths = np.bincount(batch.segment_ids).astype(np.float64)
+    attention = 6.0 * shape.layers * shape.hidden * float((lengths**2).sum())
+    return products + output + attention
+
+
+def trainer_of(folder: Path, device: torch.device, precision: Precision) -> TorchTrainer:
+    """The trainer under test."""
+    trainer = TorchTrainer()
+    trainer.init_worker(TrainerSpec(model_path=folder, device=Device(device.type), precision=precision))
+    return trainer
+
+
+def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable[[], None]:
+    """The same step in plain torch."""
+    model = load_model(folder, device, torch.float32, attn_implementation=IMPLEMENTATION)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    inside = np.flatnonzero(batch.loss_mask)
+    tokens = torch.from_numpy(batch.token_ids.astype(np.int64)).to(device)
+    positions = torch.from_numpy(batch.position_ids.astype(np.int64)).to(device)
+    where = torch.from_numpy(inside).to(device)
+    segments = SegmentPlan.of(batch.position_ids, device)
+    coefficients = torch.from_numpy((batch.weights * batch.advantages)[inside]).to(device)
+    behavior = torch.from_numpy(batch.behavior_logprobs[inside]).to(device)
+
+    def bf16() -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with bf16():
+            hidden = model.model(
+                input_ids=tokens[None], position_ids=positions[None], segments=segments, use_cache=False
+            ).last_hidden_state[0]
+            logits = model.lm_head(hidden[where - 1])
+        logprobs = -torch.nn.functional.cross_entropy(logits.float(), tokens[where], reduction="none")
+        loss = -(coefficients * (logprobs.detach() - behavior).exp() * logprobs).sum()
+        loss.backward()
+        loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Trainer over bare loop, and MFU."""
+    batch, objective = random_batch(scale), resolve("pipelinerl")
+    peak = flops_per_second(scale.matmul, device)
+    trainer, bare = trainer_of(folder, device, Precision.BF16), bare_step(folder, batch, device)
+
+    def through_contract() -> None:
+        trainer.backward(batch, objective)
+        trainer.optimizer_step(learning_rate=_RATE)
+        wait(device)
+
+    def in_plain_torch() -> None:
+        bare()
+        wait(device)
+
+    arms = {"trainer": seconds_of(through_contract), "bare": seconds_of(in_plain_torch)}
+    timings = paired(arms, scale.rounds, warmup=2)
+    trainer.close()
+    throughput = timings.ratio("bare", "trainer")
+    flops = step_flops(scale, batch)
+    used = flops / timings.median("trainer") / peak
+    rows = [
+        Row("trainer / bare torch, throughput", throughput, ">= 0.90 (goal 0.98)", throughput.median >= 0.90),
+        Row("MFU of the trainer's step", used, ">= 0.35 (goal 0.50)", used >= 0.35),
+        Row("    MFU of the bare loop", flops / timings.median("bare") / peak),
+        Row(
+            "    tokens/s, measured peak [TFLOP/s]",
+            f"{batch.num_tokens / timings.median('trainer'):.0f}, {peak / 1e12:.4g}",
+        ),
+    ]
+    return rows, {
+        "throughput_against_bare_torch": throughput.as_dict(),
+        "mfu": used,
+        "peak_flops_per_s": peak,
+        "step_flops": flops,
+        "tokens": batch.num_tokens,
+        "seconds": timings.as_dict(),
+    }
+
+
+def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Engine against trainer, fp32 and bf16."""
+    full, half = (
+        _disagreement(folder, scale, device, dtype, precision)
+        for dtype, precision in ((EngineDType.FLOAT32, Precision.FP32), (EngineDType.BFLOAT16, Precision.BF16))
+    )
+    rows = [
+        Row("engine - trainer fp32, largest |Δ logp|", full.max, "<= 1e-3", full.max <= 1e-3),
+        Row("engine - trainer bf16, mean |Δ logp|", half.mean, "<= 0.02", half.mean <= 0.02),
+        Row("    bf16, 95 % / largest", f"{half.p95:.4g} / {half.max:.4g}"),
+    ]
+    return rows, {"fp32_max": full.max, "bf16_mean": half.mean, "bf16_p95": half.p95, "bf16_max": half.max}
+
+
+def _disagreement(
+    folder: Path, scale: Scale, device: torch.device, dtype: EngineDType, precision: Precision
+) -> Mismatch:
+    with local(folder, scale, device, dtype) as engine:
+        sampled = engine.sample(prompts(scale, scale.parity_sequences, "parity"), scale.answer // 4)
+    gc.collect()
+    trainer = trainer_of(folder, device, precision)
+    batch = packed([each.prompt + each.token_ids for each in sampled], scale.prompt, _logprobs(sampled))
+    theirs = trainer.forward(batch)[batch.loss_mask]
+    trainer.close()
+    return mismatch(np.concatenate(_logprobs(sampled)), theirs)
+
+
+def _logprobs(sampled: Sequence[Sampled]) -> list[NDArray[np.float32]]:
+    return [each.logprobs for each in sampled]

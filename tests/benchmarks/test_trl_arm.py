@@ -1,0 +1,75 @@
+"""TRL's arm: the same problems, reward and update as the recipe; TRL itself runs in the slow test only."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.trl import RECIPE
+from benchmarks.trl_arm import Clock, HeldOut, Judge, grpo_arguments, until_end
+from pipelinerl.config import load
+from pipelinerl.models.checkpoint import load_model
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.roles.sources import training_problems
+
+
+def test_rewards_are_the_verifiers() -> None:
+    config = load(RECIPE)
+    problem = training_problems(config).problem(3)
+    judge = Judge(config)
+    assert judge.rewards([problem, problem], [problem.ground_truth, problem.ground_truth + "x"]) == [1.0, 0.0]
+
+
+def test_the_arguments_are_the_recipes() -> None:
+    config = load(RECIPE, ["optimizer.grad_clip=0.5", "sampling.max_tokens=10"])
+    given = grpo_arguments(config, steps=7, folder="f")
+    assert given["loss_type"] == "dr_grpo"
+    assert given["max_grad_norm"] == pytest.approx(0.05)  # its loss is 1/10 of ours
+    assert given["beta"] == 0.0
+    assert given["per_device_train_batch_size"] == config.training.rollouts_per_step
+    assert given["scale_rewards"] == "none"
+    with pytest.raises(ValueError, match="for which TRL has a match"):
+        grpo_arguments(load(RECIPE, ["objective=grpo"]), steps=7, folder="f")
+
+
+def test_the_clock_stands_still_on_demand() -> None:
+    times = iter([10.0, 11.0, 14.0, 20.0])
+    clock = Clock(now=lambda: next(times))
+    clock.start()  # at 10
+    assert clock.without(lambda: 0.5) == 0.5  # 11 to 14
+    assert clock.seconds() == 7.0  # 20 - 10 - 3
+
+
+def test_answers_end_where_the_model_says() -> None:
+    assert until_end([7, 8, 4, 9], ends=[4]) == [7, 8]
+    assert until_end([7, 8], ends=[4]) == [7, 8]
+    assert until_end([4], ends=[4]) == []
+
+
+def test_greedy_accuracy_of_the_shipped_model_is_what_it_was_made_for() -> None:
+    config = load(RECIPE, ["evaluation.problems=128"])
+    path = config.model.resolved
+    held_out = HeldOut(config, Judge(config), ChatTokenizer.load(path))
+    assert 0.2 < held_out.accuracy(load_model(path)) < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is installed by `make bench`")
+def test_trl_trains() -> None:
+    order = {"recipe": RECIPE, "seed": 0, "steps": 2, "threads": 1}
+    order["overrides"] = ["evaluation.interval_steps=1", "evaluation.problems=32", "training.rollouts_per_step=64"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.trl_arm", json.dumps(order)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["steps"] == 2
+    assert [point[0] for point in result["points"]] == [0, 1, 2]
+    assert result["seconds"] >= result["points"][-1][1] > result["points"][1][1] > 0

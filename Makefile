@@ -20,8 +20,8 @@ install: $(VENV)/.installed ## create the environment, once
 run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-test: $(VENV)/.installed-dev ## the whole test suite
-	@$(QUIET_THREADS) $(BIN)/python -m pytest -m "not gpu" $(ARGS)
+test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out
+	@$(QUIET_THREADS) $(BIN)/python -m pytest -m "not gpu and not slow" $(ARGS)
 
 check: $(VENV)/.installed-dev ## formatting, lint, types, architecture
 	@$(BIN)/ruff format --check --quiet . || { echo 'make check: run `make format`'; exit 1; }

@@ -12,8 +12,8 @@ The clock of ours begins when the first evaluation ends, which is when the first
 with the record of the first evaluation that reaches the target. Nothing is subtracted: later evaluations run on the
 engine beside the training, and checkpoints are written. TRL's begins with its first step, with all problems made
 beforehand, and stands still during its evaluations; it writes no checkpoints. Both evaluate every
-`evaluation.interval_steps` steps, so a target is seen at the same steps. An arm that does not get there within its
-steps counts with all its time: the ratio is then a bound, and is marked as one.
+`evaluation.interval_steps` steps, so a target is seen at the same steps. An arm that does not get there within the
+recipe's steps counts with all its time and is marked: if it is TRL's, the ratio is an upper bound; if ours, a miss.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import tomli_w
+
 from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
-from pipelinerl.config import load
+from pipelinerl.config import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
 RECIPE: Final = "tiny"
 TARGETS: Final = (0.90, 0.95)
 CORES: Final = 2
-#: Within how many times the recipe's steps a target must be reached.
-PATIENCE: Final = 2
 #: How TRL's torch may use the cores: threads, and environment.
 THREADING: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
     "2 threads, spinning": (2, {"OMP_NUM_THREADS": "2"}),
@@ -95,41 +95,37 @@ def curve_of(events: Sequence[Event]) -> Curve:
     return [(event["model_version"], event["elapsed_s"] - began, event["accuracy"]) for event in found]
 
 
-def ours(seed: int, *, steps: int, until: float, overrides: Sequence[str]) -> Arm:
+def ours(recipe: Path, *, seed: int, until: float) -> Arm:
     """`pipelinerl run` until it has the accuracy."""
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="pipelinerl-trl-") as folder:
-        chosen = [f"run.steps={steps}", f"run.seed={seed}", f"run.until_accuracy={until}", *overrides]
-        chosen += [f"run.directory={folder}", "run.name=ours"]
-        _call(["-m", "pipelinerl.cli", "run", RECIPE, *chosen], {})
+        chosen = [f"run.seed={seed}", f"run.until_accuracy={until}", f"run.directory={folder}", "run.name=ours"]
+        _call(["-m", "pipelinerl.cli", "run", str(recipe), *chosen], {})
         return Arm(curve_of(read_events(Path(folder) / "ours" / "events.jsonl")), load_average)
 
 
-def theirs(seed: int, *, steps: int, until: float, overrides: Sequence[str], threading: str) -> Arm:
+def theirs(recipe: Path, *, seed: int, until: float, threading: str) -> Arm:
     """TRL until it has the accuracy."""
-    load_average = os.getloadavg()[0]
-    threads, environment = THREADING[threading]
-    order = {"recipe": RECIPE, "seed": seed, "steps": steps, "until": until, "threads": threads}
-    result = _trl({**order, "overrides": list(overrides)}, environment)
+    load_average, steps = os.getloadavg()[0], load(recipe).run.steps
+    result = _trl(threading, recipe=str(recipe), seed=seed, steps=steps, until=until)
     return Arm([(step, seconds, accuracy) for step, seconds, accuracy in result["points"]], load_average)
 
 
-def fastest_threading(overrides: Sequence[str]) -> tuple[str, dict[str, float]]:
+def fastest_threading(recipe: Path) -> tuple[str, dict[str, float]]:
     """The best way for TRL to use the cores, and seconds a step of each, the better of two tries in turn."""
     tries: dict[str, list[float]] = {name: [] for name in THREADING}
-    for names in (list(THREADING), list(THREADING)[::-1]):
-        for name in names:
-            threads, environment = THREADING[name]
-            order = {"recipe": RECIPE, "seed": 0, "steps": _PROBE_STEPS, "threads": threads, "evaluate": False}
-            result = _trl({**order, "overrides": list(overrides)}, environment)
-            tries[name].append(result["seconds"] / result["steps"])
+    for name in [*THREADING, *list(THREADING)[::-1]]:
+        result = _trl(name, recipe=str(recipe), seed=0, steps=_PROBE_STEPS, evaluate=False)
+        tries[name].append(result["seconds"] / result["steps"])
     seconds = {name: min(values) for name, values in tries.items()}
     return min(seconds, key=seconds.__getitem__), seconds
 
 
-def _trl(order: dict[str, Any], environment: Mapping[str, str]) -> Any:
+def _trl(threading: str, **order: Any) -> Any:
     """`trl_arm`'s answer to an order."""
-    return json.loads(_call(["-m", "benchmarks.trl_arm", json.dumps(order)], environment).splitlines()[-1])
+    threads, environment = THREADING[threading]
+    said = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
+    return json.loads(said.splitlines()[-1])
 
 
 def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -160,15 +156,14 @@ def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval,
     return ratio, all(mine.reached for mine, _ in crossings)
 
 
-def measure(seeds: int, *, steps: int, targets: Sequence[float], overrides: Sequence[str]) -> dict[str, Any]:
+def measure(recipe: Path, *, seeds: int, targets: Sequence[float]) -> dict[str, Any]:
     """All runs, the table, and the record's payload."""
-    threading, tried = fastest_threading(overrides)
-    settings: dict[str, Any] = {"steps": steps, "until": max(targets), "overrides": overrides}
-    pairs = []
+    threading, tried = fastest_threading(recipe)
+    until, pairs = max(targets), []
     for seed in range(seeds):
         arms = {
-            "ours": lambda seed=seed: ours(seed, **settings),
-            "TRL": lambda seed=seed: theirs(seed, threading=threading, **settings),
+            "ours": lambda seed=seed: ours(recipe, seed=seed, until=until),
+            "TRL": lambda seed=seed: theirs(recipe, seed=seed, until=until, threading=threading),
         }
         done = {name: arms[name]() for name in (list(arms) if seed % 2 == 0 else list(arms)[::-1])}
         pairs.append((done["ours"], done["TRL"]))
@@ -203,37 +198,39 @@ def _shown(crossing: Crossing) -> str:
 
 def run(quick: bool = False) -> dict[str, Any]:
     """Measure, print, record."""
-    steps = PATIENCE * load(RECIPE).run.steps
-    payload = _on_two_cores(1 if quick else 3, steps=steps, targets=TARGETS, overrides=())
-    write_record("trl", {"quick": quick, "recipe": RECIPE, "steps": steps, **payload})
+    payload = _on_two_cores(1 if quick else 3, targets=TARGETS, overrides=())
+    write_record("trl", {"quick": quick, **payload})
     return payload
 
 
-def _on_two_cores(seeds: int, *, steps: int, targets: Sequence[float], overrides: Sequence[str]) -> dict[str, Any]:
+def _on_two_cores(seeds: int, *, targets: Sequence[float], overrides: Sequence[str]) -> dict[str, Any]:
     if importlib.util.find_spec("trl") is None:
         raise RuntimeError("TRL is not installed; `make bench NAME=trl` installs it into the environment and runs this")
+    table = to_table(load(RECIPE, overrides))
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:CORES])  # what is started from here on has these cores
     try:
-        return measure(seeds, steps=steps, targets=targets, overrides=overrides)
+        with tempfile.TemporaryDirectory() as folder:
+            recipe = Path(folder) / "recipe.toml"  # one file for all arms, whatever happens to the shipped one
+            recipe.write_text(tomli_w.dumps(table))
+            return {"recipe": table, **measure(recipe, seeds=seeds, targets=targets)}
     finally:
         os.sched_setaffinity(0, allowed)
 
 
 def main() -> None:
-    """The command line: the benchmark, or with any of the other arguments a closer look that leaves no record."""
+    """The command line: the benchmark, or with overrides a closer look at one seed, which leaves no record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one seed")
-    parser.add_argument("--steps", type=int, help="look closer: one seed, for so many steps")
-    parser.add_argument("--targets", type=float, nargs="+", default=TARGETS)
     parser.add_argument(
         "overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="changes of the recipe, for both arms"
     )
+    parser.add_argument("--quick", action="store_true", help="one seed")
+    parser.add_argument("--targets", type=float, nargs="+", default=TARGETS)
     given = parser.parse_args()
-    if given.steps is None:
-        run(quick=given.quick)
+    if given.overrides or given.targets != TARGETS:
+        _on_two_cores(1, targets=given.targets, overrides=given.overrides)
     else:
-        _on_two_cores(1, steps=given.steps, targets=given.targets, overrides=given.overrides)
+        run(quick=given.quick)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@
 prints one line of JSON, an `ArmResult`. The clock runs from the beginning of training, with model and problems loaded,
 and stands still while held-out accuracy is measured.
 
-How the recipe is said in TRL's words. The update is the recipe's: with one optimizer step for each generation the ratio
-to the old policy is 1, so that GRPO's gradient is that of the recipe's `LogProb`; `loss_type="dr_grpo"` divides by
-samples x max tokens where `Sequences` divides by samples, a constant that AdamW does not see, and the gradient's clip
-is divided likewise. AdamW, learning-rate schedule, group size, samples per step and sampling are the recipe's; `beta`
-is 0; dropout, gradient checkpointing, logging and saving are off. One difference stays: TRL spends samples of a step
-on groups without signal, for which it knows no filter.
+How the recipe is said in TRL's words. The update is the recipe's: TRL takes one optimizer step for each generation, so
+that its ratio to the sampler is 1 and its gradient that of the recipe's `clipped_ratio` or `logprob` on such data;
+`loss_type="dr_grpo"` divides by samples x max tokens where `sequences` divides by samples, a constant that AdamW does
+not see, and the gradient's clip is divided likewise. AdamW, learning-rate schedule, group size, samples per step and
+sampling are the recipe's; `beta` is 0; dropout, gradient checkpointing, logging and saving are off. One difference
+stays: TRL spends samples of a step on groups without signal, for which it knows no filter.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, final
+from typing import Any, Self, final
 
 from pipelinerl import registry
 from pipelinerl.config import RunConfig, load
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.objective import adv, agg
-from pipelinerl.objective.presets import PRESETS, resolve
+from pipelinerl.objective import adv, agg, grad1, grad2
+from pipelinerl.objective.presets import resolve
 from pipelinerl.roles.sources import held_out_problems, training_problems
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Problem
@@ -41,7 +41,8 @@ _SCALES = {adv.Scale.NONE: "none", adv.Scale.STD: "group"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmOrder:
-    """What to train. `until` ends it at this held-out accuracy; `evaluate` False only trains, to see how fast it is."""
+    """What to train: a recipe, by name or path. `until` ends it at this held-out accuracy; without `evaluate` it only
+    trains, to show how fast it is."""
 
     recipe: str
     seed: int
@@ -49,7 +50,6 @@ class ArmOrder:
     threads: int
     until: float = 1.0
     evaluate: bool = True
-    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,12 @@ class Judge:
             domain.name: registry.load("verifier", registry.VERIFIERS, domain.verifier)() for domain in config.domains
         }
         self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.close()
 
     def rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
         """One reward for each answer; None where the verifier reached no judgement."""
@@ -160,12 +166,20 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
         ValueError: TRL has no words for the recipe's objective.
     """
     objective, sampling = resolve(config.objective), config.sampling
-    plain = PRESETS["pipelinerl"]
-    if not isinstance(objective.agg, agg.Sequences) or (objective.grad1, objective.grad2) != (plain.grad1, plain.grad2):
-        raise ValueError(f"expected the pipelinerl objective, for which TRL has a match, got {config.objective!r}")
+    term, plain = objective.grad1, isinstance(objective.grad2, grad2.Nothing)
+    if not (
+        plain and isinstance(objective.agg, agg.Sequences) and isinstance(term, grad1.ClippedRatio | grad1.LogProb)
+    ):
+        raise ValueError(
+            f"expected the aggregation `sequences`, `clipped_ratio` or `logprob` and no second term, for which TRL has "
+            f"words; got {config.objective!r}"
+        )
     scale = getattr(objective.adv, "scale", None)
     if scale not in _SCALES:
         raise ValueError(f"expected advantages scaled by {', '.join(_SCALES)}, got {objective.adv!r}")
+    bounds = {}
+    if isinstance(term, grad1.ClippedRatio):
+        bounds = {"epsilon": term.epsilon_low, "epsilon_high": term.epsilon_high}
     return {
         "output_dir": folder,
         "max_steps": steps,
@@ -179,6 +193,7 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
         "max_grad_norm": config.optimizer.grad_clip * objective.agg.length / sampling.max_tokens,
         "loss_type": "dr_grpo",
         "scale_rewards": _SCALES[scale],
+        **bounds,
         "beta": 0.0,
         "num_iterations": 1,
         "seed": config.run.seed,
@@ -197,14 +212,20 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
 def train(order: ArmOrder) -> ArmResult:
     """Run TRL's trainer to the order's end."""
     import torch
+
+    torch.set_num_threads(order.threads)
+    config = load(order.recipe, [f"run.seed={order.seed}", f"run.steps={order.steps}"])
+    with Judge(config) as judge, tempfile.TemporaryDirectory() as folder:
+        return _trained(order, config, judge, folder)
+
+
+def _trained(order: ArmOrder, config: RunConfig, judge: Judge, folder: str) -> ArmResult:
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
     trl: Any = importlib.import_module("trl")
-    torch.set_num_threads(order.threads)
-    config = load(order.recipe, [*order.overrides, f"run.seed={order.seed}"])
-    path = config.model.resolved
+    path, clock = config.model.resolved, Clock()
     model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-    judge, clock = Judge(config), Clock()
     held_out = HeldOut(config, judge, ChatTokenizer.load(path))
     source = training_problems(config)
     problems = [source.problem(index) for index in range(order.steps * config.groups_per_step)]
@@ -214,33 +235,33 @@ def train(order: ArmOrder) -> ArmResult:
         return judge.rewards([problems[at] for at in index], [turns[0]["content"] for turns in completions])
 
     def evaluate(step: int) -> float:
-        if order.evaluate:
-            seconds = clock.seconds() if step else 0.0
-            points.append((step, seconds, clock.without(lambda: held_out.accuracy(model))))
-        return points[-1][2] if points else 0.0
+        seconds = clock.seconds() if step else 0.0
+        points.append((step, seconds, clock.without(lambda: held_out.accuracy(model))))
+        return points[-1][2]
 
     def begin(*_: Any, **__: Any) -> None:
-        evaluate(0)
+        if order.evaluate:
+            evaluate(0)
         clock.start()
 
     def end_of_step(_: Any, state: Any, control: Any, **__: Any) -> None:
-        if state.global_step % config.evaluation.interval_steps == 0 and evaluate(state.global_step) >= order.until:
+        due = order.evaluate and state.global_step % config.evaluation.interval_steps == 0
+        if due and evaluate(state.global_step) >= order.until:
             control.should_training_stop = True
 
     follower: Any = TrainerCallback()
     follower.on_train_begin, follower.on_step_end = begin, end_of_step
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trl.GRPOTrainer(
-            model=model,
-            reward_funcs=reward,
-            args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
-            train_dataset=_dataset(problems),
-            processing_class=AutoTokenizer.from_pretrained(path, local_files_only=True),
-            callbacks=[follower],
-            optimizers=_optimizers(model, config),
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
+        train_dataset=_dataset(problems),
+        processing_class=AutoTokenizer.from_pretrained(path, local_files_only=True),
+        callbacks=[follower],
+        optimizers=_optimizers(model, config),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
     return ArmResult(points, clock.seconds(), trainer.state.global_step)
 
 
@@ -291,8 +312,7 @@ def quiet() -> None:
 def main() -> None:
     """Train as ordered; the result is the last line of the output."""
     quiet()
-    given = json.loads(sys.argv[1])
-    result = train(ArmOrder(**{**given, "overrides": tuple(given.get("overrides", ()))}))
+    result = train(ArmOrder(**json.loads(sys.argv[1])))
     print(json.dumps(asdict(result)))
 
 

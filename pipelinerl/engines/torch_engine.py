@@ -13,7 +13,7 @@ from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch_cache import CacheShape
-from pipelinerl.engines.torch_forward import ForwardKind, load_model
+from pipelinerl.engines.torch_forward import ForwardKind, load_for_decoding
 from pipelinerl.engines.torch_runner import TorchRunner
 from pipelinerl.engines.weight_receiver import PullSource
 from pipelinerl.errors import ModelError
@@ -94,7 +94,7 @@ def load_runner(settings: TorchEngineSettings) -> TorchRunner:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device, dtype = _device(settings.device), getattr(torch, settings.dtype.value)
-    model = load_model(settings.model_path, dtype=dtype, device=device)
+    model = load_for_decoding(settings.model_path, dtype=settings.dtype.value, device=device)
     config: Any = model.config
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)

@@ -12,12 +12,12 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelinerl.engines import torch_attention
 from pipelinerl.engines.torch_cache import DecodePlan, PrefillPlan, RowCache
 from pipelinerl.engines.torch_decoder import LlamaForward
 from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import DTypeName, load_model
 
 
 class Forward(Protocol):
@@ -66,29 +66,21 @@ class ModuleForward:
         return output.logits[:, -1]
 
 
-def load_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_for_decoding(path: Path, *, dtype: DTypeName, device: torch.device) -> nn.Module:
     """The causal language model in the directory `path`, ready for `TorchRunner`.
 
     Raises:
         ModelError: nothing usable lies there, or the architecture has attention that cannot be replaced.
     """
-    kind = "these"
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        kind = repr(config.model_type)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=torch_attention.NAME, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} must hold a Hugging Face causal language model: {error}") from error
+        model = load_model(path, dtype=dtype, attention=torch_attention.NAME)
     except KeyError as error:  # how transformers says that a model has no place for our attention
-        raise _unsupported(f"the attention of {kind} models cannot be replaced") from error
-    if not getattr(model, "_supports_attention_backend", False):
-        raise _unsupported(f"{type(model).__name__} does not use transformers' attention interface")
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
+        raise _unsupported(f"the attention of the model in {path} cannot be replaced") from error
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if kinds := kinds - {"full_attention", "sliding_attention"}:
         raise _unsupported(f"{type(model).__name__} has layers of type {sorted(kinds)}, not full or sliding attention")
-    return model.eval().requires_grad_(False).to(device)
+    module: nn.Module = model.requires_grad_(False)
+    return module.to(device)
 
 
 def _unsupported(reason: str) -> ModelError:

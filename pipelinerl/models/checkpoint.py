@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
-def check_directory(path: Path) -> None:
-    """Is everything there that a model directory needs? Cheap: looks at names only.
+def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "tokenizer.json")) -> None:
+    """Is everything there that a model directory needs, weights included? Cheap: looks at names only.
 
     Raises:
         ModelError: names what is missing.
@@ -29,24 +30,29 @@ def check_directory(path: Path) -> None:
     if not path.is_dir():
         raise ModelError(f"expected a model directory at {path}, found nothing there; give the path of a local one")
     weights = sorted(path.glob("*.safetensors"))
-    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    missing = [name for name in needs if not (path / name).is_file()]
     if not weights:
         missing.append("*.safetensors")
     if missing:
         raise ModelError(f"{path} lacks {', '.join(missing)}; a model directory needs config, tokenizer and weights")
 
 
-def load_model(path: Path, *, dtype: DTypeName = "float32") -> PreTrainedModel:
+def load_model(path: Path, *, dtype: DTypeName = "float32", attention: str | None = None) -> PreTrainedModel:
     """The causal LM of a local directory, on CPU, in eval mode.
+
+    Args:
+        attention: name of a function registered with transformers' `AttentionInterface`; None takes the model's own.
 
     Raises:
         ModelError: the directory is incomplete, damaged, or holds an architecture that transformers does not know.
     """
-    check_directory(path)
+    check_directory(path, needs=["config.json"])
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # a line for each parameter in a server's log
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path),
@@ -68,6 +74,10 @@ def load_model(path: Path, *, dtype: DTypeName = "float32") -> PreTrainedModel:
             f"{path}: weights do not fit config.json: {len(names)} absent or of another shape, first "
             f"{sorted(names)[0]}; copy it again"
         )
+    if attention is not None:
+        if not getattr(model, "_supports_attention_backend", False):
+            raise ModelError(f"{type(model).__name__} does not use transformers' attention interface")
+        model.set_attn_implementation(attention)
     return model.eval()
 
 

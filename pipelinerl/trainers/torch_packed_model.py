@@ -7,14 +7,15 @@ the output layer.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Final, cast, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import load_model
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_logprobs
 from pipelinerl.trainers.torch_segments import IMPLEMENTATION, SegmentPlan
 from trainer_contract.errors import SpecError
@@ -90,34 +91,20 @@ def load_config(path: Path) -> PreTrainedConfig:
         raise SpecError(f"the configuration in {path} cannot be read: {error}") from error
 
 
-def load_model(path: Path, *, gradient_checkpointing: bool) -> PreTrainedModel:
+def load_for_training(path: Path, *, gradient_checkpointing: bool) -> PreTrainedModel:
     """The model in a directory, with fp32 weights and no dropout.
 
     Raises:
         SpecError: the directory is incomplete, or the architecture is not a causal language model.
     """
-    config = load_config(path)
-    transformers_logging.disable_progress_bar()  # one line per parameter in a server's log
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=IMPLEMENTATION,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise SpecError(f"the model in {path} cannot be loaded as a causal language model: {error}") from error
-    model, report = loaded
-    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if absent:
-        # transformers would go on with random values in their place.
-        raise SpecError(f"the weights in {path} are incomplete: {len(absent)} missing, the first is {absent[0]}")
+        model = load_model(path, attention=IMPLEMENTATION)
+    except (ModelError, ValueError, KeyError) as error:
+        raise SpecError(f"model_path: {error}") from error
     if gradient_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
     model.train(gradient_checkpointing)  # checkpointing works in train mode only; otherwise eval mode, without dropout
-    return cast(PreTrainedModel, model)
+    return model

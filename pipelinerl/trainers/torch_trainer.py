@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from pipelinerl import rng
 from pipelinerl.trainers import torch_state
-from pipelinerl.trainers.torch_packed_model import PackedModel, load_config, load_model
+from pipelinerl.trainers.torch_packed_model import PackedModel, load_config, load_for_training
 from pipelinerl.trainers.torch_segments import SegmentPlan
 from trainer_contract.batch import check
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError
@@ -89,7 +89,7 @@ class TorchTrainer:
         saved = None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config)
         source = spec.model_path if saved is None else saved.model_path
         with torch_state.damage_is_state_error(saved):
-            model = PackedModel(load_model(source, gradient_checkpointing=spec.gradient_checkpointing))
+            model = PackedModel(load_for_training(source, gradient_checkpointing=spec.gradient_checkpointing))
         model.to(accelerator.device)
         model.probe(accelerator.device)
         model, optimizer = accelerator.prepare(model, _adamw(model, spec.optimizer))

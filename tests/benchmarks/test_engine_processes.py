@@ -36,6 +36,7 @@ def test_an_engine_keeps_itself_busy_and_ends_with_its_context(tmp_path: Path) -
         os.kill(engine.pid, 0)
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with (
         pytest.raises(RuntimeError, match="ended before it served"),

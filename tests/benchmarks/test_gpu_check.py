@@ -47,7 +47,7 @@ def test_a_check_that_fails_is_a_missed_row_and_the_others_go_on(monkeypatch: py
     def broken(folder: Path, scale: Scale, device: torch.device) -> None:
         raise RuntimeError("no kernel image is available\nlong story")
 
-    monkeypatch.setattr(gpu_check, "CHECKS", {"decode": broken, **{"trainer": lambda *_: ([], {"mfu": 1.0})}})
+    monkeypatch.setattr(gpu_check, "CHECKS", {"decode": broken, "trainer": lambda *_: ([], {"mfu": 1.0})})
     rows, found = gpu_check.check(CPU, SMALL, ["decode", "trainer"])
     assert [(row.name, row.value, row.met) for row in rows] == [
         ("decode failed", "RuntimeError: no kernel image is available", False)

@@ -6,12 +6,14 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import tomli_w
 
 from benchmarks.trl import RECIPE
 from benchmarks.trl_arm import Clock, HeldOut, Judge, grpo_arguments, until_end
-from pipelinerl.config import load
+from pipelinerl.config import load, to_table
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.roles.sources import training_problems
@@ -20,8 +22,8 @@ from pipelinerl.roles.sources import training_problems
 def test_rewards_are_the_verifiers() -> None:
     config = load(RECIPE)
     problem = training_problems(config).problem(3)
-    judge = Judge(config)
-    assert judge.rewards([problem, problem], [problem.ground_truth, problem.ground_truth + "x"]) == [1.0, 0.0]
+    with Judge(config) as judge:
+        assert judge.rewards([problem, problem], [problem.ground_truth, problem.ground_truth + "x"]) == [1.0, 0.0]
 
 
 def test_the_arguments_are_the_recipes() -> None:
@@ -32,7 +34,17 @@ def test_the_arguments_are_the_recipes() -> None:
     assert given["beta"] == 0.0
     assert given["per_device_train_batch_size"] == config.training.rollouts_per_step
     assert given["scale_rewards"] == "none"
-    with pytest.raises(ValueError, match="for which TRL has a match"):
+
+
+def test_the_clip_is_the_recipes() -> None:
+    grad1 = '{ kind = "clipped_ratio", epsilon_low = 0.1, epsilon_high = 0.3 }'
+    given = grpo_arguments(load(RECIPE, [f"objective.grad1={grad1}"]), steps=7, folder="f")
+    assert (given["epsilon"], given["epsilon_high"]) == (0.1, 0.3)
+    assert "epsilon" not in grpo_arguments(load(RECIPE, ["objective.grad1=logprob"]), steps=7, folder="f")
+
+
+def test_an_objective_that_trl_cannot_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="for which TRL has words"):
         grpo_arguments(load(RECIPE, ["objective=grpo"]), steps=7, folder="f")
 
 
@@ -53,15 +65,18 @@ def test_answers_end_where_the_model_says() -> None:
 def test_greedy_accuracy_of_the_shipped_model_is_what_it_was_made_for() -> None:
     config = load(RECIPE, ["evaluation.problems=128"])
     path = config.model.resolved
-    held_out = HeldOut(config, Judge(config), ChatTokenizer.load(path))
-    assert 0.2 < held_out.accuracy(load_model(path)) < 0.6
+    with Judge(config) as judge:
+        accuracy = HeldOut(config, judge, ChatTokenizer.load(path)).accuracy(load_model(path))
+    assert 0.2 < accuracy < 0.6
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is installed by `make bench`")
-def test_trl_trains() -> None:
-    order = {"recipe": RECIPE, "seed": 0, "steps": 2, "threads": 1}
-    order["overrides"] = ["evaluation.interval_steps=1", "evaluation.problems=32", "training.rollouts_per_step=64"]
+def test_trl_trains(tmp_path: Path) -> None:
+    changes = ["evaluation.interval_steps=1", "evaluation.problems=32", "training.rollouts_per_step=64"]
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(tomli_w.dumps(to_table(load(RECIPE, changes))))
+    order = {"recipe": str(recipe), "seed": 0, "steps": 2, "threads": 1}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.trl_arm", json.dumps(order)],
         capture_output=True,

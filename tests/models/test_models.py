@@ -13,7 +13,7 @@ from inference_contract.schemas import ChatMessage
 from pipelinerl.config import MODELS
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import load_model, save_model
+from pipelinerl.models.checkpoint import check_directory, load_model, save_model
 from pipelinerl.models.tiny_decoder import (
     CHAT_TEMPLATE,
     SPELL_BACKWARD_PHRASE,
@@ -72,7 +72,7 @@ def test_saving_never_overwrites(directory):
 def test_an_incomplete_directory_is_named(directory, lost):
     (directory / lost).unlink()
     with pytest.raises(ModelError, match=lost if lost != "model.safetensors" else "safetensors"):
-        load_model(directory)
+        check_directory(directory)
 
 
 def test_a_missing_directory_is_named(tmp_path):

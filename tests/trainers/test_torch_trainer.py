@@ -210,7 +210,7 @@ def test_weight_decay_spares_vectors(model_path, micro_batch):
 
 
 def test_specs_that_cannot_be_met(model_path, tmp_path):
-    with pytest.raises(SpecError, match=r"must be a Hugging Face model directory with config\.json"):
+    with pytest.raises(SpecError, match=r"config\.json"):
         started(tmp_path)
     if not torch.cuda.is_available():
         with pytest.raises(SpecError, match="torch finds no CUDA device"):
@@ -218,7 +218,7 @@ def test_specs_that_cannot_be_met(model_path, tmp_path):
     partial = AutoModelForCausalLM.from_pretrained(model_path("qwen2"))
     del partial.model.layers[1].mlp.up_proj.weight
     partial.save_pretrained(tmp_path / "partial")
-    with pytest.raises(SpecError, match=r"1 missing, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(SpecError, match=r"1 absent or of another shape, first model\.layers\.1\.mlp\.up_proj\.weight"):
         started(tmp_path / "partial")
 
 

@@ -2,7 +2,8 @@
 
     copies   a torch engine in a process of its own loads a decoder, takes new weights over gloo and decodes; its
              private memory, less that of an engine with a decoder of some KB, may be two copies of the weights and
-             the cache, both as its /metrics name them. What it computes with is in it, and gets an allowance.
+             the cache, both as its /metrics name them. What it computes with is in it, and gets an allowance. The C
+             library is told to give freed blocks back, of which it would keep some ten MB for later: those are not held
     growth   another takes the weights of the tiny decoder 1,000 times, with requests in between; least squares over the
              second half of the updates say what one hundred updates add to its resident memory, and to the publisher's
 
@@ -16,7 +17,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +37,7 @@ from pipelinerl.weights.publisher import Publication
 
 _MB: Final = 1e6
 _ALLOWED: Final = 32e6
+_GIVE_BACK: Final = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 #: So small that what is left is what any engine needs.
 _NOTHING: Final = DecoderShape(hidden=8, layers=1, heads=1, intermediate=8, vocab=512, max_positions=512)
 _TINY: Final = DecoderShape(hidden=64, layers=2, heads=4, intermediate=128, vocab=512, max_positions=512)
@@ -111,8 +114,19 @@ def held(shape: DecoderShape | DebugSize) -> Held:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         random_decoder(shape).save_pretrained(folder)
-        with served(EngineOrder(folder=folder, slots=_SAMPLES, context=_CONTEXT)) as engine:
+        with _giving_back(), served(EngineOrder(folder=folder, slots=_SAMPLES, context=_CONTEXT)) as engine:
             return asyncio.run(_held(engine.url, engine.pid))
+
+
+@contextmanager
+def _giving_back() -> Iterator[None]:
+    """Processes started in this context return large freed blocks to the system at once (glibc reads it at start)."""
+    os.environ |= _GIVE_BACK
+    try:
+        yield
+    finally:
+        for name in _GIVE_BACK:
+            del os.environ[name]
 
 
 async def _grown(url: str, pid: int, updates: int) -> Growth:

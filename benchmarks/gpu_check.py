@@ -81,13 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA device: nothing was checked", file=sys.stderr)
         return NO_DEVICE
     transformers_logging.disable_progress_bar()
-    device = torch.device(given.device)
+    device, began = torch.device(given.device), time.monotonic()
     rows, found = check(device, QUICK if given.quick else FULL, given.only)
     failed = any("failed" in result for result in found.values())
     if device.type == "cpu":
         rows = [row if row.name.endswith(" failed") else replace(row, met=None) for row in rows]
         print_table("gpu_check: REHEARSAL on the cpu, which proves nothing about CUDA", rows)
         return int(failed)
+    minutes = (time.monotonic() - began) / 60
+    rows.append(Row("minutes for all of it", minutes, "<= 8", minutes <= 8))
     print_table(f"gpu_check on {describe(device)}", rows)
     missed = [row.name for row in rows if row.met is False]
     path = write_record(

@@ -10,7 +10,7 @@ that its ratio to the sampler is 1 and its gradient that of the recipe's `clippe
 `loss_type="dr_grpo"` divides by samples x max tokens where `sequences` divides by samples, a constant that AdamW does
 not see, and the gradient's clip is divided likewise. AdamW, learning-rate schedule, group size, samples per step and
 sampling are the recipe's; `beta` is 0; dropout, gradient checkpointing, logging and saving are off. One difference
-stays: TRL spends samples of a step on groups without signal, for which it knows no filter.
+stays: a recipe may leave out groups without signal and fill the step with others, for which TRL has no setting.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """`RunConfig`: a run, as a TOML recipe. Read once, resolved, validated, frozen.
 
 A recipe may begin with `base = "other.toml"` (a path beside it, or the name of a shipped recipe) and change only what
-differs. Overrides `section.key=value` come last. Every error names the path of the field.
+differs. Overrides `section.key=value` come last. Every error names the path of the field; types are never guessed: text
+is no number, `true` is no 1, and no number is infinite but k.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,7 @@ MODELS = Path(__file__).resolve().parent / "models"
 class Section(BaseModel):
     """Base of every section: immutable and closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class RunSection(Section):
@@ -86,6 +88,10 @@ class SamplingSection(Section):
     stop: tuple[str, ...] = ()
 
 
+#: At least 0 and below 1.
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSection(Section):
     """AdamW and the learning-rate schedule."""
 
@@ -93,7 +99,7 @@ class OptimizerSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     final_fraction: float = Field(default=0.0, ge=0, le=1)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, ge=0)
@@ -126,7 +132,7 @@ class StalenessSection(Section):
 
     preset: str | None = None
     j: int | None = None
-    k: float | None = None
+    k: float | None = Field(default=None, allow_inf_nan=True)
 
     @property
     def bounds(self) -> StalenessBounds:
@@ -137,17 +143,18 @@ class StalenessSection(Section):
     @model_validator(mode="after")
     def _resolvable(self) -> Self:
         if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+            raise ValueError(f"staleness.preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         try:
             _ = self.bounds
         except RecipeError as error:
-            raise ValueError(str(error).removeprefix("staleness.")) from error
+            raise ValueError(str(error)) from error
         return self
 
 
 class EvaluationSection(Section):
-    """Greedy accuracy on held-out problems."""
+    """Greedy accuracy on problems never trained on; choose hyper-parameters on `validation`, report `held_out`."""
 
+    split: Literal["held_out", "validation"] = "held_out"
     interval_steps: int = Field(default=50, ge=1)
     problems: int = Field(default=512, ge=0)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -166,6 +173,13 @@ class StreamsSection(Section):
     redis_url: str | None = None
     max_groups: int = Field(default=4096, ge=1)
     """Most groups issued and not yet accounted for: the bound of every stream."""
+
+    @field_validator("redis_url")
+    @classmethod
+    def _of_a_server(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):  # not shown: it may hold a secret
+            raise ValueError("must begin with redis://, rediss:// or unix://; leave it out for an embedded server")
+        return url
 
 
 class DomainSection(Section):
@@ -207,6 +221,13 @@ class RunConfig(Section):
     streams: StreamsSection = StreamsSection()
     launch: LaunchSection = LaunchSection()
 
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _name_or_table(cls, objective: Any) -> Any:
+        if not isinstance(objective, str | dict):
+            raise ValueError(f"must be the name of a preset or a table, got {objective!r}")
+        return objective
+
     @field_validator("domains")
     @classmethod
     def _domain_names_unique(cls, domains: tuple[DomainSection, ...]) -> tuple[DomainSection, ...]:
@@ -216,17 +237,26 @@ class RunConfig(Section):
         return domains
 
     @model_validator(mode="after")
-    def _whole_groups(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.training.rollouts_per_step % self.sampling.group_size:
             raise ValueError(
                 f"training.rollouts_per_step ({self.training.rollouts_per_step}) must be a multiple of "
                 f"sampling.group_size ({self.sampling.group_size})"
             )
-        if self.sampling.max_tokens >= self.engine.context_length:
+        if self.groups_per_step > self.streams.max_groups:
             raise ValueError(
-                f"sampling.max_tokens ({self.sampling.max_tokens}) must be below engine.context_length "
-                f"({self.engine.context_length}): the prompt needs room too"
+                f"streams.max_groups ({self.streams.max_groups}) must be at least the {self.groups_per_step} groups of "
+                "a step (training.rollouts_per_step / sampling.group_size): a step could never be filled"
             )
+        for path, tokens in (
+            ("sampling.max_tokens", self.sampling.max_tokens),
+            ("evaluation.max_tokens", self.evaluation_max_tokens),
+        ):
+            if tokens >= self.engine.context_length:
+                raise ValueError(
+                    f"{path} ({tokens}) must be below engine.context_length ({self.engine.context_length}): the prompt "
+                    "needs room too"
+                )
         return self
 
     @property
@@ -238,6 +268,11 @@ class RunConfig(Section):
     def groups_per_step(self) -> int:
         """Groups that make a step."""
         return self.training.rollouts_per_step // self.sampling.group_size
+
+    @property
+    def evaluation_max_tokens(self) -> int:
+        """Most tokens of a held-out answer."""
+        return self.evaluation.max_tokens or self.sampling.max_tokens
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -253,9 +288,13 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse(table: Mapping[str, Any]) -> RunConfig:
-    """Validate a resolved table."""
-    try:
-        return RunConfig.model_validate(table)
+    """Validate a resolved table.
+
+    Raises:
+        RecipeError: a line for each field that is wrong.
+    """
+    try:  # through JSON, in which pydantic takes words for enums and lists for tuples without guessing at numbers
+        return RunConfig.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise RecipeError(_sentences(error)) from None
 
@@ -271,15 +310,20 @@ def _locate(recipe: str, *, beside: Path | None) -> Path:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The table of a recipe file, on those of its bases; `above` are the files that led here."""
+    if path.resolve() in above:
+        raise RecipeError(f"{path}: base leads back to this file; end the chain with a recipe that has no base")
     try:
         table = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}") from None
     base = table.pop("base", None)
     if base is None:
         return table
-    return _merge(_read(_locate(str(base), beside=path)), table)
+    return _merge(_read(_locate(str(base), beside=path), (*above, path.resolve())), table)
 
 
 def _merge(base: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,7 +359,7 @@ def _literal(text: str) -> Any:
 def _sentences(error: ValidationError) -> str:
     lines = []
     for problem in error.errors(include_url=False, include_context=False):
-        path = ".".join(str(part) for part in problem["loc"]) or "recipe"
+        path = ".".join(str(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             message = "unknown key; remove it or correct its spelling"
@@ -323,7 +367,9 @@ def _sentences(error: ValidationError) -> str:
             message = "must be given"
         elif problem["type"] != "value_error":
             message = f"{message}, got {problem['input']!r}"
-        lines.append(f"{path}: {message}")
+        elif message.startswith(path):
+            path = ""  # a finding on several fields names them itself
+        lines.append(f"{path}: {message}" if path else message)
     return "\n".join(lines)
 
 

@@ -1,7 +1,9 @@
-"""What every HTTP service of ours shares: a bound socket, a gate that asks for the token, an end within seconds.
+"""What every HTTP service of ours shares: a bound socket, a gate that asks for the token, one shape of refusal, an end.
 
 Promises: everything binds loopback unless told otherwise, and another address is refused without a token; the token is
-compared in constant time; `/health` alone needs none; a signal ends the server after what runs was answered or cut.
+compared in constant time; `/health` alone needs none; whatever is refused is refused in OpenAI's shape, `{"error":
+{"message", "type", "param", "code"}}`, without repeating the body; what the application's start raises is raised by
+`serve_until`; a signal ends the server after what runs was answered or cut.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
-import json
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from typing import Any, Final, final
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelinerl.errors import AddressError
@@ -43,7 +49,8 @@ class _Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._may_enter(scope):
-            await _refuse(send)
+            message = "a valid bearer token is required: send the header Authorization: Bearer <token>"
+            await refusal(401, message, code="unauthorized")(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -54,13 +61,43 @@ class _Gate:
         return hmac.compare_digest(given, self._expected)
 
 
-async def _refuse(send: Send) -> None:
-    message = "a valid bearer token is required: send the header Authorization: Bearer <token>"
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "unauthorized"}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def refusal(status: int, message: str, *, code: str, param: str | None = None) -> JSONResponse:
+    """An answer that is not a success; `param` names the field that is wrong."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+
+
+def refuse_in_one_shape(app: FastAPI) -> None:
+    """Make the framework's own refusals, and what nobody foresaw, answer as `refusal` does."""
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _unforeseen)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """404 and 405."""
+    assert isinstance(error, HTTPException)
+    detail = str(error.detail)
+    answer = refusal(
+        error.status_code, f"{request.method} {request.url.path}: {detail}", code=detail.lower().replace(" ", "_")
+    )
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    """The first finding as a sentence, without the input that caused it."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place, *path = (str(part) for part in first["loc"])
+    if first["type"] == "json_invalid":
+        return refusal(400, "the body must be JSON", code="invalid_json")
+    param = ".".join(path) or None
+    return refusal(422, f"{param or place}: {first['msg']}", code="invalid_request_error", param=param)
+
+
+async def _unforeseen(request: Request, _: Exception) -> Response:
+    return refusal(500, f"{request.method} {request.url.path} failed; see the service's log", code="internal_error")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -102,6 +139,7 @@ async def serve_until(app: FastAPI, listener: socket.socket, *, over: asyncio.Fu
             app,
             http="httptools",
             ws="none",
+            lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
@@ -113,7 +151,24 @@ async def serve_until(app: FastAPI, listener: socket.socket, *, over: asyncio.Fu
     if over is not None:
         over.add_done_callback(lambda _: setattr(server, "should_exit", True))
     with listener:
-        await server.serve(sockets=[listener])
+        async with _up(app):
+            await server.serve(sockets=[listener])
+
+
+@asynccontextmanager
+async def _up(app: FastAPI) -> AsyncIterator[None]:
+    """The application from its start to its end. uvicorn would log what the start raises, and exit."""
+    lifespan = app.router.lifespan_context(app)
+    await lifespan.__aenter__()
+    try:
+        yield
+    finally:
+        end = asyncio.ensure_future(lifespan.__aexit__(None, None, None))
+        try:
+            await asyncio.shield(end)
+        except asyncio.CancelledError:  # the signal that ended the server cancels its task, too: put things in order first
+            await end
+            raise
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
@@ -122,6 +177,8 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
 
 
 def _resolved(host: str, port: int) -> tuple[Any, Any, Any, Any, Any]:
+    if not 0 <= port <= 65535:
+        raise AddressError(f"a port is a number from 0 to 65535, got {port}")
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:

@@ -3,7 +3,7 @@
 Reports go to the controller, which alone decides; directives go to the trainer, which waits for the one that answers
 its report. Every message has a deterministic id, so that repeating it is a no-op.
 
-    trainer ── TrainerReady, StepDone, Progress, Published, Checkpointed, TrainerStopped ──▶ controller
+    trainer ── TrainerReady, StepDone, Progress, Starving, Published, Checkpointed, TrainerStopped ──▶ controller
     actor   ── GroupFailed, EvaluationDone, ActorAlive ──▶ controller
     controller ── Directive ──▶ trainer
 """
@@ -18,6 +18,8 @@ PROMPTS = "prompts"
 REPORTS = "reports"
 ORDERS = "orders"
 ROLLOUTS = "rollouts:"
+#: Holds an entry for each epoch that ever began, so that none begins twice.
+EPOCHS = "epochs"
 #: The consumer group in which actors share the prompt orders.
 ACTORS_GROUP = "actors"
 
@@ -57,11 +59,23 @@ class StepDone(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Orders ended without a step (filtered or stale), so that new prompts may be issued."""
+    """Orders ended without a step (filtered or stale), so that new prompts may be issued.
+
+    `again` lists orders whose groups were sampled by weights of an abandoned epoch: they have not ended.
+    """
 
     epoch: int
     model_version: int
     consumed: Consumed
+    again: list[int] = []
+
+
+class Starving(Message, frozen=True):
+    """The trainer waits for a step and nothing has come for a while; the groups of the orders `held` wait with it."""
+
+    epoch: int
+    model_version: int
+    held: list[int]
 
 
 class Published(Message, frozen=True):
@@ -151,6 +165,7 @@ Report = (
     TrainerReady
     | StepDone
     | Progress
+    | Starving
     | Published
     | Checkpointed
     | TrainerStopped

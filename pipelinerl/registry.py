@@ -46,8 +46,8 @@ VERIFIERS: Final[Mapping[str, Entry]] = {
 }
 
 
-def load(kind: str, entries: Mapping[str, Entry], name: str) -> Any:
-    """The implementation registered as `name`.
+def find(kind: str, entries: Mapping[str, Entry], name: str) -> Entry:
+    """The entry registered as `name`; nothing is imported.
 
     Raises:
         RecipeError: the name is unknown, or a package that it needs is not installed.
@@ -58,7 +58,12 @@ def load(kind: str, entries: Mapping[str, Entry], name: str) -> Any:
     missing = [package for package in entry.needs if importlib.util.find_spec(package) is None]
     if missing:
         raise RecipeError(f"{kind} {name!r} needs {', '.join(missing)}, which is not installed; pip install it")
-    return resolve(entry.target)
+    return entry
+
+
+def load(kind: str, entries: Mapping[str, Entry], name: str) -> Any:
+    """The implementation registered as `name`; raises as `find` does."""
+    return resolve(find(kind, entries, name).target)
 
 
 def resolve(target: str) -> Any:
@@ -68,9 +73,9 @@ def resolve(target: str) -> Any:
         RecipeError: the form is wrong, or the module or attribute does not exist.
     """
     module, separator, attribute = target.partition(":")
-    if not separator or importlib.util.find_spec(module.split(".")[0]) is None:
+    if not (separator and module) or importlib.util.find_spec(module.split(".")[0]) is None:
         raise RecipeError(f"expected module:attribute of an installed module, got {target!r}")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
+    except (ImportError, AttributeError) as error:
         raise RecipeError(f"{target!r} cannot be loaded: {error}") from None

@@ -6,6 +6,7 @@ the controller adds what it issued and what failed. `check` asserts the balance:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self, final
 
@@ -20,9 +21,9 @@ class Account:
 
     cursor: int = 0
     reissue: list[int] = field(default_factory=list)
-    """Indices below the cursor to be issued again, after a resume; ascending."""
+    """Indices below the cursor that nobody works on and that are to be issued again; ascending."""
     failed: set[int] = field(default_factory=set)
-    """Orders that failed and that the trainer has not taken into its account yet."""
+    """Orders that failed: all of them, since a trainer that goes on from a checkpoint may have to be told again."""
     consumed: Consumed = field(default_factory=Consumed)
 
     @property
@@ -33,7 +34,12 @@ class Account:
     @property
     def in_flight(self) -> int:
         """Orders issued and not ended."""
-        return self.cursor - len(self.reissue) - self.ended - len(self.failed)
+        return self.cursor - len(self.reissue) - self.ended - len(self.unsettled)
+
+    @property
+    def unsettled(self) -> list[int]:
+        """Orders that failed and that the trainer has not taken into its account yet; ascending."""
+        return self._open(sorted(self.failed))
 
     def next_index(self) -> int:
         """Issue the next order: its index."""
@@ -44,20 +50,34 @@ class Account:
 
     def fail(self, index: int) -> None:
         """The order ended without a group."""
-        if not self._is_consumed(index):
+        if index < self.cursor and not self._is_consumed(index):
             self.failed.add(index)
+            self.reissue = [other for other in self.reissue if other != index]
 
     def update(self, consumed: Consumed) -> None:
-        """Take the trainer's account, which says how an order that we called failed really ended."""
+        """Take the trainer's account, which says how an order that we called failed really ended.
+
+        After a resume it may hold orders that were issued after the checkpoint, whose groups still lay in the stream.
+        """
         self.consumed = consumed
-        self.failed = {index for index in self.failed if not self._is_consumed(index)}
+        known = max(self.cursor, consumed.frontier, *(index + 1 for index in consumed.beyond))
+        if self.reissue or known > self.cursor:
+            self.reissue = self._open([*self.reissue, *range(self.cursor, known)])
+            self.cursor = known
         self.check()
+
+    def lost(self, indices: Iterable[int]) -> list[int]:
+        """Orders without a group to come: those of them that are in flight are to be issued again, and returned."""
+        known = {*self.reissue, *self.failed}
+        again = self._open([index for index in indices if index < self.cursor and index not in known])
+        self.reissue = sorted({*self.reissue, *again})
+        return again
 
     def check(self) -> None:
         """Raises LedgerError when the account does not balance."""
         if self.in_flight < 0:
             raise LedgerError(
-                f"issued {self.cursor - len(self.reissue)} orders but {self.ended} ended and {len(self.failed)} more "
+                f"issued {self.cursor - len(self.reissue)} orders but {self.ended} ended and {len(self.unsettled)} more "
                 "failed: the account does not balance; keep the run directory and report it"
             )
 
@@ -69,11 +89,7 @@ class Account:
     def resume(cls, record: dict[str, Any], consumed: Consumed) -> Self:
         """The account after a restart of everything: whatever was in flight is to be issued again."""
         account = cls(cursor=int(record["cursor"]), failed=set(record["failed"]), consumed=consumed)
-        account.reissue = [
-            index
-            for index in range(consumed.frontier, account.cursor)
-            if not account._is_consumed(index) and index not in account.failed
-        ]
+        account.lost(range(consumed.frontier, account.cursor))
         return account
 
     def ledger(self) -> dict[str, int]:
@@ -83,9 +99,14 @@ class Account:
             "trained": self.consumed.trained,
             "filtered": self.consumed.filtered,
             "stale": self.consumed.stale,
-            "failed": len(self.failed) + self.consumed.failed,
+            "failed": len(self.unsettled) + self.consumed.failed,
             "in_flight": self.in_flight,
         }
+
+    def _open(self, indices: Iterable[int]) -> list[int]:
+        """Those that the trainer does not account for."""
+        beyond = set(self.consumed.beyond)
+        return [index for index in indices if index >= self.consumed.frontier and index not in beyond]
 
     def _is_consumed(self, index: int) -> bool:
         return index < self.consumed.frontier or index in self.consumed.beyond

@@ -1,21 +1,18 @@
-"""The controller's HTTP routes: what people, engines and launchers ask of a live run.
+"""The controller's HTTP routes: what people, engines and launchers ask of a live run. Refusals have OpenAI's shape.
 
 GET    /health            liveness, without a token
 GET    /status            RunStatus
 GET    /knobs             values and the log of changes
 PATCH  /knobs             {"k": 4, …} → the new values; 422 with one sentence when they cannot run
 GET    /engines           base URLs that may be given work
-POST   /engines           {"url": …}: an engine joins
-DELETE /engines?url=…     an engine leaves for good
+POST   /engines           {"url": …, "incarnation": …}: an engine joins; the incarnation tells one life from the next
+DELETE /engines?url=…     an engine is taken out; only its next life, or a POST without incarnation, brings it back
 POST   /stop              end the run at the next step boundary
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Header, Query
@@ -23,34 +20,22 @@ from fastapi.responses import JSONResponse, Response
 
 from pipelinerl.controller.service import ControllerService
 from pipelinerl.errors import RecipeError
-from pipelinerl.http_service import guard
+from pipelinerl.http_service import guard, refusal, refuse_in_one_shape
+
+#: An engine's base URL, as it is written in the fleet: no path, no query, no secret.
+BaseUrl = Annotated[str, Body(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256)]
 
 
 def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
-    """The application; it runs the service while it is up."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        running = asyncio.create_task(service.run())
-        running.add_done_callback(lambda task: _note_failure(service, task))
-        yield
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-
-    app = FastAPI(title="pipelinerl controller", lifespan=lifespan, openapi_url=None)
+    """The application; whoever serves it runs the service."""
+    app = FastAPI(title="pipelinerl controller", openapi_url=None)
     app.get("/health")(lambda: {"state": "ready"})
     _add_status(app, service)
     _add_knobs(app, service)
     _add_engines(app, service)
+    refuse_in_one_shape(app)
     guard(app, token=token)
     return app
-
-
-def _note_failure(service: ControllerService, task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        causes = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
-        service.failure = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
 
 
 def _add_status(app: FastAPI, service: ControllerService) -> None:
@@ -80,7 +65,7 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
         try:
             await service.perform(lambda: service.controller.patch(changes, who=who, time=time.time()))
         except RecipeError as error:
-            return JSONResponse({"error": {"message": str(error), "type": "invalid_knob"}}, status_code=422)
+            return refusal(422, str(error), code="invalid_knob")
         return JSONResponse({"knobs": service.controller.knobs.to_json(), "effective": "at the next step boundary"})
 
 
@@ -90,15 +75,16 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         return {"serving": service.controller.fleet.serving(), "members": service.controller.fleet.members()}
 
     @app.post("/engines")
-    async def join(url: Annotated[str, Body(embed=True)]) -> dict[str, str]:
-        await service.perform(lambda: service.controller.engine_joined(url.rstrip("/"), now=time.monotonic()))
+    async def join(url: BaseUrl, incarnation: Annotated[str, Body(max_length=64)] = "") -> dict[str, str]:
+        base, now = url.rstrip("/"), time.monotonic()
+        await service.perform(lambda: service.controller.engine_joined(base, incarnation=incarnation, now=now))
         return {"state": "joining"}
 
     @app.delete("/engines")
     async def leave(url: Annotated[str, Query()]) -> Response:
-        if not service.controller.fleet.leave(url.rstrip("/")):
-            known = ", ".join(record.url for record in service.controller.fleet.records()) or "none"
-            message = f"no engine {url!r} is part of this run; engines are: {known}"
-            return JSONResponse({"error": {"message": message, "type": "unknown_engine"}}, status_code=404)
-        await service.perform(lambda: service.controller.engine_left(url, "removed by an operator"))
+        base, fleet = url.rstrip("/"), service.controller.fleet
+        if base not in (known := [record.url for record in fleet.records()]):
+            message = f"no such engine is part of this run; engines are: {', '.join(known) or 'none'}"
+            return refusal(404, message, code="unknown_engine", param="url")
+        await service.perform(lambda: service.controller.engine_removed(base))
         return JSONResponse({"state": "removed"})

@@ -5,6 +5,7 @@
     event                      from      effects
     TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs), then prompts
     Progress, Published        trainer   prompts
+    Starving                   trainer   the lost orders again, if no actor works on any
     GroupFailed, Evaluation…   actor     prompts; an evaluation's result
     patch, engine joins/dies   API       a Directive when the trainer must publish without waiting for a step
 
@@ -36,6 +37,7 @@ from pipelinerl.messages import (
     Progress,
     Published,
     Report,
+    Starving,
     StepDone,
     TrainerKnobs,
     TrainerReady,
@@ -124,7 +126,10 @@ class Controller:
                 return self._step_done(report, now=now)
             case Progress() if report.epoch == self.epoch:
                 self.account.update(report.consumed)
+                self.account.lost(report.again)
                 return self.issue()
+            case Starving() if report.epoch == self.epoch:
+                return self._starving(report)
             case Published() if report.epoch == self.epoch:
                 return self._published(report, now=now)
             case Checkpointed():
@@ -165,7 +170,7 @@ class Controller:
         """End the run at the next step boundary: last publication, checkpoint and evaluation included."""
         if self._stop_reason is None:
             self._stop_reason = reason
-        if self.epoch == 0 or self._stop_sent:
+        if self.phase is Phase.STARTING or self._stop_sent:
             return []
         return [Send(self._directive(f"stop-e{self.epoch}", publish=True))]
 
@@ -179,10 +184,17 @@ class Controller:
 
     # --- decisions -------------------------------------------------------------------------------------------------
 
+    @property
+    def ending(self) -> str | None:
+        """Why the run ends at the next step boundary; None while it goes on."""
+        if self._stop_reason is None and self.version >= self.settings.steps and self.phase is not Phase.STARTING:
+            return f"all {self.settings.steps} steps are done"
+        return self._stop_reason
+
     def reload_if_due(self) -> list[Effect]:
         """Ask the trainer to publish between steps when an engine waits for weights; once for each membership."""
         key = (self.epoch, self.fleet.membership)
-        if self.epoch == 0 or key == self._reload_asked or not self.fleet.awaits_weights():
+        if self.phase is Phase.STARTING or key == self._reload_asked or not self.fleet.awaits_weights():
             return []
         self._reload_asked = key
         return [Send(self._directive(f"reload-e{self.epoch}-{self.version}-m{key[1]}", publish=True))]
@@ -208,7 +220,7 @@ class Controller:
             return "nothing: the run is over"
         if not self.fleet.members():
             return "an engine to join"
-        if self.epoch == 0:
+        if self.phase is Phase.STARTING:
             return "the trainer to be ready"
         if not self.fleet.serving():
             return "the trainer to publish its weights to an engine"
@@ -245,7 +257,7 @@ class Controller:
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
         if report.report_id in self._answers:
             return [Send(self._answers[report.report_id])]
-        if len(self.fleet.members()) < self.settings.engines_expected and self.epoch == 0:
+        if len(self.fleet.members()) < self.settings.engines_expected and self.phase is Phase.STARTING:
             self._pending_ready = report
             return []
         self._pending_ready = None
@@ -263,9 +275,8 @@ class Controller:
             self.phase = Phase.TRAINING
         self.first_version = self.version
         self.training_since = now
-        directive = self._directive(report.report_id, publish=True)
         self._reload_asked = (self.epoch, self.fleet.membership)
-        return [*effects, Send(directive)]
+        return [*effects, self._answer(report.report_id, publish=True)]
 
     def _step_done(self, report: StepDone, *, now: float) -> list[Effect]:
         if report.report_id in self._answers:
@@ -274,12 +285,10 @@ class Controller:
         self.account.update(report.consumed)
         self.last_step = report.stats
         effects: list[Effect] = [Record("step", {"step": self.version, "model_version": self.version, **report.stats})]
-        if self.version >= self.settings.steps and self._stop_reason is None:
-            self._stop_reason = f"all {self.settings.steps} steps are done"
         loaded = self.fleet.oldest_loaded()
         due = loaded is None or self.knobs.bounds.reload_due(current=self.version, loaded=loaded)
-        effects.append(Send(self._directive(report.report_id, publish=due or self.fleet.awaits_weights())))
-        if self._stop_reason is None and self.version % self.knobs.evaluation_interval_steps == 0:
+        effects.append(self._answer(report.report_id, publish=due or self.fleet.awaits_weights()))
+        if self.ending is None and self.version % self.knobs.evaluation_interval_steps == 0:
             effects += self._evaluate(now=now)
         return effects + self.issue()
 
@@ -302,9 +311,17 @@ class Controller:
         )
         effects: list[Effect] = [record]
         first = self.version == 0 and not self.results and self.evaluation is None
-        if first and self._stop_reason is None and report.pauses_s:
+        if first and self.ending is None and report.pauses_s:
             effects += self._evaluate(now=now)
         return effects + self.reload_if_due() + self.issue()
+
+    def _starving(self, report: Starving) -> list[Effect]:
+        """Orders that nobody works on while the trainer waits for them were lost with the stream server's last second."""
+        idle = self.actors and not any(alive.groups_in_flight for alive, _ in self.actors.values())
+        if self.evaluation is not None or not idle or not self.fleet.serving():
+            return []
+        lost = self.account.lost(set(range(self.account.cursor)) - set(report.held))
+        return [Record("orders_lost", {"orders": len(lost)}), *self.issue()] if lost else []
 
     def _trainer_stopped(self, *, now: float) -> list[Effect]:
         self.phase = Phase.FINISHING
@@ -348,14 +365,20 @@ class Controller:
 
     def _finish(self) -> list[Effect]:
         self.phase = Phase.FINISHED
-        return [Finish(self._stop_reason or "stopped")]
+        return [Finish(self.ending or "stopped")]
+
+    def _answer(self, report_id: str, *, publish: bool) -> Send:
+        """The directive that a report asks for; the last is kept, since the trainer asks one question at a time."""
+        directive = self._directive(report_id, publish=publish)
+        self._answers = {report_id: directive}
+        return Send(directive)
 
     def _directive(self, answers: str, *, publish: bool) -> Directive:
-        stop = self._stop_reason is not None
+        stop = self.ending is not None
         self._stop_sent = self._stop_sent or stop
         stepped = answers.startswith(f"e{self.epoch}-step-")
         checkpoint = stop or (stepped and self.version % self.settings.checkpoint_interval_steps == 0)
-        directive = Directive(
+        return Directive(
             answers=answers,
             epoch=self.epoch,
             knobs=TrainerKnobs(
@@ -365,10 +388,8 @@ class Controller:
             ),
             publish_to=self.fleet.members() if publish or stop else [],
             membership=self.fleet.membership,
-            failed=sorted(self.account.failed),
+            failed=self.account.unsettled,
             checkpoint=checkpoint,
             stop=stop,
             controller_state=self.snapshot() if checkpoint else None,
         )
-        self._answers = {answers: directive}  # the last is enough: the trainer asks one question at a time
-        return directive

@@ -24,12 +24,12 @@ from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.statement import run_status
 from pipelinerl.errors import PipelineError, RecordError
-from pipelinerl.messages import ORDERS, PROMPTS, REPORTS, decode_report, encode
+from pipelinerl.messages import EPOCHS, ORDERS, PROMPTS, REPORTS, decode_report, encode
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import encode_order
-from pipelinerl.streams.stream import Entry, Stream, fresh_number
+from pipelinerl.streams.stream import Entry, Stream, fresh_number, parse_id
 from pipelinerl.types import PromptOrder, Purpose
 
 log = logging.getLogger("pipelinerl")
@@ -81,6 +81,9 @@ class ControllerService:
         """Serve until cancelled; `finished` is set when the run is over."""
         self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
         self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
+        # An epoch after the newest checkpoint may have begun and been cut off: its rollouts may still lie there.
+        begun, _ = parse_id(await self._stream.last_id(EPOCHS))
+        self.controller.epoch = max(self.controller.epoch, begun)
         # Orders of an earlier controller that still lie there are issued again by this one, where they are wanted.
         await self._stream.trim(PROMPTS, before=f"{self._next_entry}-0")
         self._record("run_started", {"run": self._name, "knobs": self.controller.knobs.to_json()})
@@ -155,6 +158,7 @@ class ControllerService:
             case IssuePrompts(orders):
                 await self._issue(orders)
             case Send(directive):
+                await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)  # once: later it is a no-op
                 await self._stream.append(ORDERS, [encode(directive)], first_id=self._next_directive)
                 self._next_directive += 1
                 await self._stream.trim(ORDERS, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")

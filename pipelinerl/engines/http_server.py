@@ -17,10 +17,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,7 +34,7 @@ from inference_contract.schemas import (
     ModelList,
     WeightUpdateRequest,
 )
-from pipelinerl.http_service import guard
+from pipelinerl.http_service import guard, refuse_in_one_shape
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -78,8 +77,7 @@ def create_app(engine: Engine, *, token: str | None) -> FastAPI:
         _post(routes.REQUEST_WEIGHT_UPDATE, _Call(WeightUpdateRequest, engine.request_weight_update))
     )
     app.router.routes.extend(_state_routes(engine))
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _internal_error)
+    refuse_in_one_shape(app)
     app.add_middleware(_Refusals)
     guard(app, token=token)
     return app
@@ -225,20 +223,6 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 async def _event(send: Send, data: bytes, *, last: bool = False) -> None:
     await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": not last})
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """404 and 405, in the contract's shape."""
-    assert isinstance(error, HTTPException)
-    wire = ContractError(f"{request.method} {request.url.path}: {error.detail}").to_wire()
-    wire["error"] |= {"type": "invalid_request_error", "code": str(error.detail).lower().replace(" ", "_")}
-    return Response(json.dumps(wire), error.status_code, error.headers, "application/json")
-
-
-async def _internal_error(request: Request, _: Exception) -> Response:
-    """An error of ours that no rule foresaw; the log has it, the client learns nothing of the inside."""
-    wire = ContractError(f"{request.method} {request.url.path} failed inside the engine; see its log").to_wire()
-    return Response(json.dumps(wire), 500, media_type="application/json")
 
 
 class _Refusals:

@@ -37,6 +37,15 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
         raise ModelError(f"{path} lacks {', '.join(missing)}; a model directory needs config, tokenizer and weights")
 
 
+def check_weights(path: Path) -> PreTrainedModel:
+    """The causal LM of a local directory without its weights, of which only names and shapes are read: quick.
+
+    Raises:
+        ModelError: `load_model` would raise it.
+    """
+    return _load(path, device_map="meta")
+
+
 def load_model(path: Path, *, dtype: DTypeName = "float32", attention: str | None = None) -> PreTrainedModel:
     """The causal LM of a local directory, on CPU, in eval mode.
 
@@ -46,24 +55,37 @@ def load_model(path: Path, *, dtype: DTypeName = "float32", attention: str | Non
     Raises:
         ModelError: the directory is incomplete, damaged, or holds an architecture that transformers does not know.
     """
-    check_directory(path, needs=["config.json"])
     import torch
+
+    model = _load(path, dtype=getattr(torch, dtype))
+    if attention is not None:
+        if not getattr(model, "_supports_attention_backend", False):
+            raise ModelError(f"{type(model).__name__} does not use transformers' attention interface")
+        model.set_attn_implementation(attention)
+    return model.eval()
+
+
+def _load(path: Path, **options: Any) -> PreTrainedModel:
+    check_directory(path, needs=["config.json"])
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # a line for each parameter in a server's log
+    transformers_logging.set_verbosity_error()  # its tables of what does not fit; the first of it is said below
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path),
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            dtype=getattr(torch, dtype),
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"the model in {path} cannot be loaded: {error}; copy it again") from error
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ModelError(f"the model in {path} cannot be loaded: {reason}; copy it again") from error
     model: PreTrainedModel
     report: dict[str, Any]
     model, report = loaded
@@ -74,11 +96,7 @@ def load_model(path: Path, *, dtype: DTypeName = "float32", attention: str | Non
             f"{path}: weights do not fit config.json: {len(names)} absent or of another shape, first "
             f"{sorted(names)[0]}; copy it again"
         )
-    if attention is not None:
-        if not getattr(model, "_supports_attention_backend", False):
-            raise ModelError(f"{type(model).__name__} does not use transformers' attention interface")
-        model.set_attn_implementation(attention)
-    return model.eval()
+    return model
 
 
 def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> None:

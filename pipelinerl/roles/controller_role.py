@@ -55,7 +55,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
             stop=sampling.stop,
         ),
         evaluation_problems=config.evaluation.problems,
-        evaluation_max_tokens=config.evaluation.max_tokens or sampling.max_tokens,
+        evaluation_max_tokens=config.evaluation_max_tokens,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
     )

@@ -63,11 +63,12 @@ def read_token(token_file: Path | None) -> str | None:
     if token_file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
     try:
-        return str(json.loads(token_file.read_text())["token"])
+        token = json.loads(token_file.read_text())["token"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(
-            f'{token_file} must hold {{"token": "…"}}; the launcher makes it as runs/<name>/tokens.json'
-        ) from None
+        token = None
+    if not isinstance(token, str) or not token:
+        raise UserError(f'{token_file} must hold {{"token": "…"}}; the launcher makes it as runs/<name>/tokens.json')
+    return token
 
 
 def _with_password(redis_url: str, run_dir: Path) -> str:
@@ -76,7 +77,7 @@ def _with_password(redis_url: str, run_dir: Path) -> str:
     parts = urlsplit(redis_url)
     if parts.password is not None or not password.is_file() or parts.hostname not in ("127.0.0.1", "localhost"):
         return redis_url
-    return parts._replace(netloc=f":{password.read_text()}@{parts.hostname}:{parts.port}").geturl()
+    return parts._replace(netloc=f":{password.read_text()}@{parts.netloc}").geturl()
 
 
 def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], identity: Identity) -> None:

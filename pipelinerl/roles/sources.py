@@ -14,7 +14,7 @@ def training_problems(config: RunConfig) -> Mixture:
 
 def held_out_problems(config: RunConfig) -> Mixture:
     """Problems never trained on; the same for every seed, so that runs can be compared."""
-    return problems_of(config, Split.HELD_OUT, seed=0)
+    return problems_of(config, Split(config.evaluation.split), seed=0)
 
 
 def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:

@@ -1,8 +1,9 @@
 """Which rollout groups may train: the staleness bound k, duplicates, signal, and the account of all of it.
 
 Pure. A group that is read ends in exactly one of: trained, filtered (no signal, or no valid verdict), stale; an order
-that failed never comes and ends so. A duplicate of one that already ended, or is waiting, counts nowhere. What ended is
-remembered as a frontier and a sparse set, so that the memory is bounded by how far groups overtake one another.
+that failed never comes and ends so. A duplicate of one that already ended, or is waiting, counts nowhere; nor does a
+group that abandoned weights have sampled, whose order is issued again. What ended is remembered as a frontier and a
+sparse set, so that the memory is bounded by how far groups overtake one another.
 """
 
 from __future__ import annotations
@@ -107,6 +108,6 @@ def is_judged(group: RolloutGroup) -> bool:
     return any(r.verdict.outcome.is_judgement and r.num_sampled_tokens > 0 for r in group.rollouts)
 
 
-def is_stale(group: RolloutGroup, *, producing: int, bounds: StalenessBounds, lineage: Lineage) -> bool:
+def is_stale(group: RolloutGroup, *, producing: int, bounds: StalenessBounds) -> bool:
     """Must the group be refused for the step that produces version `producing`?"""
-    return not lineage.includes(group) or not bounds.accepts(producing=producing, oldest=group.oldest_version)
+    return not bounds.accepts(producing=producing, oldest=group.oldest_version)

@@ -32,20 +32,33 @@ class Batcher:
         self._no_signal = no_signal
         self._waiting: dict[int, RolloutGroup] = {}
         self.duplicates = 0
+        self._abandoned: list[int] = []
 
     @property
     def num_waiting(self) -> int:
         """Groups that may still train."""
         return len(self._waiting)
 
+    @property
+    def waiting(self) -> list[int]:
+        """Their orders."""
+        return sorted(self._waiting)
+
     def offer(self, group: RolloutGroup) -> None:
-        """Take a group that was read: keep it, or settle it as filtered, or drop it as a duplicate."""
+        """Take a group that was read: keep it, or settle it as filtered, or drop it as a duplicate or as abandoned."""
         if self.ledger.has(group.index) or group.index in self._waiting:
             self.duplicates += 1
+        elif not self.lineage.includes(group):
+            self._abandoned.append(group.index)
         elif not is_judged(group) or (self._no_signal is NoSignal.FILTER and not has_signal(group)):
             self.ledger.settle([group.index], Fate.FILTERED)
         else:
             self._waiting[group.index] = group
+
+    def take_abandoned(self) -> list[int]:
+        """Orders, since the last call, whose groups abandoned weights had sampled: they have to be issued again."""
+        abandoned, self._abandoned = self._abandoned, []
+        return abandoned
 
     def take(self, budget: StepBudget, *, producing: int, bounds: StalenessBounds) -> list[RolloutGroup] | None:
         """The groups of the next step, in index order, settled as trained; None while too few are ready.
@@ -74,7 +87,7 @@ class Batcher:
         stale = [
             index
             for index, group in self._waiting.items()
-            if is_stale(group, producing=producing, bounds=bounds, lineage=self.lineage)
+            if is_stale(group, producing=producing, bounds=bounds)
         ]
         for index in stale:
             del self._waiting[index]

@@ -65,14 +65,18 @@ class Intake:
         directives: list[Directive] = []
         for entry in entries:
             if entry.stream == ORDERS:
-                self._orders_offset = entry.entry_id
-                directives.append(decode_directive(entry.payload))
+                directives.append(self._order(entry))
                 continue
             try:
                 groups.append(self._group(entry))
             except RecordError as error:
                 await self._dead_letters.bury(entry, error)
         return Arrivals(groups, directives)
+
+    async def read_orders(self, *, block_s: float) -> list[Directive]:
+        """New directives alone, while it is not known yet which rollouts may be read."""
+        entries = await self._stream.read({ORDERS: self._orders_offset}, count=16, block_s=block_s)
+        return [self._order(entry) for entry in entries]
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
         """Offsets for a checkpoint; `is_waiting` tells whether the group of an order index still waits."""
@@ -96,6 +100,10 @@ class Intake:
             self._scanned_at = now
             for partition in await self._stream.streams(ROLLOUTS):
                 self._offsets.setdefault(partition, START)
+
+    def _order(self, entry: Entry) -> Directive:
+        self._orders_offset = entry.entry_id
+        return decode_directive(entry.payload)
 
     def _group(self, entry: Entry) -> RolloutGroup:
         self._offsets[entry.stream] = entry.entry_id

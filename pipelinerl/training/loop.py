@@ -16,10 +16,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from pipelinerl.messages import (
     Message,
     Progress,
     Published,
+    Starving,
     StepDone,
     TrainerReady,
     TrainerStopped,
@@ -52,6 +53,8 @@ from trainer_contract.trainer import Trainer
 from trainer_contract.types import LossStats, MicroBatch, StepStats
 
 log = logging.getLogger("pipelinerl")
+#: What is silent for longer is asked, or told, again.
+_PATIENCE_S: Final = 5.0
 T = TypeVar("T")
 
 
@@ -108,16 +111,15 @@ class TrainingLoop:
         """Train until a directive says stop."""
         await self._intake.start()
         incarnation = uuid.uuid4().hex[:12]
-        ready_id = f"ready-{incarnation}"
-        await self._report(
+        directive = await self._ask(
             TrainerReady(
-                report_id=ready_id,
+                report_id=f"ready-{incarnation}",
                 incarnation=incarnation,
                 model_version=self._version,
                 consumed=self._consumed(),
-            )
+            ),
+            self._intake.read_orders,
         )
-        directive = await self._await_directive(ready_id)
         self._batcher.lineage = Lineage(directive.epoch, self._version)
         await self._obey(directive)
         while not self._current.stop:
@@ -133,17 +135,14 @@ class TrainingLoop:
                 "step_s": done - collected,
                 "waiting_groups": self._batcher.num_waiting,
             }
-            report_id = f"e{self._current.epoch}-step-{self._version}"
-            await self._report(
-                StepDone(
-                    report_id=report_id,
-                    epoch=self._current.epoch,
-                    model_version=self._version,
-                    consumed=self._consumed(),
-                    stats=stats,
-                )
+            step_done = StepDone(
+                report_id=f"e{self._current.epoch}-step-{self._version}",
+                epoch=self._current.epoch,
+                model_version=self._version,
+                consumed=self._consumed(),
+                stats=stats,
             )
-            await self._obey(await self._await_directive(report_id))
+            await self._obey(await self._ask(step_done, self._read))
         await self._finish_publication()
         await self._report(TrainerStopped(epoch=self._current.epoch, model_version=self._version))
         return self._version
@@ -157,7 +156,8 @@ class TrainingLoop:
 
     async def _collect(self) -> TrainBatch | None:
         """The next batch, or None when told to stop while waiting."""
-        deadline = time.monotonic() + self._settings.deadline_s
+        heard_at = time.monotonic()
+        deadline = heard_at + self._settings.deadline_s
         while True:
             knobs = self._current.knobs
             budget = StepBudget(rollouts=knobs.rollouts_per_step, tokens=self._settings.tokens_per_step)
@@ -175,10 +175,16 @@ class TrainingLoop:
                     f"step {producing} waited {self._settings.deadline_s:.0f} s for {budget.rollouts} rollouts and has "
                     f"{self._batcher.num_waiting} groups; see what the controller waits for with `pipelinerl status`"
                 )
+            waiting = self._batcher.waiting
             await self._read(block_s=1.0)
             await self._report_progress()
             if self._current.stop:
                 return None
+            if self._batcher.waiting != waiting:
+                heard_at = time.monotonic()
+            elif time.monotonic() - heard_at > _PATIENCE_S:
+                await self._report(Starving(epoch=self._current.epoch, model_version=self._version, held=waiting))
+                heard_at = time.monotonic()
 
     async def _read(self, *, block_s: float) -> list[Directive]:
         """Take in what is new; directives that nobody waits for are obeyed at once."""
@@ -228,11 +234,18 @@ class TrainingLoop:
         assert self._directive is not None, "the loop obeys a directive before anything else"
         return self._directive
 
-    async def _await_directive(self, answers: str) -> Directive:
+    async def _ask(
+        self, question: TrainerReady | StepDone, read: Callable[..., Awaitable[list[Directive]]]
+    ) -> Directive:
+        """Report, and again every few seconds (the server may have lost it, or its answer), until it is answered."""
         deadline = time.monotonic() + self._settings.deadline_s
-        while time.monotonic() < deadline:
-            for directive in await self._read(block_s=1.0):
-                if directive.answers == answers:
+        asked_at = float("-inf")
+        while (now := time.monotonic()) < deadline:
+            if now - asked_at >= _PATIENCE_S:
+                await self._report(question)
+                asked_at = now
+            for directive in await read(block_s=1.0):
+                if directive.answers == question.report_id:
                     return directive
                 if self._directive is not None and directive.epoch > self._directive.epoch:
                     raise FencedError(
@@ -240,7 +253,7 @@ class TrainingLoop:
                         "is running; this one stops"
                     )
         raise DeadlineError(
-            f"the trainer waited {self._settings.deadline_s:.0f} s for the controller to answer {answers}; "
+            f"the trainer waited {self._settings.deadline_s:.0f} s for the controller to answer {question.report_id}; "
             "is the controller running, with an engine that has joined?"
         )
 
@@ -319,11 +332,11 @@ class TrainingLoop:
         return self._reported
 
     async def _report_progress(self) -> None:
-        """Tell the controller of groups that ended without a step, so that it may issue others."""
-        before = self._reported
-        if self._consumed() != before:
+        """Tell the controller of groups that ended without a step, or must come again, so that it may issue orders."""
+        before, again = self._reported, self._batcher.take_abandoned()
+        if self._consumed() != before or again:
             await self._report(
-                Progress(epoch=self._current.epoch, model_version=self._version, consumed=self._reported)
+                Progress(epoch=self._current.epoch, model_version=self._version, consumed=self._reported, again=again)
             )
 
     async def _report(self, message: Message) -> None:

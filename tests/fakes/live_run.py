@@ -1,0 +1,145 @@
+"""`LiveRun`: a real `pipelinerl run` in processes of its own, watched through its event log, ended with everything it started.
+
+Promises: what is waited for has a deadline, and a failure shows what the launcher and the roles wrote; after the block
+no process of the run is alive.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import psutil
+
+from pipelinerl.observability.events import Event, read_events
+
+#: Small steps of the shipped model: a step takes a tenth of a second, so that starting is most of a run.
+SMALL = (
+    "evaluation.problems=16",
+    "evaluation.interval_steps=1000",
+    "checkpoint.interval_steps=10",
+    "training.rollouts_per_step=64",
+)
+CLI = (sys.executable, "-m", "pipelinerl.cli")
+
+
+@final
+class LiveRun:
+    """One launcher and what it started. Made by `launched`."""
+
+    def __init__(self, launcher: subprocess.Popen[str], directory: Path, output: Path) -> None:
+        self.launcher = launcher
+        self.directory = directory
+        self._output = output
+        self.seen: dict[int, psutil.Process] = {}
+
+    @property
+    def output(self) -> str:
+        """What the launcher has printed."""
+        return self._output.read_text()
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """The event log so far."""
+        path = self.directory / "events.jsonl"
+        events = read_events(path) if path.is_file() else []
+        return [event for event in events if kind is None or event["kind"] == kind]
+
+    def steps(self) -> list[int]:
+        """Model versions made so far, in the order of the log."""
+        return [event["step"] for event in self.events("step")]
+
+    def note_processes(self) -> dict[int, psutil.Process]:
+        """Remember whatever the launcher runs now."""
+        try:
+            self.seen |= {p.pid: p for p in psutil.Process(self.launcher.pid).children(recursive=True)}
+        except psutil.NoSuchProcess:
+            pass
+        return self.seen
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes of the run, of those ever noted, that live."""
+        return [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def role(self, name: str) -> psutil.Process:
+        """The process of a role; the one that serves redis has become the server."""
+        for process in self.note_processes().values():
+            try:
+                line = process.cmdline()
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+            server = name == "redis" and any("redis.conf" in word for word in line)
+            if server or ("--name" in line and line[line.index("--name") + 1] == name):
+                return process
+        raise AssertionError(f"{name} is not running; the launcher said:\n{self.output}")
+
+    def until(self, reached: Callable[[LiveRun], Any], what: str, timeout_s: float = 60.0) -> None:
+        """Wait until `reached`; an end of the run before that is a failure."""
+        deadline = time.monotonic() + timeout_s
+        while not reached(self):
+            self.note_processes()
+            if self.launcher.poll() is not None:
+                raise AssertionError(f"the run ended before {what}:\n{self.story()}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{what} did not come within {timeout_s:g} s:\n{self.story()}")
+            time.sleep(0.05)
+
+    def until_step(self, step: int, timeout_s: float = 60.0) -> None:
+        """Wait until the log has a step at or above `step`."""
+        self.until(lambda run: max(run.steps(), default=0) >= step, f"step {step}", timeout_s)
+
+    def end(self, timeout_s: float = 60.0) -> int:
+        """Wait for the launcher; its exit status."""
+        deadline = time.monotonic() + timeout_s
+        while self.launcher.poll() is None:
+            self.note_processes()
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the run did not end within {timeout_s:g} s:\n{self.story()}")
+            time.sleep(0.05)
+        return self.launcher.returncode
+
+    def story(self) -> str:
+        """Everything that helps to understand a failure."""
+        logs = sorted((self.directory / "logs").glob("*.log"))
+        tails = [f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-15:]) for log in logs]
+        last = "\n".join(str(event) for event in self.events()[-8:])
+        return "\n".join([self.output, *tails, "--- events", last])
+
+
+@contextmanager
+def launched(arguments: Sequence[str], directory: Path) -> Iterator[LiveRun]:
+    """`pipelinerl run <arguments>`, which writes to `directory`."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
+    environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+    with output.open("w") as file:
+        launcher = subprocess.Popen(
+            [*CLI, "run", *arguments], stdout=file, stderr=subprocess.STDOUT, text=True, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+    run = LiveRun(launcher, directory, output)
+    try:
+        yield run
+    finally:
+        run.note_processes()
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        for process in run.alive():
+            process.kill()
+
+
+def new_run(directory: Path, *overrides: str) -> list[str]:
+    """Arguments of a small new run in `directory`."""
+    return ["tiny", *SMALL, f"run.directory={directory.parent}", f"run.name={directory.name}", *overrides]
+
+
+def resumed(directory: Path) -> list[str]:
+    """Arguments that go on with the run in `directory`."""
+    return ["--resume", str(directory)]

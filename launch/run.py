@@ -50,7 +50,7 @@ def report(path: Path) -> list[Path]:
     """
     try:
         files = write_report(path)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} has no readable events.jsonl to report on: {error}") from None
     return [files.html, files.picture]
 
@@ -85,6 +85,8 @@ def _launch(directory: RunDirectory) -> int:
         console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
     style = {Outcome.COMPLETED: "green", Outcome.STOPPED: "yellow", Outcome.FAILED: "red"}[result.outcome]
     console.print(f"[{style}]{result.outcome}[/]: {result.message}", highlight=False, soft_wrap=True)
+    if result.outcome is Outcome.FAILED and directory.events.is_file():
+        console.print(f"to go on from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
     return result.exit_status
 
 

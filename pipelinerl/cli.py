@@ -36,14 +36,21 @@ RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as run
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")] = "tiny",
+    recipe: Annotated[str | None, typer.Argument(help="Recipe file, or name of a shipped one [default: tiny].")] = None,
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run from its newest checkpoint.")] = None,
 ) -> None:
     """Train: start every role on this machine, show progress, write the report."""
     from launch import run as launching
+    from pipelinerl.roles.dry_run import refuse
 
-    raise typer.Exit(launching.resume(resume) if resume else launching.start(recipes.load(recipe, overrides or [])))
+    if resume is not None:
+        if recipe is not None:
+            raise UserError(f"--resume goes on by the recipe in {resume}; change its recipe.toml, or start another run")
+        raise typer.Exit(launching.resume(resume))
+    config = recipes.load(recipe or "tiny", overrides or [])
+    refuse(config)
+    raise typer.Exit(launching.start(config))
 
 
 @app.command()
@@ -64,14 +71,12 @@ def status(
 ) -> None:
     """What a live run is doing, and what it waits for."""
     from pipelinerl.observability import progress
-    from pipelinerl.observability.status import RunStatus
     from pipelinerl.roles.remote import Remote
 
-    answer = Remote.of(run_dir).get("/status")
+    state = Remote.of(run_dir).status()
     if json:
-        typer.echo(answer.text)
+        typer.echo(state.to_json())
         return
-    state = RunStatus.from_json(answer.content)
     typer.echo(progress.line(state))
     typer.echo(f"waits for {state.waiting_for}")
 
@@ -81,11 +86,12 @@ def knobs_show(run_dir: RunPath) -> None:
     """The knobs of a live run and the log of their changes."""
     from pipelinerl.roles.remote import Remote
 
-    body = Remote.of(run_dir).get("/knobs").json()
-    for name, value in body["knobs"].items():
+    answer = Remote.of(run_dir).knobs()
+    for name, value in answer.knobs.items():
         typer.echo(f"{name} = {value}")
-    for change in body["log"]:
-        typer.echo(f"step {change['step']}: {change['changes']} by {change['who']}")
+    for change in answer.log:
+        made = ", ".join(f"{name} = {value}" for name, value in change.changes.items())
+        typer.echo(f"step {change.step}: {made} by {change.who}")
 
 
 @knobs_app.command("set")
@@ -95,10 +101,10 @@ def knobs_set(
     """Change knobs of a live run; they take effect at the next step boundary."""
     from pipelinerl.roles.remote import Remote
 
-    body = Remote.of(run_dir).patch("/knobs", dict(_assignment(change) for change in changes)).json()
-    for name, value in body["knobs"].items():
+    answer = Remote.of(run_dir).change(dict(_assignment(change) for change in changes))
+    for name, value in answer.knobs.items():
         typer.echo(f"{name} = {value}")
-    typer.echo(f"effective {body['effective']}")
+    typer.echo(f"effective {answer.effective}")
 
 
 @app.command()
@@ -106,7 +112,7 @@ def stop(run_dir: RunPath) -> None:
     """End a live run at its next step boundary, with checkpoint and evaluation."""
     from pipelinerl.roles.remote import Remote
 
-    Remote.of(run_dir).post("/stop")
+    Remote.of(run_dir).stop()
     typer.echo("the run will stop at its next step boundary")
 
 
@@ -316,7 +322,7 @@ def _start(role: Any, identity: Any) -> None:
 
 def _assignment(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
-    if not separator:
+    if not (separator and name.strip()):
         raise RecipeError(f"expected knob=value, got {text!r}")
     return name.strip(), value.strip()
 

@@ -177,7 +177,9 @@ class StreamsSection(Section):
     @field_validator("redis_url")
     @classmethod
     def _of_a_server(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):  # not shown: it may hold a secret
+        if url is not None and not url.startswith(
+            ("redis://", "rediss://", "unix://")
+        ):  # not shown: it may hold a secret
             raise ValueError("must begin with redis://, rediss:// or unix://; leave it out for an embedded server")
         return url
 
@@ -206,7 +208,7 @@ class RunConfig(Section):
     """A whole run."""
 
     model: ModelSection
-    domains: tuple[DomainSection, ...] = Field(min_length=1)
+    domains: tuple[DomainSection, ...]
     run: RunSection = RunSection()
     objective: str | dict[str, Any] = "pipelinerl"
     engine: EngineSection = EngineSection()
@@ -232,8 +234,8 @@ class RunConfig(Section):
     @classmethod
     def _domain_names_unique(cls, domains: tuple[DomainSection, ...]) -> tuple[DomainSection, ...]:
         names = [domain.name for domain in domains]
-        if len(set(names)) != len(names):
-            raise ValueError(f"domain names must be unique, got {', '.join(names)}")
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"must be one or more with names of their own, got {', '.join(names) or 'none'}")
         return domains
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ from pipelinerl.errors import AddressError
 KEEP_ALIVE_S: Final = 75
 GRACE_S: Final = 3
 OPEN_PATH: Final = "/health"
+_NOT_JSON: Final = "the body must be JSON, with the header Content-Type: application/json"
 
 
 def guard(app: FastAPI, *, token: str | None) -> None:
@@ -75,8 +76,10 @@ def refuse_in_one_shape(app: FastAPI) -> None:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """404 and 405."""
+    """404 and 405; and 400, for a body that is JSON to the eye but not to the parser."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 400:
+        return refusal(400, _NOT_JSON, code="invalid_json")
     detail = str(error.detail)
     answer = refusal(
         error.status_code, f"{request.method} {request.url.path}: {detail}", code=detail.lower().replace(" ", "_")
@@ -91,7 +94,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
     first = error.errors()[0]
     place, *path = (str(part) for part in first["loc"])
     if first["type"] == "json_invalid":
-        return refusal(400, "the body must be JSON", code="invalid_json")
+        return refusal(400, _NOT_JSON, code="invalid_json")
     param = ".".join(path) or None
     return refusal(422, f"{param or place}: {first['msg']}", code="invalid_request_error", param=param)
 
@@ -166,7 +169,9 @@ async def _up(app: FastAPI) -> AsyncIterator[None]:
         end = asyncio.ensure_future(lifespan.__aexit__(None, None, None))
         try:
             await asyncio.shield(end)
-        except asyncio.CancelledError:  # the signal that ended the server cancels its task, too: put things in order first
+        except (
+            asyncio.CancelledError
+        ):  # the signal that ended the server cancels its task, too: put things in order first
             await end
             raise
 

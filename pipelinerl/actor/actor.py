@@ -8,12 +8,14 @@
 
 Promises: at most `groups_in_flight` orders are held; an order is acknowledged only after its group is appended, so one
 that a dead actor held is claimed again by another; the second copy that this can make is dropped by the trainer, by
-group id. Every order ends as a group, an evaluation answer, or a failure with its reason.
+group id. Every order ends as a group, an evaluation answer, or a failure with its reason; one that cannot be read goes
+to the dead letters. An actor ends by cancellation, at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, final
@@ -34,10 +36,13 @@ from pipelinerl.messages import (
     Message,
     encode,
 )
+from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order, encode_group
-from pipelinerl.streams.stream import Stream, fresh_number
+from pipelinerl.streams.stream import Entry, Stream, fresh_number
 from pipelinerl.types import Outcome, PromptOrder, Purpose, RolloutGroup
 from pipelinerl.verifiers.verifier import Verifier
+
+log = logging.getLogger("pipelinerl")
 
 
 class Sampler(Protocol):
@@ -56,7 +61,7 @@ class ActorSettings:
     groups_in_flight: int
     attempts: int
     model: str | None = None
-    reclaim_idle_s: float = 60.0
+    reclaim_idle_s: float = 15.0
     heartbeat_s: float = 2.0
     block_s: float = 0.25
 
@@ -74,7 +79,7 @@ class _Outbox:
 
 @final
 class Actor:
-    """One actor process. `run` returns when `stop` was called and what was in flight has been put or given up."""
+    """One actor process."""
 
     def __init__(
         self,
@@ -89,32 +94,26 @@ class Actor:
         self._sampler = sampler
         self._verifier_of = verifier_of
         self._outbox = _Outbox()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(settings.groups_in_flight)
-        self._stopping = asyncio.Event()
+        self._dead_letters = DeadLetters(stream)
         self._groups_done = 0
         self._resampled = 0
 
-    def stop(self) -> None:
-        """Take no more orders; orders in flight are left to be claimed by another actor."""
-        self._stopping.set()
-
     async def run(self) -> None:
-        """Work until stopped."""
+        """Work until cancelled; the orders in flight then are left to the next life of this actor, or to another."""
         partition = ROLLOUTS + self.settings.name
         next_id = fresh_number(await self._stream.last_id(partition))
         async with asyncio.TaskGroup() as group:
-            flusher = group.create_task(self._flush(partition, next_id))
-            heartbeat = group.create_task(self._heartbeat())
+            group.create_task(self._flush(partition, next_id))
+            group.create_task(self._heartbeat())
             await self._claim(group)
-            for task in self._tasks:
-                task.cancel()
-            heartbeat.cancel()
-            self._outbox.ready.set()
-            await flusher
 
     async def _claim(self, group: asyncio.TaskGroup) -> None:
-        while not self._stopping.is_set():
+        for entry in await self._stream.held(PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name):
+            await self._room.acquire()
+            self._begin(group, entry)
+        while True:
             await self._room.acquire()
             free = 1
             while free < self.settings.groups_in_flight and not self._room.locked():
@@ -129,23 +128,28 @@ class Actor:
                 reclaim_idle_s=self.settings.reclaim_idle_s,
             )
             for entry in entries:
-                task = group.create_task(self._work(entry.entry_id, entry.payload))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._begin(group, entry)
             for _ in range(free - len(entries)):
                 self._room.release()
 
-    async def _work(self, entry_id: str, payload: bytes) -> None:
-        try:
-            order = decode_order(payload)
-            await self._fulfil(order)
-            self._outbox.done.append(entry_id)
-        except RecordError:
-            # Whoever wrote it, it will not get better: acknowledge it, so that it is not claimed for ever.
-            self._outbox.done.append(entry_id)
-        finally:
+    def _begin(self, group: asyncio.TaskGroup, entry: Entry) -> None:
+        if entry.entry_id in self._tasks:  # a server that was away may count as idle what is being worked on
             self._room.release()
-            self._outbox.ready.set()
+            return
+        task = group.create_task(self._work(entry))
+        self._tasks[entry.entry_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(entry.entry_id))
+
+    async def _work(self, entry: Entry) -> None:
+        try:
+            await self._fulfil(decode_order(entry.payload))
+        except RecordError as error:
+            # Whoever wrote it, it will not get better: it is acknowledged, so that it is not claimed for ever.
+            log.error("an order cannot be read: %s", error)
+            await self._dead_letters.bury(entry, error)
+        self._outbox.done.append(entry.entry_id)
+        self._outbox.ready.set()
+        self._room.release()
 
     async def _fulfil(self, order: PromptOrder) -> None:
         try:
@@ -197,7 +201,7 @@ class Actor:
 
     async def _flush(self, partition: str, next_id: int) -> None:
         outbox = self._outbox
-        while not (self._stopping.is_set() and not (outbox.groups or outbox.reports or outbox.done)):
+        while True:
             await outbox.ready.wait()  # at the latest, the heartbeat sets it
             outbox.ready.clear()
             groups, outbox.groups = outbox.groups, []
@@ -222,6 +226,9 @@ class Actor:
                 )
             )
             self._outbox.ready.set()
+            await self._stream.renew(
+                PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name, entry_ids=list(self._tasks)
+            )
             await asyncio.sleep(self.settings.heartbeat_s)
 
 

@@ -25,7 +25,7 @@ def assemble(order: PromptOrder, answers: Sequence[Answer], *, actor: str) -> Ro
     """The group of an order from its verified answers.
 
     Raises:
-        RecordError: the engine left out what a rollout needs (token ids, log-probs or version spans).
+        RecordError: the engine left out what a rollout needs (token ids, log-probs, version spans), or they do not fit.
     """
     return RolloutGroup(
         group_id=order.order_id,
@@ -42,6 +42,17 @@ def _rollout(order: PromptOrder, answer: Answer) -> Rollout:
         raise RecordError(
             f"{order.order_id}: the engine must answer with prompt_token_ids, token_ids, token_logprobs and "
             "version_spans when return_token_ids is set; run `pipelinerl conformance engine URL` against it"
+        )
+    tokens, logprobs, spanned = (
+        len(choice.token_ids),
+        len(choice.token_logprobs),
+        sum(n for _, n in choice.version_spans),
+    )
+    if not (prompt and tokens) or not tokens == logprobs == spanned:
+        raise RecordError(
+            f"{order.order_id}: expected a prompt, and as many token_logprobs as token_ids with version_spans over all "
+            f"of them; the engine answered with {len(prompt)} prompt tokens, {tokens} tokens, {logprobs} log-probs and "
+            f"spans over {spanned}"
         )
     turn = Turn(
         context_token_ids=np.array(prompt, np.int32),

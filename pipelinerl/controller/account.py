@@ -77,8 +77,8 @@ class Account:
         """Raises LedgerError when the account does not balance."""
         if self.in_flight < 0:
             raise LedgerError(
-                f"issued {self.cursor - len(self.reissue)} orders but {self.ended} ended and {len(self.unsettled)} more "
-                "failed: the account does not balance; keep the run directory and report it"
+                f"issued {self.cursor - len(self.reissue)} orders but {self.ended} ended and {len(self.unsettled)} "
+                "more failed: the account does not balance; keep the run directory and report it"
             )
 
     def to_record(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI, Header, Query
 from fastapi.responses import JSONResponse, Response
 
+from pipelinerl.controller.effects import Effect
 from pipelinerl.controller.service import ControllerService
 from pipelinerl.errors import RecipeError
 from pipelinerl.http_service import guard, refusal, refuse_in_one_shape
@@ -86,5 +87,10 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         if base not in (known := [record.url for record in fleet.records()]):
             message = f"no such engine is part of this run; engines are: {', '.join(known) or 'none'}"
             return refusal(404, message, code="unknown_engine", param="url")
-        await service.perform(lambda: service.controller.engine_removed(base))
+
+        def remove() -> list[Effect]:
+            fleet.expel(base, "removed by an operator")
+            return service.controller.engine_left(base, "removed by an operator")
+
+        await service.perform(remove)
         return JSONResponse({"state": "removed"})

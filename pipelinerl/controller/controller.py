@@ -153,9 +153,9 @@ class Controller:
         self.knob_log.append(change)
         return [Record("knobs", {"changes": dict(changes), "who": who, "step": self.version}), *self.issue()]
 
-    def engine_joined(self, url: str, *, now: float) -> list[Effect]:
-        """An engine offers itself."""
-        if not self.fleet.join(url):
+    def engine_joined(self, url: str, *, now: float, incarnation: str = "") -> list[Effect]:
+        """An engine offers itself; without `incarnation`, an operator offers it."""
+        if not self.fleet.join(url, incarnation):
             return []
         effects: list[Effect] = [Record("engine_joined", {"url": url})]
         if self._pending_ready is not None:
@@ -316,7 +316,7 @@ class Controller:
         return effects + self.reload_if_due() + self.issue()
 
     def _starving(self, report: Starving) -> list[Effect]:
-        """Orders that nobody works on while the trainer waits for them were lost with the stream server's last second."""
+        """Orders that no actor works on while the trainer waits for them went with the stream server's last second."""
         idle = self.actors and not any(alive.groups_in_flight for alive, _ in self.actors.values())
         if self.evaluation is not None or not idle or not self.fleet.serving():
             return []

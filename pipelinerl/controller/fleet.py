@@ -2,6 +2,7 @@
 
     joining ──published──▶ healthy ──missed polls──▶ dead ──answers again──▶ joining
        ▲                      └──update failed──▶ joining ──too often──▶ expelled
+       └──── a new life of it, or an operator ◀─────────────────────────────┘
 
 Only a healthy engine gets work, and only a successful publication makes one healthy: an engine that was away, or whose
 update failed, must first be given the current weights. The membership number grows whenever the set changes, since a
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import final
+from typing import Final, final
 
 from inference_contract.schemas import EngineMetrics
 
@@ -24,7 +25,10 @@ class Standing(StrEnum):
     HEALTHY = "healthy"
     DEAD = "dead"
     EXPELLED = "expelled"
-    """It failed too many updates in a row: only an operator brings it back."""
+    """It failed too many updates in a row, or an operator took it out: what it offers in this life is not heard."""
+
+
+_ALIVE: Final = (Standing.JOINING, Standing.HEALTHY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class EngineRecord:
     """One engine; `loaded` is the version last published to it in this epoch."""
 
     url: str
+    incarnation: str = ""
     standing: Standing = Standing.JOINING
     loaded: int = -1
     missed_polls: int = 0
@@ -59,7 +64,7 @@ class Fleet:
 
     def members(self) -> list[str]:
         """Engines that a publication must reach: all that are alive."""
-        return [r.url for r in self.records() if r.standing in (Standing.JOINING, Standing.HEALTHY)]
+        return [record.url for record in self.records() if record.standing in _ALIVE]
 
     def serving(self) -> list[str]:
         """Engines that may be given work."""
@@ -73,20 +78,28 @@ class Fleet:
         """Is an engine alive that has not been given the weights of this epoch?"""
         return any(record.standing is Standing.JOINING for record in self._records.values())
 
-    def join(self, url: str) -> bool:
-        """Add an engine, or bring back one that was dead or expelled; True when the set changed."""
-        if url in self.members():
-            return False
-        self._records[url] = EngineRecord(url=url)
+    def join(self, url: str, incarnation: str = "") -> bool:
+        """Add an engine, or bring one back; True when the set changed.
+
+        An engine repeats its offer as long as it lives. `incarnation` tells its lives apart, since a new one has lost
+        its weights; it is empty when an operator asks.
+        """
+        known = self._records.get(url)
+        if known is not None:
+            same_life = known.incarnation in ("", incarnation)
+            repeated = same_life if incarnation else known.standing is not Standing.EXPELLED
+            if repeated and known.standing is not Standing.DEAD:
+                self._records[url] = replace(known, incarnation=known.incarnation or incarnation)
+                return False
+        self._records[url] = EngineRecord(url=url, incarnation=incarnation)
         self.membership += 1
         return True
 
-    def leave(self, url: str) -> bool:
-        """Remove an engine for good; True when it was there."""
-        if self._records.pop(url, None) is None:
-            return False
-        self.membership += 1
-        return True
+    def expel(self, url: str, reason: str) -> None:
+        """Give an engine no more work and no more weights."""
+        record = self._records[url]
+        self.membership += record.standing in _ALIVE
+        self._records[url] = replace(record, standing=Standing.EXPELLED, loaded=-1, last_error=reason)
 
     def begin_epoch(self) -> None:
         """A new trainer: nobody has its weights, and its group must be formed anew."""

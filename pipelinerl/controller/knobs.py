@@ -8,17 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from reprlib import repr as short
 from typing import Any, Final, Self
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
+_FIXED: Final = frozenset({"group_size", "max_groups"})
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """Everything that may change while the run is live."""
+    """Everything that may change while the run is live; `group_size` and `max_groups` are what the run fixes."""
 
     j: int
     k: float
@@ -27,6 +29,8 @@ class Knobs:
     rollouts_per_step: int
     evaluation_interval_steps: int
     group_size: int
+    max_groups: int = 2**31
+    """Most groups in flight: a step of more could never be filled."""
 
     def __post_init__(self) -> None:
         StalenessBounds(self.j, self.k)
@@ -43,6 +47,11 @@ class Knobs:
             raise RecipeError(
                 f"rollouts_per_step must be a multiple of the group size {self.group_size}, "
                 f"got {self.rollouts_per_step}"
+            )
+        if self.groups_per_step > self.max_groups:
+            raise RecipeError(
+                f"rollouts_per_step must be at most {self.max_groups * self.group_size}, the room of the streams "
+                f"(streams.max_groups), got {self.rollouts_per_step}"
             )
 
     @property
@@ -74,27 +83,28 @@ class Knobs:
     def to_json(self) -> dict[str, Any]:
         """Plain values; an infinite k is the text `inf`, which JSON can carry."""
         values = asdict(self)
-        del values["group_size"]
+        for name in _FIXED:
+            del values[name]
         values["k"] = "inf" if math.isinf(self.k) else int(self.k)
         return values
 
     def _converted(self, name: str, value: Any) -> Any:
-        changeable = {field.name for field in fields(self)} - {"group_size"}
+        changeable = {field.name for field in fields(self)} - _FIXED
         if name not in changeable:
-            raise RecipeError(f"unknown knob {name!r}; knobs are {', '.join(sorted(changeable))} and preset")
+            raise RecipeError(f"unknown knob {short(name)}; knobs are {', '.join(sorted(changeable))} and preset")
         whole = name in _WHOLE
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if isinstance(value, bool) or math.isnan(number) or (whole and not number.is_integer()):
-            raise RecipeError(f"{name} must be a {'whole ' if whole else ''}number, got {value!r}")
+            raise RecipeError(f"{name} must be a {'whole ' if whole else ''}number, got {short(value)}")
         return int(number) if whole else number
 
 
 def _preset(name: Any) -> dict[str, Any]:
-    if name not in PRESETS:
-        raise RecipeError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
+    if not isinstance(name, str) or name not in PRESETS:
+        raise RecipeError(f"preset must be one of {', '.join(PRESETS)}, got {short(name)}")
     return {"j": PRESETS[name].j, "k": PRESETS[name].k}
 
 

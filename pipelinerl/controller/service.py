@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, final
 
 import msgspec
+from pydantic import ValidationError
 
 from inference_contract.errors import ContractError
 from inference_contract.schemas import EngineMetrics
@@ -59,8 +60,10 @@ class ControllerService:
         probe: EngineProbe,
         events: EventLog,
         poll_s: float = 1.0,
+        elapsed_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`elapsed_s` is the age of a run that goes on, so that its events keep one time line."""
         self.controller = controller
         self._name = name
         self._stream = stream
@@ -68,17 +71,16 @@ class ControllerService:
         self._events = events
         self._poll_s = poll_s
         self._clock = clock
-        self._started = clock()
+        self._started = clock() - elapsed_s
         self._dead_letters = DeadLetters(stream)
         self._next_entry = 0
         self._next_directive = 0
         self._issued: deque[tuple[int, int]] = deque()  # (entry, index) of training orders, oldest first
         self._turn = asyncio.Lock()
         self.finished = asyncio.Event()
-        self.failure = ""
 
     async def run(self) -> None:
-        """Serve until cancelled; `finished` is set when the run is over."""
+        """Serve until the run is over, which sets `finished`; raises what stops it before."""
         self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
         self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
         # An epoch after the newest checkpoint may have begun and been cut off: its rollouts may still lie there.
@@ -88,8 +90,10 @@ class ControllerService:
         await self._stream.trim(PROMPTS, before=f"{self._next_entry}-0")
         self._record("run_started", {"run": self._name, "knobs": self.controller.knobs.to_json()})
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._reports())
-            group.create_task(self._poll())
+            loops = [group.create_task(self._reports()), group.create_task(self._poll())]
+            await self.finished.wait()
+            for loop in loops:
+                loop.cancel()
 
     async def perform(self, decide: Callable[[], list[Effect]]) -> None:
         """Take one decision and carry it out; decisions never overlap."""
@@ -99,9 +103,7 @@ class ControllerService:
 
     def status(self) -> RunStatus:
         """What the run is doing now."""
-        return run_status(
-            self.controller, name=self._name, now=self._clock(), elapsed_s=self._elapsed(), failure=self.failure
-        )
+        return run_status(self.controller, name=self._name, now=self._clock(), elapsed_s=self._elapsed())
 
     # --- loops -----------------------------------------------------------------------------------------------------
 
@@ -143,8 +145,10 @@ class ControllerService:
 
     async def _ask(self, url: str) -> None:
         try:
-            metrics = EngineMetrics.model_validate(await self._probe.metrics(url))
-        except (ContractError, PipelineError) as error:
+            found = await self._probe.metrics(url)
+            known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
+            metrics = EngineMetrics.model_validate(known)
+        except (ContractError, PipelineError, ValidationError) as error:
             reason = str(error)
             if self.controller.fleet.missed(url, reason):
                 await self.perform(lambda: self.controller.engine_left(url, reason))

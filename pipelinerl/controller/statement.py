@@ -7,7 +7,7 @@ from pipelinerl.controller.fleet import EngineRecord, Standing
 from pipelinerl.observability import status
 
 
-def run_status(controller: Controller, *, name: str, now: float, elapsed_s: float, failure: str) -> status.RunStatus:
+def run_status(controller: Controller, *, name: str, now: float, elapsed_s: float) -> status.RunStatus:
     """A snapshot for people; `now` is on the controller's monotonic clock."""
     results = controller.results
     last = results[-1] if results else None
@@ -20,7 +20,7 @@ def run_status(controller: Controller, *, name: str, now: float, elapsed_s: floa
     done = controller.version - controller.first_version
     return status.RunStatus(
         run=name,
-        phase=_phase(controller, failure),
+        phase=_phase(controller),
         step=controller.version,
         total_steps=controller.settings.steps,
         model_version=controller.version,
@@ -44,15 +44,13 @@ def run_status(controller: Controller, *, name: str, now: float, elapsed_s: floa
         ),
         ledger=status.LedgerStatus(**controller.account.ledger()),
         knobs=controller.knobs.to_json(),
-        waiting_for=failure or controller.waiting_for(now=now),
+        waiting_for=controller.waiting_for(now=now),
         elapsed_s=elapsed_s,
         eta_s=remaining * (now - controller.training_since) / done if done and controller.training_since else None,
     )
 
 
-def _phase(controller: Controller, failure: str) -> status.Phase:
-    if failure:
-        return status.Phase.FAILED
+def _phase(controller: Controller) -> status.Phase:
     if controller.phase is Phase.TRAINING and controller.evaluation is not None and controller.version == 0:
         return status.Phase.EVALUATING
     return status.Phase(controller.phase.value)

@@ -66,16 +66,25 @@ class EnginePool:
     """Used from one event loop."""
 
     def __init__(
-        self, client: ChatClient, urls: Iterable[str] = (), *, deadline_s: float = 600.0, suspect_s: float = 2.0
+        self,
+        client: ChatClient,
+        urls: Iterable[str] = (),
+        *,
+        deadline_s: float = 600.0,
+        suspect_s: float = 2.0,
+        min_epoch: int = 0,
     ) -> None:
         """
         Args:
             deadline_s: longest time for one request, all tries together.
             suspect_s: how long an engine is avoided after it failed.
+            min_epoch: what weights of an earlier epoch have sampled is no answer. In a run, 1: an engine that answers
+                with epoch 0 has restarted, and serves what it was started with until it is given weights again.
         """
         self._client = client
         self._deadline_s = deadline_s
         self._suspect_s = suspect_s
+        self._min_epoch = min_epoch
         self._outstanding: dict[str, int] = {}
         self._suspect_until: dict[str, float] = {}
         self._changed = asyncio.Event()
@@ -124,10 +133,13 @@ class EnginePool:
         tokens = cost(request)
         self._outstanding[url] += tokens
         try:
-            return await self._client.chat(url, request)
+            completion = await self._client.chat(url, request)
         finally:
             if url in self._outstanding:
                 self._outstanding[url] = max(self._outstanding[url] - tokens, 0)
+        if completion.epoch < self._min_epoch:
+            raise Dirty(f"it serves weights of epoch {completion.epoch}, not those of this run: has it restarted?")
+        return completion
 
     async def _change(self, timeout_s: float) -> None:
         self._changed.clear()

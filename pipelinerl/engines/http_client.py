@@ -88,8 +88,13 @@ class EngineClient:
     async def metrics(self, url: str) -> dict[str, float]:
         """GET /metrics, as numbers by name without the `pipelinerl_engine_` prefix."""
         text = await self._exchange(url, routes.METRICS, self._state_timeout_s, None)
-        pairs = (line.rsplit(" ", 1) for line in text.decode().splitlines() if line and not line.startswith("#"))
-        return {name.removeprefix("pipelinerl_engine_"): float(value) for name, value in pairs}
+        try:
+            pairs = [line.rsplit(" ", 1) for line in text.decode().splitlines() if line and not line.startswith("#")]
+            return {name.removeprefix("pipelinerl_engine_"): float(value) for name, value in pairs}
+        except ValueError:
+            raise EngineUnreachable(
+                f"{url}{routes.METRICS} must answer in Prometheus' text form. Is it an engine of this contract?"
+            ) from None
 
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
         """POST /init_process_group; waits as long as the request lets the engine wait."""

@@ -5,6 +5,7 @@ Promises: no network, no code from the directory is run, weights from safetensor
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -35,6 +36,20 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
         missing.append("*.safetensors")
     if missing:
         raise ModelError(f"{path} lacks {', '.join(missing)}; a model directory needs config, tokenizer and weights")
+
+
+def model_type(path: Path) -> str:
+    """The `model_type` that config.json declares.
+
+    Raises:
+        ModelError: there is none.
+    """
+    try:
+        return str(json.loads((path / "config.json").read_text())["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ModelError(
+            f"{path / 'config.json'} must be a JSON object that names a model_type; copy it again"
+        ) from None
 
 
 def check_weights(path: Path) -> PreTrainedModel:
@@ -91,10 +106,10 @@ def _load(path: Path, **options: Any) -> PreTrainedModel:
     model, report = loaded
     # transformers fills absent weights with fresh random ones and only warns: that model would be another one.
     if report["missing_keys"] or report["mismatched_keys"]:
-        names = [str(key) for key in (*report["missing_keys"], *report["mismatched_keys"])]
+        names = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
         raise ModelError(
-            f"{path}: weights do not fit config.json: {len(names)} absent or of another shape, first "
-            f"{sorted(names)[0]}; copy it again"
+            f"{path}: weights do not fit config.json: {len(names)} absent or of another shape, first {names[0]}; copy "
+            "it again"
         )
     return model
 

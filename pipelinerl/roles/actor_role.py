@@ -36,7 +36,7 @@ async def run(identity: Identity) -> None:
 
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
-    pool = EnginePool(client, deadline_s=config.actor.timeout_s)
+    pool = EnginePool(client, deadline_s=config.actor.timeout_s, min_epoch=1)
     actor = Actor(
         ActorSettings(
             name=identity.name, groups_in_flight=config.actor.groups_in_flight, attempts=config.actor.attempts
@@ -45,13 +45,12 @@ async def run(identity: Identity) -> None:
         sampler=pool,
         verifier_of=verifier_of,
     )
-    refresh = asyncio.create_task(_follow_fleet(identity, pool))
     try:
-        await actor.run()
+        async with asyncio.TaskGroup() as group:
+            refresh = group.create_task(_follow_fleet(identity, pool))
+            await actor.run()
+            refresh.cancel()
     finally:
-        refresh.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await refresh
         await client.close()
         await stream.close()
 

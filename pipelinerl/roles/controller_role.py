@@ -10,15 +10,14 @@ from pathlib import Path
 from pipelinerl.config import RunConfig
 from pipelinerl.controller.api import create_api
 from pipelinerl.controller.controller import Controller, ControllerSettings
-from pipelinerl.controller.knobs import Knobs
 from pipelinerl.controller.service import ControllerService
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.http_service import listen, serve_until
-from pipelinerl.observability.events import EventLog
+from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.roles.parts import checkpoints_of, knobs_of
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.sources import held_out_problems, training_problems
-from pipelinerl.roles.trainer_role import checkpoints_of
 from pipelinerl.training.checkpoint import TrainingState
 from pipelinerl.types import Sampling
 
@@ -61,39 +60,32 @@ def settings_of(config: RunConfig) -> ControllerSettings:
     )
 
 
-def knobs_of(config: RunConfig) -> Knobs:
-    """The knobs as the recipe sets them."""
-    bounds = config.staleness.bounds
-    return Knobs(
-        j=bounds.j,
-        k=bounds.k,
-        temperature=config.sampling.temperature,
-        learning_rate=config.optimizer.learning_rate,
-        rollouts_per_step=config.training.rollouts_per_step,
-        evaluation_interval_steps=config.evaluation.interval_steps,
-        group_size=config.sampling.group_size,
-    )
-
-
 async def run(identity: Identity) -> None:
     """Serve until the run is over or the process is told to stop; goes on from the run's newest checkpoint."""
-    latest = checkpoints_of(identity).latest()
+    latest = checkpoints_of(identity.config, identity.run_dir).latest()
     listener = listen(identity.host, identity.port)
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
-    with EventLog(identity.run_dir / "events.jsonl") as events:
+    log = identity.run_dir / "events.jsonl"
+    age_s = max((event.get("elapsed_s", 0.0) for event in read_events(log)), default=0.0) if log.is_file() else 0.0
+    with EventLog(log) as events:
         service = ControllerService(
             build_controller(identity.config, latest[1] if latest else None),
             name=identity.config.run.name,
             stream=stream,
             probe=client,
             events=events,
+            elapsed_s=age_s,
         )
         endpoint = _advertise(identity, listener.getsockname())
+        running = asyncio.create_task(service.run())
         try:
-            over = asyncio.create_task(service.finished.wait())
-            await serve_until(create_api(service, token=identity.token), listener, over=over)
+            await serve_until(create_api(service, token=identity.token), listener, over=running)
+            if running.done():
+                running.result()  # raises what stopped it, if it was not the end of the run
         finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
             endpoint.unlink(missing_ok=True)
             await client.close()
             await stream.close()

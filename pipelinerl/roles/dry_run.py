@@ -1,43 +1,111 @@
-"""`pipelinerl check`: build everything that a recipe names, short of processes, and say what was found."""
+"""What can be refused before a run is started: in no time by `refuse`, in seconds and thoroughly by `findings`."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from pipelinerl import registry
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import RecipeError
+from pipelinerl.data.mixture import Mixture
+from pipelinerl.errors import ModelError, RecipeError
+from pipelinerl.models import bigram
+from pipelinerl.models.checkpoint import check_directory, check_weights, model_type
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.roles.controller_role import knobs_of
+from pipelinerl.roles.parts import knobs_of, objective_of
 from pipelinerl.roles.sources import held_out_problems, training_problems
-from pipelinerl.roles.trainer_role import objective_of
+from pipelinerl.types import Outcome
+from pipelinerl.verifiers.verifier import Verifier
+
+#: Problems of each kind that are looked at; of the evaluation's, all are.
+_LOOKED_AT = 16
 
 
-def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(part, finding) for each part of the recipe, in the order of dependence.
+def refuse(config: RunConfig) -> None:
+    """Look at names alone: nothing heavy is imported, nothing large is read.
 
     Raises:
         UserError: the first thing that would stop the run.
     """
+    check_directory(config.model.resolved)
+    registry.find("engine.type", registry.ENGINES, config.engine.type)
+    registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
+    objective_of(config)
+    knobs_of(config)
+    for domain in config.domains:
+        registry.find(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)
+
+
+def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """`pipelinerl check`: (part, finding) for each part of the recipe, in the order of dependence.
+
+    Raises:
+        UserError: the first thing that would stop the run.
+    """
+    refuse(config)
     tokenizer = ChatTokenizer.load(config.model.resolved)
+    _check_model(config)
     yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
-    registry.load("engine.type", registry.ENGINES, config.engine.type)
     yield "engine", f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each"
-    registry.load("trainer.type", registry.TRAINERS, config.trainer.type)
     yield "trainer", f"{config.trainer.type}, {config.trainer.precision}"
-    objective = objective_of(config)
-    yield "objective", f"needs {', '.join(sorted(objective.needs)) or 'nothing beyond the rollouts'}"
+    needs = objective_of(config).needs
+    yield "objective", f"needs {', '.join(sorted(needs)) or 'nothing beyond the rollouts'}"
     knobs = knobs_of(config)
     yield "staleness", f"j = {knobs.j}, k = {knobs.k:g}"
     for domain in config.domains:
-        registry.load(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)
-    for name, mixture in (("training", training_problems(config)), ("held out", held_out_problems(config))):
-        problem = mixture.problem(0)
-        prompt = tokenizer.encode_chat(problem.messages)
-        room = config.engine.context_length - config.sampling.max_tokens
-        if len(prompt) > room:
-            raise RecipeError(
-                f"engine.context_length: the first {name} prompt has {len(prompt)} tokens and sampling.max_tokens is "
-                f"{config.sampling.max_tokens}, together more than {config.engine.context_length}"
-            )
-        yield name, f"{problem.messages[-1].content!r} → {problem.ground_truth!r}"
+        alone = config.model_copy(update={"domains": (domain,)})
+        verifier: Verifier = registry.load(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)()
+        asyncio.run(_check_verifier(training_problems(alone), verifier, where=f"domains.{domain.name}"))
+    for name, mixture, count, answer in (
+        ("training", training_problems(config), _LOOKED_AT, config.sampling.max_tokens),
+        ("held out", held_out_problems(config), config.evaluation.problems, config.evaluation_max_tokens),
+    ):
+        yield name, _look_at(mixture, count, tokenizer, room=config.engine.context_length - answer)
+
+
+def _check_model(config: RunConfig) -> None:
+    path = config.model.resolved
+    is_bigram = model_type(path) == bigram.MODEL_TYPE
+    for part, chosen in (("engine", config.engine.type), ("trainer", config.trainer.type)):
+        if is_bigram != (chosen == "bigram"):
+            raise ModelError(f"{part}.type {chosen!r} does not fit the model in {path}, of type {model_type(path)!r}")
+    if is_bigram:
+        bigram.BigramModel.load(path)
+        return
+    longest = getattr(check_weights(path).config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and config.engine.context_length > longest:
+        raise RecipeError(
+            f"engine.context_length must be at most the {longest} positions of {path}, got "
+            f"{config.engine.context_length}"
+        )
+
+
+async def _check_verifier(mixture: Mixture, verifier: Verifier, *, where: str) -> None:
+    """A verifier must find the reference answers right; one that refuses a task says so."""
+    problems = [mixture.problem(index) for index in range(_LOOKED_AT)]
+    for problem in problems:
+        verdict = await verifier.verify(problem, problem.ground_truth)
+        if not verdict.outcome.is_judgement:
+            raise RecipeError(f"{where}.verifier cannot judge its problems: {verdict.reason}")
+        if verdict.outcome is Outcome.CORRECT:
+            return
+    raise RecipeError(
+        f"{where}.verifier finds the reference answers of {_LOOKED_AT} problems wrong, such as "
+        f"{problems[0].ground_truth!r} to {problems[0].messages[-1].content!r}; choose the verifier that "
+        "belongs to the source"
+    )
+
+
+def _look_at(mixture: Mixture, count: int, tokenizer: ChatTokenizer, *, room: int) -> str:
+    """Are there so many problems, and is there room for the prompts? Says what the first one is."""
+    problems = [mixture.problem(index) for index in range(count)]
+    if not problems:
+        return "no problems"
+    longest = max(len(tokenizer.encode_chat(problem.messages)) for problem in problems)
+    if longest > room:
+        raise RecipeError(
+            f"engine.context_length leaves {room} tokens for a prompt beside max_tokens for its answer, and a prompt "
+            f"of {longest} tokens was found; raise it, or lower max_tokens"
+        )
+    first = problems[0]
+    return f"{first.messages[-1].content!r} → {first.ground_truth!r}; prompts of up to {longest} tokens"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import time
 
 import httpx
 
@@ -58,12 +60,13 @@ async def run(identity: Identity) -> None:
 async def _offer(identity: Identity, url: str) -> None:
     """Say to the controller, again and again, that this engine is there, once it is."""
     headers = {"authorization": f"Bearer {identity.token}"} if identity.token else {}
+    offer = {"url": url, "incarnation": f"{os.getpid()}-{time.time_ns()}"}
     async with httpx.AsyncClient(headers=headers, timeout=5.0) as http:
         reachable = True
         while True:
             try:
                 if (await http.get(f"{url}/health")).status_code == httpx.codes.OK:
-                    answer = await http.post(f"{identity.controller_url}/engines", json={"url": url})
+                    answer = await http.post(f"{identity.controller_url}/engines", json=offer)
                     answer.raise_for_status()
                     reachable = True
             except httpx.HTTPError as error:

@@ -8,15 +8,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from pipelinerl import registry
-from pipelinerl.errors import ModelError
+from pipelinerl.errors import AddressError, ModelError
 from trainer_contract.types import TrainerSpec
 
 
 def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> bool:
-    """Run the inference kit against `url`; True when nothing failed."""
+    """Run the inference kit against `url`; True when nothing failed.
+
+    Raises:
+        AddressError: nobody answers there.
+    """
     from inference_contract import conformance
 
+    try:
+        httpx.get(f"{url}/health", timeout=10.0)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise AddressError(f"no engine answers at {url}: {error}; give its base URL, like http://host:port") from None
     return _told([(r.outcome.value, r.name, r.promise, r.reason) for r in conformance.run(url, token)], say)
 
 
@@ -29,7 +39,7 @@ def check_trainer(target: str, model: Path, *, say: Callable[[str], None]) -> bo
     factory: Any = registry.resolve(entry.target if entry else target)
     try:
         vocab_size = int(json.loads((model / "config.json").read_text())["vocab_size"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{model} must be a model directory whose config.json says vocab_size: {error}") from None
     subject = Subject(factory=factory, spec=TrainerSpec(model_path=model), vocab_size=vocab_size)
     with tempfile.TemporaryDirectory() as directory:

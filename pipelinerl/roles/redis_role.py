@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 
+from pipelinerl.http_service import listen
 from pipelinerl.roles.process import Identity
 from pipelinerl.streams.embedded_redis import command
 
 
 def run(identity: Identity) -> None:
-    """Replace this process by the server, with its data below the run's directory; does not return."""
+    """Replace this process by the server, with its data below the run's directory; does not return.
+
+    Raises:
+        AddressError: the port is taken; the server would say so in its log alone.
+    """
+    listen("127.0.0.1", identity.port).close()
     argv = command(identity.run_dir / "redis", identity.port)
     os.execv(argv[0], argv)

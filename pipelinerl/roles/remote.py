@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import getpass
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 import httpx
+import msgspec
 
+from pipelinerl.controller.knobs import KnobChange
 from pipelinerl.errors import AddressError, RecipeError, UserError
+from pipelinerl.observability.status import RunStatus
+
+T = TypeVar("T")
 
 
 @final
@@ -23,51 +28,73 @@ class Remote:
 
     @classmethod
     def of(cls, run_dir: Path) -> Self:
-        """The controller of the run in `run_dir`, or the one at that address if it is a URL.
+        """The controller of the run in `run_dir`.
 
         Raises:
             UserError: no run is live there.
         """
         endpoint = run_dir / "controller.json"
         try:
-            record = json.loads(endpoint.read_text())
-        except (OSError, ValueError):
+            return msgspec.json.decode(endpoint.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError):
             raise UserError(
                 f"{run_dir} has no live run: {endpoint} cannot be read; is the controller running?"
             ) from None
-        return cls(record["url"], record["token"])
 
-    def get(self, path: str) -> httpx.Response:
-        """GET; see `_call`."""
-        return self._call("GET", path)
+    def status(self) -> RunStatus:
+        """What the run is doing; raises as `call` does."""
+        return self.call("GET", "/status", RunStatus)
 
-    def post(self, path: str) -> httpx.Response:
-        """POST without a body; see `_call`."""
-        return self._call("POST", path)
+    def knobs(self) -> KnobsAnswer:
+        """The knobs and the log of their changes; raises as `call` does."""
+        return self.call("GET", "/knobs", KnobsAnswer)
 
-    def patch(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """PATCH with a JSON body; see `_call`."""
-        return self._call("PATCH", path, body)
+    def change(self, changes: dict[str, Any]) -> KnobsAnswer:
+        """Change knobs; raises as `call` does."""
+        return self.call("PATCH", "/knobs", KnobsAnswer, changes)
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        """The answer.
+    def stop(self) -> None:
+        """End the run at its next step boundary; raises as `call` does."""
+        self.call("POST", "/stop", dict[str, str])
+
+    def call(self, method: str, path: str, answer: type[T], body: dict[str, Any] | None = None) -> T:
+        """What the controller answers, as the type `answer`.
 
         Raises:
-            AddressError: nobody answers.
+            AddressError: nobody answers, or somebody who is no controller.
             RecipeError: the controller refused, with its sentence.
         """
-        headers = {"x-who": getpass.getuser()} | ({"authorization": f"Bearer {self.token}"} if self.token else {})
+        headers = {"x-who": _user()} | ({"authorization": f"Bearer {self.token}"} if self.token else {})
         try:
-            answer = httpx.request(method, self.url + path, json=body, headers=headers, timeout=10.0)
-        except httpx.HTTPError as error:
+            given = httpx.request(method, self.url + path, json=body, headers=headers, timeout=10.0)
+            if given.is_error:
+                raise RecipeError(msgspec.json.decode(given.content, type=_Refused).error.message)
+            return msgspec.json.decode(given.content, type=answer)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise AddressError(f"the controller at {self.url} does not answer ({error}); has the run ended?") from None
-        if answer.is_error:
-            raise RecipeError(_sentence(answer))
-        return answer
+        except msgspec.DecodeError:
+            raise AddressError(f"what answers at {self.url} is no controller; has the run ended?") from None
 
 
-def _sentence(answer: httpx.Response) -> str:
+class KnobsAnswer(msgspec.Struct, frozen=True):
+    """Values by name, the log of changes, and when a change takes effect."""
+
+    knobs: dict[str, Any]
+    log: list[KnobChange] = []
+    effective: str = ""
+
+
+class _Sentence(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _Refused(msgspec.Struct, frozen=True):
+    error: _Sentence
+
+
+def _user() -> str:
+    """Who asks, for the log of changes; a container may run as somebody without a name."""
     try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the controller answered {answer.status_code}"
+        return getpass.getuser().encode("ascii", "replace").decode()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"

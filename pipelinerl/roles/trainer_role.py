@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pipelinerl import registry
 from pipelinerl.config import RunConfig
 from pipelinerl.engines.http_client import EngineClient
-from pipelinerl.errors import RecipeError
-from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.presets import resolve
+from pipelinerl.errors import ModelError
+from pipelinerl.roles.parts import checkpoints_of, objective_of
 from pipelinerl.roles.process import Identity
-from pipelinerl.training.checkpoint import CheckpointStore
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.weights.broadcast import BroadcastPublisher
 from pipelinerl.weights.layout import wire_layout
+from trainer_contract.errors import SpecError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import OptimizerSpec, TrainerSpec
-
-
-def checkpoints_of(identity: Identity) -> CheckpointStore:
-    """The checkpoints below the run's directory."""
-    return CheckpointStore(
-        identity.run_dir / "checkpoints",
-        keep=identity.config.checkpoint.keep,
-        model_directory=identity.config.model.resolved,
-    )
-
-
-def objective_of(config: RunConfig) -> PolicyObjective:
-    """The recipe's objective.
-
-    Raises:
-        RecipeError: it needs a pass that no part of the pipeline makes.
-    """
-    objective = resolve(config.objective)
-    missing = objective.needs - {"old_logprobs"}
-    if missing:
-        raise RecipeError(
-            f"objective needs {', '.join(sorted(missing))}, which no part of this pipeline computes yet; "
-            "remove the term that needs it (for ref_logprobs, the KL penalty)"
-        )
-    return objective
 
 
 async def run(identity: Identity) -> None:
@@ -48,25 +24,13 @@ async def run(identity: Identity) -> None:
     config = identity.config
     process_log = identity.log()
     objective = objective_of(config)
-    checkpoints = checkpoints_of(identity)
+    checkpoints = checkpoints_of(config, identity.run_dir)
     latest = checkpoints.latest()
     trainer: Trainer = registry.load("trainer.type", registry.TRAINERS, config.trainer.type)()
-    trainer.init_worker(
-        TrainerSpec(
-            model_path=config.model.resolved,
-            seed=config.run.seed,
-            precision=config.trainer.precision,
-            device=config.trainer.device,
-            gradient_checkpointing=config.trainer.gradient_checkpointing,
-            optimizer=OptimizerSpec(
-                betas=config.optimizer.betas,
-                eps=config.optimizer.eps,
-                weight_decay=config.optimizer.weight_decay,
-                grad_clip=config.optimizer.grad_clip,
-            ),
-            restore_from=latest[0] / "trainer" if latest else None,
-        )
-    )
+    try:
+        trainer.init_worker(spec_of(config, restore_from=latest[0] / "trainer" if latest else None))
+    except SpecError as error:
+        raise ModelError(f"trainer: {error}") from error
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
     loop = TrainingLoop(
@@ -87,6 +51,24 @@ async def run(identity: Identity) -> None:
         await client.close()
         await stream.close()
         trainer.close()
+
+
+def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
+    """The backend's part of the recipe."""
+    return TrainerSpec(
+        model_path=config.model.resolved,
+        seed=config.run.seed,
+        precision=config.trainer.precision,
+        device=config.trainer.device,
+        gradient_checkpointing=config.trainer.gradient_checkpointing,
+        optimizer=OptimizerSpec(
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+            grad_clip=config.optimizer.grad_clip,
+        ),
+        restore_from=restore_from,
+    )
 
 
 def loop_settings(config: RunConfig) -> LoopSettings:

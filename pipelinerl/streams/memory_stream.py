@@ -115,6 +115,20 @@ class MemoryStream:
 
         return await self._first(mine, block_s=block_s, look_again_s=max(reclaim_idle_s, 0.01))
 
+    async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
+        """See `Stream.held`."""
+        log = self._logs.setdefault(stream, _Log())
+        pending = log.groups.setdefault(group, _Group()).pending
+        return self._kept(stream, sorted(entry_id for entry_id, held in pending.items() if held.consumer == consumer))
+
+    async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
+        """See `Stream.renew`."""
+        if stream in self._logs and group in self._logs[stream].groups:
+            pending = self._logs[stream].groups[group].pending
+            for entry_id in map(parse_id, entry_ids):
+                if entry_id in pending:
+                    pending[entry_id] = _Pending(consumer, time.monotonic())
+
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
         """See `Stream.acknowledge`."""
         if stream in self._logs and group in self._logs[stream].groups:
@@ -167,15 +181,22 @@ class MemoryStream:
 
     def _abandoned(self, stream: str, group: _Group, count: int, idle_s: float) -> list[Entry]:
         """Pending entries held for `idle_s` or longer; those trimmed meanwhile are forgotten, as the server does."""
-        log, longest = self._logs[stream], time.monotonic() - idle_s
-        found: list[Entry] = []
-        for entry_id in sorted(held for held, pending in group.pending.items() if pending.since <= longest)[:count]:
-            place = bisect_left(log.ids, entry_id)
-            if place < len(log.ids) and log.ids[place] == entry_id:
-                found.append(Entry(stream, _text(entry_id), log.payloads[place]))
-            else:
-                del group.pending[entry_id]
+        longest = time.monotonic() - idle_s
+        idle = sorted(held for held, pending in group.pending.items() if pending.since <= longest)[:count]
+        found = self._kept(stream, idle)
+        for entry_id in set(idle) - {parse_id(entry.entry_id) for entry in found}:
+            del group.pending[entry_id]
         return found
+
+    def _kept(self, stream: str, ids: Sequence[_Id]) -> list[Entry]:
+        """The entries of these ids that were not trimmed."""
+        log = self._logs[stream]
+        places = [(entry_id, bisect_left(log.ids, entry_id)) for entry_id in ids]
+        return [
+            Entry(stream, _text(entry_id), log.payloads[place])
+            for entry_id, place in places
+            if place < len(log.ids) and log.ids[place] == entry_id
+        ]
 
 
 def _text(entry_id: _Id) -> str:

@@ -3,6 +3,7 @@
     append        EVAL of XADDs       one round trip; stops at the first refusal, so that no gap can form
     read          XREAD BLOCK         several partitions at once
     claim         XAUTOCLAIM, then XREADGROUP BLOCK
+    held          XREADGROUP 0 (its own)                                     renew XCLAIM JUSTID
     acknowledge   XACK          length XLEN          trim XTRIM MINID          last_id XINFO STREAM
 
 It promises that a command is repeated, with growing pauses, while the server is away, and that after `timeout_s`
@@ -60,7 +61,7 @@ return added
 _MAX_APPEND_BYTES: Final = 1 << 20
 #: Lua's numbers are doubles: above this, neighbouring ids would become one.
 _MAX_NUMBER: Final = 1 << 53
-_RAW_ANSWERS: Final = ("XREAD", "XREADGROUP", "XAUTOCLAIM", "SCAN")
+_RAW_ANSWERS: Final = ("XREAD", "XREADGROUP", "XAUTOCLAIM", "XCLAIM", "SCAN")
 
 #: Builds a command, given how many milliseconds it may still block (at least 1).
 _Command = Callable[[int], tuple[Any, ...]]
@@ -168,6 +169,21 @@ class RedisStream:
                 continue
             if entries or time.monotonic() >= deadline:
                 return entries
+
+    async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
+        """See `Stream.held`."""
+        key = self._prefix + stream
+        try:
+            return self._entries(await self._call("XREADGROUP", "GROUP", group, consumer, "STREAMS", key, START))
+        except _RefusedError as error:
+            if not str(error).startswith("NOGROUP"):
+                raise
+            return []
+
+    async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
+        """See `Stream.renew`."""
+        if entry_ids:
+            await self._call("XCLAIM", self._prefix + stream, group, consumer, 0, *entry_ids, "JUSTID")
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
         """See `Stream.acknowledge`."""

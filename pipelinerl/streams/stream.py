@@ -4,7 +4,8 @@ Two ways to read, for two promises:
 - by offset (`read`): the reader keeps its own position, inside its checkpoint. Rollouts are read so: what was read but
   not yet part of a checkpoint is simply read again (exactly once, together with duplicate detection by group id).
 - by consumer group (`claim` / `acknowledge`): work is shared between consumers, and what a dead one held is claimed
-  again after `reclaim_idle_s`. Prompt orders are read so (at least once; orders are idempotent).
+  again after `reclaim_idle_s`, or at once by its next life (`held`); one that works for long says so (`renew`). Prompt
+  orders are read so (at least once; orders are idempotent).
 
 Entry ids are `"<number>-<number>"` and grow. A producer that chooses its own id may append again after a lost answer:
 the second append of the same id, or a lower one, is a no-op. Ids that the server chooses carry no such promise: such an
@@ -78,6 +79,14 @@ class Stream(Protocol):
 
         At most `count`; waits up to `block_s` for the first. The group is created at the stream's beginning on demand.
         """
+        ...
+
+    async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
+        """What an earlier life of this consumer claimed and never acknowledged, oldest first."""
+        ...
+
+    async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
+        """This consumer still works on these entries: they are not idle."""
         ...
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:

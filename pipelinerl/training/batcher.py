@@ -84,11 +84,7 @@ class Batcher:
         return sorted(chosen, key=lambda g: g.index) if teaches else None
 
     def _drop_stale(self, *, producing: int, bounds: StalenessBounds) -> None:
-        stale = [
-            index
-            for index, group in self._waiting.items()
-            if is_stale(group, producing=producing, bounds=bounds)
-        ]
+        stale = [index for index, group in self._waiting.items() if is_stale(group, producing=producing, bounds=bounds)]
         for index in stale:
             del self._waiting[index]
         self.ledger.settle(stale, Fate.STALE)

@@ -7,7 +7,7 @@
         manifest.json                    digests of all files; offsets, ledger, knobs, epoch, version
 
 Written to a temporary directory, synced, renamed, parent synced: a directory with a final name is whole, or its digests
-say that it is not. Whatever is partial or damaged is skipped, loudly.
+say that it is not; the manifest carries one of its own. Whatever is partial or damaged is skipped, loudly.
 """
 
 from __future__ import annotations
@@ -69,25 +69,29 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint; returns its directory once it is durable."""
         final_path = self.directory / f"step-{state.model_version:06d}"
-        temporary = self.directory / f".writing-{final_path.name}-{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
+        for abandoned in self.directory.glob(".*-step-*"):  # a trainer was killed while it wrote or replaced this one
+            shutil.rmtree(abandoned)
+        temporary = self.directory / f".writing-{final_path.name}"
         (temporary / "trainer").mkdir(parents=True)
         self._copy_model_files(temporary)
         _write_safetensors(temporary / "model.safetensors", layout, weights)
         save_trainer(temporary / "trainer")
         manifest = {"format": _FORMAT, "state": asdict(state), "files": _digests(temporary)}
-        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (temporary / _MANIFEST).write_text(json.dumps(manifest | {"digest": _manifest_digest(manifest)}, indent=1))
         _sync_tree(temporary)
-        if final_path.exists():  # the same step of an abandoned epoch
-            shutil.rmtree(final_path)
+        replaced = self.directory / f".replaced-{final_path.name}"
+        if final_path.exists():  # the same step of an abandoned epoch, or of a run that stops where it just saved
+            final_path.rename(replaced)
         temporary.rename(final_path)
         _sync(self.directory)
+        shutil.rmtree(replaced, ignore_errors=True)
         self._prune()
         return final_path
 
     def all(self) -> list[Path]:
         """Directories with a final name, oldest first."""
-        return sorted(path for path in self.directory.glob("step-*") if path.is_dir())
+        found = [path for path in self.directory.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()]
+        return sorted(found, key=lambda path: int(path.name[5:]))
 
     def latest(self) -> tuple[Path, TrainingState] | None:
         """The newest checkpoint that is whole; damaged ones are named in the log and skipped."""
@@ -102,7 +106,7 @@ class CheckpointStore:
         """Stream positions before which nothing will be read again."""
         for path in self.all():
             try:
-                return load(path).offsets
+                return TrainingState(**_manifest(path)["state"]).offsets
             except CheckpointError as error:
                 log.error("skipping a damaged checkpoint: %s", error)
         return {}
@@ -124,12 +128,7 @@ def load(path: Path) -> TrainingState:
     Raises:
         CheckpointError: a file is missing, changed or unreadable; the message names it.
     """
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: the manifest cannot be read ({error}); choose another checkpoint") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"{path}: expected a manifest of format {_FORMAT}; choose another checkpoint")
+    manifest = _manifest(path)
     for name, digest in manifest["files"].items():
         try:
             found = _digest(path / name)
@@ -138,6 +137,25 @@ def load(path: Path) -> TrainingState:
         if found != digest:
             raise CheckpointError(f"{path}: {name} has changed since it was written; choose another checkpoint")
     return TrainingState(**manifest["state"])
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """The manifest alone, verified. Raises CheckpointError."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: the manifest cannot be read ({error}); choose another checkpoint") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise CheckpointError(f"{path}: expected a manifest of format {_FORMAT}; choose another checkpoint")
+    if manifest.pop("digest", None) != _manifest_digest(manifest):
+        raise CheckpointError(f"{path}: the manifest has changed since it was written; choose another checkpoint")
+    return manifest
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    """Of the manifest as JSON reads it back, which turns integer keys into text."""
+    text = json.dumps(json.loads(json.dumps(manifest)), sort_keys=True)
+    return hashlib.blake2b(text.encode()).hexdigest()[:32]
 
 
 def _write_safetensors(path: Path, layout: Iterable[ParameterInfo], weights: Iterable[tuple[str, Any]]) -> None:

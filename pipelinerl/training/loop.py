@@ -193,6 +193,11 @@ class TrainingLoop:
             self._batcher.offer(group)
         answers = []
         for directive in arrivals.directives:
+            if self._directive is not None and directive.epoch > self._directive.epoch:
+                raise FencedError(
+                    f"epoch {directive.epoch} has taken over from epoch {self._directive.epoch}: another trainer is "
+                    "running; this one stops"
+                )
             if self._directive is None or directive.answers.startswith(("ready-", f"e{directive.epoch}-step-")):
                 answers.append(directive)
             else:
@@ -247,11 +252,6 @@ class TrainingLoop:
             for directive in await read(block_s=1.0):
                 if directive.answers == question.report_id:
                     return directive
-                if self._directive is not None and directive.epoch > self._directive.epoch:
-                    raise FencedError(
-                        f"epoch {directive.epoch} has taken over from epoch {self._directive.epoch}: another trainer "
-                        "is running; this one stops"
-                    )
         raise DeadlineError(
             f"the trainer waited {self._settings.deadline_s:.0f} s for the controller to answer {question.report_id}; "
             "is the controller running, with an engine that has joined?"

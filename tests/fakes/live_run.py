@@ -1,4 +1,4 @@
-"""`LiveRun`: a real `pipelinerl run` in processes of its own, watched through its event log, ended with everything it started.
+"""`LiveRun`: a real `pipelinerl run` in processes of its own, watched through its event log.
 
 Promises: what is waited for has a deadline, and a failure shows what the launcher and the roles wrote; after the block
 no process of the run is alive.
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -57,10 +57,8 @@ class LiveRun:
 
     def note_processes(self) -> dict[int, psutil.Process]:
         """Remember whatever the launcher runs now."""
-        try:
+        with suppress(psutil.NoSuchProcess):
             self.seen |= {p.pid: p for p in psutil.Process(self.launcher.pid).children(recursive=True)}
-        except psutil.NoSuchProcess:
-            pass
         return self.seen
 
     def alive(self) -> list[psutil.Process]:
@@ -74,7 +72,7 @@ class LiveRun:
                 line = process.cmdline()
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue
-            server = name == "redis" and any("redis.conf" in word for word in line)
+            server = name == "redis" and "-server " in " ".join(line) + " "
             if server or ("--name" in line and line[line.index("--name") + 1] == name):
                 return process
         raise AssertionError(f"{name} is not running; the launcher said:\n{self.output}")

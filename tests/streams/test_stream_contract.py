@@ -144,6 +144,26 @@ async def test_a_waiting_consumer_notices_that_an_entry_became_idle(streams: Str
     assert time.monotonic() - started < 2.0
 
 
+async def test_a_consumer_that_comes_back_finds_what_it_held(streams: Stream) -> None:
+    assert await streams.held("prompts", group="actors", consumer="a") == []
+    await streams.append("prompts", [b"1", b"2", b"3", b"4"], first_id=1)
+    assert payloads(await claim(streams, "a", count=3)) == [b"1", b"2", b"3"]
+    assert payloads(await claim(streams, "b")) == [b"4"]
+    await streams.acknowledge("prompts", group="actors", entry_ids=["2-0"])
+    await streams.trim("prompts", before="2-0")
+    assert payloads(await streams.held("prompts", group="actors", consumer="a")) == [b"3"]
+    assert payloads(await streams.held("prompts", group="actors", consumer="a")) == [b"3"], "looking takes nothing"
+
+
+async def test_what_is_renewed_is_not_idle(streams: Stream) -> None:
+    await streams.append("prompts", [b"1", b"2"], first_id=1)
+    await claim(streams, "a")
+    await asyncio.sleep(0.1)
+    await streams.renew("prompts", group="actors", consumer="a", entry_ids=["2-0", "9-0"])
+    await streams.renew("prompts", group="actors", consumer="a", entry_ids=[])
+    assert payloads(await claim(streams, "b", idle_s=0.08)) == [b"1"]
+
+
 async def test_a_pending_entry_that_was_trimmed_is_not_claimed(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"], first_id=1)
     await claim(streams, "dead")

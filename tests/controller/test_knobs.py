@@ -1,0 +1,63 @@
+"""Knobs as one value: what a patch may say, and how they look in JSON. Sentences of refusals: `test_controller.py`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pipelinerl.controller.knobs import Knobs
+from pipelinerl.errors import RecipeError
+from tests.controller.world import knobs
+
+
+def test_numbers_may_come_as_text() -> None:
+    """The command line sends text, HTTP sends numbers: both mean the same."""
+    given = {"j": "2", "k": "inf", "temperature": "0.5", "rollouts_per_step": "8"}
+    assert knobs().patched(given) == knobs(j=2, k=math.inf, temperature=0.5, rollouts_per_step=8)
+    assert type(knobs().patched({"j": "2"}).j) is int
+
+
+def test_what_json_says_can_be_patched_back() -> None:
+    for some in (knobs(), knobs(k=math.inf), knobs(j=3, k=7)):
+        shown = some.to_json()
+        assert "group_size" not in shown and "max_groups" not in shown
+        assert some.patched(shown) == some
+
+
+def test_j_and_k_change_together_or_not_at_all() -> None:
+    assert knobs(j=1, k=4).patched({"j": 6, "k": 9}).bounds == knobs(j=6, k=9).bounds
+    with pytest.raises(RecipeError, match="staleness.k must be at least j = 6, got 4"):
+        knobs(j=1, k=4).patched({"j": 6})
+
+
+@pytest.mark.parametrize(
+    "value", [None, [], {}, "", "1e999x", True, 10**400, math.nan, "nan", [[1]] * 10**5], ids=lambda v: type(v).__name__
+)
+@pytest.mark.parametrize("name", ["j", "k", "learning_rate", "preset"])
+def test_values_of_no_meaning_get_a_short_sentence(name: str, value: Any) -> None:
+    with pytest.raises(RecipeError) as refused:
+        knobs().patched({name: value})
+    assert str(refused.value).startswith((f"{name} must be", f"staleness.{name} must be"))
+    assert len(str(refused.value)) < 250
+
+
+@pytest.mark.parametrize("name", ["group_size", "max_groups", "", "__class__"])
+def test_what_a_run_fixes_is_no_knob(name: str) -> None:
+    with pytest.raises(RecipeError, match="unknown knob"):
+        knobs().patched({name: 1})
+
+
+def test_a_step_must_fit_the_streams() -> None:
+    with pytest.raises(RecipeError, match="rollouts_per_step must be at most 100, the room of the streams"):
+        knobs(max_groups=50).patched({"rollouts_per_step": 102})
+    assert knobs(max_groups=50).patched({"rollouts_per_step": 100}).groups_per_step == 50
+
+
+def test_no_knob_may_be_infinite_but_k() -> None:
+    base = knobs()
+    for name in ("temperature", "learning_rate"):
+        with pytest.raises(RecipeError, match=f"{name} must be a positive number, got inf"):
+            base.patched({name: "inf"})
+    assert isinstance(base.patched({"k": math.inf}), Knobs)

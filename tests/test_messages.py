@@ -1,0 +1,156 @@
+"""The bytes of every message: maps with the class's name under `kind`, then the fields in their order.
+
+A change here is a change of the wire between processes of one run, which may be of two versions.
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl import messages
+from pipelinerl.messages import (
+    ActorAlive,
+    Checkpointed,
+    Consumed,
+    Directive,
+    EvaluationDone,
+    GroupFailed,
+    Message,
+    Progress,
+    Published,
+    Starving,
+    StepDone,
+    TrainerKnobs,
+    TrainerReady,
+    TrainerStopped,
+    decode_directive,
+    decode_report,
+    encode,
+)
+
+CONSUMED = Consumed(trained=1, filtered=2, stale=3, failed=4, frontier=9, beyond=[11])
+ACCOUNT: dict[str, Any] = {"trained": 1, "filtered": 2, "stale": 3, "failed": 4, "frontier": 9, "beyond": [11]}
+
+WIRE: list[tuple[Message, dict[str, Any]]] = [
+    (
+        TrainerReady(report_id="ready-a", incarnation="a", model_version=5, consumed=CONSUMED),
+        {"report_id": "ready-a", "incarnation": "a", "model_version": 5, "consumed": ACCOUNT},
+    ),
+    (
+        StepDone(report_id="e1-step-6", epoch=1, model_version=6, consumed=CONSUMED, stats={"loss": 0.5}),
+        {"report_id": "e1-step-6", "epoch": 1, "model_version": 6, "consumed": ACCOUNT, "stats": {"loss": 0.5}},
+    ),
+    (
+        Progress(epoch=1, model_version=6, consumed=CONSUMED, again=[7]),
+        {"epoch": 1, "model_version": 6, "consumed": ACCOUNT, "again": [7]},
+    ),
+    (Starving(epoch=1, model_version=6, held=[3, 4]), {"epoch": 1, "model_version": 6, "held": [3, 4]}),
+    (
+        Published(
+            epoch=1,
+            model_version=6,
+            membership=2,
+            pauses_s={"http://a": 0.25},
+            failed={"http://b": "gone"},
+            send_s=0.5,
+            total_s=0.75,
+        ),
+        {
+            "epoch": 1,
+            "model_version": 6,
+            "membership": 2,
+            "pauses_s": {"http://a": 0.25},
+            "failed": {"http://b": "gone"},
+            "send_s": 0.5,
+            "total_s": 0.75,
+        },
+    ),
+    (Checkpointed(epoch=1, model_version=6, path="c"), {"epoch": 1, "model_version": 6, "path": "c"}),
+    (TrainerStopped(epoch=1, model_version=6), {"epoch": 1, "model_version": 6}),
+    (
+        GroupFailed(order_id="prompt-000007", index=7, purpose="training", reason="no"),
+        {"order_id": "prompt-000007", "index": 7, "purpose": "training", "reason": "no"},
+    ),
+    (
+        EvaluationDone(
+            order_id="eval-6-000001",
+            index=1,
+            correct=True,
+            judged=True,
+            oldest_version=5,
+            newest_version=6,
+            num_tokens=3,
+        ),
+        {
+            "order_id": "eval-6-000001",
+            "index": 1,
+            "correct": True,
+            "judged": True,
+            "oldest_version": 5,
+            "newest_version": 6,
+            "num_tokens": 3,
+        },
+    ),
+    (
+        ActorAlive(name="actor-0", groups_in_flight=2, groups_done=9, retries=1),
+        {"name": "actor-0", "groups_in_flight": 2, "groups_done": 9, "retries": 1},
+    ),
+    (
+        Directive(
+            answers="e1-step-6",
+            epoch=1,
+            knobs=TrainerKnobs(k=float("inf"), learning_rate=0.5, rollouts_per_step=8),
+            publish_to=["http://a"],
+            membership=2,
+            failed=[7],
+            checkpoint=True,
+            stop=False,
+            controller_state={"epoch": 1},
+        ),
+        {
+            "answers": "e1-step-6",
+            "epoch": 1,
+            "knobs": {"k": float("inf"), "learning_rate": 0.5, "rollouts_per_step": 8},
+            "publish_to": ["http://a"],
+            "membership": 2,
+            "failed": [7],
+            "checkpoint": True,
+            "stop": False,
+            "controller_state": {"epoch": 1},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "fields"), WIRE, ids=lambda value: type(value).__name__)
+def test_wire(message: Message, fields: dict[str, Any]) -> None:
+    wire = msgspec.msgpack.encode({"kind": type(message).__name__, **fields})
+    assert encode(message) == wire
+    decode = decode_directive if isinstance(message, Directive) else decode_report
+    assert decode(wire) == message
+
+
+def test_every_message_is_in_the_table() -> None:
+    known = {Directive, *typing.get_args(messages.Report)}
+    assert {type(message) for message, _ in WIRE} == known == set(Message.__subclasses__())
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([1]),
+        msgspec.msgpack.encode({"kind": "Directive"}),
+        msgspec.msgpack.encode({"kind": "TrainerStopped", "epoch": "1", "model_version": 6}),
+        msgspec.msgpack.encode({"kind": "TrainerStopped", "epoch": 1}),
+        encode(WIRE[0][0])[:-1],
+    ],
+)
+def test_anything_else_is_no_report(payload: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_report(payload)

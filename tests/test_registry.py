@@ -1,0 +1,47 @@
+"""Names to implementations: nothing is imported before it is chosen, and what cannot be had is said in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl import registry
+from pipelinerl.errors import RecipeError
+from pipelinerl.registry import Entry
+
+TABLES = {"engine": registry.ENGINES, "trainer": registry.TRAINERS, "verifier": registry.VERIFIERS}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, table in TABLES.items() for name in table])
+def test_every_entry_that_is_installed_can_be_loaded(kind: str, name: str) -> None:
+    entry = TABLES[kind][name]
+    if entry.installed:
+        assert callable(registry.load(f"{kind}.type", TABLES[kind], name))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("zzz", "engine.type must be one of here, lacking, broken, got 'zzz'"),
+        ("lacking", "engine.type 'lacking' needs no_such_library, which is not installed; pip install it"),
+        ("broken", "'json:no_such_thing' cannot be loaded"),
+    ],
+)
+def test_what_cannot_be_had(name: str, sentence: str) -> None:
+    table = {
+        "here": Entry("json:dumps"),
+        "lacking": Entry("json:dumps", ("json", "no_such_library")),
+        "broken": Entry("json:no_such_thing"),
+    }
+    with pytest.raises(RecipeError, match=sentence):
+        registry.load("engine.type", table, name)
+
+
+def test_finding_imports_nothing() -> None:
+    table = {"x": Entry("this.module.does.not:exist")}
+    assert registry.find("engine.type", table, "x") is table["x"]
+
+
+@pytest.mark.parametrize("target", ["", "json", ":x", "json:", "no_such_module:x", "json.no_such:x", "json:no.such"])
+def test_targets_that_name_nothing(target: str) -> None:
+    with pytest.raises(RecipeError, match=r"module:attribute|cannot be loaded"):
+        registry.resolve(target)

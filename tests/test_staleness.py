@@ -1,0 +1,57 @@
+"""The bounds j and k as RLAX §4.2 defines them, each boundary from both sides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+
+from pipelinerl.errors import RecipeError
+from pipelinerl.staleness import PRESETS, StalenessBounds
+
+
+def test_reload_is_due_at_a_distance_of_j() -> None:
+    bounds = StalenessBounds(3, 9)
+    assert [bounds.reload_due(current=current, loaded=4) for current in (4, 6, 7, 8)] == [False, False, True, True]
+
+
+def test_a_rollout_is_accepted_up_to_a_distance_of_k() -> None:
+    bounds = StalenessBounds(1, 2)
+    assert [bounds.accepts(producing=10, oldest=oldest) for oldest in (10, 9, 8, 7)] == [True, True, True, False]
+    assert StalenessBounds(1, math.inf).accepts(producing=10**9, oldest=0)
+
+
+def test_on_policy_issues_one_step_and_waits() -> None:
+    bounds = PRESETS["on_policy"]
+    issued = [bounds.may_issue(current=5, loaded=5, queued_groups=n, groups_per_step=4) for n in range(6)]
+    assert issued == [True] * 4 + [False] * 2
+    assert not bounds.may_issue(current=6, loaded=5, queued_groups=0, groups_per_step=4)
+
+
+@given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(1, 6))
+def test_what_may_be_issued_is_accepted_when_its_turn_comes(
+    j: int, slack: int, current: int, age: int, step: int
+) -> None:
+    """The budget: whatever `may_issue` lets out can still train at the first step that has room for it."""
+    bounds, loaded = StalenessBounds(j, j + slack), max(0, current - age)
+    queued = 0
+    while queued < 200 and bounds.may_issue(current=current, loaded=loaded, queued_groups=queued, groups_per_step=step):
+        assert bounds.accepts(producing=current + 1 + queued // step, oldest=loaded)
+        queued += 1
+    assert queued == 0 or queued % step == 0, "a step is issued whole or not at all"
+
+
+@pytest.mark.parametrize(
+    ("j", "k", "sentence"),
+    [
+        (0, 1, "staleness.j must be at least 1, got 0"),
+        (2, 1, "staleness.k must be at least j = 2, got 1"),
+        (1, 1.5, "staleness.k must be a whole number or inf, got 1.5"),
+        (1, math.nan, "staleness.k must be a whole number or inf, got nan"),
+        (1, -math.inf, "staleness.k must be at least j = 1, got -inf"),
+    ],
+)
+def test_bounds_that_cannot_run_are_refused(j: int, k: float, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        StalenessBounds(j, k)

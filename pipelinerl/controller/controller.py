@@ -148,10 +148,12 @@ class Controller:
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
         """Change knobs; they reach the trainer with its next directive. Raises RecipeError and changes nothing."""
-        self.knobs = self.knobs.patched(changes)
-        change = KnobChange(time=time, step=self.version, who=who, changes=dict(changes))
-        self.knob_log.append(change)
-        return [Record("knobs", {"changes": dict(changes), "who": who, "step": self.version}), *self.issue()]
+        before, self.knobs = self.knobs.to_json(), self.knobs.patched(changes)
+        changed = {
+            name: value for name, value in self.knobs.to_json().items() if name in changes or value != before[name]
+        }
+        self.knob_log.append(KnobChange(time=time, step=self.version, who=who, changes=changed))
+        return [Record("knobs", {"changes": changed, "who": who, "step": self.version}), *self.issue()]
 
     def engine_joined(self, url: str, *, now: float, incarnation: str = "") -> list[Effect]:
         """An engine offers itself; without `incarnation`, an operator offers it."""
@@ -161,6 +163,10 @@ class Controller:
         if self._pending_ready is not None:
             return effects + self._trainer_ready(self._pending_ready, now=now)
         return effects + self.reload_if_due()
+
+    def engine_returned(self, url: str) -> list[Effect]:
+        """An engine that was lost answers again."""
+        return [Record("engine_joined", {"url": url}), *self.reload_if_due()]
 
     def engine_left(self, url: str, reason: str) -> list[Effect]:
         """An engine was removed, or died."""
@@ -295,8 +301,7 @@ class Controller:
     def _published(self, report: Published, *, now: float) -> list[Effect]:
         for url in report.pauses_s:
             self.fleet.published(url, report.model_version)
-        for url, reason in report.failed.items():
-            self.fleet.publish_failed(url, reason)
+        lost = [item for item in report.failed.items() if self.fleet.publish_failed(*item)]
         self.last_publish = report
         record = Record(
             "publish",
@@ -309,7 +314,7 @@ class Controller:
                 "failed": report.failed,
             },
         )
-        effects: list[Effect] = [record]
+        effects: list[Effect] = [record, *(effect for item in lost for effect in self.engine_left(*item))]
         first = self.version == 0 and not self.results and self.evaluation is None
         if first and self.ending is None and report.pauses_s:
             effects += self._evaluate(now=now)

@@ -1,8 +1,8 @@
 """The engines of a run as the controller sees them: who is there, what they serve, who may be given work.
 
-    joining ──published──▶ healthy ──missed polls──▶ dead ──answers again──▶ joining
-       ▲                      └──update failed──▶ joining ──too often──▶ expelled
-       └──── a new life of it, or an operator ◀─────────────────────────────┘
+    joining ──published──▶ healthy ──missed polls, or an update failed──▶ dead ──answers──▶ joining
+       ▲                                     └──too often in a row──▶ expelled
+       └──── a new life of it, or an operator ◀──────────────────────────┘
 
 Only a healthy engine gets work, and only a successful publication makes one healthy: an engine that was away, or whose
 update failed, must first be given the current weights. The membership number grows whenever the set changes, since a
@@ -120,32 +120,40 @@ class Fleet:
                 last_error="",
             )
 
-    def publish_failed(self, url: str, reason: str) -> None:
-        """The engine did not take an update: it joins anew, in a new group, unless it failed too often."""
+    def publish_failed(self, url: str, reason: str) -> bool:
+        """The engine did not take an update, and is tried again once it answers, unless it failed too often.
+
+        True when it is lost by that. Not to ask it at once keeps one that died from disturbing the others' group.
+        """
         if url not in self.members():
-            return
+            return False
         record = self._records[url]
         failures = record.failed_updates + 1
-        standing = Standing.EXPELLED if failures >= self._updates_to_expulsion else Standing.JOINING
+        standing = Standing.EXPELLED if failures >= self._updates_to_expulsion else Standing.DEAD
         self._records[url] = replace(record, standing=standing, loaded=-1, failed_updates=failures, last_error=reason)
         self.membership += 1
+        return True
 
-    def answered(self, url: str, metrics: EngineMetrics, now: float) -> None:
-        """A poll succeeded. An engine that restarted behind our back has lost its weights and joins anew."""
+    def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
+        """A poll succeeded; True when that brings the engine back.
+
+        One that restarted behind our back has lost its weights and joins anew.
+        """
         record = self._records.get(url)
         if record is None:
-            return
+            return False
         if record.standing is Standing.DEAD:
-            self.join(url)
-            return
+            self._records[url] = replace(record, standing=Standing.JOINING, missed_polls=0)
+            self.membership += 1
+            return True
         previous, seconds = record.metrics, now - record.polled_at
         restarted = (
             metrics.generated_tokens_total < previous.generated_tokens_total
             or metrics.weight_updates_total < previous.weight_updates_total
         )
         if restarted and record.standing is Standing.HEALTHY:
-            self.publish_failed(url, "it restarted")
-            record = self._records[url]
+            record = replace(record, standing=Standing.JOINING, loaded=-1, last_error="it restarted")
+            self.membership += 1
         steps = metrics.decode_steps_total - previous.decode_steps_total
         busy = metrics.occupied_slot_steps_total - previous.occupied_slot_steps_total
         fresh = restarted or record.polled_at == 0.0 or seconds <= 0
@@ -158,6 +166,7 @@ class Fleet:
             tokens_per_s=rate,
             occupancy=busy / (steps * metrics.slots) if steps > 0 and metrics.slots and not fresh else 0.0,
         )
+        return False
 
     def missed(self, url: str, reason: str) -> bool:
         """A poll failed; True when the engine is dead now."""

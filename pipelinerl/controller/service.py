@@ -153,7 +153,8 @@ class ControllerService:
             if self.controller.fleet.missed(url, reason):
                 await self.perform(lambda: self.controller.engine_left(url, reason))
             return
-        self.controller.fleet.answered(url, metrics, self._clock())
+        if self.controller.fleet.answered(url, metrics, self._clock()):
+            await self.perform(lambda: self.controller.engine_returned(url))
 
     # --- effects ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, final
 
+import msgspec
+
 from pipelinerl.errors import RecordError
 from pipelinerl.messages import ORDERS, ROLLOUTS, Directive, decode_directive
 from pipelinerl.streams.dead_letter import DeadLetters
@@ -65,7 +67,7 @@ class Intake:
         directives: list[Directive] = []
         for entry in entries:
             if entry.stream == ORDERS:
-                directives.append(self._order(entry))
+                directives += await self._order(entry)
                 continue
             try:
                 groups.append(self._group(entry))
@@ -76,7 +78,7 @@ class Intake:
     async def read_orders(self, *, block_s: float) -> list[Directive]:
         """New directives alone, while it is not known yet which rollouts may be read."""
         entries = await self._stream.read({ORDERS: self._orders_offset}, count=16, block_s=block_s)
-        return [self._order(entry) for entry in entries]
+        return [directive for entry in entries for directive in await self._order(entry)]
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
         """Offsets for a checkpoint; `is_waiting` tells whether the group of an order index still waits."""
@@ -101,9 +103,14 @@ class Intake:
             for partition in await self._stream.streams(ROLLOUTS):
                 self._offsets.setdefault(partition, START)
 
-    def _order(self, entry: Entry) -> Directive:
+    async def _order(self, entry: Entry) -> list[Directive]:
+        """The directive of an entry, or none."""
         self._orders_offset = entry.entry_id
-        return decode_directive(entry.payload)
+        try:
+            return [decode_directive(entry.payload)]
+        except msgspec.DecodeError as error:
+            await self._dead_letters.bury(entry, RecordError(f"not a directive: {error}"))
+            return []
 
     def _group(self, entry: Entry) -> RolloutGroup:
         self._offsets[entry.stream] = entry.entry_id

@@ -28,12 +28,12 @@ def answer(index: int, *, correct: bool, judged: bool = True, versions: tuple[in
         (0, 10, 0.0, 0.277533),
         (10, 10, 0.722467, 1.0),
         (1, 1, 0.206549, 1.0),
-        (81, 263, 0.255326, 0.366190),  # Newcombe 1998, table I: 0.2553 to 0.3662
+        (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I
         (0, 0, 0.0, 1.0),
     ],
 )
 def test_wilson(successes: int, trials: int, low: float, high: float) -> None:
-    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-5)
+    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_only_what_was_judged_counts() -> None:

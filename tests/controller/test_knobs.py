@@ -28,7 +28,7 @@ def test_what_json_says_can_be_patched_back() -> None:
 
 def test_j_and_k_change_together_or_not_at_all() -> None:
     assert knobs(j=1, k=4).patched({"j": 6, "k": 9}).bounds == knobs(j=6, k=9).bounds
-    with pytest.raises(RecipeError, match="staleness.k must be at least j = 6, got 4"):
+    with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 6, got 4"):
         knobs(j=1, k=4).patched({"j": 6})
 
 

@@ -1,0 +1,331 @@
+"""The loop around engines, on a real stream with a sampler that a test scripts: every order ends, and ends once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, final
+
+import pytest
+
+from inference_contract.errors import InvalidRequest
+from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
+from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.engines.engine_pool import Answered
+from pipelinerl.errors import AddressError, DeadlineError, UserError
+from pipelinerl.messages import (
+    ACTORS_GROUP,
+    PROMPTS,
+    REPORTS,
+    ROLLOUTS,
+    ActorAlive,
+    EvaluationDone,
+    GroupFailed,
+    Report,
+    decode_report,
+)
+from pipelinerl.streams.dead_letter import DEAD_LETTERS
+from pipelinerl.streams.memory_stream import MemoryStream
+from pipelinerl.streams.records import decode_group, encode_order
+from pipelinerl.streams.stream import START
+from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, RolloutGroup, Sampling, Verdict
+from pipelinerl.verifiers.verifier import Verifier, failed
+
+NAME = "actor-0"
+PARTITION = ROLLOUTS + NAME
+DEADLINE_S = 10.0
+
+Script = Callable[[ChatCompletionRequest], ChatCompletion | Exception]
+
+
+def order(index: int, *, purpose: Purpose = Purpose.TRAINING, samples: int = 2) -> PromptOrder:
+    problem = Problem(
+        problem_id=str(index), domain="d", messages=(Message("user", f"say {index}"),), ground_truth=f"{index}"
+    )
+    return PromptOrder(
+        order_id=f"{'prompt' if purpose is Purpose.TRAINING else 'eval-3'}-{index:06d}",
+        index=index,
+        purpose=purpose,
+        problem=problem,
+        sampling=Sampling(num_samples=samples, temperature=0.5, max_tokens=4, stop=("!",)),
+        seed=1000 * index,
+    )
+
+
+def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatCompletion:
+    """A choice of three tokens for each text, two of version 4 and one of version 5."""
+    fields = {"token_ids": [7, 8, 9], "token_logprobs": [-0.5, -0.25, -1.0], "version_spans": [(4, 2), (5, 1)]}
+    choices = [
+        Choice(index=i, message=AssistantMessage(content=text), finish_reason=finish, **(fields | changes))  # type: ignore[arg-type]
+        for i, text in enumerate(texts)
+    ]
+    usage = Usage(prompt_tokens=2, completion_tokens=3 * len(texts), total_tokens=2 + 3 * len(texts))
+    return ChatCompletion(
+        id="c", created=0, model="m", choices=choices, usage=usage, prompt_token_ids=[1, 2], model_version=4, epoch=6
+    )
+
+
+def answers(request: ChatCompletionRequest) -> ChatCompletion:
+    """The first sample is right, the others are not."""
+    assert request.messages is not None
+    right = request.messages[0].content.removeprefix("say ")
+    return completion(right, *["wrong"] * (request.n - 1))
+
+
+@final
+class ScriptedSampler:
+    """Answers by script; satisfies `Sampler`. Holds answers back while `gate` is closed."""
+
+    def __init__(self, script: Script = answers) -> None:
+        self.script = script
+        self.requests: list[ChatCompletionRequest] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def complete(self, request: ChatCompletionRequest) -> Answered:
+        self.requests.append(request)
+        await self.gate.wait()
+        answer = self.script(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return Answered(answer, "http://engine")
+
+
+@final
+class Exact:
+    """Right is what equals the ground truth; `?` cannot be judged."""
+
+    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+        if completion_text == "?":
+            return failed("no idea")
+        right = completion_text == problem.ground_truth
+        return Verdict(outcome=Outcome.CORRECT if right else Outcome.WRONG, reward=float(right))
+
+
+def exact(domain: str) -> Verifier:
+    if domain != "d":
+        raise UserError(f"domain {domain!r} is not in this actor's recipe")
+    return Exact()
+
+
+@final
+class Watched:
+    """A stream's view for tests: what the actor did to it, and what is in it."""
+
+    def __init__(self) -> None:
+        self.stream = MemoryStream()
+
+    async def order(self, *orders: PromptOrder | bytes) -> None:
+        await self.stream.append(PROMPTS, [o if isinstance(o, bytes) else encode_order(o) for o in orders])
+
+    async def groups(self) -> list[RolloutGroup]:
+        entries = await self.stream.read({PARTITION: START}, count=1000, block_s=0)
+        return [decode_group(entry.payload) for entry in entries]
+
+    async def reports(self, kind: type[Any]) -> list[Any]:
+        entries = await self.stream.read({REPORTS: START}, count=1000, block_s=0)
+        decoded: list[Report] = [decode_report(entry.payload) for entry in entries]
+        return [report for report in decoded if isinstance(report, kind)]
+
+    async def unacknowledged(self) -> int:
+        return len(await self.stream.held(PROMPTS, group=ACTORS_GROUP, consumer=NAME))
+
+
+@final
+class FullServer:
+    """A stream that refuses to append rollouts, and is the one behind it in all else."""
+
+    def __init__(self, behind: MemoryStream) -> None:
+        self._behind = behind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._behind, name)
+
+    async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
+        if stream == PARTITION:
+            raise AddressError("out of memory")
+        return await self._behind.append(stream, payloads, first_id=first_id)
+
+
+@asynccontextmanager
+async def working(
+    watched: Watched, sampler: ScriptedSampler, *, in_flight: int = 4, stream: Any = None
+) -> AsyncIterator[asyncio.Task[None]]:
+    settings = ActorSettings(
+        name=NAME, groups_in_flight=in_flight, attempts=3, heartbeat_s=0.02, block_s=0.02, reclaim_idle_s=5.0
+    )
+    task = asyncio.create_task(
+        Actor(settings, stream=stream or watched.stream, sampler=sampler, verifier_of=exact).run(), name="actor"
+    )
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(happened: Callable[[], Any]) -> Any:
+    """What `happened` (a coroutine function) gives, once it is true."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := await happened()):
+            await asyncio.sleep(0.005)
+    return found
+
+
+async def test_an_order_becomes_a_group() -> None:
+    watched, sampler = Watched(), ScriptedSampler()
+    async with working(watched, sampler):
+        await watched.order(order(7))
+        (group,) = await until(watched.groups)
+    assert (group.group_id, group.index, group.domain, group.actor) == ("prompt-000007", 7, "d", NAME)
+    assert [rollout.verdict.reward for rollout in group.rollouts] == [1.0, 0.0]
+    rollout = group.rollouts[0]
+    assert (rollout.finish_reason, rollout.temperature, rollout.epoch) == ("stop", 0.5, 6)
+    (turn,) = rollout.turns
+    assert (turn.context_token_ids.tolist(), turn.token_ids.tolist()) == ([1, 2], [7, 8, 9])
+    assert (turn.behavior_logprobs.tolist(), turn.spans) == ([-0.5, -0.25, -1.0], ((4, 2), (5, 1)))
+    (request,) = sampler.requests
+    assert (request.n, request.temperature, request.max_tokens, request.stop, request.seed) == (2, 0.5, 4, ["!"], 7000)
+    assert request.return_token_ids
+
+
+async def test_an_order_is_acknowledged_only_after_its_group_is_appended() -> None:
+    """The append fails: the order stays with this actor, whose next life does it again."""
+
+    watched = Watched()
+    await watched.order(order(1), order(2, purpose=Purpose.EVALUATION))
+    async with working(watched, ScriptedSampler(), stream=FullServer(watched.stream)) as task:
+        with pytest.raises(ExceptionGroup, match="unhandled errors"):
+            await asyncio.wait_for(task, DEADLINE_S)
+    assert await watched.unacknowledged() >= 1
+    async with working(watched, ScriptedSampler()):
+        assert [group.index for group in await until(watched.groups)] == [1]
+        assert await until(lambda: _none(watched.unacknowledged()))
+
+
+async def _none(count: Any) -> bool:
+    return await count == 0
+
+
+async def test_samples_that_an_update_aborted_are_sampled_anew() -> None:
+    """Only the missing ones are asked for, with another seed, and what was whole is kept."""
+
+    def script(request: ChatCompletionRequest) -> ChatCompletion:
+        if request.n == 3:
+            aborted = completion("cut", "cut", finish="abort")
+            return aborted.model_copy(update={"choices": [*completion("7").choices, *aborted.choices]})
+        return completion("7", "again")
+
+    watched, sampler = Watched(), ScriptedSampler(script)
+    async with working(watched, sampler):
+        await watched.order(order(7, samples=3))
+        (group,) = await until(watched.groups)
+        assert await until(lambda: _reported(watched, lambda alive: alive.retries == 2))
+    assert [rollout.verdict.reward for rollout in group.rollouts] == [1.0, 1.0, 0.0]
+    assert [request.n for request in sampler.requests] == [3, 2]
+    assert len({request.seed for request in sampler.requests}) == 2
+
+
+async def _reported(watched: Watched, right: Callable[[ActorAlive], bool]) -> bool:
+    return any(right(alive) for alive in await watched.reports(ActorAlive))
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (lambda _: completion("x", "y", finish="abort"), "aborted its samples in each of 3 attempts"),
+        (lambda _: DeadlineError("no engine completed the request within 5 s"), "no engine completed"),
+        (lambda _: InvalidRequest("the prompt must leave room for a token"), "must leave room"),
+        (lambda _: completion("x", "y", token_ids=None), "run `pipelinerl conformance engine URL` against it"),
+        (lambda _: completion("x", "y", version_spans=None), "run `pipelinerl conformance engine URL` against it"),
+        (lambda _: completion("x", "y", version_spans=[(4, 2)]), "3 tokens, 3 log-probs and spans over 2"),
+        (lambda _: completion("x", "y", token_logprobs=[-1.0]), "3 tokens, 1 log-probs and spans over 3"),
+        (lambda _: completion("x", "y", token_ids=[], token_logprobs=[], version_spans=[]), "0 tokens"),
+        (lambda _: completion("x", "y").model_copy(update={"prompt_token_ids": []}), "0 prompt tokens"),
+    ],
+)
+async def test_what_an_engine_cannot_do_fails_the_order_and_nothing_else(script: Script, reason: str) -> None:
+    watched, sampler = Watched(), ScriptedSampler(script)
+    async with working(watched, sampler):
+        await watched.order(order(7))
+        (report,) = await until(lambda: watched.reports(GroupFailed))
+        assert (report.order_id, report.index, report.purpose) == ("prompt-000007", 7, "training")
+        assert reason in report.reason
+        sampler.script = answers
+        await watched.order(order(8))
+        assert [group.index for group in await until(watched.groups)] == [8]
+        assert await until(lambda: _none(watched.unacknowledged()))
+
+
+async def test_an_order_of_an_unknown_domain_fails() -> None:
+    watched, other = Watched(), order(7)
+    problem = Problem(problem_id="7", domain="other", messages=other.problem.messages, ground_truth="")
+    async with working(watched, ScriptedSampler()):
+        await watched.order(
+            PromptOrder(
+                order_id="prompt-000007",
+                index=7,
+                purpose=Purpose.TRAINING,
+                problem=problem,
+                sampling=other.sampling,
+                seed=0,
+            )
+        )
+        (report,) = await until(lambda: watched.reports(GroupFailed))
+    assert "domain 'other' is not in this actor's recipe" in report.reason
+
+
+@pytest.mark.parametrize("record", [b"", b"nonsense", encode_order(order(1))[:-1]])
+async def test_an_order_that_cannot_be_read_is_buried_and_not_claimed_for_ever(record: bytes) -> None:
+    watched = Watched()
+    async with working(watched, ScriptedSampler()):
+        await watched.order(record, order(8))
+        assert [group.index for group in await until(watched.groups)] == [8]
+        assert await until(lambda: _none(watched.unacknowledged()))
+    assert await watched.stream.length(DEAD_LETTERS) == 1
+
+
+@pytest.mark.parametrize(("text", "correct", "judged"), [("7", True, True), ("no", False, True), ("?", False, False)])
+async def test_an_evaluation_is_answered_to_the_controller_alone(text: str, correct: bool, judged: bool) -> None:
+    watched = Watched()
+    async with working(watched, ScriptedSampler(lambda _: completion(text))):
+        await watched.order(order(7, purpose=Purpose.EVALUATION, samples=1))
+        (report,) = await until(lambda: watched.reports(EvaluationDone))
+    assert report == EvaluationDone(
+        order_id="eval-3-000007",
+        index=7,
+        correct=correct,
+        judged=judged,
+        oldest_version=4,
+        newest_version=5,
+        num_tokens=3,
+    )
+    assert await watched.groups() == []
+
+
+async def test_no_more_is_held_than_there_is_room_for() -> None:
+    watched, sampler = Watched(), ScriptedSampler()
+    sampler.gate.clear()
+    await watched.order(*(order(index) for index in range(10)))
+    async with working(watched, sampler, in_flight=3):
+        assert await until(lambda: _reported(watched, lambda alive: alive.groups_in_flight == 3))
+        await asyncio.sleep(0.1)
+        assert (len(sampler.requests), await watched.unacknowledged()) == (3, 3)
+        sampler.gate.set()
+        assert await until(lambda: _none(watched.unacknowledged()))
+        assert sorted(group.index for group in await watched.groups()) == list(range(10))
+
+
+async def test_it_ends_at_once_and_its_next_life_does_what_was_left() -> None:
+    watched, sampler = Watched(), ScriptedSampler()
+    sampler.gate.clear()
+    await watched.order(order(1), order(2))
+    async with working(watched, sampler) as task:
+        assert await until(lambda: _reported(watched, lambda alive: alive.groups_in_flight == 2))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 1.0)
+    async with working(watched, ScriptedSampler()):
+        assert await until(lambda: _none(watched.unacknowledged()))
+    assert sorted(group.index for group in await watched.groups()) == [1, 2]

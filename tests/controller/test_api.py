@@ -1,0 +1,164 @@
+"""The controller's routes in front of a service at work: what they do, and how they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipelinerl.controller.api import create_api
+from pipelinerl.messages import ORDERS
+from pipelinerl.observability.status import Phase, RunStatus
+from tests.controller.test_service import Running, running, step
+from tests.controller.world import ENGINE
+
+TOKEN = "run-token"
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def http(run: Running) -> AsyncIterator[httpx.AsyncClient]:
+    headers = {"authorization": f"Bearer {TOKEN}", "x-who": "ada"}
+    transport = httpx.ASGITransport(create_api(run.service, token=TOKEN))
+    async with httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers) as client:
+        yield client
+
+
+async def test_status_of_a_run_that_waits_and_of_one_that_trains(run: Running, http: httpx.AsyncClient) -> None:
+    status = RunStatus.from_json((await http.get("/status")).content)
+    assert (status.phase, status.waiting_for) == (Phase.STARTING, "an engine to join")
+    await run.start()
+    await run.tell(step(1))
+    status = RunStatus.from_json((await http.get("/status")).content)
+    assert (status.run, status.phase, status.step, status.epoch) == ("test", Phase.TRAINING, 1, 1)
+    assert [(engine.url, engine.state) for engine in status.engines] == [(ENGINE, "healthy")]
+    assert status.ledger.trained == 2
+
+
+async def test_knobs_change_and_are_logged(run: Running, http: httpx.AsyncClient) -> None:
+    await run.start()
+    answer = await http.patch("/knobs", json={"k": "inf", "j": 2})
+    assert (answer.status_code, answer.json()["knobs"]["k"]) == (200, "inf")
+    assert answer.json()["effective"] == "at the next step boundary"
+    shown = (await http.get("/knobs")).json()
+    assert shown["knobs"] == run.controller.knobs.to_json()
+    assert [(change["who"], change["changes"]) for change in shown["log"]] == [("ada", {"k": "inf", "j": 2})]
+    await run.tell(step(1))
+    assert (await run.directives())[-1].knobs.k == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "sentence"),
+    [
+        (b"{k: 3}", 400, "invalid_json", "the body must be JSON"),
+        (b"", 422, "invalid_request_error", "body: "),
+        (b"[1]", 422, "invalid_request_error", "body: "),
+        (b'"k"', 422, "invalid_request_error", "body: "),
+        (b"null", 422, "invalid_request_error", "body: "),
+        (b'{"q": 1}', 422, "invalid_knob", "unknown knob 'q'"),
+        (b'{"j": 3, "k": 2}', 422, "invalid_knob", "staleness.k must be at least j = 3, got 2"),
+        (b'{"k": [4]}', 422, "invalid_knob", "k must be a number, got [4]"),
+        (b'{"k": 2.5}', 422, "invalid_knob", "staleness.k must be a whole number or inf"),
+        (b'{"j": ' + b"9" * 4000 + b"}", 422, "invalid_knob", "j must be a whole number"),
+        (b'{"preset": {}}', 422, "invalid_knob", "preset must be one of on_policy"),
+        (b'{"rollouts_per_step": 3}', 422, "invalid_knob", "rollouts_per_step must be a multiple"),
+    ],
+)
+async def test_knobs_that_make_no_sense(
+    run: Running, http: httpx.AsyncClient, body: bytes, status: int, code: str, sentence: str
+) -> None:
+    before = run.controller.knobs
+    answer = await http.patch("/knobs", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code and error["message"].startswith(sentence)
+    assert len(answer.content) < 400
+    assert (run.controller.knobs, run.controller.knob_log) == (before, [])
+
+
+async def test_an_engine_joins_by_offering_itself_again_and_again(run: Running, http: httpx.AsyncClient) -> None:
+    for _ in range(3):
+        offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
+        assert offered.json() == {"state": "joining"}
+    assert (await http.get("/engines")).json() == {"serving": [], "members": [ENGINE]}
+    assert len(run.events("engine_joined")) == 1
+
+
+async def test_an_engine_that_was_taken_out_stays_out(run: Running, http: httpx.AsyncClient) -> None:
+    offer = {"url": ENGINE, "incarnation": "1"}
+    await http.post("/engines", json=offer)
+    removed = await http.delete("/engines", params={"url": f"{ENGINE}/"})
+    assert (removed.status_code, run.events("engine_lost")[0]["reason"]) == (200, "removed by an operator")
+    await http.post("/engines", json=offer)
+    assert (await http.get("/engines")).json()["members"] == []
+    await http.post("/engines", json=offer | {"incarnation": "2"})
+    assert (await http.get("/engines")).json()["members"] == [ENGINE]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"url": None},
+        {"url": ""},
+        {"url": "engine-0"},
+        {"url": "ftp://host:1"},
+        {"url": "http://"},
+        {"url": "http://user:secret@host:1"},
+        {"url": "http://host:1/path"},
+        {"url": "http://host:1?x=1"},
+        {"url": "http://host:1\nx"},
+        {"url": "http://" + "h" * 300},
+        {"url": ENGINE, "incarnation": "x" * 65},
+        {"url": ENGINE, "incarnation": 1},
+    ],
+)
+async def test_what_is_no_engine_cannot_join(run: Running, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    answer = await http.post("/engines", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"] in ("url", "incarnation")
+    assert "secret" not in answer.text
+    assert run.controller.fleet.records() == []
+
+
+async def test_taking_out_what_is_not_there(run: Running, http: httpx.AsyncClient) -> None:
+    await http.post("/engines", json={"url": ENGINE})
+    answer = await http.delete("/engines", params={"url": "http://other"})
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": f"no such engine is part of this run; engines are: {ENGINE}",
+        "type": "invalid_request_error",
+        "param": "url",
+        "code": "unknown_engine",
+    }
+    assert (await http.delete("/engines")).json()["error"]["param"] == "url"
+
+
+async def test_stop_asks_for_the_last_directive_once(run: Running, http: httpx.AsyncClient) -> None:
+    await run.start()
+    for _ in range(2):
+        assert (await http.post("/stop")).json() == {"state": "stopping"}
+    last = (await run.directives())[-1]
+    assert (last.stop, last.checkpoint, last.answers) == (True, True, "stop-e1")
+    assert run.stream_length(ORDERS) == 2
+    assert run.controller.ending == "stopped by ada"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/status"), ("GET", "/knobs"), ("PATCH", "/knobs"), ("POST", "/engines"), ("POST", "/stop")],
+)
+async def test_nothing_without_the_token(run: Running, http: httpx.AsyncClient, method: str, path: str) -> None:
+    answer = await http.request(method, path, headers={"authorization": "Bearer other"})
+    assert answer.status_code == 401 and answer.json()["error"]["code"] == "unauthorized"
+    assert (await http.get("/health", headers={"authorization": ""})).json() == {"state": "ready"}
+    assert run.controller.ending is None

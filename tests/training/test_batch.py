@@ -1,0 +1,147 @@
+"""From groups to micro-batches: figures by hand, and that leaving out idle rollouts changes neither loss nor gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl import rng
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import PRESETS, resolve
+from pipelinerl.trainers.bigram_trainer import BigramTrainer
+from pipelinerl.training.batch import build
+from pipelinerl.training.packing import WeightedRollout, pack
+from pipelinerl.types import Outcome, Rollout, RolloutGroup
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
+
+VOCAB = 7
+
+
+def ragged(index: int, rewards: Sequence[float], outcomes: Sequence[Outcome | None] | None = None) -> RolloutGroup:
+    """A group with prompts and answers of different lengths."""
+    draw = rng.generator(index, "batch")
+    rollouts: list[Rollout] = []
+    for number, reward in enumerate(rewards):
+        sampled = draw.integers(0, VOCAB, int(draw.integers(1, 6))).tolist()
+        rollouts.append(
+            rollout(
+                reward=reward,
+                prompt=draw.integers(0, VOCAB, 3).tolist(),
+                sampled=sampled,
+                outcome=outcomes[number] if outcomes else None,
+                logprob=-1.5,
+            )
+        )
+    return replace(group(index), rollouts=tuple(rollouts))
+
+
+GROUPS = [
+    ragged(0, [0.0, 1.0, 1.0]),
+    ragged(1, [1.0, 1.0, 1.0]),
+    ragged(2, [0.0, 0.0, 0.0]),
+    ragged(3, [1.0, 0.0, 0.0], [None, Outcome.TIMEOUT, None]),
+]
+
+
+def step(path: Path, micro_batches: list[MicroBatch], objective: PolicyObjective) -> tuple[float, np.ndarray, float]:
+    """Loss, weights after one optimizer step, and the gradient's norm."""
+    trainer = BigramTrainer()
+    trainer.init_worker(TrainerSpec(model_path=path, optimizer=OptimizerSpec(grad_clip=0.0)))
+    needs_old = "old_logprobs" in objective.needs
+    loss = 0.0
+    for micro_batch in micro_batches:
+        if needs_old:
+            micro_batch = replace(micro_batch, old_logprobs=trainer.forward(micro_batch))
+        loss += trainer.backward(micro_batch, objective).loss
+    stats = trainer.optimizer_step(learning_rate=0.1)
+    ((_, table),) = trainer.gather_weights()
+    return loss, table, stats.grad_norm
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    BigramModel.random(VOCAB, seed=4).save(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_leaving_out_idle_rollouts_changes_nothing(name: str, model: Path) -> None:
+    objective = resolve(name)
+    lean = build(GROUPS, objective=objective, token_budget=1000, producing=1)
+    assert lean.stats["idle_fraction"] == 1 - 5 / 12
+    rollouts = [r for g in GROUPS for r in g.rollouts]
+    index = np.repeat(np.arange(4), 3)
+    rewards = np.array([r.verdict.reward for r in rollouts])
+    lengths = np.array([r.num_sampled_tokens for r in rollouts])
+    valid = np.array([r.verdict.outcome.is_judgement for r in rollouts])
+    advantages = objective.adv.advantages(rewards=rewards, groups=index, valid=valid)
+    weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
+    whole = pack(
+        [
+            WeightedRollout(rollout=r, advantage=float(a), token_weight=float(w))
+            for r, a, w, keep in zip(rollouts, advantages, weights, valid, strict=True)
+            if keep
+        ],
+        token_budget=1000,
+    )
+    assert sum(m.num_tokens for m in whole) > sum(m.num_tokens for m in lean.micro_batches)
+    (loss, table, norm), (whole_loss, whole_table, whole_norm) = (
+        step(model, batches, objective) for batches in (lean.micro_batches, whole)
+    )
+    assert norm > 0.01
+    assert (loss, norm) == pytest.approx((whole_loss, whole_norm), rel=1e-6, abs=1e-7)
+    np.testing.assert_allclose(table, whole_table, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("token_budget", [1, 12, 30])
+def test_the_gradient_does_not_depend_on_the_budget(token_budget: int, model: Path) -> None:
+    objective = resolve("grpo")
+    wide = build(GROUPS, objective=objective, token_budget=1000, producing=1)
+    narrow = build(GROUPS, objective=objective, token_budget=token_budget, producing=1)
+    assert len(narrow.micro_batches) > len(wide.micro_batches)
+    (loss, table, _), (wide_loss, wide_table, _) = (
+        step(model, batch.micro_batches, objective) for batch in (narrow, wide)
+    )
+    assert loss == pytest.approx(wide_loss, abs=1e-7)
+    np.testing.assert_allclose(table, wide_table, rtol=0, atol=1e-6)
+
+
+def test_a_term_without_advantage_keeps_every_judged_rollout() -> None:
+    """A penalty has a gradient also where the advantage is zero."""
+    penalised = resolve({"preset": "grpo", "grad2": "kl"})
+    assert not penalised.zero_advantage_is_idle
+    batch = build(GROUPS, objective=penalised, token_budget=1000, producing=1)
+    assert batch.stats["idle_fraction"] == pytest.approx(1 - 11 / 12), "all but the one that was not judged"
+
+
+def test_figures() -> None:
+    groups = [
+        replace(
+            group(0),
+            rollouts=(
+                rollout(reward=1.0, prompt=[1, 2], sampled=[3], version=4),
+                rollout(reward=0.0, prompt=[1, 2], sampled=[3, 4, 5], spans=[(2, 1), (4, 2)]),
+                rollout(reward=0.0, prompt=[1, 2], sampled=[3, 4], version=3, outcome=Outcome.VERIFIER_ERROR),
+            ),
+        )
+    ]
+    stats = build(groups, objective=resolve("grpo"), token_budget=1000, producing=5).stats
+    assert stats == {
+        "rollouts": 3.0,
+        "reward": 0.5,
+        "tokens": 12.0,
+        "sampled_tokens": 6.0,
+        "length_mean": 2.0,
+        "length_max": 3.0,
+        "staleness_mean": 2.0,
+        "staleness_max": 3.0,
+        "mixed_version_fraction": pytest.approx(1 / 3),
+        "unjudged": 1.0,
+        "idle_fraction": pytest.approx(1 / 3),
+    }

@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test check format bench gpu-check clean
+.PHONY: help install run test chaos check format bench gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +21,10 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out
-	@$(QUIET_THREADS) $(BIN)/python -m pytest -m "not gpu and not slow" $(ARGS)
+	@$(QUIET_THREADS) $(BIN)/python -m pytest -m "not gpu and not slow and not chaos" $(ARGS)
+
+chaos: $(VENV)/.installed-dev ## live runs whose processes are killed; takes minutes
+	@$(QUIET_THREADS) $(BIN)/python -m pytest -m chaos $(ARGS)
 
 check: $(VENV)/.installed-dev ## formatting, lint, types, architecture
 	@$(BIN)/ruff format --check --quiet . || { echo 'make check: run `make format`'; exit 1; }

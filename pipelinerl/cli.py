@@ -330,7 +330,7 @@ def _assignment(text: str) -> tuple[str, Any]:
 def main() -> None:
     """Entry point."""
     try:
-        app()
+        app(prog_name="pipelinerl")
     except UserError as error:
         print(f"pipelinerl: {error}", file=sys.stderr)
         raise SystemExit(2) from None

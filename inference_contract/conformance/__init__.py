@@ -95,7 +95,7 @@ def _result(check: Check, session: Session) -> CheckResult:
         outcome, reason = Outcome.UNSUPPORTED, str(error)
     except AssertionError as error:
         outcome, reason = Outcome.FAILED, str(error)
-    except (httpx.HTTPError, ValueError, KeyError, RuntimeError, OSError) as error:
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError) as error:
         outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
     if outcome is Outcome.FAILED:
         session.recover()

@@ -112,7 +112,9 @@ class Session:
     def generated_tokens(self) -> float:
         """generated_tokens_total of GET /metrics."""
         samples = [line for line in self.get(routes.METRICS).text.splitlines() if line[:1] != "#"]
-        return float(next(line for line in samples if "generated_tokens_total" in line).rsplit(" ", 1)[1])
+        found = [line for line in samples if "generated_tokens_total" in line]
+        assert found, "/metrics must have a sample whose name ends in 'generated_tokens_total'"
+        return float(found[0].rsplit(" ", 1)[1])
 
     def recover(self) -> None:
         """After a check that broke off: a new membership drops what it left staged, so that the next begins afresh."""

@@ -79,7 +79,7 @@ class Fleet:
         return any(record.standing is Standing.JOINING for record in self._records.values())
 
     def join(self, url: str, incarnation: str = "") -> bool:
-        """Add an engine, or bring one back; True when the set changed.
+        """Add an engine, or bring one back that was expelled; True when the set changed. The dead return by a poll.
 
         An engine repeats its offer as long as it lives. `incarnation` tells its lives apart, since a new one has lost
         its weights; it is empty when an operator asks.
@@ -88,7 +88,7 @@ class Fleet:
         if known is not None:
             same_life = known.incarnation in ("", incarnation)
             repeated = same_life if incarnation else known.standing is not Standing.EXPELLED
-            if repeated and known.standing is not Standing.DEAD:
+            if repeated:
                 self._records[url] = replace(known, incarnation=known.incarnation or incarnation)
                 return False
         self._records[url] = EngineRecord(url=url, incarnation=incarnation)

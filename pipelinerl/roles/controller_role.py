@@ -13,6 +13,7 @@ from pipelinerl.controller.controller import Controller, ControllerSettings
 from pipelinerl.controller.service import ControllerService
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.errors import UserError
 from pipelinerl.http_service import listen, serve_until
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.roles.parts import checkpoints_of, knobs_of
@@ -63,12 +64,11 @@ def settings_of(config: RunConfig) -> ControllerSettings:
 async def run(identity: Identity) -> None:
     """Serve until the run is over or the process is told to stop; goes on from the run's newest checkpoint."""
     latest = checkpoints_of(identity.config, identity.run_dir).latest()
-    listener = listen(identity.host, identity.port)
-    stream = await identity.stream()
-    client = EngineClient(token=identity.token)
     log = identity.run_dir / "events.jsonl"
-    age_s = max((event.get("elapsed_s", 0.0) for event in read_events(log)), default=0.0) if log.is_file() else 0.0
-    with EventLog(log) as events:
+    age_s = _age(log)
+    with listen(identity.host, identity.port) as listener, EventLog(log) as events:
+        stream = await identity.stream()
+        client = EngineClient(token=identity.token)
         service = ControllerService(
             build_controller(identity.config, latest[1] if latest else None),
             name=identity.config.run.name,
@@ -89,6 +89,20 @@ async def run(identity: Identity) -> None:
             endpoint.unlink(missing_ok=True)
             await client.close()
             await stream.close()
+
+
+def _age(log: Path) -> float:
+    """Seconds that the run has been going, by its event log; 0 for a new one.
+
+    Raises:
+        UserError: the log is damaged.
+    """
+    try:
+        return max((event.get("elapsed_s", 0.0) for event in read_events(log)), default=0.0)
+    except FileNotFoundError:
+        return 0.0
+    except ValueError as error:
+        raise UserError(f"{error}; remove that line to go on") from None
 
 
 def _advertise(identity: Identity, address: tuple[str, int]) -> Path:

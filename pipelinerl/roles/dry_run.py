@@ -43,8 +43,8 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         UserError: the first thing that would stop the run.
     """
     refuse(config)
-    tokenizer = ChatTokenizer.load(config.model.resolved)
     _check_model(config)
+    tokenizer = ChatTokenizer.load(config.model.resolved)
     yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
     yield "engine", f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each"
     yield "trainer", f"{config.trainer.type}, {config.trainer.precision}"

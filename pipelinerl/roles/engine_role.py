@@ -45,16 +45,17 @@ def build_engine(identity: Identity) -> Engine:
 
 async def run(identity: Identity) -> None:
     """Serve until the process is told to stop."""
-    listener = listen(identity.host, identity.port)
-    host, port = listener.getsockname()[:2]
-    offer = asyncio.create_task(_offer(identity, f"http://{host}:{port}")) if identity.controller_url else None
-    try:
-        await serve_until(create_app(build_engine(identity), token=identity.token), listener)
-    finally:
-        if offer is not None:
-            offer.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await offer
+    with listen(identity.host, identity.port) as listener:
+        app = create_app(build_engine(identity), token=identity.token)
+        host, port = listener.getsockname()[:2]
+        offer = asyncio.create_task(_offer(identity, f"http://{host}:{port}")) if identity.controller_url else None
+        try:
+            await serve_until(app, listener)
+        finally:
+            if offer is not None:
+                offer.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await offer
 
 
 async def _offer(identity: Identity, url: str) -> None:

@@ -111,7 +111,7 @@ class TrainingLoop:
         """Train until a directive says stop."""
         await self._intake.start()
         incarnation = uuid.uuid4().hex[:12]
-        directive = await self._ask(
+        await self._ask(
             TrainerReady(
                 report_id=f"ready-{incarnation}",
                 incarnation=incarnation,
@@ -120,8 +120,6 @@ class TrainingLoop:
             ),
             self._intake.read_orders,
         )
-        self._batcher.lineage = Lineage(directive.epoch, self._version)
-        await self._obey(directive)
         while not self._current.stop:
             started = time.monotonic()
             batch = await self._collect()
@@ -142,7 +140,7 @@ class TrainingLoop:
                 consumed=self._consumed(),
                 stats=stats,
             )
-            await self._obey(await self._ask(step_done, self._read))
+            await self._ask(step_done, self._read)
         await self._finish_publication()
         await self._report(TrainerStopped(epoch=self._current.epoch, model_version=self._version))
         return self._version
@@ -176,7 +174,8 @@ class TrainingLoop:
                     f"{self._batcher.num_waiting} groups; see what the controller waits for with `pipelinerl status`"
                 )
             waiting = self._batcher.waiting
-            await self._read(block_s=1.0)
+            for directive in await self._read(block_s=1.0):
+                await self._hear(directive)
             await self._report_progress()
             if self._current.stop:
                 return None
@@ -187,22 +186,11 @@ class TrainingLoop:
                 heard_at = time.monotonic()
 
     async def _read(self, *, block_s: float) -> list[Directive]:
-        """Take in what is new; directives that nobody waits for are obeyed at once."""
+        """Take in what is new; the directives are still to be obeyed."""
         arrivals = await self._intake.read(block_s=block_s)
         for group in arrivals.groups:
             self._batcher.offer(group)
-        answers = []
-        for directive in arrivals.directives:
-            if self._directive is not None and directive.epoch > self._directive.epoch:
-                raise FencedError(
-                    f"epoch {directive.epoch} has taken over from epoch {self._directive.epoch}: another trainer is "
-                    "running; this one stops"
-                )
-            if self._directive is None or directive.answers.startswith(("ready-", f"e{directive.epoch}-step-")):
-                answers.append(directive)
-            else:
-                await self._obey(directive)
-        return answers
+        return arrivals.directives
 
     # --- step ------------------------------------------------------------------------------------------------------
 
@@ -239,26 +227,49 @@ class TrainingLoop:
         assert self._directive is not None, "the loop obeys a directive before anything else"
         return self._directive
 
-    async def _ask(
-        self, question: TrainerReady | StepDone, read: Callable[..., Awaitable[list[Directive]]]
-    ) -> Directive:
-        """Report, and again every few seconds (the server may have lost it, or its answer), until it is answered."""
+    async def _ask(self, question: TrainerReady | StepDone, read: Callable[..., Awaitable[list[Directive]]]) -> None:
+        """Report, and again every few seconds (the server may have lost it, or its answer), until it is answered.
+
+        The answer is obeyed, and so is what was said unasked, in its order.
+        """
         deadline = time.monotonic() + self._settings.deadline_s
         asked_at = float("-inf")
         while (now := time.monotonic()) < deadline:
             if now - asked_at >= _PATIENCE_S:
                 await self._report(question)
                 asked_at = now
+            awaited = question.report_id
             for directive in await read(block_s=1.0):
-                if directive.answers == question.report_id:
-                    return directive
+                if await self._hear(directive, awaited):
+                    awaited = ""
+            if not awaited:
+                return
         raise DeadlineError(
             f"the trainer waited {self._settings.deadline_s:.0f} s for the controller to answer {question.report_id}; "
             "is the controller running, with an engine that has joined?"
         )
 
+    async def _hear(self, directive: Directive, awaited: str = "") -> bool:
+        """Obey a directive that answers `awaited`, or that answers nobody; True when it was the answer.
+
+        Raises:
+            FencedError: it is meant for a trainer that came after this one.
+        """
+        if self._directive is not None and directive.epoch > self._directive.epoch:
+            raise FencedError(
+                f"epoch {directive.epoch} has taken over from epoch {self._directive.epoch}: another trainer is "
+                "running; this one stops"
+            )
+        unasked = not directive.answers.startswith(("ready-", f"e{directive.epoch}-step-"))
+        is_answer = directive.answers == awaited
+        if is_answer or (unasked and self._directive is not None):
+            await self._obey(directive)
+        return is_answer
+
     async def _obey(self, directive: Directive) -> None:
-        if self._directive is not None and directive.epoch < self._directive.epoch:
+        if self._directive is None:
+            self._batcher.lineage = Lineage(directive.epoch, self._version)
+        elif directive.epoch < self._directive.epoch:
             return
         self._directive = directive
         ledger = self._batcher.ledger

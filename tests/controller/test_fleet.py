@@ -79,16 +79,19 @@ def test_an_answer_between_forgives(fleet: Fleet) -> None:
 
 
 def test_failed_updates_end_in_expulsion_which_its_own_offers_do_not_undo(fleet: Fleet) -> None:
-    fleet.publish_failed(A, "no room")
-    assert standing(fleet, A) is Standing.JOINING
+    assert fleet.publish_failed(A, "no room")
+    assert standing(fleet, A) is Standing.DEAD and fleet.members() == [B], "it is not asked again before it answers"
+    assert not fleet.join(A, "1") and standing(fleet, A) is Standing.DEAD
+    assert fleet.answered(A, load(), 1.0) and standing(fleet, A) is Standing.JOINING
     fleet.published(A, 4)
-    fleet.publish_failed(A, "no room")
-    assert standing(fleet, A) is Standing.JOINING, "a success between forgives"
-    fleet.publish_failed(A, "no room")
+    assert fleet.publish_failed(A, "no room")
+    assert standing(fleet, A) is Standing.DEAD, "a success between forgives"
+    assert fleet.answered(A, load(), 2.0)
+    assert fleet.publish_failed(A, "no room")
     assert standing(fleet, A) is Standing.EXPELLED and fleet.members() == [B]
     assert not fleet.join(A, "1") and standing(fleet, A) is Standing.EXPELLED
-    fleet.publish_failed(A, "a late report of the same update")
-    fleet.answered(A, load(), 1.0)
+    assert not fleet.publish_failed(A, "a late report of the same update")
+    assert not fleet.answered(A, load(), 3.0)
     assert standing(fleet, A) is Standing.EXPELLED
 
 

@@ -142,3 +142,9 @@ async def test_a_killed_engine_costs_no_request() -> None:
             answers = await asyncio.gather(*running)
     assert [answer.completion.choices for answer in answers] == [whole.choices for whole in expected]
     assert {answer.url for answer in answers} == {stays}
+
+
+async def test_an_engine_that_restarted_and_serves_other_weights_is_no_answer() -> None:
+    pool = EnginePool(Script(a=lambda: None), ["a"], deadline_s=0.2, suspect_s=0.05, min_epoch=1)
+    with pytest.raises(DeadlineError, match="it serves weights of epoch 0, not those of this run"):
+        await pool.complete(ask())

@@ -1,4 +1,4 @@
-"""From groups to micro-batches: figures by hand, and that leaving out idle rollouts changes neither loss nor gradient."""
+"""From groups to micro-batches: figures by hand; leaving out idle rollouts changes neither loss nor gradient."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_leaving_out_idle_rollouts_changes_nothing(name: str, model: Path) -> No
     (loss, table, norm), (whole_loss, whole_table, whole_norm) = (
         step(model, batches, objective) for batches in (lean.micro_batches, whole)
     )
-    assert norm > 0.01
+    assert norm > 1e-5
     assert (loss, norm) == pytest.approx((whole_loss, whole_norm), rel=1e-6, abs=1e-7)
     np.testing.assert_allclose(table, whole_table, rtol=0, atol=1e-6)
 

@@ -51,6 +51,15 @@ def test_what_aged_while_it_waited_is_dropped_as_stale() -> None:
     assert (waiting.num_waiting, waiting.ledger.counts[Fate.STALE]) == (1, 1)
 
 
+def test_what_abandoned_weights_sampled_does_not_end_its_order() -> None:
+    waiting = Batcher(ledger=Ledger(), lineage=Lineage(epoch=2, began_at=3), no_signal=NoSignal.TRAIN)
+    waiting.offer(group(0, version=4, epoch=1))
+    assert (waiting.num_waiting, waiting.ledger.has(0)) == (0, False)
+    assert (waiting.take_abandoned(), waiting.take_abandoned()) == ([0], []), "told once"
+    waiting.offer(group(0, version=3, epoch=2))
+    assert waiting.waiting == [0]
+
+
 @pytest.mark.parametrize(("mode", "filtered", "left"), [(NoSignal.FILTER, 1, 0), (NoSignal.TRAIN, 0, 1)])
 def test_groups_without_signal_are_dropped_or_kept(mode: NoSignal, filtered: int, left: int) -> None:
     waiting = batcher(no_signal=mode)

@@ -1,0 +1,291 @@
+"""Real runs in real processes: what they leave behind, how they stop and go on, and what survives kill -9.
+
+The runs are on-policy lockstep with the ratio over recomputed log-probs, so that on a CPU a run is a function of its
+seed: whatever happens to its processes, its curve must be bit by bit that of the run that nobody disturbed. (Log-probs
+of the sampler depend in their last bit on what else was decoded in the same forward pass, hence `over = old`.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.ports import free_ports, is_free
+from pipelinerl.config import load
+from pipelinerl.observability.events import read_events
+from tests.fakes.live_run import CLI, LiveRun, launched, new_run, resumed
+
+STEPS = 12
+LOCKSTEP = (
+    f"run.steps={STEPS}",
+    "checkpoint.interval_steps=4",
+    "staleness.j=1",
+    "staleness.k=1",
+    "objective.grad1.over=old",
+)
+
+Curve = dict[int, tuple[float, ...]]
+
+
+def curve(run: LiveRun) -> Curve:
+    """What a run learned from, step by step; of a step that was made twice, the later."""
+    measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
+    return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
+
+
+def assert_settled(run: LiveRun, *, steps: int) -> None:
+    """The run has ended whole: all steps, a ledger that balances, each prompt trained once."""
+    (finished,) = run.events("run_finished")
+    ledger = finished["ledger"]
+    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger
+    assert ledger["trained"] == steps * 8, ledger
+    assert sorted(curve(run)) == list(range(1, steps + 1))
+    deadline = time.monotonic() + 2
+    while run.alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not run.alive()
+    assert all(is_free(int(event["url"].rpartition(":")[2])) for event in run.events("engine_joined"))
+
+
+def command(*arguments: str) -> str:
+    """The output of a `pipelinerl` command that must succeed."""
+    done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
+    """A lockstep run that ended by itself."""
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    with launched(new_run(directory, *LOCKSTEP), directory) as run:
+        assert run.end() == 0, run.story()
+    return run
+
+
+def test_a_run_completes_and_leaves_everything(undisturbed: LiveRun) -> None:
+    run = undisturbed
+    assert_settled(run, steps=STEPS)
+    assert {event["staleness_max"] for event in run.events("step")} == {1.0}
+    assert load(run.directory / "recipe.toml").run.steps == STEPS
+    assert [event["model_version"] for event in run.events("evaluation")] == [0, STEPS]
+    for name in ("learning_curve.png", "report.html"):
+        assert (run.directory / name).stat().st_size > 10_000
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    newest = run.directory / "checkpoints" / f"step-{STEPS:06d}"
+    model = AutoModelForCausalLM.from_pretrained(newest)
+    prompt = AutoTokenizer.from_pretrained(newest)("spell", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 2
+
+
+def test_ctrl_c_ends_within_seconds_and_the_resumed_run_is_the_undisturbed_one(
+    tmp_path: Path, undisturbed: LiveRun
+) -> None:
+    directory = tmp_path / "run"
+    with launched(new_run(directory, *LOCKSTEP), directory) as run:
+        run.until_step(6)
+        run.launcher.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        assert run.end() == 130, run.story()
+        assert time.monotonic() - began < 15, "8 s on a machine that has nothing else to do"
+        assert f"pipelinerl run --resume {directory}" in run.output
+        assert not run.alive()
+    with launched(resumed(directory), directory) as run:
+        assert run.end() == 0, run.story()
+        assert_settled(run, steps=STEPS)
+    first, second = run.events("trainer_ready")
+    assert (first["epoch"], first["model_version"], second["epoch"]) == (1, 0, 2)
+    assert second["model_version"] in (4, 8)
+    assert curve(run) == curve(undisturbed)
+    elapsed = [event["elapsed_s"] for event in run.events()]
+    assert elapsed == sorted(elapsed), "one time line over both lives"
+
+
+def test_a_live_run_survives_its_engine_and_its_trainer_and_obeys_its_owner(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    arguments = new_run(directory, "run.steps=5000", "staleness.k=4")
+    with launched(arguments, directory) as run:
+        run.until_step(3)
+        run.role("engine-0").kill()
+        run.role("trainer").kill()
+        assert "k = 2" in command("knobs", "set", str(directory), "k=2", "j=2")
+        run.until(lambda run: len(run.events("engine_joined")) >= 2, "the engine's return")
+        run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")
+        run.until_step(run.steps()[-1] + 5)
+        assert json.loads(command("status", str(directory), "--json"))["epoch"] == 2
+        assert "waits for" in command("status", str(directory))
+        assert "j = 2, k = 2 by" in command("knobs", "show", str(directory))
+        command("stop", str(directory))
+        assert run.end() == 0, run.story()
+        assert_settled(run, steps=max(run.steps()))
+    assert [event["changes"] for event in run.events("knobs")] == [{"j": 2, "k": 2}]
+    assert run.steps()[-1] == max(run.steps()), "the last word is of the last epoch"
+    newest = max((directory / "checkpoints").iterdir())
+    state = json.loads((newest / "manifest.json").read_text())["state"]
+    assert [change["changes"] for change in state["controller"]["knob_log"]] == [{"j": 2, "k": 2}]
+
+
+# --- longer: make chaos -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["trainer", "actor-0", "engine-0", "redis"])
+@pytest.mark.parametrize("step", [2, 6], ids=["before any checkpoint", "after one"])
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_kill_9_changes_nothing(tmp_path: Path, undisturbed: LiveRun, role: str, step: int) -> None:
+    directory = tmp_path / "run"
+    with launched(new_run(directory, *LOCKSTEP), directory) as run:
+        run.until_step(step)
+        run.role(role).kill()
+        assert run.end() == 0, run.story()
+        assert_settled(run, steps=STEPS)
+    assert f"{role} ended (killed by SIGKILL)" in run.output
+    assert curve(run) == curve(undisturbed)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_without_a_controller_a_run_ends_and_says_how_to_go_on(tmp_path: Path, undisturbed: LiveRun) -> None:
+    directory = tmp_path / "run"
+    with launched(new_run(directory, *LOCKSTEP), directory) as run:
+        run.until_step(6)
+        run.role("controller").kill()
+        assert run.end() == 1
+        assert "controller ended (killed by SIGKILL)" in run.output
+        assert f"pipelinerl run --resume {directory}" in run.output
+    with launched(resumed(directory), directory) as run:
+        assert run.end() == 0, run.story()
+        assert_settled(run, steps=STEPS)
+    assert curve(run) == curve(undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    directory = tmp_path / "run"
+    with launched(new_run(directory, *LOCKSTEP), directory) as run:
+        run.until_step(2)
+        assert len(run.note_processes()) >= 5
+        run.launcher.send_signal(number)
+        assert run.end(15) == (130 if number is signal.SIGTERM else -signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while run.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not run.alive()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["engine.on_update=abort", "engine.on_update=drain", "engine.on_update=recompute_kv", "objective=grpo",
+     "objective=pipelinerl", "training.no_signal=filter"],
+)  # fmt: skip
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_every_mode_completes(tmp_path: Path, change: str) -> None:
+    directory = tmp_path / "run"
+    with launched(new_run(directory, "run.steps=20", "staleness.k=4", change), directory) as run:
+        assert run.end() == 0, run.story()
+        assert_settled(run, steps=20)
+    mixed = max(event["mixed_version_fraction"] for event in run.events("step"))
+    if "abort" in change or "drain" in change:
+        assert mixed == 0.0, "one version for each rollout"
+    assert max(event["staleness_max"] for event in run.events("step")) <= 4
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_streams_and_memory_stay_bounded(tmp_path: Path) -> None:
+    from redis import Redis
+
+    directory = tmp_path / "run"
+    with launched(new_run(directory, "run.steps=5000", "staleness.k=4"), directory) as run:
+        run.until_step(60)
+        (port,) = {c.laddr.port for c in run.role("redis").net_connections() if c.status == "LISTEN"}
+        server = Redis(port=port, password=(directory / "redis" / "password").read_text())
+
+        def lengths() -> dict[str, int]:
+            return {str(key.decode()): int(server.xlen(key)) for key in server.keys("*")}
+
+        def megabytes() -> dict[str, float]:
+            roles = ("controller", "engine-0", "actor-0", "trainer", "redis")
+            return {role: run.role(role).memory_info().rss / 2**20 for role in roles}
+
+        before = megabytes()
+        run.until_step(300, timeout_s=120)
+        growth = {role: after - before[role] for role, after in megabytes().items()}
+        found = lengths()
+        server.close()
+        # Three checkpoints are kept, ten steps of eight groups apart; four steps of prompts are out.
+        assert found["run:rollouts:actor-0"] <= (3 + 1) * 10 * 8 + 10 * 8, found
+        assert found["run:prompts"] <= 4 * 2 * 8, found
+        assert max(found["run:orders"], found["run:reports"]) <= 70, found
+        assert max(growth.values()) < 40, growth
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_roles_started_apart_and_an_engine_that_comes_and_goes(tmp_path: Path) -> None:
+    redis, controller, engine, second = free_ports(4)
+    common = ["--run-dir", str(tmp_path), "--redis-url", f"redis://127.0.0.1:{redis}"]
+    common += ["--controller-url", f"http://127.0.0.1:{controller}", "--set", "run.steps=5000"]
+    common += ["--set", "evaluation.problems=16", "--set", "training.rollouts_per_step=64"]
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(role: str, *arguments: str, name: str | None = None) -> None:
+        words = [*CLI, role, *common, *arguments, *(["--name", name] if name else [])]
+        log = (tmp_path / f"{name or role}.log").open("ab")
+        environment = {**os.environ, "PIPELINERL_TOKEN": "a secret of this test"}
+        processes[name or role] = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+        log.close()
+
+    def events(kind: str) -> list[dict[str, Any]]:
+        path = tmp_path / "events.jsonl"
+        return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
+
+    def until(reached: Any, what: str) -> None:
+        deadline = time.monotonic() + 90
+        while not reached():
+            assert time.monotonic() < deadline, (
+                what + "\n" + "".join(p.read_text()[-800:] for p in tmp_path.glob("*.log"))
+            )
+            time.sleep(0.05)
+
+    def step() -> int:
+        return max((event["step"] for event in events("step")), default=0)
+
+    try:
+        start("redis", "--port", str(redis))
+        start("controller", "--port", str(controller))
+        start("engine", "--port", str(engine))
+        start("actor")
+        start("trainer")
+        until(lambda: step() >= 5, "steps")
+        start("engine", "--port", str(second), name="engine-1")
+        until(lambda: any(event["engines"] == 2 for event in events("publish")), "a publication to both")
+        processes["engine-1"].kill()
+        until(lambda: events("engine_lost"), "the loss to be noticed")
+        assert events("engine_lost")[0]["url"] == f"http://127.0.0.1:{second}"
+        reached = step()
+        until(lambda: step() >= reached + 20, "the run to go on")
+        assert sum(bool(event["failed"]) for event in events("publish")) <= 1, "it is not asked again while it is away"
+        command("stop", str(tmp_path))
+        assert processes["controller"].wait(30) == 0
+        assert processes["trainer"].wait(30) == 0
+        assert events("run_finished")
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()

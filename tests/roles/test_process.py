@@ -1,0 +1,120 @@
+"""What every role does when it starts and ends: its secrets, the exit status, the sentence on stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config import load
+from pipelinerl.errors import AddressError, DeadlineError, ModelError, RecipeError, UserError
+from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, read_token, run_until_signalled
+from pipelinerl.streams.embedded_redis import EmbeddedRedis
+
+
+def identity(run_dir: Path, *, redis_url: str = "memory://") -> Identity:
+    return Identity(
+        config=load("tiny"), run_dir=run_dir, name="role", redis_url=redis_url, controller_url="", token=None
+    )
+
+
+def test_a_token_comes_from_its_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps({"token": "secret"}))
+    monkeypatch.setenv(TOKEN_VARIABLE, "other")
+    assert (read_token(file), read_token(None)) == ("secret", "other")
+    monkeypatch.setenv(TOKEN_VARIABLE, "")
+    assert read_token(None) is None
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '"secret"', "{}", '{"token": null}', '{"token": ""}', '{"token": 3}', "\udcff"]
+)
+def test_a_file_without_a_token_is_refused(tmp_path: Path, content: str) -> None:
+    """An empty or absent token must never be taken for "none", which would let everybody in."""
+    file = tmp_path / "tokens.json"
+    file.write_text(content, errors="surrogateescape")
+    with pytest.raises(UserError, match=r"tokens.json must hold \{\"token\": \"…\"\}"):
+        read_token(file)
+    with pytest.raises(UserError, match="must hold"):
+        read_token(tmp_path / "absent")
+
+
+@pytest.mark.usefixtures("own_logging")
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (RecipeError("run.steps: must be given"), 2, "pipelinerl: run.steps: must be given\n"),
+        (
+            ExceptionGroup("", [ModelError("a"), ExceptionGroup("", [RecipeError("b")])]),
+            2,
+            "pipelinerl: a\npipelinerl: b\n",
+        ),
+        (AddressError("port 1 is taken"), 1, "pipelinerl: port 1 is taken\n"),
+        (ExceptionGroup("", [RecipeError("a"), AddressError("b")]), 1, "pipelinerl: a\npipelinerl: b\n"),
+        (DeadlineError("step 3 waited"), 1, '"message": "DeadlineError: step 3 waited"'),
+        (ValueError("inside"), 1, '"trace": "Traceback'),
+        (ExceptionGroup("", [RecipeError("a"), ValueError("b")]), 1, '"message": "ValueError: b"'),
+    ],
+)
+def test_exit_status_and_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, status: int, said: str
+) -> None:
+    async def role(_: Identity) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_until_signalled(role, identity(tmp_path))
+    assert ended.value.code == status
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_logging")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_no_success_and_is_put_in_order_first(tmp_path: Path, number: int) -> None:
+    happened: list[str] = []
+
+    async def role(_: Identity) -> None:
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.sleep(10)
+        finally:
+            happened.append("in order")
+
+    with pytest.raises(SystemExit) as ended:
+        run_until_signalled(role, identity(tmp_path))
+    assert (ended.value.code, happened) == (143, ["in order"])
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_work_that_is_done_returns(tmp_path: Path) -> None:
+    async def role(given: Identity) -> None:
+        await (await given.stream()).close()
+
+    run_until_signalled(role, identity(tmp_path))
+
+
+async def test_the_password_of_the_embedded_server_is_found_beside_its_data(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        bare = server.url.replace(f":{(tmp_path / 'redis' / 'password').read_text()}@", "")
+        assert "@" not in bare
+        stream = await identity(tmp_path, redis_url=bare).stream()
+        await stream.append("x", [b"1"])
+        await stream.close()
+        (tmp_path / "redis" / "password").write_text("wrong")
+        with pytest.raises(AddressError, match="password") as refused:
+            await identity(tmp_path, redis_url=bare).stream()
+        assert "wrong" not in str(refused.value).replace("wrong password", "")
+
+
+@pytest.mark.parametrize("url", ["http://x", "redis://127.0.0.1:notaport/0", "redis://127.0.0.1:99999/0", ""])
+async def test_addresses_that_are_none(tmp_path: Path, url: str) -> None:
+    (tmp_path / "redis").mkdir()
+    (tmp_path / "redis" / "password").write_text("secret")
+    with pytest.raises(AddressError) as refused:
+        await identity(tmp_path, redis_url=url).stream()
+    assert "secret" not in str(refused.value)

@@ -1,0 +1,160 @@
+"""The command line as people meet it: exit status, what goes to which stream, and never a traceback.
+
+Commands run inside this process; those that would start processes are refused before they do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from pipelinerl import cli
+from pipelinerl.config import MODELS
+from pipelinerl.http_service import listen
+
+SHIPPED = MODELS / "tiny_speller"
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it said."""
+
+    status: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def pipelinerl(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, own_logging: None
+) -> Iterator[Command]:
+    """`pipelinerl …`, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["pipelinerl", *map(str, arguments)])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        said = capsys.readouterr()
+        return Done(status, said.out, said.err)
+
+    yield run
+    assert list(tmp_path.glob("runs")) == [], "nothing was started"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("check nothere", "recipe 'nothere' is neither a file nor a shipped recipe"),
+        ("check tiny run.steps=0", "run.steps: Input should be greater than or equal to 1, got 0"),
+        ("check tiny model.path=/nope", "expected a model directory at /nope"),
+        ("run nothere", "recipe 'nothere' is neither"),
+        ("run tiny run.stepz=3", "run.stepz: unknown key"),
+        ("run tiny run.name=a/b", "run.name: String should match pattern"),
+        ("run tiny model.path=/nope", "expected a model directory at /nope"),
+        ("run tiny objective=zzz", "objective.preset must be one of"),
+        ("run tiny run.directory=/proc/here", "run.directory: /proc/here/tiny cannot be made"),
+        ("run --resume absent", "absent holds no run: expected absent/recipe.toml"),
+        ("run tiny --resume absent", "--resume goes on by the recipe in absent"),
+        ("status absent", "absent has no live run"),
+        ("stop absent", "absent has no live run"),
+        ("knobs show absent", "absent has no live run"),
+        ("knobs set absent k=3", "absent has no live run"),
+        ("report absent", "absent has no readable events.jsonl to report on"),
+        ("warmstart /", "/ exists; name a directory to be made"),
+        ("conformance trainer zzz", "expected module:attribute of an installed module, got 'zzz'"),
+        ("conformance trainer bigram --model absent", "absent must be a model directory"),
+        ("conformance engine http://127.0.0.1:1", "no engine answers at http://127.0.0.1:1"),
+        ("conformance engine http://127.0.0.1:1 --token-file absent", 'absent must hold {"token": "…"}'),
+        ("actor --token-file absent", 'absent must hold {"token": "…"}'),
+        ("engine --type zzz --controller-url= --port 0", "engine.type must be one of torch, bigram, got 'zzz'"),
+        ("engine --model absent --controller-url= --port 0", "absent"),
+        ("trainer --set objective.grad2=kl", "objective needs ref_logprobs"),
+        ("trainer --set model.path=absent", "absent"),
+    ],
+)
+def test_user_errors_are_one_sentence_on_stderr_and_status_2(
+    pipelinerl: Command, arguments: str, sentence: str
+) -> None:
+    done = pipelinerl(*arguments.split())
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("pipelinerl: ") and sentence in done.err
+    assert done.err.count("\n") == 1 and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "zzz", "run tiny --zzz", "knobs", "knobs set x", "status", "engine --port x"]
+)
+def test_usage_errors_are_status_2(pipelinerl: Command, arguments: str) -> None:
+    done = pipelinerl(*arguments.split())
+    assert done.status == 2 and "Usage: pipelinerl" in done.out + done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("role", ["controller", "engine"])
+def test_a_role_names_the_port_that_is_taken(pipelinerl: Command, role: str) -> None:
+    """Status 1: whoever holds it may go, and the supervisor tries again."""
+    with listen("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        done = pipelinerl(role, "--port", port, "--run-dir", "here")
+    assert (done.status, done.err) == (
+        1,
+        f"pipelinerl: port {port} on 127.0.0.1 is taken; stop what listens there or choose another\n",
+    )
+
+
+def test_the_stream_server_names_the_port_that_is_taken(pipelinerl: Command) -> None:
+    with listen("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        done = pipelinerl("redis", "--port", port, "--run-dir", "here")
+    assert done.status == 2 and f"port {port} on 127.0.0.1 is taken" in done.err
+
+
+def test_an_engine_whose_weights_are_damaged_says_so_and_ends(pipelinerl: Command, tmp_path: Path) -> None:
+    shutil.copytree(SHIPPED, tmp_path / "model")
+    os.truncate(tmp_path / "model" / "model.safetensors", 1000)
+    done = pipelinerl("engine", "--model", tmp_path / "model", "--controller-url", "", "--port", 0)
+    assert done.status == 2
+    (sentence,) = [line for line in done.err.splitlines() if line.startswith("pipelinerl: ")]
+    assert "cannot be loaded: " in sentence and "Traceback" not in done.err
+
+
+def test_knobs_are_assignments(pipelinerl: Command, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "controller.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": "x"}))
+    for wrong in ("k", "=3", " =3"):
+        done = pipelinerl("knobs", "set", "run", wrong)
+        assert (done.status, done.err) == (2, f"pipelinerl: expected knob=value, got {wrong!r}\n")
+    assert "the controller at http://127.0.0.1:1 does not answer" in pipelinerl("knobs", "set", "run", "k=3").err
+
+
+def test_a_report_of_a_run_that_has_just_begun(pipelinerl: Command, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").write_text('{"time": 1.0, "kind": "run_started", "run": "tiny"}\n{"torn')
+    done = pipelinerl("report", "run")
+    assert done.status == 0
+    assert [Path(line).is_file() for line in done.out.split()] == [True, True]
+    (tmp_path / "run" / "events.jsonl").write_text("zzz\n")
+    assert "has no readable events.jsonl to report on" in pipelinerl("report", "run").err
+
+
+def test_the_module_is_the_command() -> None:
+    """What the launcher starts: `python -m pipelinerl.cli`."""
+    command = [sys.executable, "-m", "pipelinerl.cli", "status", "/nope"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("pipelinerl: /nope has no live run")

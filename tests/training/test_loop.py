@@ -1,0 +1,321 @@
+"""The loop around a trainer, with the test as its controller, actors and engines: a real stream, trainer and store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import pytest
+
+from inference_contract.schemas import OnUpdate
+from pipelinerl.errors import DeadlineError, FencedError, UpdateError
+from pipelinerl.messages import (
+    ORDERS,
+    REPORTS,
+    ROLLOUTS,
+    Checkpointed,
+    Directive,
+    Progress,
+    Published,
+    Report,
+    StepDone,
+    TrainerKnobs,
+    TrainerReady,
+    TrainerStopped,
+    decode_report,
+    encode,
+)
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective.presets import resolve
+from pipelinerl.streams.memory_stream import MemoryStream
+from pipelinerl.streams.records import encode_group
+from pipelinerl.streams.stream import START
+from pipelinerl.trainers.bigram_trainer import BigramTrainer
+from pipelinerl.training.admission import NoSignal
+from pipelinerl.training.checkpoint import CheckpointStore
+from pipelinerl.training.loop import LoopSettings, TrainingLoop
+from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.weights.layout import wire_layout
+from pipelinerl.weights.publisher import Publication, PublishReport
+from tests.fakes.rollouts import group
+from trainer_contract.types import TrainerSpec
+
+DEADLINE_S = 10.0
+ENGINE = "http://engine-0"
+R = TypeVar("R")
+
+
+@final
+class Engines:
+    """Takes publications, as slowly as the test wants; satisfies `Publisher`."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, int, int]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.broken = ""
+        self.closed = False
+
+    async def publish(self, publication: Publication) -> PublishReport:
+        await self.gate.wait()
+        if self.broken:
+            raise UpdateError(self.broken)
+        assert [name for name, _ in publication.weights()] == ["bigram.logits"]
+        self.taken.append((publication.epoch, publication.version, publication.membership))
+        return PublishReport(
+            version=publication.version,
+            epoch=publication.epoch,
+            digest="",
+            send_s=0.0,
+            total_s=0.0,
+            pauses_s=dict.fromkeys(publication.engines, 0.001),
+            failed={},
+        )
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Room:
+    """The loop's surroundings."""
+
+    stream: MemoryStream
+    engines: Engines
+    store: CheckpointStore
+    loop: TrainingLoop
+    trainer: BigramTrainer
+    steps: list[int] = field(default_factory=list)
+    task: asyncio.Task[int] | None = None
+
+    async def reports(self, kind: type[R]) -> list[R]:
+        entries = await self.stream.read({REPORTS: START}, count=1000, block_s=0)
+        decoded: list[Report] = [decode_report(entry.payload) for entry in entries]
+        return [report for report in decoded if isinstance(report, kind)]
+
+    async def heard(self, kind: type[R], number: int = 1) -> R:
+        """The n-th report of a kind, waited for."""
+        assert self.task is not None
+        async with asyncio.timeout(DEADLINE_S):
+            while len(found := await self.reports(kind)) < number:
+                if self.task.done():
+                    self.task.result()
+                await asyncio.sleep(0.005)
+        return found[number - 1]
+
+    async def say(self, answers: str, **fields: Any) -> None:
+        """Put a directive into the order stream."""
+        knobs = TrainerKnobs(k=4, learning_rate=fields.pop("learning_rate", 0.1), rollouts_per_step=4)
+        given = {
+            "epoch": 1,
+            "publish_to": [],
+            "membership": 1,
+            "failed": [],
+            "checkpoint": False,
+            "stop": False,
+        } | fields
+        await self.stream.append(ORDERS, [encode(Directive(answers=answers, knobs=knobs, **given))])
+
+    async def begin(self, **fields: Any) -> None:
+        """The trainer asks, and may begin."""
+        ready = await self.heard(TrainerReady)
+        await self.say(ready.report_id, **fields)
+
+    async def roll_out(self, *indices: int, version: int = 0) -> None:
+        payloads = [encode_group(group(index, version=version)) for index in indices]
+        await self.stream.append(ROLLOUTS + "a", payloads, first_id=1 + min(indices))
+
+
+@asynccontextmanager
+async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S, warmup_steps: int = 0) -> AsyncIterator[Room]:
+    model = tmp_path / "model"
+    BigramModel.random(7, seed=0).save(model)
+    stream, engines, trainer = MemoryStream(), Engines(), BigramTrainer()
+    trainer.init_worker(TrainerSpec(model_path=model))
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model)
+    steps: list[int] = []
+    loop = TrainingLoop(
+        LoopSettings(
+            micro_batch_tokens=64,
+            tokens_per_step=None,
+            no_signal=NoSignal.TRAIN,
+            deadline_s=deadline_s,
+            on_update=OnUpdate.CONTINUE,
+            schedule=LearningRateSchedule(warmup_steps=warmup_steps, steps=9, shape="constant", final_fraction=0.0),
+        ),
+        trainer=trainer,
+        layout=wire_layout(trainer.weight_layout()),
+        objective=resolve("grpo"),
+        stream=stream,
+        publisher=engines,
+        checkpoints=store,
+        restored=None,
+        at=steps.append,
+    )
+    made = Room(stream, engines, store, loop, trainer, steps)
+    made.task = asyncio.create_task(loop.run())
+    try:
+        yield made
+    finally:
+        made.task.cancel()
+        await asyncio.gather(made.task, return_exceptions=True)
+        await loop.close()
+        assert engines.closed
+
+
+async def ended(made: Room) -> int:
+    assert made.task is not None
+    return await asyncio.wait_for(made.task, DEADLINE_S)
+
+
+async def test_steps_are_reported_and_each_waits_for_its_directive(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin(publish_to=[ENGINE])
+        await made.roll_out(0, 1, 2, 3)
+        done = await made.heard(StepDone)
+        assert (done.report_id, done.model_version, done.consumed.trained) == ("e1-step-1", 1, 2)
+        assert done.stats["rollouts"] == 4.0 and done.stats["grad_norm"] > 0
+        await asyncio.sleep(0.1)
+        assert made.trainer.model_version == 1, "the second batch lies there, but nobody has answered"
+        await made.say("e1-step-1", publish_to=[ENGINE], membership=2)
+        assert (await made.heard(StepDone, 2)).consumed.frontier == 4
+        await made.say("e1-step-2", stop=True)
+        assert await ended(made) == 2
+        assert (await made.heard(TrainerStopped)).model_version == 2
+        assert (made.engines.taken, made.steps) == ([(1, 0, 1), (1, 1, 2)], [1, 2])
+
+
+async def test_weights_change_only_once_the_engines_have_the_old_ones(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        made.engines.gate.clear()
+        await made.begin(publish_to=[ENGINE])
+        await made.roll_out(0, 1)
+        await asyncio.sleep(0.2)
+        assert made.trainer.model_version == 0
+        made.engines.gate.set()
+        await made.heard(StepDone)
+        kinds = [type(report) for report in await made.reports(object)]
+        assert kinds.index(Published) < kinds.index(StepDone)
+        assert made.engines.taken == [(1, 0, 1)]
+
+
+async def test_a_publication_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        made.engines.broken = "engine-0 left the group"
+        await made.begin(publish_to=[ENGINE, "http://engine-1"])
+        await made.roll_out(0, 1)
+        failed = await made.heard(Published)
+        assert failed.failed == dict.fromkeys([ENGINE, "http://engine-1"], "engine-0 left the group")
+        assert (failed.pauses_s, failed.model_version, failed.membership) == ({}, 0, 1)
+        assert (await made.heard(StepDone)).model_version == 1
+
+
+async def test_a_checkpoint_holds_what_the_run_goes_on_from(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.roll_out(0, 1, 2)
+        await made.heard(StepDone)
+        await made.say("e1-step-1", checkpoint=True, controller_state={"epoch": 1, "knobs": {}}, failed=[7])
+        written = await made.heard(Checkpointed)
+        latest = made.store.latest()
+        assert latest is not None and str(latest[0]) == written.path
+        saved = latest[1]
+        assert (saved.model_version, saved.epoch, saved.controller) == (1, 1, {"epoch": 1, "knobs": {}})
+        assert saved.ledger == {
+            "frontier": 2,
+            "beyond": [7],
+            "counts": {"trained": 2, "filtered": 0, "stale": 0, "failed": 1},
+        }
+        assert saved.offsets[ROLLOUTS + "a"] == "2-0", "group 2 waits and is read again"
+        restored = BigramTrainer()
+        restored.init_worker(TrainerSpec(model_path=tmp_path / "model", restore_from=latest[0] / "trainer"))
+        assert restored.model_version == 1
+
+
+async def test_a_directive_that_comes_twice_is_obeyed_once(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin(publish_to=[ENGINE])
+        await made.begin(publish_to=[ENGINE])
+        await made.roll_out(0, 1)
+        await made.heard(StepDone)
+        for _ in range(2):
+            await made.say("e1-step-1", publish_to=[ENGINE], failed=[5])
+        await made.roll_out(2, 3)
+        done = await made.heard(StepDone, 2)
+        assert (done.consumed.failed, done.consumed.trained) == (1, 4)
+        assert made.engines.taken == [(1, 0, 1), (1, 1, 1)]
+
+
+async def test_engines_that_join_between_steps_are_given_weights(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.say("reload-e1-0-m2", publish_to=[ENGINE], membership=2)
+        assert (await made.heard(Published)).pauses_s == {ENGINE: 0.001}
+        assert made.engines.taken == [(1, 0, 2)]
+
+
+async def test_failed_orders_are_accounted_for_without_a_step(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.say("reload-e1-0-m2", failed=[0, 1])
+        progress = await made.heard(Progress)
+        assert (progress.consumed.failed, progress.consumed.frontier) == (2, 2)
+
+
+async def test_stop_is_heard_while_it_waits_for_rollouts(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.say("stop-e1", stop=True, publish_to=[ENGINE])
+        assert await ended(made) == 0
+        assert made.engines.taken == [(1, 0, 1)], "the last weights are served"
+        assert (await made.heard(TrainerStopped)).epoch == 1
+
+
+@pytest.mark.parametrize("answers", ["ready-other", "reload-e2-0-m3", "stop-e2", "e2-step-1"])
+@pytest.mark.parametrize("while_it", ["collects", "waits for an answer"])
+async def test_a_later_epoch_ends_it(tmp_path: Path, answers: str, while_it: str) -> None:
+    """Whatever is said to another trainer: this one publishes and trains no more."""
+    async with room(tmp_path) as made:
+        await made.begin()
+        if while_it == "waits for an answer":
+            await made.roll_out(0, 1)
+            await made.heard(StepDone)
+        await made.say(answers, epoch=2, publish_to=[ENGINE], stop=answers.startswith("stop"))
+        with pytest.raises(FencedError, match="epoch 2 has taken over from epoch 1"):
+            await ended(made)
+        assert made.engines.taken == []
+
+
+async def test_an_earlier_epoch_is_not_heard(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin(epoch=3)
+        await made.say("stop-e2", epoch=2, stop=True)
+        await made.roll_out(0, 1)
+        assert (await made.heard(StepDone)).epoch == 3
+
+
+@pytest.mark.parametrize("culprit", ["controller", "actors"])
+async def test_a_wait_ends_and_names_whom_it_waited_for(tmp_path: Path, culprit: str) -> None:
+    async with room(tmp_path, deadline_s=0.5) as made:
+        if culprit == "actors":
+            await made.begin()
+            await made.roll_out(0)
+            sentence = "step 1 waited 0 s for 4 rollouts and has 1 groups; see what the controller waits for"
+        else:
+            sentence = "the trainer waited 0 s for the controller to answer ready-.*; is the controller running"
+        with pytest.raises(DeadlineError, match=sentence):
+            await ended(made)
+
+
+async def test_the_rate_is_the_knob_times_the_schedule(tmp_path: Path) -> None:
+    async with room(tmp_path, warmup_steps=4) as made:
+        await made.begin(learning_rate=0.1)
+        await made.roll_out(0, 1)
+        assert (await made.heard(StepDone)).stats["learning_rate"] == pytest.approx(0.1 / 4)
+        await made.say("e1-step-1", learning_rate=0.8)
+        await made.roll_out(2, 3)
+        assert (await made.heard(StepDone, 2)).stats["learning_rate"] == pytest.approx(0.8 * 2 / 4)

@@ -123,15 +123,17 @@ async def test_what_the_start_raises_is_raised() -> None:
         await asyncio.wait_for(serve_until(application(lifespan=lifespan), listen("127.0.0.1", 0)), 10)
 
 
-@pytest.mark.parametrize("ending", ["over", "cancelled"])
+@pytest.mark.parametrize("ending", ["over", "cancelled", "cancelled while it closes"])
 async def test_the_end_is_waited_for(ending: str) -> None:
     """An application that takes its time to close does so whole, also when the task is cancelled meanwhile."""
     happened: list[str] = []
+    closing = asyncio.Event()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         happened.append("up")
         yield
+        closing.set()
         await asyncio.sleep(0.2)
         happened.append("down")
 
@@ -146,6 +148,9 @@ async def test_the_end_is_waited_for(ending: str) -> None:
         over.set_result(None)
         await asyncio.wait_for(serving, 10)
     else:
+        if ending == "cancelled while it closes":
+            over.set_result(None)
+            await asyncio.wait_for(closing.wait(), 10)
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(serving, 10)

@@ -131,7 +131,7 @@ class ControllerService:
             await asyncio.gather(*(self._ask(record.url) for record in records))
             await self.perform(lambda: self.controller.tick(now=self._clock()))
             alive = self.controller.fleet.records()
-            if alive:
+            if alive and not self.finished.is_set():  # the end is the last that the log says
                 self._record(
                     "engines",
                     {

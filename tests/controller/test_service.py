@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.controller.controller import Controller
-from pipelinerl.controller.effects import Effect, Record
+from pipelinerl.controller.effects import Effect, IssuePrompts, Record
 from pipelinerl.controller.service import ControllerService
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import (
@@ -223,14 +223,21 @@ async def test_metrics_of_other_engines_may_say_more(tmp_path: Path) -> None:
         await run.until(lambda: run.controller.fleet.records()[0].metrics.running_sequences == 2)
 
 
-async def test_decisions_do_not_overlap(tmp_path: Path) -> None:
-    """Each decision sees the effects of the one before carried out."""
+async def test_decisions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decision sees the effects of the one before carried out, however long the server takes."""
     async with running(tmp_path) as run:
         order: list[str] = []
+        append = run.stream.append
+
+        async def slowly(*args: Any, **rest: Any) -> int:
+            await asyncio.sleep(0.01)
+            return await append(*args, **rest)
+
+        monkeypatch.setattr(run.stream, "append", slowly)
 
         def decide(name: str) -> list[Effect]:
             order.append(f"{name} {len(run.events('note'))}")
-            return [Record("note", {"name": name}), Record("note", {"name": name})]
+            return [Record("note", {"name": name}), IssuePrompts([]), Record("note", {"name": name})]
 
         await asyncio.gather(*(run.service.perform(lambda name=name: decide(name)) for name in "abc"))  # type: ignore[misc]
         assert order == ["a 0", "b 2", "c 4"]

@@ -40,6 +40,8 @@ from pipelinerl.errors import AddressError, DeadlineError, UserError
 _EXEC_WITH_PARENT: Final = Path(__file__).with_name("exec_with_parent.py")
 _LOOPBACK: Final = "127.0.0.1"
 _PORT_ATTEMPTS: Final = 8
+#: Below Linux' default range of outgoing ports (32768 and up).
+_LISTENING_PORTS: Final = range(20000, 32000)
 
 
 class Fsync(StrEnum):
@@ -124,10 +126,20 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
 
 
 def free_port() -> int:
-    """A loopback port that nobody has at this moment; whoever binds it next must be ready to lose the race."""
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that nobody has at this moment; whoever binds it next must be ready to lose the race.
+
+    It lies below the ports that the kernel gives to outgoing connections: a client that tries again and again to reach
+    a server that is away could be given the server's own port, connect to itself, and keep the server from coming back.
+    """
+    for _ in range(_PORT_ATTEMPTS * 8):
+        port = _LISTENING_PORTS.start + secrets.randbelow(len(_LISTENING_PORTS))
+        with socket.socket() as probe:
+            try:
+                probe.bind((_LOOPBACK, port))
+            except OSError:
+                continue
+            return port
+    raise AddressError(f"no port of {_LISTENING_PORTS.start} to {_LISTENING_PORTS.stop - 1} on {_LOOPBACK} is free")
 
 
 @final

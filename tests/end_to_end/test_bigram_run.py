@@ -191,13 +191,15 @@ async def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(tmp_path: Path
             until=lambda controller: controller.version >= 14,
         )
     latest = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model).latest()
-    assert latest is not None and latest[1].model_version == 10
+    assert latest is not None
+    cut_off = latest[1].model_version
+    assert cut_off in (10, 20), "on a busy machine it gets further before it is seen"
     resumed = new_controller()
     resumed.restore(latest[1].controller)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
         events = await run(tmp_path, model, url, controller=resumed, stream=MemoryStream(), restored=latest)
     after = [event["step"] for event in events if event["kind"] == "step"]
-    assert after[-STEPS + 10 :] == list(range(11, STEPS + 1))
+    assert after[cut_off - STEPS :] == list(range(cut_off + 1, STEPS + 1))
     assert resumed.epoch == 2
     ledger = resumed.account.ledger()
     assert ledger["trained"] == STEPS * 8

@@ -28,13 +28,13 @@ from inference_contract.engine import Engine
 from inference_contract.errors import ContractError, DeadlineExceeded, InvalidRequest
 from inference_contract.schemas import (
     ChatCompletionRequest,
-    EngineMetrics,
     Health,
     InitProcessGroupRequest,
     ModelList,
     WeightUpdateRequest,
 )
 from pipelinerl.http_service import guard, refuse_in_one_shape
+from pipelinerl.observability.metrics import prometheus_text
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -43,6 +43,8 @@ MAX_BODY_BYTES: Final = 32 * 2**20
 
 #: A body that has not come by then is not coming; a request that is being served has no such limit.
 BODY_TIMEOUT_S: Final = 30.0
+
+METRICS_PREFIX: Final = "pipelinerl_engine"
 
 _LOG = logging.getLogger(__name__)
 
@@ -91,7 +93,10 @@ def _state_routes(engine: Engine) -> list[APIRoute]:
         return ModelList(data=[engine.model_card()])
 
     async def metrics() -> Response:
-        return Response(prometheus_text(engine.metrics()), media_type="text/plain; version=0.0.4")
+        return Response(
+            prometheus_text(engine.metrics().model_dump(), prefix=METRICS_PREFIX),
+            media_type="text/plain; version=0.0.4",
+        )
 
     return [
         APIRoute(routes.HEALTH, health, methods=["GET"]),
@@ -238,12 +243,3 @@ class _Refusals:
             await _answer(send, error.status, json.dumps(error.to_wire()).encode())
         except _Disconnected:
             _LOG.info("client left %s", scope["path"])
-
-
-def prometheus_text(metrics: EngineMetrics) -> str:
-    """Prometheus' text form, one `pipelinerl_engine_…` per field; fields named `…_total` are counters."""
-    lines = []
-    for name, value in metrics.model_dump().items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines += [f"# TYPE pipelinerl_engine_{name} {kind}", f"pipelinerl_engine_{name} {value}"]
-    return "\n".join(lines) + "\n"

@@ -18,9 +18,10 @@ import pytest
 
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.engines import http_server
-from pipelinerl.engines.http_server import create_app, prometheus_text
+from pipelinerl.engines.http_server import METRICS_PREFIX, create_app
 from pipelinerl.errors import AddressError
 from pipelinerl.http_service import listen, serve
+from pipelinerl.observability.metrics import prometheus_text
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 
@@ -120,7 +121,10 @@ def test_metrics_are_one_sample_per_field(client: httpx.Client) -> None:
     text = client.get("/metrics").text
     assert text.count("# TYPE") == len(EngineMetrics.model_fields)
     assert "# TYPE pipelinerl_engine_generated_tokens_total counter" in text
-    assert prometheus_text(EngineMetrics(slots=3)).splitlines()[5] == "pipelinerl_engine_slots 3"
+    assert (
+        prometheus_text(EngineMetrics(slots=3).model_dump(), prefix=METRICS_PREFIX).splitlines()[5]
+        == "pipelinerl_engine_slots 3"
+    )
 
 
 class _Broken:

@@ -14,7 +14,7 @@ from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_
 from pipelinerl.registry import ENGINES, load
 from tests.fakes.served import in_thread
 
-CONTEXT = 256
+CONTEXT = 8192
 
 
 def _directory(name: str, folder: Path) -> Path:

@@ -1,55 +1,17 @@
-"""Running numbers by hand, Prometheus' text, and log lines as facts."""
+"""Prometheus' text, and log lines as facts."""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 
 import pytest
 
 from pipelinerl.observability.logs import configure
-from pipelinerl.observability.metrics import ExponentialMean, Rate, prometheus_text
-
-
-class Clock:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_exponential_mean_by_hand() -> None:
-    mean = ExponentialMean(half_life=1)
-    assert math.isnan(mean.value)
-    assert mean.add(0.0) == 0.0
-    assert mean.add(3.0) == pytest.approx(2.0)
-    assert mean.add(3.0) == pytest.approx((0 / 4 + 3 / 2 + 3) / (1 / 4 + 1 / 2 + 1))
-
-
-def test_rate_over_a_window() -> None:
-    clock = Clock()
-    rate = Rate(10.0, clock=clock)
-    assert rate.per_second == 0.0
-    clock.now += 2
-    rate.add(8)
-    assert rate.per_second == pytest.approx(4.0)
-    clock.now += 8
-    assert rate.per_second == pytest.approx(0.8)
-    clock.now += 5
-    assert rate.per_second == 0.0
-
-
-@pytest.mark.parametrize("make", [lambda: Rate(0), lambda: ExponentialMean(-1)])
-def test_meaningless_settings_are_refused(make: object) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        make()  # type: ignore[operator]
+from pipelinerl.observability.metrics import prometheus_text
 
 
 def test_prometheus_text() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from inference_contract import routes
 from inference_contract.conformance.chat_checks import check_columns
+from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import Session, Unsupported, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
+from inference_contract.schemas import Choice
 
 if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer
+
+_ATTEMPTS: Final = 5
+_NONE_OPEN: Final = f"in {_ATTEMPTS} updates under load no sample was open while the new weights were committed"
 
 
 def _trainer(session: Session) -> KitTrainer:
@@ -210,72 +214,72 @@ def lost_trainer_leaves_old_weights(session: Session) -> None:
 
 
 def update_in_flight(session: Session) -> None:
-    """Generation goes on across an update, and spans say which weights sampled which tokens."""
-    trainer = _trainer(session)
-    for attempt in range(5):
-        old = trainer.next_version()
-        trainer.publish(old, tag=17)
-        new = trainer.next_version()
-        trainer.accepted(trainer.update("prepare", new), "prepared")
-        chunks = session.stream(n=16, max_tokens=session.card().context_length, seed=attempt)
-        received = [next(chunks)]
-        _send_and_commit(session, new, tag=18)
-        received.extend(chunks)
-        choices = gathered(received)
+    """Generation goes on across an update, and the spans of a stream say which weights sampled which tokens."""
+
+    def streamed(seed: int) -> list[Choice]:
+        return gathered(session.stream(n=16, max_tokens=_open_tokens(session), seed=seed))
+
+    for _ in range(_ATTEMPTS):
+        old, new, choices, _ = _updated_under_load(session, streamed)
         for choice in choices:
             check_columns(choice, versions={old, new})
         if any(len(choice.version_spans or ()) == 2 for choice in choices):
             return
-    raise Unsupported("16 samples of full length ended before an update could be committed; give a longer context")
+    raise Unsupported(_NONE_OPEN)
 
 
 def update_during_whole_answer(session: Session) -> None:
     """An answer given whole across an update has the spans of both versions."""
-    trainer = _trainer(session)
-    for attempt in range(5):
-        old = trainer.next_version()
-        trainer.publish(old, tag=21)
-        new = trainer.next_version()
-        trainer.accepted(trainer.update("prepare", new), "prepared")
-        before, answers = session.generated_tokens(), []
-        length = session.card().context_length
-        asking = threading.Thread(target=lambda: answers.append(session.chat(n=16, max_tokens=length, seed=attempt)))  # noqa: B023
-        asking.start()
-        while asking.is_alive() and session.generated_tokens() == before:
-            time.sleep(0.001)
-        _send_and_commit(session, new, tag=22)
-        committed = session.generated_tokens()
-        asking.join(session.timeout_s)
-        assert answers, f"the answer must come within {session.timeout_s:g} s although the weights changed meanwhile"
-        for choice in answers[0].choices:
+    for _ in range(_ATTEMPTS):
+        old, new, choices, after = _updated_under_load(session, _whole(session))
+        for choice in choices:
             check_columns(choice, versions={old, new})
-        after = session.generated_tokens() - committed
-        spans = [span for choice in answers[0].choices for span in choice.version_spans or ()]
-        named = sum(count for version, count in spans if version == new)
+        named = sum(count for choice in choices for version, count in choice.version_spans or () if version == new)
         assert named >= after, f"{after:g} tokens were sampled after COMMIT, the spans give {named} to version {new}"
-        if 0 < named < sum(count for _, count in spans):
+        if any(len(choice.version_spans or ()) == 2 for choice in choices):
             return
-    raise Unsupported("no answer of 16 samples spanned an update: they end too soon; give a longer context")
+    raise Unsupported(_NONE_OPEN)
 
 
 def abort_on_update_ends_samples(session: Session) -> None:
     """With on_update=abort each running sample ends with `abort`, all of it from one version."""
-    trainer = _trainer(session)
-    for attempt in range(5):
-        old = trainer.next_version()
-        trainer.publish(old, tag=19)
-        new = trainer.next_version()
-        trainer.accepted(trainer.update("prepare", new, on_update="abort"), "prepared")
-        chunks = session.stream(n=16, max_tokens=session.card().context_length, seed=attempt)
-        received = [next(chunks)]
-        _send_and_commit(session, new, tag=20, on_update="abort")
-        received.extend(chunks)
-        choices = gathered(received)
+    for _ in range(_ATTEMPTS):
+        old, new, choices, _ = _updated_under_load(session, _whole(session), on_update="abort")
         for choice in choices:
-            check_columns(choice, versions={old})
+            check_columns(choice, versions={old, new})
+            spans = choice.version_spans or ()
+            assert len(spans) < 2, f"with on_update=abort a sample must be of one version, its spans are {spans}"
+            assert choice.finish_reason != "abort" or all(version == old for version, _ in spans), (
+                f"a sample that ended `abort` must be of version {old}, its spans are {spans}"
+            )
         if any(choice.finish_reason == "abort" for choice in choices):
             return
-    raise Unsupported("16 samples of full length ended before an update could be committed; give a longer context")
+    raise Unsupported(_NONE_OPEN)
+
+
+def _open_tokens(session: Session) -> int:
+    """A length to ask for: long for a sample, and with room for the prompt."""
+    return min(256, session.card().context_length // 2)
+
+
+def _whole(session: Session) -> Callable[[int], list[Choice]]:
+    length = _open_tokens(session)
+    return lambda seed: session.chat(n=16, max_tokens=length, seed=seed).choices
+
+
+def _updated_under_load(
+    session: Session, ask: Callable[[int], list[Choice]], *, on_update: str = "continue"
+) -> tuple[int, int, list[Choice], float]:
+    """An update while samples are open: the old version, the new, the choices, and the tokens sampled after COMMIT."""
+    trainer = _trainer(session)
+    old = trainer.next_version()
+    trainer.publish(old, tag=17)
+    new = trainer.next_version()
+    trainer.accepted(trainer.update("prepare", new, on_update=on_update), "prepared")
+    with Load(session, ask) as load:
+        _send_and_commit(session, new, tag=18, on_update=on_update)
+        committed = session.generated_tokens()
+    return old, new, load.choices, session.generated_tokens() - committed
 
 
 def _send_and_commit(session: Session, version: int, *, tag: int, **fields: Any) -> None:

@@ -132,7 +132,9 @@ async def test_an_engine_that_leaves_while_it_works_is_not_missed() -> None:
 async def test_a_killed_engine_costs_no_request() -> None:
     """Real engines: one of two is killed with requests in flight, and every answer is that of an undisturbed engine."""
     requests = [ask(n=4, max_tokens=150, return_token_ids=True).model_copy(update={"seed": seed}) for seed in range(8)]
-    with in_thread(application()) as stays, as_process("tests.fakes.scripted_engine") as (dies, process):
+    # So slow that none of its answers can be whole before it is killed.
+    slow = as_process("tests.fakes.scripted_engine", "none", "0.5")
+    with in_thread(application()) as stays, slow as (dies, process):
         async with EngineClient() as client:
             expected = [await client.chat(stays, request) for request in requests]
             pool = EnginePool(client, [dies, stays])

@@ -14,7 +14,7 @@ from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_
 from pipelinerl.registry import ENGINES, load
 from tests.fakes.served import in_thread
 
-CONTEXT = 8192
+CONTEXT = 512
 
 
 def _directory(name: str, folder: Path) -> Path:
@@ -37,11 +37,4 @@ def test_it_keeps_the_contract(name: str, tmp_path: Path) -> None:
     engine = load("engine", ENGINES, name)(options)
     with in_thread(create_app(engine, token="secret")) as url:
         results = run(url, token="secret", timeout_s=15.0)
-        # Checks that race an update with samples say so when the samples were over first: they are run again, alone.
-        raced = [r.name for r in results if r.outcome is not Outcome.PASSED and "before an update" in r.reason]
-        for _ in range(4):
-            if raced:
-                again = run(url, token="secret", timeout_s=15.0, only=raced)
-                results = [r for r in results if r.name not in raced] + again
-                raced = [r.name for r in again if r.outcome is not Outcome.PASSED and "before an update" in r.reason]
     assert {result.name: result.reason for result in results if result.outcome is not Outcome.PASSED} == {}

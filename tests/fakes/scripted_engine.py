@@ -4,7 +4,7 @@ A table of 32 next-token distributions (float32) and a bias; token i is the char
 decodes on the event loop, `step_s` per step, sequences independent of one another. The conformance kit must pass it
 without a fault and fail it with any.
 
-    python -m tests.fakes.scripted_engine [fault]      prints its port, serves until it is killed
+    python -m tests.fakes.scripted_engine [fault [step_s]]      prints its port, serves until it is killed
 """
 
 from __future__ import annotations
@@ -374,6 +374,7 @@ def application(fault: Fault = Fault.NONE, *, token: str | None = None, step_s: 
 
 
 if __name__ == "__main__":
+    fault, step_s, *_ = *sys.argv[1:], *("none", "0.0005")[len(sys.argv) - 1 :]
     with listen("127.0.0.1", 0) as bound:
         print(bound.getsockname()[1], flush=True)
-        serve(application(Fault(sys.argv[1] if len(sys.argv) > 1 else "none")), bound)
+        serve(application(Fault(fault), step_s=float(step_s)), bound)

@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Final, Self, final
 
@@ -31,15 +32,16 @@ class Load:
         self._session = session
         self._ask = ask
         self._seeds = itertools.count()
-        self._errors: list[BaseException] = []
         self._ended = threading.Event()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(_ASKERS)]
+        self._threads = ThreadPoolExecutor(_ASKERS)
+        self._asking: list[Future[None]] = []
 
     def __enter__(self) -> Self:
         before, deadline = self._session.generated_tokens(), time.monotonic() + self._session.timeout_s
-        for thread in self._threads:
-            thread.start()
-        while self._session.generated_tokens() == before and not self._errors and time.monotonic() < deadline:
+        self._asking = [self._threads.submit(self._run) for _ in range(_ASKERS)]
+        while self._session.generated_tokens() == before and time.monotonic() < deadline:
+            if any(asking.done() for asking in self._asking):
+                break  # It failed, and __exit__ says why.
             time.sleep(0.001)
         return self
 
@@ -47,19 +49,13 @@ class Load:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        deadline = time.monotonic() + self._session.timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        done, late = wait(self._asking, self._session.timeout_s)
+        self._threads.shutdown(wait=False)
         if error is None:
-            if self._errors:
-                raise self._errors[0]
-            assert not any(thread.is_alive() for thread in self._threads), (
-                f"answers must come within {self._session.timeout_s:g} s although the weights changed meanwhile"
-            )
+            assert not late, f"answers must come within {self._session.timeout_s:g} s although the weights changed"
+            for asking in done:
+                asking.result()
 
     def _run(self) -> None:
-        try:
-            while not self._ended.is_set():
-                self.choices.extend(self._ask(next(self._seeds)))
-        except BaseException as error:
-            self._errors.append(error)
+        while not self._ended.is_set():
+            self.choices.extend(self._ask(next(self._seeds)))

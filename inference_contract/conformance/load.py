@@ -14,21 +14,23 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Final, Self, final
 
+import httpx
+
 from inference_contract.conformance.session import Session
-from inference_contract.schemas import Choice
 
 _ASKERS: Final = 4
 
 
 @final
 class Load:
-    """Asks from several threads while the `with` block runs; `choices` is whole once it has ended.
+    """Asks from several threads while the `with` block runs; `answers` is whole once it has ended.
 
-    `ask` takes a seed and returns the choices of one completion; its first failure is raised where the block ends.
+    `ask` takes a seed and returns an answer, unread, since reading is slower than a fast engine's sampling. The first
+    failure is raised where the block ends.
     """
 
-    def __init__(self, session: Session, ask: Callable[[int], list[Choice]]) -> None:
-        self.choices: list[Choice] = []
+    def __init__(self, session: Session, ask: Callable[[int], httpx.Response]) -> None:
+        self.answers: list[httpx.Response] = []
         self._session = session
         self._ask = ask
         self._seeds = itertools.count()
@@ -58,4 +60,4 @@ class Load:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            self.choices.extend(self._ask(next(self._seeds)))
+            self.answers.append(self._ask(next(self._seeds)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, final
 
@@ -85,23 +85,19 @@ class Session:
         """A completion that must succeed; `messages`, ids in the answer and few tokens unless told otherwise."""
         return ChatCompletion.model_validate(succeeded(self.post(path, body(**fields))))
 
+    def completed(self, **fields: Any) -> httpx.Response:
+        """The answer to a completion, unread; any status."""
+        return self.post(routes.CHAT_COMPLETIONS, body(**fields))
+
     def stream(self, **fields: Any) -> Iterator[ChatCompletionChunk]:
-        """The chunks of a streamed completion, which must end with `data: [DONE]`."""
+        """The chunks of a streamed completion as they come; it must end with `data: [DONE]`."""
         asked = body(**fields) | {"stream": True}
         with self._client.stream("POST", routes.CHAT_COMPLETIONS, json=asked) as response:
-            assert response.status_code == 200, f"a streamed completion must answer 200, got {response.status_code}"
-            media = response.headers.get("content-type", "")
-            assert media.startswith("text/event-stream"), f"a stream must be text/event-stream, got {media!r}"
-            done = False
-            for line in response.iter_lines():
-                if not line:
-                    continue
-                assert line.startswith("data: "), f"each event must be one line `data: …`, got {line[:40]!r}"
-                assert not done, "nothing may follow `data: [DONE]`"
-                done = line == "data: [DONE]"
-                if not done:
-                    yield ChatCompletionChunk.model_validate_json(line.removeprefix("data: "))
-        assert done, "a stream must end with `data: [DONE]`"
+            yield from chunks(response, response.iter_lines())
+
+    def streamed(self, **fields: Any) -> httpx.Response:
+        """A streamed completion whole and unread, for `chunks`: asked for more quickly than chunk by chunk."""
+        return self.post(routes.CHAT_COMPLETIONS, body(**fields) | {"stream": True})
 
     def greedy(self) -> tuple[list[int], list[float]]:
         """Token ids and log-probs of one greedy sample: a fingerprint of the weights that serve."""
@@ -126,6 +122,21 @@ def body(**fields: Any) -> dict[str, Any]:
     """A chat request: short, with ids in the answer."""
     prompt = {} if "prompt_token_ids" in fields else {"messages": MESSAGES}
     return prompt | {"max_tokens": 8, "seed": 1, "return_token_ids": True} | fields
+
+
+def chunks(response: httpx.Response, lines: Iterable[str]) -> Iterator[ChatCompletionChunk]:
+    """The chunks in the lines of a server-sent event stream."""
+    assert response.status_code == 200, f"a streamed completion must answer 200, got {response.status_code}"
+    media = response.headers.get("content-type", "")
+    assert media.startswith("text/event-stream"), f"a stream must be text/event-stream, got {media!r}"
+    done = False
+    for line in filter(None, lines):
+        assert line.startswith("data: "), f"each event must be one line `data: …`, got {line[:40]!r}"
+        assert not done, "nothing may follow `data: [DONE]`"
+        done = line == "data: [DONE]"
+        if not done:
+            yield ChatCompletionChunk.model_validate_json(line.removeprefix("data: "))
+    assert done, "a stream must end with `data: [DONE]`"
 
 
 def succeeded(response: httpx.Response) -> Any:

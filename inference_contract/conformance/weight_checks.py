@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import httpx
 
 from inference_contract import routes
 from inference_contract.conformance.chat_checks import check_columns
 from inference_contract.conformance.load import Load
-from inference_contract.conformance.session import Session, Unsupported, refused, succeeded
+from inference_contract.conformance.session import Session, Unsupported, chunks, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
-from inference_contract.schemas import Choice
+from inference_contract.schemas import ChatCompletion, Choice
 
 if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer
 
-_ATTEMPTS: Final = 5
-_NONE_OPEN: Final = f"in {_ATTEMPTS} updates under load no sample was open while the new weights were committed"
+_NONE_OPEN: Final = "of many samples under load none was open while new weights were committed; try a longer timeout"
 
 
 def _trainer(session: Session) -> KitTrainer:
@@ -215,14 +218,10 @@ def lost_trainer_leaves_old_weights(session: Session) -> None:
 
 def update_in_flight(session: Session) -> None:
     """Generation goes on across an update, and the spans of a stream say which weights sampled which tokens."""
-
-    def streamed(seed: int) -> list[Choice]:
-        return gathered(session.stream(n=16, max_tokens=_open_tokens(session), seed=seed))
-
-    for _ in range(_ATTEMPTS):
-        old, new, choices, _ = _updated_under_load(session, streamed)
+    for update in _updates_under_load(session, session.streamed):
+        choices = [c for answer in update.answers for c in gathered(chunks(answer, answer.text.splitlines()))]
         for choice in choices:
-            check_columns(choice, versions={old, new})
+            check_columns(choice, versions={update.old, update.new})
         if any(len(choice.version_spans or ()) == 2 for choice in choices):
             return
     raise Unsupported(_NONE_OPEN)
@@ -230,12 +229,15 @@ def update_in_flight(session: Session) -> None:
 
 def update_during_whole_answer(session: Session) -> None:
     """An answer given whole across an update has the spans of both versions."""
-    for _ in range(_ATTEMPTS):
-        old, new, choices, after = _updated_under_load(session, _whole(session))
+    for update in _updates_under_load(session, session.completed):
+        choices = update.whole_choices()
         for choice in choices:
-            check_columns(choice, versions={old, new})
-        named = sum(count for choice in choices for version, count in choice.version_spans or () if version == new)
-        assert named >= after, f"{after:g} tokens were sampled after COMMIT, the spans give {named} to version {new}"
+            check_columns(choice, versions={update.old, update.new})
+        spans = [span for choice in choices for span in choice.version_spans or ()]
+        named = sum(count for version, count in spans if version == update.new)
+        assert named >= update.after_commit, (
+            f"{update.after_commit:g} tokens were sampled after COMMIT, the spans give {named} to version {update.new}"
+        )
         if any(len(choice.version_spans or ()) == 2 for choice in choices):
             return
     raise Unsupported(_NONE_OPEN)
@@ -243,43 +245,46 @@ def update_during_whole_answer(session: Session) -> None:
 
 def abort_on_update_ends_samples(session: Session) -> None:
     """With on_update=abort each running sample ends with `abort`, all of it from one version."""
-    for _ in range(_ATTEMPTS):
-        old, new, choices, _ = _updated_under_load(session, _whole(session), on_update="abort")
-        for choice in choices:
-            check_columns(choice, versions={old, new})
+    for update in _updates_under_load(session, session.completed, on_update="abort"):
+        aborted = 0
+        for choice in update.whole_choices():
+            aborted += choice.finish_reason == "abort"
+            check_columns(choice, versions={update.old} if choice.finish_reason == "abort" else None)
             spans = choice.version_spans or ()
             assert len(spans) < 2, f"with on_update=abort a sample must be of one version, its spans are {spans}"
-            assert choice.finish_reason != "abort" or all(version == old for version, _ in spans), (
-                f"a sample that ended `abort` must be of version {old}, its spans are {spans}"
-            )
-        if any(choice.finish_reason == "abort" for choice in choices):
+        if aborted:
             return
     raise Unsupported(_NONE_OPEN)
 
 
-def _open_tokens(session: Session) -> int:
-    """A length to ask for: long for a sample, and with room for the prompt."""
-    return min(256, session.card().context_length // 2)
+@dataclass(frozen=True, slots=True)
+class _LoadedUpdate:
+    """An update and the answers that were asked for meanwhile; `after_commit` counts the tokens sampled since."""
+
+    old: int
+    new: int
+    answers: list[httpx.Response]
+    after_commit: float
+
+    def whole_choices(self) -> list[Choice]:
+        return [c for answer in self.answers for c in ChatCompletion.model_validate(succeeded(answer)).choices]
 
 
-def _whole(session: Session) -> Callable[[int], list[Choice]]:
-    length = _open_tokens(session)
-    return lambda seed: session.chat(n=16, max_tokens=length, seed=seed).choices
-
-
-def _updated_under_load(
-    session: Session, ask: Callable[[int], list[Choice]], *, on_update: str = "continue"
-) -> tuple[int, int, list[Choice], float]:
-    """An update while samples are open: the old version, the new, the choices, and the tokens sampled after COMMIT."""
-    trainer = _trainer(session)
-    old = trainer.next_version()
-    trainer.publish(old, tag=17)
-    new = trainer.next_version()
-    trainer.accepted(trainer.update("prepare", new, on_update=on_update), "prepared")
-    with Load(session, ask) as load:
-        _send_and_commit(session, new, tag=18, on_update=on_update)
-        committed = session.generated_tokens()
-    return old, new, load.choices, session.generated_tokens() - committed
+def _updates_under_load(
+    session: Session, ask: Callable[..., httpx.Response], *, on_update: str = "continue"
+) -> Iterator[_LoadedUpdate]:
+    """Updates, each while samples are open, for as long as the session is patient."""
+    trainer, deadline = _trainer(session), time.monotonic() + session.timeout_s
+    length = min(256, session.card().context_length // 2)
+    while time.monotonic() < deadline:
+        old = trainer.next_version()
+        trainer.publish(old, tag=17)
+        new = trainer.next_version()
+        trainer.accepted(trainer.update("prepare", new, on_update=on_update), "prepared")
+        with Load(session, lambda seed: ask(n=16, max_tokens=length, seed=seed)) as load:
+            _send_and_commit(session, new, tag=18, on_update=on_update)
+            committed = session.generated_tokens()
+        yield _LoadedUpdate(old, new, load.answers, session.generated_tokens() - committed)
 
 
 def _send_and_commit(session: Session, version: int, *, tag: int, **fields: Any) -> None:

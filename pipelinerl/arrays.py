@@ -51,10 +51,3 @@ def segment_sum(values: Array, segment_ids: Array, num_segments: int) -> Array:
     sums = np.zeros(num_segments, dtype=values.dtype)
     np.add.at(sums, segment_ids, values)
     return sums
-
-
-def largest(values: Array) -> Array:
-    """Maximum of non-negative `values` [T] as a scalar; 0 when there are none."""
-    if values.shape[0] == 0:
-        return values.sum()
-    return values.max()

@@ -162,7 +162,9 @@ def loss_is_of_forward(subject: Subject, _: Path) -> None:
     expected = -(trainer.forward(batch) * batch.weights * batch.advantages).sum()
     stats = trainer.backward(batch, LINEAR)
     require_equal(stats.loss, expected, _LOGPROB_TOLERANCE * batch.num_tokens, "the loss")
-    require(stats.num_tokens == batch.loss_mask.sum(), f"num_tokens must count the mask, got {stats.num_tokens}")
+    logprobs = np.where(batch.loss_mask, trainer.forward(batch), 0.0)
+    require(stats.logprobs.shape == logprobs.shape, f"LossStats.logprobs must be [T], got {stats.logprobs.shape}")
+    require_equal(stats.logprobs, logprobs, _LOGPROB_TOLERANCE, "LossStats.logprobs, 0 outside the mask,")
 
 
 def gradient_is_of_the_loss(subject: Subject, _: Path) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from trainer_contract.errors import TrainerError
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import Columns, MicroBatch, ObjectiveOutput, OptimizerSpec, TrainerSpec
+from trainer_contract.types import Columns, MicroBatch, OptimizerSpec, TrainerSpec
 
 Weights = dict[str, NDArray[np.float64]]
 
@@ -35,10 +35,9 @@ class LinearObjective:
 
     needs: frozenset[str] = frozenset()
 
-    def evaluate(self, logprobs: Any, columns: Columns) -> ObjectiveOutput:
+    def evaluate(self, logprobs: Any, columns: Columns) -> Any:
         """See `types.Objective`."""
-        loss = -(logprobs * columns["weights"] * columns["advantages"]).sum()
-        return ObjectiveOutput(loss, {"tokens": (columns["weights"] * 0 + 1).sum()}, {})
+        return -(logprobs * columns["weights"] * columns["advantages"]).sum()
 
     def logprob_gradient(self, logprobs: Any, columns: Columns) -> Any:
         """See `types.Objective`."""

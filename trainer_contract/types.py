@@ -108,15 +108,6 @@ class MicroBatch:
 Columns = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectiveOutput:
-    """`loss` is a scalar to minimise (−J). `sums` are scalars that add up over micro-batches; `maxima` take the max."""
-
-    loss: Any
-    sums: Mapping[str, Any]
-    maxima: Mapping[str, Any]
-
-
 class Objective(Protocol):
     """What `backward` minimises; written once for every array library."""
 
@@ -125,8 +116,8 @@ class Objective(Protocol):
         """Optional columns it reads: any of `old_logprobs`, `ref_logprobs`, `values`."""
         ...
 
-    def evaluate(self, logprobs: Any, columns: Columns) -> ObjectiveOutput:
-        """Loss on [T] log-probs, differentiable where the array library differentiates."""
+    def evaluate(self, logprobs: Any, columns: Columns) -> Any:
+        """Scalar loss to minimise (−J) of [T] log-probs, differentiable where the array library differentiates."""
         ...
 
     def logprob_gradient(self, logprobs: Any, columns: Columns) -> Any:
@@ -136,12 +127,13 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """Of one `backward`: the loss it added, and what the objective counted."""
+    """Of one `backward`: the loss it added, and the log-probs f32 [T] it was evaluated on, 0 outside the loss mask.
+
+    What else there is to know of a step is a function of these log-probs and the micro-batch.
+    """
 
     loss: float
-    num_tokens: int
-    sums: Mapping[str, float]
-    maxima: Mapping[str, float]
+    logprobs: Float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,17 @@ so the gradient is invariant to packing, to the split into micro-batches, to ord
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from pipelinerl.arrays import Array, largest, stop_gradient
+from pipelinerl.arrays import Array, stop_gradient
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.agg import Aggregation
 from pipelinerl.objective.grad1 import SteeredTerm
 from pipelinerl.objective.grad2 import Nothing, Regularizer
 from pipelinerl.objective.is_weight import ImportanceWeight
-from pipelinerl.objective.tokens import Policy, Tokens
-from trainer_contract.types import Columns, ObjectiveOutput
+from pipelinerl.objective.tokens import Tokens
+from trainer_contract.types import Columns
 
 
 @final
@@ -49,8 +48,8 @@ class PolicyObjective:
         """Has a token whose advantage is zero no gradient at all, so that it need not be computed?"""
         return isinstance(self.grad2, Nothing)
 
-    def evaluate(self, logprobs: Array, columns: Columns) -> ObjectiveOutput:
-        """loss = −J on this micro-batch, and what `summarize` turns into metrics.
+    def evaluate(self, logprobs: Array, columns: Columns) -> Array:
+        """loss = −J on this micro-batch, a scalar.
 
         Args:
             logprobs: [T], current.
@@ -59,8 +58,7 @@ class PolicyObjective:
         tokens = Tokens.of(logprobs, columns)
         importance = stop_gradient(self.is_weight.weight(tokens))
         terms = tokens.advantages * self.grad1.value(tokens) + self.grad2.value(tokens)
-        loss = -(tokens.weights * importance * terms).sum()
-        return self._with_statistics(loss, Tokens.of(stop_gradient(logprobs), columns))
+        return -(tokens.weights * importance * terms).sum()
 
     def logprob_gradient(self, logprobs: Array, columns: Columns) -> Array:
         """d loss / d logprobs, [T], in closed form."""
@@ -68,44 +66,3 @@ class PolicyObjective:
         outer = tokens.weights * self.is_weight.weight(tokens)
         steered = self.grad1.pullback(tokens, outer * tokens.advantages)
         return -(steered + self.grad2.pullback(tokens, outer))
-
-    def _with_statistics(self, loss: Array, tokens: Tokens) -> ObjectiveOutput:
-        difference = tokens.log_ratio(Policy.CURRENT, Policy.BEHAVIOR)
-        ratio = tokens.xp.exp(difference) * tokens.mask
-        distance = tokens.xp.abs(difference)
-        sums = {
-            "tokens": tokens.mask.sum(),
-            "surprisal": -tokens.logprobs.sum(),
-            "ratio": ratio.sum(),
-            "ratio_squared": (ratio * ratio).sum(),
-            "k1": -difference.sum(),
-            "k3": (tokens.xp.expm1(difference) - difference).sum(),
-            "abs_difference": distance.sum(),
-            "clipped": (self.grad1.clipped(tokens) * tokens.mask).sum(),
-            "truncated": (self.is_weight.truncated(tokens) * tokens.mask).sum(),
-        }
-        return ObjectiveOutput(loss, sums, {"ratio": largest(ratio), "abs_difference": largest(distance)})
-
-
-def summarize(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a step from the totals over its micro-batches; {} when nothing trained.
-
-    `entropy` is the mean surprisal of the sampled tokens. `kl_k1` and `kl_k3` estimate KL(behavior ‖ current).
-    `ess` is the effective sample size of the ratios current/behavior as a fraction of the tokens, 1 when on-policy.
-    """
-    count = sums.get("tokens", 0.0)
-    if not count:
-        return {}
-    mean = {name: total / count for name, total in sums.items()}
-    return {
-        "entropy": mean["surprisal"],
-        "ratio_mean": mean["ratio"],
-        "ratio_max": maxima["ratio"],
-        "ess": mean["ratio"] ** 2 / mean["ratio_squared"] if mean["ratio_squared"] else 0.0,
-        "kl_k1": mean["k1"],
-        "kl_k3": mean["k3"],
-        "logprob_difference_mean": mean["abs_difference"],
-        "logprob_difference_max": maxima["abs_difference"],
-        "clip_fraction": mean["clipped"],
-        "truncated_fraction": mean["truncated"],
-    }

@@ -100,10 +100,10 @@ class BigramTrainer:
         where = np.flatnonzero(micro_batch.loss_mask)
         table = self._log_softmax(micro_batch, where)
         logprobs, columns = table[np.arange(len(where)), tokens[where]], _columns(micro_batch, where)
-        output = objective.evaluate(logprobs, columns)
-        if not math.isfinite(output.loss):
+        loss = float(objective.evaluate(logprobs, columns))
+        if not math.isfinite(loss):
             raise NonFiniteError(
-                f"the loss is {output.loss}: look for NaN or infinity in advantages, weights and the sampler's "
+                f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's "
                 "log-probs; nothing was accumulated from this micro-batch"
             )
         slope = objective.logprob_gradient(logprobs, columns) / micro_batch.temperatures[where]
@@ -112,9 +112,9 @@ class BigramTrainer:
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.logits)
         np.add.at(worker.gradient, tokens[where - 1], gradient)
-        sums = {name: float(value) for name, value in output.sums.items()}
-        maxima = {name: float(value) for name, value in output.maxima.items()}
-        return LossStats(float(output.loss), len(where), sums, maxima)
+        evaluated = np.zeros(micro_batch.num_tokens, dtype=np.float32)
+        evaluated[where] = logprobs
+        return LossStats(loss, evaluated)
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
         """AdamW (Loshchilov and Hutter 2019, Algorithm 2) on the clipped gradient."""

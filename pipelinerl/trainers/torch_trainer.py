@@ -31,7 +31,6 @@ from trainer_contract.types import (
     LossStats,
     MicroBatch,
     Objective,
-    ObjectiveOutput,
     OptimizerSpec,
     ParameterInfo,
     Precision,
@@ -123,19 +122,23 @@ class TorchTrainer:
         worker = self._worker
         check(micro_batch, vocab_size=worker.vocab_size, needs=objective.needs)
         inside = micro_batch.loss_mask
-        trains = bool(inside.any())
-        logprobs = _logprobs(worker, micro_batch, inside) if trains else torch.zeros(0, device=worker.device)
-        output = objective.evaluate(logprobs, _columns(micro_batch, inside, worker.device))
-        stats = _to_host(output, num_tokens=int(inside.sum()))
-        if not math.isfinite(stats.loss):
+        evaluated = np.zeros(micro_batch.num_tokens, dtype=np.float32)
+        if not inside.any():
+            worker.has_gradient = True
+            return LossStats(0.0, evaluated)
+        logprobs = _logprobs(worker, micro_batch, inside)
+        objective_loss: Tensor = objective.evaluate(logprobs, _columns(micro_batch, inside, worker.device))
+        # One transfer for the loss and its log-probs.
+        host = torch.cat((objective_loss.detach().reshape(1).float(), logprobs.detach().float())).cpu().numpy()
+        loss, evaluated[inside] = float(host[0]), host[1:]
+        if not math.isfinite(loss):
             raise NonFiniteError(
-                f"the loss is {stats.loss}: look for NaN or infinity in advantages, weights and the sampler's "
+                f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's "
                 "log-probs; nothing was accumulated from this micro-batch"
             )
-        if trains:
-            worker.accelerator.backward(output.loss)
+        worker.accelerator.backward(objective_loss)
         worker.has_gradient = True
-        return stats
+        return LossStats(loss, evaluated)
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
         """Clip, apply, clear; refuses a gradient that is not finite."""
@@ -231,11 +234,3 @@ def _columns(batch: MicroBatch, inside: np.ndarray, device: torch.device) -> Map
     columns["segment_ids"] = batch.segment_ids.astype(np.int64)
     tensors = {name: torch.from_numpy(column[inside]).to(device) for name, column in columns.items()}
     return tensors | {"num_segments": batch.num_segments}
-
-
-def _to_host(output: ObjectiveOutput, *, num_tokens: int) -> LossStats:
-    """All statistics in one transfer."""
-    scalars = [output.loss.detach(), *output.sums.values(), *output.maxima.values()]
-    loss, *numbers = torch.stack([torch.as_tensor(scalar, dtype=torch.float32) for scalar in scalars]).tolist()
-    sums = dict(zip(output.sums, numbers, strict=False))
-    return LossStats(loss, num_tokens, sums, dict(zip(output.maxima, numbers[len(sums) :], strict=True)))

@@ -18,10 +18,8 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
-
-import numpy as np
 
 from inference_contract.schemas import OnUpdate, WeightLayout
 from pipelinerl.errors import DeadlineError, FencedError, UpdateError
@@ -39,7 +37,7 @@ from pipelinerl.messages import (
     TrainerStopped,
     encode,
 )
-from pipelinerl.objective.objective import PolicyObjective, summarize
+from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.streams.stream import Stream
 from pipelinerl.training.admission import Fate, Ledger, Lineage, NoSignal
@@ -48,9 +46,9 @@ from pipelinerl.training.batcher import Batcher, StepBudget
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
 from pipelinerl.training.intake import Intake
 from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.training.step import TrainStep
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import LossStats, MicroBatch, StepStats
 
 log = logging.getLogger("pipelinerl")
 #: What is silent for longer is asked, or told, again.
@@ -91,6 +89,7 @@ class TrainingLoop:
         self._trainer = trainer
         self._layout = layout
         self._objective = objective
+        self._step = TrainStep(trainer, objective)
         self._stream = stream
         self._publisher = publisher
         self._checkpoints = checkpoints
@@ -126,7 +125,7 @@ class TrainingLoop:
             if batch is None:
                 break
             collected = time.monotonic()
-            stats = await self._step(batch)
+            stats = await self._train(batch)
             done = time.monotonic()
             stats |= {
                 "wait_s": collected - started,
@@ -194,31 +193,13 @@ class TrainingLoop:
 
     # --- step ------------------------------------------------------------------------------------------------------
 
-    async def _step(self, batch: TrainBatch) -> dict[str, float]:
-        losses = await self._in_worker(lambda: self._accumulate(batch.micro_batches))
+    async def _train(self, batch: TrainBatch) -> dict[str, float]:
+        accumulated = await self._in_worker(lambda: self._step.accumulate(batch.micro_batches))
         await self._finish_publication()
         rate = self._current.knobs.learning_rate * self._settings.schedule.factor(self._version)
-        step: StepStats = await self._in_worker(lambda: self._trainer.optimizer_step(learning_rate=rate))
-        self._at(step.model_version)
-        keys = losses[0].sums.keys()
-        sums = {key: sum(loss.sums[key] for loss in losses) for key in keys}
-        maxima = {key: max(loss.maxima[key] for loss in losses) for key in losses[0].maxima}
-        return {
-            **batch.stats,
-            **summarize(sums, maxima),
-            "loss": float(np.sum([loss.loss for loss in losses])),
-            "grad_norm": step.grad_norm,
-            "learning_rate": step.learning_rate,
-            "micro_batches": float(len(losses)),
-        }
-
-    def _accumulate(self, micro_batches: list[MicroBatch]) -> list[LossStats]:
-        losses = []
-        for micro_batch in micro_batches:
-            if "old_logprobs" in self._objective.needs:
-                micro_batch = replace(micro_batch, old_logprobs=self._trainer.forward(micro_batch))
-            losses.append(self._trainer.backward(micro_batch, self._objective))
-        return losses
+        stats = await self._in_worker(lambda: self._step.apply(accumulated, learning_rate=rate))
+        self._at(self._version)
+        return batch.stats | stats
 
     # --- obey ------------------------------------------------------------------------------------------------------
 

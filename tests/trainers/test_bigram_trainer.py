@@ -45,7 +45,7 @@ def test_three_steps_equal_torchs(preset, path, micro_batch):
             for name in ("advantages", "weights", "behavior_logprobs")
         }
         columns |= {"loss_mask": torch.ones(len(where), dtype=torch.bool), "segment_ids": None, "num_segments": 6}
-        loss = objective.evaluate(logprobs, columns).loss
+        loss = objective.evaluate(logprobs, columns)
         adamw.zero_grad()
         loss.backward()
         norm = table.grad.norm()

@@ -1,0 +1,71 @@
+"""The figures of a step: functions of its micro-batches and of the log-probs on which their loss was evaluated.
+
+They are taken on the host, in numpy, after the backward passes: the device computes the loss and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.tokens import Policy, Tokens
+from trainer_contract.types import Float32, MicroBatch
+
+_REQUIRED: Final = ("advantages", "weights", "behavior_logprobs")
+_OPTIONAL: Final = ("old_logprobs", "ref_logprobs", "values")
+
+
+def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> Tokens | None:
+    """The tokens that trained, of all micro-batches together, in float64; None when there are none.
+
+    Args:
+        micro_batches: those of one step.
+        logprobs: of each micro-batch, f32 [T], as `LossStats.logprobs`.
+    """
+    masks = [batch.loss_mask for batch in micro_batches]
+    if not any(mask.any() for mask in masks):
+        return None
+
+    def joined(columns: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
+        parts = [column[mask] for column, mask in zip(columns, masks, strict=True)]
+        return np.concatenate(parts).astype(np.float64)
+
+    first_segments = np.cumsum([0, *(batch.num_segments for batch in micro_batches)])
+    segments = [batch.segment_ids + first for batch, first in zip(micro_batches, first_segments, strict=False)]
+    given = [name for name in _OPTIONAL if getattr(micro_batches[0], name) is not None]
+    columns: dict[str, Any] = {
+        name: joined([getattr(batch, name) for batch in micro_batches]) for name in (*_REQUIRED, *given)
+    }
+    columns["segment_ids"] = joined(segments).astype(np.int64)
+    columns["num_segments"] = int(first_segments[-1])
+    columns["loss_mask"] = np.ones(columns["weights"].shape, dtype=bool)
+    return Tokens.of(joined(logprobs), columns)
+
+
+def statistics(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, float]:
+    """Metrics of a step from the tokens that trained; {} when none did.
+
+    `entropy` is the mean surprisal of the sampled tokens. `kl_k1` and `kl_k3` estimate KL(behavior ‖ current).
+    `ess` is the effective sample size of the ratios current/behavior as a fraction of the tokens, 1 when on-policy.
+    """
+    if tokens is None:
+        return {}
+    difference = tokens.log_ratio(Policy.CURRENT, Policy.BEHAVIOR)
+    ratio, distance = np.exp(difference), np.abs(difference)
+    figures = {
+        "entropy": -tokens.logprobs.mean(),
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "ess": ratio.mean() ** 2 / (ratio**2).mean(),
+        "kl_k1": -difference.mean(),
+        "kl_k3": (np.expm1(difference) - difference).mean(),
+        "logprob_difference_mean": distance.mean(),
+        "logprob_difference_max": distance.max(),
+        "clip_fraction": objective.grad1.clipped(tokens).mean(),
+        "truncated_fraction": objective.is_weight.truncated(tokens).mean(),
+    }
+    return {name: float(value) for name, value in figures.items()}

@@ -1,0 +1,62 @@
+"""The figures of a step against their definitions, on one micro-batch and on several."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipelinerl.objective.presets import PRESETS
+from pipelinerl.objective.statistics import statistics, trained_tokens
+from trainer_contract.types import MicroBatch
+
+GRPO = PRESETS["grpo"]
+
+
+def micro_batch(columns, **others):
+    """The columns as a micro-batch; a token's id and position matter to nobody here."""
+    total = len(columns["segment_ids"])
+    given = {name: columns[name].astype(np.float32) for name in ("advantages", "weights")}
+    given["behavior_logprobs"] = columns["behavior_logprobs"].astype(np.float32)
+    nothing = np.zeros(total, np.int32)
+    return MicroBatch(
+        token_ids=nothing,
+        position_ids=nothing,
+        segment_ids=columns["segment_ids"].astype(np.int32),
+        loss_mask=columns["loss_mask"],
+        temperatures=np.ones(total, np.float32),
+        num_segments=columns["num_segments"],
+        **(given | others),
+    )
+
+
+def test_on_policy_and_off_policy(columns_of):
+    logprobs, columns = columns_of(6)
+    inside, now = columns["loss_mask"], logprobs.astype(np.float32)
+    same = micro_batch(columns, behavior_logprobs=np.where(inside, now, 0).astype(np.float32))
+    on = statistics(GRPO, trained_tokens([same], [now]))
+    assert (on["ess"], on["ratio_mean"], on["kl_k3"], on["clip_fraction"]) == (1.0, 1.0, 0.0, 0.0)
+    batch = micro_batch(columns)
+    off = statistics(GRPO, trained_tokens([batch], [now]))
+    difference = (now.astype(float) - batch.behavior_logprobs)[inside]
+    ratio, a = np.exp(difference), batch.advantages[inside]
+    assert off["clip_fraction"] == np.mean(((a > 0) & (ratio > 1.2)) | ((a < 0) & (ratio < 0.8))) > 0
+    np.testing.assert_allclose(off["ess"], ratio.sum() ** 2 / (ratio**2).sum() / len(ratio))
+    np.testing.assert_allclose(off["kl_k3"], np.mean(ratio - 1 - difference))
+    np.testing.assert_allclose(off["logprob_difference_max"], np.abs(difference).max())
+    np.testing.assert_allclose(off["entropy"], -now[inside].astype(float).mean())
+
+
+def test_several_micro_batches_count_as_one(columns_of):
+    logprobs, columns = columns_of(7)
+    now, batch = logprobs.astype(np.float32), micro_batch(columns)
+    one = trained_tokens([batch, batch], [now, now])
+    assert one.num_segments == 10 and set(one.segment_ids) > {0, 9}
+    np.testing.assert_allclose(
+        list(statistics(GRPO, one).values()), list(statistics(GRPO, trained_tokens([batch], [now])).values())
+    )
+
+
+def test_of_no_tokens_there_are_no_figures(columns_of):
+    logprobs, columns = columns_of(8)
+    idle = micro_batch(columns | {"loss_mask": np.zeros(len(logprobs), bool)})
+    assert trained_tokens([], []) is None
+    assert statistics(GRPO, trained_tokens([idle], [logprobs.astype(np.float32)])) == {}

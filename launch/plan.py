@@ -9,8 +9,7 @@ Every process is `python -m pipelinerl.cli <role>` with the arguments
     --recipe <run>/recipe.toml --run-dir <run> --name <name> --token-file <file> --redis-url … --controller-url …
 
 and, where it serves HTTP, `--port`. They stop in the order actors, trainer, engines, controller, redis, so that each
-finds what it still needs. The controller's exit with status 0 completes the run; any other ends it, since what it knew
-is in the newest checkpoint, from which the run can be resumed. The others are started again.
+finds what it still needs. The controller's exit with status 0 completes the run. What dies is started again.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def plan(
         argv += ["--run-dir", str(run_dir), "--name", name, "--token-file", str(token_file)]
         argv += ["--redis-url", redis_url, "--controller-url", controller_url]
         argv += [] if port is None else ["--port", str(port)]
-        restarts = 0 if role == "controller" else config.launch.restarts
+        restarts = config.launch.restarts
         return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=restarts, **rest)  # type: ignore[arg-type]
 
     engine_cores, trainer_cores = _pinning(config, cores)

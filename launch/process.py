@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 from urllib.parse import urlsplit
 
 from launch.plan import ProcessSpec
@@ -36,6 +36,10 @@ class State(StrEnum):
     BACKING_OFF = "backing_off"
     """died; is started again at `due`"""
     ENDED = "ended"
+
+
+#: Tells a role that it is started again while its run goes on: see `pipelinerl controller --continue`.
+_RESTARTED: Final = "PIPELINERL_RESTARTED"
 
 
 @final
@@ -64,7 +68,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.spec.env},
+                env={**os.environ, **self.spec.env, **({_RESTARTED: "1"} if self.deaths else {})},
                 start_new_session=True,
             )
         self.state, self.started_at = State.STARTING, now

@@ -6,6 +6,7 @@ User errors are one sentence on stderr and exit status 2. Heavy libraries are im
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -220,13 +221,22 @@ def controller(
     token_file: TokenFile = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
+    go_on: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            envvar="PIPELINERL_RESTARTED",  # which the launcher sets for what it starts again
+            help="Go on where a controller of this live run died.",
+        ),
+    ] = False,
     changes: Changes = None,
 ) -> None:
     """Issues prompts, owns version, knobs and fleet; ends when the run is over."""
+    from pipelinerl.controller.service import Start
     from pipelinerl.roles import controller_role
 
     _start(
-        controller_role.run,
+        partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH),
         _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes, host=host, port=port),
     )
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI, Header, Query
 from fastapi.responses import JSONResponse, Response
 
-from pipelinerl.controller.effects import Effect
+from pipelinerl.controller.inputs import EngineOffered, EngineRemoved, KnobsPatched, StopAsked
 from pipelinerl.controller.service import ControllerService
 from pipelinerl.errors import RecipeError
 from pipelinerl.http_service import guard, refusal, refuse_in_one_shape
@@ -46,7 +46,7 @@ def _add_status(app: FastAPI, service: ControllerService) -> None:
 
     @app.post("/stop")
     async def stop(who: Annotated[str, Header(alias="x-who")] = "somebody") -> dict[str, str]:
-        await service.perform(lambda: service.controller.stop(f"stopped by {who}"))
+        await service.perform(StopAsked(now=service.now(), reason=f"stopped by {who}"))
         return {"state": "stopping"}
 
 
@@ -55,42 +55,42 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     async def knobs() -> dict[str, Any]:
         log = [
             {"time": change.time, "step": change.step, "who": change.who, "changes": change.changes}
-            for change in service.controller.knob_log
+            for change in service.controller.state.knob_log
         ]
-        return {"knobs": service.controller.knobs.to_json(), "log": log}
+        return {"knobs": service.controller.state.knobs.to_json(), "log": log}
 
     @app.patch("/knobs")
     async def patch(
         changes: Annotated[dict[str, Any], Body()], who: Annotated[str, Header(alias="x-who")] = "somebody"
     ) -> Response:
         try:
-            await service.perform(lambda: service.controller.patch(changes, who=who, time=time.time()))
+            await service.perform(KnobsPatched(now=service.now(), changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
-        return JSONResponse({"knobs": service.controller.knobs.to_json(), "effective": "at the next step boundary"})
+        return JSONResponse(
+            {"knobs": service.controller.state.knobs.to_json(), "effective": "at the next step boundary"}
+        )
 
 
 def _add_engines(app: FastAPI, service: ControllerService) -> None:
     @app.get("/engines")
     async def engines() -> dict[str, list[str]]:
-        return {"serving": service.controller.fleet.serving(), "members": service.controller.fleet.members()}
+        return {
+            "serving": service.controller.state.fleet.serving(),
+            "members": service.controller.state.fleet.members(),
+        }
 
     @app.post("/engines")
     async def join(url: BaseUrl, incarnation: Annotated[str, Body(max_length=64)] = "") -> dict[str, str]:
-        base, now = url.rstrip("/"), time.monotonic()
-        await service.perform(lambda: service.controller.engine_joined(base, incarnation=incarnation, now=now))
+        await service.perform(EngineOffered(now=service.now(), url=url.rstrip("/"), incarnation=incarnation))
         return {"state": "joining"}
 
     @app.delete("/engines")
     async def leave(url: Annotated[str, Query()]) -> Response:
-        base, fleet = url.rstrip("/"), service.controller.fleet
+        base, fleet = url.rstrip("/"), service.controller.state.fleet
         if base not in (known := [record.url for record in fleet.records()]):
             message = f"no such engine is part of this run; engines are: {', '.join(known) or 'none'}"
             return refusal(404, message, code="unknown_engine", param="url")
 
-        def remove() -> list[Effect]:
-            fleet.expel(base, "removed by an operator")
-            return service.controller.engine_left(base, "removed by an operator")
-
-        await service.perform(remove)
+        await service.perform(EngineRemoved(now=service.now(), url=base))
         return JSONResponse({"state": "removed"})

@@ -1,10 +1,11 @@
-"""The controller's hands: reads reports, lets `Controller` decide, and carries out what it decided.
+"""The controller's hands: reads reports, lets `Controller` decide, journals that, and carries out what it decided.
 
     loop     waits for                unblocked by
     reports  entries in `reports`     trainer, actors
     poll     its interval             the clock; each engine has its own deadline
 
-All decisions run on one event loop, one after the other; effects are carried out in order before the next report.
+All decisions run on one event loop, one after the other; effects are carried out in order before the next report. It
+may be killed between any two of them: see `journal.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Any, Final, Protocol, final
 
 import msgspec
@@ -23,20 +25,35 @@ from inference_contract.errors import ContractError
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Record, Send
+from pipelinerl.controller.engine_watch import EngineWatch
+from pipelinerl.controller.fleet import Standing
+from pipelinerl.controller.inputs import AnyInput, EngineRestarted, EngineReturned, EngineSilent, Heard, Ticked
+from pipelinerl.controller.journal import Decision, Journal, Recovered
 from pipelinerl.controller.statement import run_status
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import EPOCHS, ORDERS, PROMPTS, REPORTS, decode_report, encode
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters
-from pipelinerl.streams.records import encode_order
-from pipelinerl.streams.stream import Entry, Stream, fresh_number, parse_id
+from pipelinerl.streams.records import decode_order, encode_order
+from pipelinerl.streams.stream import START, Entry, Stream, fresh_number, parse_id
 from pipelinerl.types import PromptOrder, Purpose
 
 log = logging.getLogger("pipelinerl")
 
 #: A trainer reads every directive at once; older ones serve whoever looks into the stream.
 _DIRECTIVES_KEPT: Final = 64
+#: More entries than a bounded stream holds.
+_ALL: Final = 2**31
+
+
+class Start(StrEnum):
+    """Where a controller begins."""
+
+    AFRESH = "afresh"
+    """With the run: from the state it is given."""
+    FROM_JOURNAL = "from_journal"
+    """In the middle of a run whose controller died; afresh when the journal does not tell the whole story."""
 
 
 class EngineProbe(Protocol):
@@ -62,53 +79,110 @@ class ControllerService:
         poll_s: float = 1.0,
         elapsed_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        start: Start = Start.AFRESH,
     ) -> None:
         """`elapsed_s` is the age of a run that goes on, so that its events keep one time line."""
         self.controller = controller
+        self.watch = EngineWatch()
         self._name = name
         self._stream = stream
         self._probe = probe
         self._events = events
         self._poll_s = poll_s
         self._clock = clock
+        self._start = start
         self._started = clock() - elapsed_s
         self._dead_letters = DeadLetters(stream)
+        self._journal: Journal
         self._next_entry = 0
         self._next_directive = 0
         self._issued: deque[tuple[int, int]] = deque()  # (entry, index) of training orders, oldest first
         self._turn = asyncio.Lock()
+        self._begun = asyncio.Event()
         self.finished = asyncio.Event()
 
     async def run(self) -> None:
         """Serve until the run is over, which sets `finished`; raises what stops it before."""
-        self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
-        self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
-        # An epoch after the newest checkpoint may have begun and been cut off: its rollouts may still lie there.
-        begun, _ = parse_id(await self._stream.last_id(EPOCHS))
-        self.controller.epoch = max(self.controller.epoch, begun)
-        # Orders of an earlier controller that still lie there are issued again by this one, where they are wanted.
-        await self._stream.trim(PROMPTS, before=f"{self._next_entry}-0")
-        self._record("run_started", {"run": self._name, "knobs": self.controller.knobs.to_json()})
+        found = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
+        if found is None:
+            await self._begin()
+        else:
+            await self._go_on(*found)
+        self._begun.set()
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._reports()), group.create_task(self._poll())]
             await self.finished.wait()
             for loop in loops:
                 loop.cancel()
 
-    async def perform(self, decide: Callable[[], list[Effect]]) -> None:
-        """Take one decision and carry it out; decisions never overlap."""
+    async def perform(self, given: AnyInput) -> None:
+        """Decide on one input and carry the decision out; decisions never overlap. Raises what `decide` does."""
+        await self._begun.wait()
         async with self._turn:
-            for effect in decide():
-                await self._carry_out(effect)
+            effects = self.controller.decide(given)
+            if not effects and isinstance(given, Ticked):
+                return
+            number = await self._journal.record(Decision(given, self._next_entry, self._next_directive))
+            for effect in effects:
+                await self._carry_out(effect, number)
+            if self._journal.snapshot_due:
+                await self._journal.snapshot(self.controller.state)
+
+    def now(self) -> float:
+        """The clock by which inputs are timed."""
+        return self._clock()
 
     def status(self) -> RunStatus:
         """What the run is doing now."""
-        return run_status(self.controller, name=self._name, now=self._clock(), elapsed_s=self._elapsed())
+        return run_status(
+            self.controller, watch=self.watch, name=self._name, now=self._clock(), elapsed_s=self._elapsed()
+        )
+
+    # --- beginning -------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """A run that starts, or starts again from its checkpoint."""
+        self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
+        self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
+        state = self.controller.state
+        # An epoch after the newest checkpoint may have begun and been cut off: its rollouts may still lie there.
+        begun, _ = parse_id(await self._stream.last_id(EPOCHS))
+        state.epoch = max(state.epoch, begun)
+        # Orders of an earlier controller that still lie there are issued again by this one, where they are wanted.
+        await self._stream.trim(PROMPTS, before=f"{self._next_entry}-0")
+        self._journal = await Journal.begin(self._stream)
+        self._journal.reports_offset = await self._stream.last_id(REPORTS)
+        await self._journal.snapshot(state)
+        self._record("run_started", {"run": self._name, "knobs": state.knobs.to_json()})
+
+    async def _go_on(self, journal: Journal, found: Recovered) -> None:
+        """A controller that died while its run went on: decide again, and carry out the last decision once more."""
+        self._journal = journal
+        self.controller.state = found.state
+        effects: list[Effect] = []
+        for decision in found.decisions:
+            effects = self.controller.decide(decision.given)
+        entries = await self._stream.read({PROMPTS: START}, count=_ALL, block_s=0)
+        orders = [(parse_id(entry.entry_id)[0], decode_order(entry.payload)) for entry in entries]
+        self._issued.extend((entry, order.index) for entry, order in orders if order.purpose is Purpose.TRAINING)
+        if found.decisions:
+            last = found.decisions[-1]
+            self._next_entry, self._next_directive = last.next_prompt, last.next_directive
+        else:
+            self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
+            self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
+        written = self._events.count_recent(decision=found.number)
+        for effect in effects:
+            told = isinstance(effect, Record | Finish) and written > 0
+            written -= told
+            await self._carry_out(effect, found.number, told=told)
+        log.warning("the controller is back and goes on at version %d", self.controller.state.version)
+        self._record("controller_returned", {"model_version": self.controller.state.version})
 
     # --- loops -----------------------------------------------------------------------------------------------------
 
     async def _reports(self) -> None:
-        offset = await self._stream.last_id(REPORTS)
+        offset = self._journal.reports_offset
         while True:
             entries = await self._stream.read({REPORTS: offset}, count=512, block_s=1.0)
             for entry in entries:
@@ -123,42 +197,48 @@ class ControllerService:
         except msgspec.DecodeError as error:
             await self._dead_letters.bury(entry, RecordError(f"not a report: {error}"))
             return
-        await self.perform(lambda: self.controller.handle(report, now=self._clock()))
+        await self.perform(Heard(now=self._clock(), report=report, entry_id=entry.entry_id))
 
     async def _poll(self) -> None:
         while True:
-            records = self.controller.fleet.records()
-            await asyncio.gather(*(self._ask(record.url) for record in records))
-            await self.perform(lambda: self.controller.tick(now=self._clock()))
-            alive = self.controller.fleet.records()
-            if alive and not self.finished.is_set():  # the end is the last that the log says
+            records = self.controller.state.fleet.records()
+            await asyncio.gather(*(self._ask(record.url, record.standing) for record in records))
+            await self.perform(Ticked(now=self._clock()))
+            async with self._turn:
+                if not await self._journal.whole():
+                    await self._journal.snapshot(self.controller.state)
+            loads = [self.watch.load(record.url) for record in self.controller.state.fleet.records()]
+            if loads and not self.finished.is_set():  # the end is the last that the log says
                 self._record(
                     "engines",
                     {
-                        "tokens_per_s": sum(record.tokens_per_s for record in alive),
-                        "occupancy": sum(record.occupancy for record in alive) / len(alive),
-                        "running": sum(record.metrics.running_sequences for record in alive),
-                        "waiting": sum(record.metrics.waiting_sequences for record in alive),
+                        "tokens_per_s": sum(load.tokens_per_s for load in loads),
+                        "occupancy": sum(load.occupancy for load in loads) / len(loads),
+                        "running": sum(load.metrics.running_sequences for load in loads),
+                        "waiting": sum(load.metrics.waiting_sequences for load in loads),
                     },
                 )
             await asyncio.sleep(self._poll_s)
 
-    async def _ask(self, url: str) -> None:
+    async def _ask(self, url: str, standing: Standing) -> None:
         try:
             found = await self._probe.metrics(url)
             known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
             metrics = EngineMetrics.model_validate(known)
         except (ContractError, PipelineError, ValidationError) as error:
-            reason = str(error)
-            if self.controller.fleet.missed(url, reason):
-                await self.perform(lambda: self.controller.engine_left(url, reason))
+            if self.watch.missed(url) and standing.is_alive:
+                await self.perform(EngineSilent(now=self._clock(), url=url, reason=str(error)))
             return
-        if self.controller.fleet.answered(url, metrics, self._clock()):
-            await self.perform(lambda: self.controller.engine_returned(url))
+        now = self._clock()
+        if self.watch.answered(url, metrics, now):
+            await self.perform(EngineRestarted(now=now, url=url))
+        elif standing is Standing.DEAD:
+            await self.perform(EngineReturned(now=now, url=url))
 
     # --- effects ---------------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, effect: Effect) -> None:
+    async def _carry_out(self, effect: Effect, decision: int, *, told: bool = False) -> None:
+        """`told` says that the event log has the effect's line already."""
         match effect:
             case IssuePrompts(orders):
                 await self._issue(orders)
@@ -168,9 +248,12 @@ class ControllerService:
                 self._next_directive += 1
                 await self._stream.trim(ORDERS, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
             case Record(kind, fields):
-                self._record(kind, fields)
+                if not told:
+                    self._record(kind, {**fields, "decision": decision})
             case Finish(reason):
-                self._record("run_finished", {"reason": reason, "ledger": self.controller.account.ledger()})
+                ledger = self.controller.state.account.ledger()
+                if not told:
+                    self._record("run_finished", {"reason": reason, "ledger": ledger, "decision": decision})
                 self.finished.set()
 
     async def _issue(self, orders: list[PromptOrder]) -> None:
@@ -181,10 +264,10 @@ class ControllerService:
             (self._next_entry + i, order.index) for i, order in enumerate(orders) if order.purpose is Purpose.TRAINING
         )
         self._next_entry += len(orders)
-        frontier = self.controller.account.consumed.frontier
+        frontier = self.controller.state.account.consumed.frontier
         while self._issued and self._issued[0][1] < frontier:
             self._issued.popleft()
-        if self._issued and self.controller.evaluation is None:
+        if self._issued and self.controller.state.evaluation is None:
             await self._stream.trim(PROMPTS, before=f"{self._issued[0][0]}-0")
 
     def _record(self, kind: str, fields: Mapping[str, Any]) -> None:

@@ -7,7 +7,8 @@ the middle of a line leaves a torn tail, which readers ignore and the next write
 ever changed. One process writes a log. `Sync` says what a machine that loses power may lose.
 
 Kinds that the controller writes, each with `elapsed_s`: run_started, step, publish, evaluation, engines, knobs,
-checkpoint, engine_joined, engine_lost, run_finished.
+checkpoint, engine_joined, engine_lost, controller_returned, run_finished. What follows from a decision carries its number
+as `decision`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
+
+_RECENT_BYTES: Final = 65536
 
 #: One record: `time` (Unix seconds), `kind` and the fields of its kind.
 Event = dict[str, Any]
@@ -55,6 +58,13 @@ class EventLog:
             data = data[os.write(self._file, data) :]
         if self._sync is Sync.EACH:
             os.fsync(self._file)
+
+    def count_recent(self, **fields: Any) -> int:
+        """How many of the records in the last 64 KiB have these values: for a writer that may be repeating itself."""
+        end = os.lseek(self._file, 0, os.SEEK_CUR)
+        start = max(0, end - _RECENT_BYTES)
+        lines = os.pread(self._file, end - start, start).split(b"\n")[1 if start else 0 : -1]
+        return sum(fields.items() <= json.loads(line).items() for line in lines)
 
     def close(self) -> None:
         """Force everything to the disk and close; closing twice is harmless."""
@@ -95,7 +105,7 @@ def _whole_length(file: int) -> int:
     """Length up to and with the last newline."""
     end = os.fstat(file).st_size
     while end > 0:
-        start = max(0, end - 65536)
+        start = max(0, end - _RECENT_BYTES)
         newline = os.pread(file, end - start, start).rfind(b"\n")
         if newline >= 0:
             return start + newline + 1

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from pipelinerl.config import RunConfig
 from pipelinerl.controller.api import create_api
-from pipelinerl.controller.controller import Controller, ControllerSettings
-from pipelinerl.controller.service import ControllerService
+from pipelinerl.controller.controller import Controller
+from pipelinerl.controller.service import ControllerService, Start
+from pipelinerl.controller.settings import ControllerSettings
+from pipelinerl.controller.state import RunState
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.errors import UserError
@@ -27,15 +29,12 @@ def build_controller(config: RunConfig, restored: TrainingState | None) -> Contr
     """The controller of a run, continuing from a checkpoint when there is one."""
     training: Mixture = training_problems(config)
     held_out: Mixture = held_out_problems(config)
-    controller = Controller(
-        settings_of(config),
-        knobs_of(config),
-        training_problem=training.problem,
-        held_out_problem=held_out.problem,
-    )
+    state = RunState(knobs=knobs_of(config))
     if restored is not None:
-        controller.restore(restored.controller)
-    return controller
+        state.resume(restored.controller)
+    return Controller(
+        settings_of(config), state, training_problem=training.problem, held_out_problem=held_out.problem
+    )
 
 
 def settings_of(config: RunConfig) -> ControllerSettings:
@@ -61,8 +60,11 @@ def settings_of(config: RunConfig) -> ControllerSettings:
     )
 
 
-async def run(identity: Identity) -> None:
-    """Serve until the run is over or the process is told to stop; goes on from the run's newest checkpoint."""
+async def run(identity: Identity, *, start: Start) -> None:
+    """Serve until the run is over or the process is told to stop.
+
+    Afresh, it goes on from the run's newest checkpoint; from its journal, where a controller that died left off.
+    """
     latest = checkpoints_of(identity.config, identity.run_dir).latest()
     log = identity.run_dir / "events.jsonl"
     age_s = _age(log)
@@ -76,6 +78,7 @@ async def run(identity: Identity) -> None:
             probe=client,
             events=events,
             elapsed_s=age_s,
+            start=start,
         )
         endpoint = _advertise(identity, listener.getsockname())
         running = asyncio.create_task(service.run())

@@ -49,7 +49,7 @@ async def test_knobs_change_and_are_logged(run: Running, http: httpx.AsyncClient
     assert (answer.status_code, answer.json()["knobs"]["k"]) == (200, "inf")
     assert answer.json()["effective"] == "at the next step boundary"
     shown = (await http.get("/knobs")).json()
-    assert shown["knobs"] == run.controller.knobs.to_json()
+    assert shown["knobs"] == run.controller.state.knobs.to_json()
     assert [(change["who"], change["changes"]) for change in shown["log"]] == [("ada", {"k": "inf", "j": 2})]
     await run.tell(step(1))
     assert (await run.directives())[-1].knobs.k == float("inf")
@@ -75,14 +75,14 @@ async def test_knobs_change_and_are_logged(run: Running, http: httpx.AsyncClient
 async def test_knobs_that_make_no_sense(
     run: Running, http: httpx.AsyncClient, body: bytes, status: int, code: str, sentence: str
 ) -> None:
-    before = run.controller.knobs
+    before = run.controller.state.knobs
     answer = await http.patch("/knobs", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == code and error["message"].startswith(sentence)
     assert len(answer.content) < 400
-    assert (run.controller.knobs, run.controller.knob_log) == (before, [])
+    assert (run.controller.state.knobs, run.controller.state.knob_log) == (before, [])
 
 
 async def test_an_engine_joins_by_offering_itself_again_and_again(run: Running, http: httpx.AsyncClient) -> None:
@@ -127,7 +127,7 @@ async def test_what_is_no_engine_cannot_join(run: Running, http: httpx.AsyncClie
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] in ("url", "incarnation")
     assert "secret" not in answer.text
-    assert run.controller.fleet.records() == []
+    assert run.controller.state.fleet.records() == []
 
 
 async def test_taking_out_what_is_not_there(run: Running, http: httpx.AsyncClient) -> None:

@@ -8,6 +8,8 @@ import random
 import pytest
 
 from pipelinerl.controller.effects import IssuePrompts, Send
+from pipelinerl.controller.inputs import EngineOffered, KnobsPatched
+from pipelinerl.controller.statement import waiting_for
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import TrainerReady
 from tests.controller.world import ENGINE, World, controller, knobs
@@ -29,14 +31,14 @@ def test_random_schedules_finish_and_keep_every_promise(seed: int) -> None:
         if rng.random() < 0.002:
             j = rng.choice([1, 2, 3])
             change = {"j": j, "k": rng.choice([j, j + 2, "inf"]), "rollouts_per_step": rng.choice([2, 4, 8])}
-            run.apply(run.controller.patch(change, who="test", time=0.0))
-    assert run.finished == "all 20 steps are done", run.controller.waiting_for(now=0.0)
+            run.give(KnobsPatched(now=0.0, changes=change, who="test", time=0.0))
+    assert run.finished == "all 20 steps are done", waiting_for(run.controller.state, now=0.0)
     for version, groups, k in run.trained:
         assert all(version - trained.oldest_version <= k for trained in groups)
     indices = [trained.index for _, groups, _ in run.trained for trained in groups]
     assert len(indices) == len(set(indices)), "a group was trained twice"
     assert run.issued == list(range(len(run.issued))), "prompts are issued once each, in order"
-    ledger = run.controller.account.ledger()
+    ledger = run.controller.state.account.ledger()
     assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
 
 
@@ -46,23 +48,23 @@ def test_on_policy_is_lockstep() -> None:
     run.begin()
     while run.finished is None:
         run.act()
-        assert run.controller.account.in_flight <= run.controller.knobs.groups_per_step
+        assert run.controller.state.account.in_flight <= run.controller.state.knobs.groups_per_step
     for version, groups, _ in run.trained:
         assert {g.oldest_version for g in groups} == {version - 1}
 
 
 def test_prompts_wait_for_weights_and_for_the_first_evaluation() -> None:
     run = world()
-    assert run.controller.waiting_for(now=0.0) == "an engine to join"
+    assert waiting_for(run.controller.state, now=0.0) == "an engine to join"
     run.begin()
     assert run.orders == []
-    assert run.controller.waiting_for(now=0.0) == "the trainer to publish its weights to an engine"
+    assert waiting_for(run.controller.state, now=0.0) == "the trainer to publish its weights to an engine"
     run.publish()
     assert [order.order_id for order in run.orders] == [f"eval-0-{i:06d}" for i in range(3)]
     for _ in range(3):
         run.sample()
         run.answer()
-    assert run.controller.results[0].accuracy == 1.0
+    assert run.controller.state.results[0].accuracy == 1.0
     assert [order.index for order in run.orders] == list(range(8)), "k = 4 steps of two groups"
 
 
@@ -73,7 +75,7 @@ def test_a_repeated_report_gets_the_same_directive_again() -> None:
         TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=run.consumed()), now=0.0
     )
     assert again == [Send(run.directive)]  # type: ignore[arg-type]
-    assert run.controller.epoch == 1
+    assert run.controller.state.epoch == 1
 
 
 def test_a_second_trainer_begins_a_higher_epoch_and_the_first_is_no_longer_heard() -> None:
@@ -82,23 +84,23 @@ def test_a_second_trainer_begins_a_higher_epoch_and_the_first_is_no_longer_heard
     run.awaiting = "ready-2"
     run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=0, consumed=run.consumed()))
     assert run.directive is not None and run.directive.epoch == 2
-    before = run.controller.version
+    before = run.controller.state.version
     run.version, run.awaiting = 7, "e1-step-7"
     from pipelinerl.messages import StepDone
 
     run.tell(StepDone(report_id="e1-step-7", epoch=1, model_version=7, consumed=run.consumed(), stats={}))
-    assert run.controller.version == before
+    assert run.controller.state.version == before
 
 
 def test_an_engine_that_joins_late_is_given_weights_without_waiting_for_a_step() -> None:
     run = world()
     run.begin()
     run.publish()
-    effects = run.controller.engine_joined("http://engine-1", now=0.0)
+    effects = run.controller.decide(EngineOffered(now=0.0, url="http://engine-1"))
     directives = [effect.directive for effect in effects if isinstance(effect, Send)]
     assert len(directives) == 1
     assert directives[0].publish_to == [ENGINE, "http://engine-1"]
-    assert run.controller.fleet.serving() == [ENGINE], "unproven engines get no work"
+    assert run.controller.state.fleet.serving() == [ENGINE], "unproven engines get no work"
     assert run.controller.reload_if_due() == [], "asked once for each membership"
 
 
@@ -107,14 +109,14 @@ def test_a_resumed_controller_issues_again_what_was_in_flight_and_nothing_else()
     run.begin()
     while run.version < 7:
         run.act()
-    snapshot, consumed = run.controller.snapshot(), run.consumed()
+    snapshot, consumed = run.controller.state.checkpoint_record(), run.consumed()
     ended = set(range(consumed.frontier)) | set(consumed.beyond) | set(snapshot["account"]["failed"])
     resumed = controller()
-    resumed.restore(snapshot)
-    resumed.engine_joined(ENGINE, now=0.0)
+    resumed.state.resume(snapshot)
+    resumed.decide(EngineOffered(now=0.0, url=ENGINE))
     resumed.handle(TrainerReady(report_id="r", incarnation="2", model_version=7, consumed=consumed), now=0.0)
-    assert resumed.epoch == run.controller.epoch + 1
-    resumed.fleet.published(ENGINE, 7)
+    assert resumed.state.epoch == run.controller.state.epoch + 1
+    resumed.state.fleet.published(ENGINE, 7)
     resumed.settings = resumed.settings.__class__(
         **{name: getattr(resumed.settings, name) for name in resumed.settings.__slots__ if name != "max_groups"},
         max_groups=1000,
@@ -143,7 +145,7 @@ def test_knobs_that_cannot_run_are_refused_with_a_sentence(change: dict[str, obj
     run = controller()
     with pytest.raises(RecipeError, match=sentence.replace("(", r"\(")):
         run.patch(change, who="test", time=0.0)
-    assert (run.knobs, run.knob_log) == (knobs(), [])
+    assert (run.state.knobs, run.state.knob_log) == (knobs(), [])
 
 
 def test_presets_and_infinity_are_knobs_too() -> None:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.fleet import Fleet, Standing
 
 A, B = "http://a", "http://b"
 
 
-def load(**totals: int) -> EngineMetrics:
-    return EngineMetrics(slots=4, **totals)
-
-
 @pytest.fixture
 def fleet() -> Fleet:
     """A serves version 3; B has joined and waits for weights."""
-    made = Fleet(polls_to_death=3, updates_to_expulsion=2)
+    made = Fleet(updates_to_expulsion=2)
     made.join(A, "1")
     made.published(A, 3)
     made.join(B, "1")
@@ -62,36 +57,29 @@ def test_an_engine_that_an_operator_named_first_keeps_its_weights_at_its_own_off
 
 
 def test_silence_is_death_and_an_answer_brings_back_into_joining(fleet: Fleet) -> None:
-    assert [fleet.missed(A, "no answer") for _ in range(3)] == [False, False, True]
+    assert fleet.silent(A, "no answer")
     assert standing(fleet, A) is Standing.DEAD and fleet.members() == [B]
-    assert not fleet.missed(A, "still none"), "it dies once"
+    assert not fleet.silent(A, "still none"), "it dies once"
     before = fleet.membership
-    fleet.answered(A, load(), 1.0)
+    assert fleet.returned(A) and not fleet.returned(A)
     assert standing(fleet, A) is Standing.JOINING and fleet.membership == before + 1
-    assert not fleet.missed("http://unknown", "x")
-
-
-def test_an_answer_between_forgives(fleet: Fleet) -> None:
-    for _ in range(5):
-        assert not fleet.missed(A, "x") and not fleet.missed(A, "x")
-        fleet.answered(A, load(), 1.0)
-    assert standing(fleet, A) is Standing.HEALTHY
+    assert not fleet.silent("http://unknown", "x") and not fleet.returned("http://unknown")
 
 
 def test_failed_updates_end_in_expulsion_which_its_own_offers_do_not_undo(fleet: Fleet) -> None:
     assert fleet.publish_failed(A, "no room")
     assert standing(fleet, A) is Standing.DEAD and fleet.members() == [B], "it is not asked again before it answers"
     assert not fleet.join(A, "1") and standing(fleet, A) is Standing.DEAD
-    assert fleet.answered(A, load(), 1.0) and standing(fleet, A) is Standing.JOINING
+    assert fleet.returned(A) and standing(fleet, A) is Standing.JOINING
     fleet.published(A, 4)
     assert fleet.publish_failed(A, "no room")
     assert standing(fleet, A) is Standing.DEAD, "a success between forgives"
-    assert fleet.answered(A, load(), 2.0)
+    assert fleet.returned(A)
     assert fleet.publish_failed(A, "no room")
     assert standing(fleet, A) is Standing.EXPELLED and fleet.members() == [B]
     assert not fleet.join(A, "1") and standing(fleet, A) is Standing.EXPELLED
     assert not fleet.publish_failed(A, "a late report of the same update")
-    assert not fleet.answered(A, load(), 3.0)
+    assert not fleet.returned(A)
     assert standing(fleet, A) is Standing.EXPELLED
 
 
@@ -124,19 +112,7 @@ def test_the_membership_grows_whenever_the_set_that_shares_a_group_changes(fleet
     assert changed() and fleet.serving() == []
 
 
-def test_counters_that_fall_tell_of_a_restart(fleet: Fleet) -> None:
-    fleet.answered(A, load(generated_tokens_total=100), 1.0)
-    fleet.answered(A, load(generated_tokens_total=20), 2.0)
-    assert standing(fleet, A) is Standing.JOINING
-    assert fleet.records()[0].tokens_per_s == 0.0
-
-
-def test_rates_are_differences_over_time(fleet: Fleet) -> None:
-    fleet.answered(A, load(generated_tokens_total=100, decode_steps_total=10, occupied_slot_steps_total=20), 1.0)
-    assert fleet.records()[0].tokens_per_s == 0.0, "one observation is no rate"
-    fleet.answered(A, load(generated_tokens_total=400, decode_steps_total=20, occupied_slot_steps_total=50), 3.0)
-    record = fleet.records()[0]
-    assert (record.tokens_per_s, record.occupancy) == (150.0, 30 / (10 * 4))
-    fleet.answered(A, load(generated_tokens_total=400, decode_steps_total=20, occupied_slot_steps_total=50), 4.0)
-    assert (fleet.records()[0].tokens_per_s, fleet.records()[0].occupancy) == (0.0, 0.0)
-    fleet.answered("http://unknown", load(), 1.0)
+def test_who_restarted_has_lost_its_weights(fleet: Fleet) -> None:
+    before = fleet.membership
+    assert fleet.restarted(A) and standing(fleet, A) is Standing.JOINING and fleet.membership == before + 1
+    assert not fleet.restarted(B), "who waits for weights has none to lose"

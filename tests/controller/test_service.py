@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.controller.controller import Controller
-from pipelinerl.controller.effects import Effect, IssuePrompts, Record
+from pipelinerl.controller.inputs import EngineOffered, KnobsPatched
 from pipelinerl.controller.service import ControllerService
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import (
@@ -74,7 +74,7 @@ class Running:
         self.told += 1
         mark = ActorAlive(name="mark", groups_in_flight=0, groups_done=self.told, retries=0)
         await self.stream.append(REPORTS, [m if isinstance(m, bytes) else encode(m) for m in (*messages, mark)])
-        await self.until(lambda: self.controller.actors.get("mark", (None, 0.0))[0] == mark)
+        await self.until(lambda: self.controller.state.actors.get("mark", (None, 0.0))[0] == mark)
 
     def stream_length(self, name: str) -> int:
         return len(self.stream._logs[name].ids) if name in self.stream._logs else 0
@@ -97,10 +97,10 @@ class Running:
 
     async def start(self) -> None:
         """The engine joins, the trainer is ready and publishes version 0."""
-        await self.service.perform(lambda: self.controller.engine_joined(ENGINE, now=0.0))
+        await self.service.perform(EngineOffered(now=0.0, url=ENGINE))
         await self.tell(ready("1"))
-        await self.tell(published(epoch=self.controller.epoch, version=0))
-        assert self.controller.fleet.serving() == [ENGINE]
+        await self.tell(published(epoch=self.controller.state.epoch, version=0))
+        assert self.controller.state.fleet.serving() == [ENGINE]
 
 
 def ready(incarnation: str) -> TrainerReady:
@@ -151,15 +151,15 @@ async def test_reports_become_directives_and_prompts(tmp_path: Path) -> None:
 
 async def test_a_bad_report_is_buried_and_the_next_one_heard(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
-        await run.service.perform(lambda: run.controller.engine_joined(ENGINE, now=0.0))
+        await run.service.perform(EngineOffered(now=0.0, url=ENGINE))
         await run.tell(b"\xc1", b"", encode(await _directive(run)), ready("1"))
-        assert run.controller.epoch == 1
+        assert run.controller.state.epoch == 1
         assert run.stream_length(DEAD_LETTERS) == 3
 
 
 async def _directive(run: Running) -> Directive:
     """A message of another stream than the one it will be put into."""
-    knobs = run.controller.knobs
+    knobs = run.controller.state.knobs
     return Directive(
         answers="x",
         epoch=1,
@@ -187,10 +187,10 @@ async def test_an_epoch_that_was_begun_is_never_begun_again(tmp_path: Path) -> N
     async with running(tmp_path, stream) as run:
         await run.start()
         await run.tell(ready("2"))
-        assert run.controller.epoch == 2
+        assert run.controller.state.epoch == 2
     async with running(tmp_path, stream) as run:
         await run.start()
-        assert run.controller.epoch == 3
+        assert run.controller.state.epoch == 3
         assert await stream.last_id(EPOCHS) == "3-0"
 
 
@@ -199,10 +199,10 @@ async def test_a_silent_engine_is_lost_and_comes_back(tmp_path: Path) -> None:
         await run.start()
         run.probe.answer = EngineUnreachable("connection refused")
         await run.until(lambda: run.events("engine_lost"))
-        assert run.controller.fleet.members() == []
+        assert run.controller.state.fleet.members() == []
         assert run.events("engine_lost")[0]["reason"] == "connection refused"
         run.probe.answer = FACTS
-        await run.until(lambda: run.controller.fleet.members() == [ENGINE])
+        await run.until(lambda: run.controller.state.fleet.members() == [ENGINE])
         await run.until(lambda: run.stream_length(ORDERS) == 2)
         assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
 
@@ -220,27 +220,29 @@ async def test_metrics_of_other_engines_may_say_more(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         run.probe.answer = FACTS | {"temperature_of_the_room": 21.5}
         await run.start()
-        await run.until(lambda: run.controller.fleet.records()[0].metrics.running_sequences == 2)
+        await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences == 2)
 
 
 async def test_decisions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each decision sees the effects of the one before carried out, however long the server takes."""
     async with running(tmp_path) as run:
-        order: list[str] = []
-        append = run.stream.append
+        await run.start()
+        append, decide, seen = run.stream.append, run.controller.decide, []
 
         async def slowly(*args: Any, **rest: Any) -> int:
             await asyncio.sleep(0.01)
             return await append(*args, **rest)
 
+        def watched(given: Any) -> Any:
+            if isinstance(given, KnobsPatched):
+                seen.append(len(run.events("knobs")))
+            return decide(given)
+
         monkeypatch.setattr(run.stream, "append", slowly)
-
-        def decide(name: str) -> list[Effect]:
-            order.append(f"{name} {len(run.events('note'))}")
-            return [Record("note", {"name": name}), IssuePrompts([]), Record("note", {"name": name})]
-
-        await asyncio.gather(*(run.service.perform(lambda name=name: decide(name)) for name in "abc"))  # type: ignore[misc]
-        assert order == ["a 0", "b 2", "c 4"]
+        monkeypatch.setattr(run.controller, "decide", watched)
+        changes = [KnobsPatched(now=0.0, changes={"temperature": 1.0 + i / 10}, who="test", time=0.0) for i in range(3)]
+        await asyncio.gather(*(run.service.perform(change) for change in changes))
+        assert seen == [0, 1, 2], "each decision saw the events of those before it"
 
 
 async def test_the_end_of_the_run_ends_the_service(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from pipelinerl.controller.controller import Controller, ControllerSettings
+from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Send
+from pipelinerl.controller.inputs import AnyInput, EngineOffered, Heard
 from pipelinerl.controller.knobs import Knobs
+from pipelinerl.controller.settings import ControllerSettings
+from pipelinerl.controller.state import RunState
 from pipelinerl.messages import (
     Consumed,
     Directive,
@@ -59,7 +62,7 @@ def controller(*, steps: int = 20, evaluation_problems: int = 3, **changes: floa
         checkpoint_interval_steps=10,
         engines_expected=1,
     )
-    return Controller(settings, knobs(**changes), training_problem=problem, held_out_problem=problem)
+    return Controller(settings, RunState(knobs=knobs(**changes)), training_problem=problem, held_out_problem=problem)
 
 
 @dataclass
@@ -84,8 +87,12 @@ class World:
 
     def tell(self, report: Report) -> None:
         """A report reaches the controller, and its effects are carried out."""
-        self.apply(self.controller.handle(report, now=0.0))
-        self.controller.account.check()
+        self.give(Heard(now=0.0, report=report, entry_id="1-0"))
+        self.controller.state.account.check()
+
+    def give(self, given: AnyInput) -> None:
+        """An input reaches the controller, and its effects are carried out."""
+        self.apply(self.controller.decide(given))
 
     def apply(self, effects: list[Effect]) -> None:
         """Carry out effects."""
@@ -101,7 +108,7 @@ class World:
 
     def begin(self) -> None:
         """The engine joins and the trainer reports."""
-        self.apply(self.controller.engine_joined(ENGINE, now=0.0))
+        self.give(EngineOffered(now=0.0, url=ENGINE))
         self.awaiting = "ready-1"
         self.tell(TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=self.consumed()))
 

@@ -13,9 +13,12 @@ import pytest
 
 from inference_contract.schemas import OnUpdate
 from pipelinerl.actor.actor import Actor, ActorSettings
-from pipelinerl.controller.controller import Controller, ControllerSettings
+from pipelinerl.controller.controller import Controller
+from pipelinerl.controller.inputs import EngineOffered
 from pipelinerl.controller.knobs import Knobs
 from pipelinerl.controller.service import ControllerService
+from pipelinerl.controller.settings import ControllerSettings
+from pipelinerl.controller.state import RunState
 from pipelinerl.engines import bigram_engine
 from pipelinerl.engines.engine_pool import EnginePool
 from pipelinerl.engines.http_client import EngineClient
@@ -74,7 +77,7 @@ def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
         evaluation_interval_steps=10,
         group_size=8,
     )
-    return Controller(settings, knobs, training_problem=problem, held_out_problem=problem)
+    return Controller(settings, RunState(knobs=knobs), training_problem=problem, held_out_problem=problem)
 
 
 @pytest.fixture
@@ -135,7 +138,7 @@ async def run(
     serving = asyncio.create_task(service.run())
     await asyncio.sleep(0)
     pool.update([url])
-    await service.perform(lambda: controller.engine_joined(url, now=0.0))
+    await service.perform(EngineOffered(now=0.0, url=url))
     tasks = [serving, asyncio.create_task(actor.run()), asyncio.create_task(loop.run())]
     finished = asyncio.create_task(service.finished.wait())
     try:
@@ -173,7 +176,7 @@ async def test_a_bigram_learns_in_flight(tmp_path: Path, model: Path) -> None:
     assert steps[-1]["reward"] > 0.8  # type: ignore[operator]
     assert max(step["staleness_max"] for step in steps) <= 4  # type: ignore[type-var]
     assert [event["model_version"] for event in events if event["kind"] == "checkpoint"] == [10, 20, 30]
-    ledger = controller.account.ledger()
+    ledger = controller.state.account.ledger()
     assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
     assert events[-1]["kind"] == "run_finished"
 
@@ -188,14 +191,14 @@ async def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(tmp_path: Path
             url,
             controller=new_controller(),
             stream=MemoryStream(),
-            until=lambda controller: controller.version >= 14,
+            until=lambda controller: controller.state.version >= 14,
         )
     latest = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model).latest()
     assert latest is not None
     cut_off = latest[1].model_version
     assert cut_off in (10, 20), "on a busy machine it gets further before it is seen"
     resumed = new_controller()
-    resumed.restore(latest[1].controller)
+    resumed.state.resume(latest[1].controller)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
         events = await run(tmp_path, model, url, controller=resumed, stream=MemoryStream(), restored=latest)
     after = [event["step"] for event in events if event["kind"] == "step"]

@@ -1,0 +1,122 @@
+"""`Journal`: the controller's memory outside its process, so that it may be killed between any two side effects.
+
+Every decision is written down before its effects are carried out: the input, and the stream ids that the effects will
+use. A controller that comes back reads the newest snapshot, decides again on what was journaled since (it is pure, so
+the state comes out the same) and carries out the effects of the last decision once more. Those are keyed: prompts and
+directives by the ids written here, events by the number of the decision; repeating one is a no-op. An input that was
+not journaled had no effect: a report still lies in its stream, an API call was not answered.
+
+The numbers of entries are consecutive. When the stream server has lost the tail of its history, they are not, and the
+journal is of no use until its next snapshot: `whole` notices, and whoever writes takes a snapshot at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Self, final
+
+import msgspec
+
+from pipelinerl.controller.inputs import AnyInput, Heard
+from pipelinerl.controller.state import RunState
+from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id
+
+#: The stream that holds it.
+JOURNAL: Final = "journal"
+#: Decisions between two snapshots: what a recovery has to decide again, at most.
+_SNAPSHOT_EVERY: Final = 500
+
+
+class Decision(msgspec.Struct, frozen=True, tag=True):
+    """An input that was decided on; its effects take ids from `next_prompt` and `next_directive` on."""
+
+    given: AnyInput
+    next_prompt: int
+    next_directive: int
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag=True):
+    """The state, and the last report that is part of it."""
+
+    state: RunState
+    reports_offset: str
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(Decision | Snapshot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What a journal holds: a state, the decisions since (the last one's effects are to be repeated), and where
+    reports are read on."""
+
+    number: int
+    state: RunState
+    decisions: list[Decision]
+    reports_offset: str
+
+
+@final
+class Journal:
+    """The writer; one at a time. `number` is that of the last entry."""
+
+    def __init__(self, stream: Stream, *, number: int) -> None:
+        self._stream = stream
+        self.number = number
+        self._first = number + 1
+        self._last_snapshot = number
+        self.reports_offset = START
+
+    @classmethod
+    async def begin(cls, stream: Stream) -> Self:
+        """A new journal; the `snapshot` that its writer takes first makes any older one void."""
+        return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
+
+    async def record(self, decision: Decision) -> int:
+        """Write a decision down; returns its number. It holds once this returns."""
+        self.number += 1
+        await self._stream.append(JOURNAL, [_ENCODER.encode(decision)], first_id=self.number)
+        if isinstance(decision.given, Heard):
+            self.reports_offset = decision.given.entry_id
+        return self.number
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Are there enough decisions since the last snapshot?"""
+        return self.number - self._last_snapshot >= _SNAPSHOT_EVERY
+
+    async def snapshot(self, state: RunState) -> None:
+        """Write the whole state, all decisions carried out, and drop what came before."""
+        self.number += 1
+        payload = _ENCODER.encode(Snapshot(state, self.reports_offset))
+        await self._stream.append(JOURNAL, [payload], first_id=self.number)
+        await self._stream.trim(JOURNAL, before=f"{self.number}-0")
+        self._first = self._last_snapshot = self.number
+
+    async def whole(self) -> bool:
+        """Does the server still hold every entry?"""
+        return await self._stream.length(JOURNAL) == self.number - self._first + 1
+
+    @classmethod
+    async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
+        """The journal that lies in `stream`, to be written on, and what it holds; None when it holds no whole story."""
+        entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
+        records = [_DECODER.decode(entry.payload) for entry in entries]
+        numbers = [parse_id(entry.entry_id)[0] for entry in entries]
+        begin = max((i for i, record in enumerate(records) if isinstance(record, Snapshot)), default=None)
+        if begin is None or numbers[begin:] != list(range(numbers[begin], numbers[begin] + len(numbers) - begin)):
+            return None
+        start = records[begin]
+        assert isinstance(start, Snapshot)
+        decisions = [record for record in records[begin + 1 :] if isinstance(record, Decision)]
+        journal = cls(stream, number=numbers[-1])
+        journal._first, journal._last_snapshot = numbers[0], numbers[begin]
+        heard = [decision.given.entry_id for decision in decisions if isinstance(decision.given, Heard)]
+        journal.reports_offset = heard[-1] if heard else start.reports_offset
+        return journal, Recovered(
+            number=numbers[-1],
+            state=start.state,
+            decisions=decisions,
+            reports_offset=journal.reports_offset,
+        )

@@ -1,0 +1,82 @@
+"""`RunState`: all that the controller knows, as one value that can be written down and read back whole.
+
+Two records are taken of it. The journal keeps the whole, for a controller that dies while its run goes on. A checkpoint
+keeps what outlives everything else (`checkpoint_record`), for a run that is started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, final
+
+import msgspec
+
+from pipelinerl.controller.account import Account
+from pipelinerl.controller.evaluation import Evaluation, EvaluationResult
+from pipelinerl.controller.fleet import Fleet
+from pipelinerl.controller.knobs import KnobChange, Knobs
+from pipelinerl.messages import ActorAlive, Directive, Published, TrainerReady
+
+
+class Phase(StrEnum):
+    """Where the run stands."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+
+
+@final
+class RunState(msgspec.Struct, kw_only=True):
+    """State of a run; changed by `Controller` alone.
+
+    Attributes:
+        actors: last heartbeat of each, and when it came.
+        first_version, training_since: where and when this trainer began to train, for the estimate of the end.
+        pending_ready: the trainer's question, while engines that are expected have not joined.
+        answers: the last directive by the report that it answers, since a report may be repeated.
+        stop_reason, stop_sent: why the run is to end before its last step, and whether the trainer has been told.
+        reload_asked: (epoch, membership) for which a publication between steps was asked last.
+        resumed_account: of a checkpoint, until the trainer's own account arrives.
+    """
+
+    knobs: Knobs
+    knob_log: list[KnobChange] = []
+    fleet: Fleet = msgspec.field(default_factory=Fleet)
+    account: Account = msgspec.field(default_factory=Account)
+    phase: Phase = Phase.STARTING
+    epoch: int = 0
+    version: int = 0
+    evaluation: Evaluation | None = None
+    results: list[EvaluationResult] = []
+    last_step: dict[str, float] = {}
+    last_publish: Published | None = None
+    actors: dict[str, tuple[ActorAlive, float]] = {}
+    training_since: float = 0.0
+    first_version: int = 0
+    pending_ready: TrainerReady | None = None
+    answers: dict[str, Directive] = {}
+    stop_reason: str | None = None
+    stop_sent: bool = False
+    reload_asked: tuple[int, int] = (-1, -1)
+    resumed_account: dict[str, Any] | None = None
+
+    def checkpoint_record(self) -> dict[str, Any]:
+        """What a checkpoint must carry of the controller, as plain values."""
+        return {
+            "epoch": self.epoch,
+            "account": self.account.to_record(),
+            "knobs": self.knobs.to_json(),
+            "knob_log": [msgspec.to_builtins(change) for change in self.knob_log],
+            "evaluations": [msgspec.to_builtins(result) for result in self.results],
+        }
+
+    def resume(self, record: Mapping[str, Any]) -> None:
+        """Continue from a `checkpoint_record`; the trainer's own account arrives with its `TrainerReady`."""
+        self.epoch = int(record["epoch"])
+        self.knobs = self.knobs.patched(record["knobs"])
+        self.knob_log = [KnobChange(**change) for change in record["knob_log"]]
+        self.results = [EvaluationResult(**result) for result in record["evaluations"]]
+        self.resumed_account = dict(record["account"])

@@ -109,13 +109,15 @@ def test_ctrl_c_ends_within_seconds_and_the_resumed_run_is_the_undisturbed_one(
     assert elapsed == sorted(elapsed), "one time line over both lives"
 
 
-def test_a_live_run_survives_its_engine_and_its_trainer_and_obeys_its_owner(tmp_path: Path) -> None:
+def test_a_live_run_survives_three_deaths_at_once_and_obeys_its_owner(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     arguments = new_run(directory, "run.steps=5000", "staleness.k=4")
     with launched(arguments, directory) as run:
         run.until_step(3)
         run.role("engine-0").kill()
         run.role("trainer").kill()
+        run.role("controller").kill()
+        run.until(lambda run: run.events("controller_returned"), "the controller's return")
         assert "k = 2" in command("knobs", "set", str(directory), "k=2", "j=2")
         run.until(lambda run: len(run.events("engine_joined")) >= 2, "the engine's return")
         run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")
@@ -136,7 +138,7 @@ def test_a_live_run_survives_its_engine_and_its_trainer_and_obeys_its_owner(tmp_
 # --- longer: make chaos -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["trainer", "actor-0", "engine-0", "redis"])
+@pytest.mark.parametrize("role", ["controller", "trainer", "actor-0", "engine-0", "redis"])
 @pytest.mark.parametrize("step", [2, 6], ids=["before any checkpoint", "after one"])
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
@@ -153,9 +155,9 @@ def test_kill_9_changes_nothing(tmp_path: Path, undisturbed: LiveRun, role: str,
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_without_a_controller_a_run_ends_and_says_how_to_go_on(tmp_path: Path, undisturbed: LiveRun) -> None:
+def test_without_restarts_a_dead_controller_ends_the_run_which_says_how_to_go_on(tmp_path: Path, undisturbed: LiveRun) -> None:
     directory = tmp_path / "run"
-    with launched(new_run(directory, *LOCKSTEP), directory) as run:
+    with launched(new_run(directory, *LOCKSTEP, "launch.restarts=0"), directory) as run:
         run.until_step(6)
         run.role("controller").kill()
         assert run.end() == 1

@@ -1,6 +1,9 @@
-"""Slot `adv` of RLAX Eq. 3: advantages, computed once on whole groups before packing.
+"""Slot `adv` of RLAX Eq. 3: advantages of sampled tokens, computed once on the whole batch.
 
-Rollouts without a judgement take part in no baseline and have advantage 0.
+Those that read nothing but rewards are computed before the batch is packed, the others after the forward passes that
+they need. Rollouts without a judgement take part in no baseline and no normalisation; their tokens have advantage 0.
+
+Letters in shapes: B rollouts of the batch, N = Σ lengths sampled tokens, rollout after rollout.
 """
 
 from __future__ import annotations
@@ -19,15 +22,29 @@ Floats = NDArray[np.float64]
 
 
 class Advantage(Protocol):
-    """Advantages of rollouts."""
+    """Advantages of sampled tokens."""
 
-    def advantages(self, *, rewards: Floats, groups: Ints, valid: Bools) -> Floats:
-        """Advantage [B] of each rollout.
+    @property
+    def needs(self) -> frozenset[str]:
+        """Optional columns it reads, such as `values`; the forward passes for them come first."""
+        ...
+
+    @property
+    def formula(self) -> str:
+        """A_{i,t} as text."""
+        ...
+
+    def advantages(
+        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+    ) -> Floats:
+        """Advantage [N] of each sampled token.
 
         Args:
             rewards: [B]; ignored, whatever it is, where not `valid`.
             groups: [B], index of the rollout's group; any integers.
+            lengths: [B], tokens that the model sampled.
             valid: [B], False where the verdict is no judgement.
+            columns: each of `needs`, [N].
         """
         ...
 
@@ -37,7 +54,7 @@ class Baseline(StrEnum):
 
     NONE = "none"
     MEAN = "mean"
-    """Mean of the group, the rollout itself included."""
+    """Mean of the group, the rollout itself included: (G − 1)/G of `leave_one_out`, which is how RLAX writes it."""
     LEAVE_ONE_OUT = "leave_one_out"
     """Mean of the others of the group (Kool et al. 2019); unbiased. A rollout without others has advantage 0."""
 
@@ -48,6 +65,8 @@ class Scale(StrEnum):
     NONE = "none"
     STD = "std"
     """Standard deviation of the group (that of the population, divisor G) + `epsilon`. GRPO."""
+    BATCH = "batch"
+    """The difference is normalised over the batch's tokens: `whitened`. REINFORCE++, Eq. 12."""
 
 
 @final
@@ -59,24 +78,227 @@ class GroupRelative:
     scale: Scale = Scale.STD
     epsilon: float = 1e-6
 
-    def advantages(self, *, rewards: Floats, groups: Ints, valid: Bools) -> Floats:
+    @property
+    def needs(self) -> frozenset[str]:
+        """Nothing."""
+        return frozenset()
+
+    @property
+    def formula(self) -> str:
+        """As `Advantage`."""
+        others = {Baseline.NONE: "", Baseline.MEAN: " − mean_g R", Baseline.LEAVE_ONE_OUT: " − mean_{g∖i} R"}
+        difference = f"R_i{others[self.baseline]}"
+        if self.scale is Scale.BATCH:
+            return f"whiten_batch({difference})"
+        return f"({difference}) / (std_g R + {self.epsilon:g})" if self.scale is Scale.STD else difference
+
+    def advantages(
+        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+    ) -> Floats:
         """See `Advantage`."""
         _, index = np.unique(groups, return_inverse=True)
         known = np.where(valid, rewards, 0.0).astype(np.float64)
         count = np.bincount(index, weights=valid.astype(np.float64), minlength=1)
         mean = np.bincount(index, weights=known, minlength=1) / np.maximum(count, 1.0)
         difference = np.where(valid, known - mean[index], 0.0)
-        if self.scale is Scale.STD:
-            variance = np.bincount(index, weights=difference**2, minlength=1) / np.maximum(count, 1.0)
-            scale = np.sqrt(variance)[index] + self.epsilon
-        else:
-            scale = np.ones_like(difference)
+        deviation = np.sqrt(np.bincount(index, weights=difference**2, minlength=1) / np.maximum(count, 1.0))
         if self.baseline is Baseline.NONE:
             difference = known
         elif self.baseline is Baseline.LEAVE_ONE_OUT:
             # R_i − (ΣR − R_i)/(n − 1) = n/(n − 1)·(R_i − mean); for n = 1 the difference is 0 already.
             difference = difference * (count / np.maximum(count - 1.0, 1.0))[index]
-        return np.asarray(difference / scale)
+        if self.scale is Scale.STD:
+            difference = difference / (deviation[index] + self.epsilon)
+        spread = np.repeat(difference, lengths)
+        return whitened(spread, np.repeat(valid, lengths), self.epsilon) if self.scale is Scale.BATCH else spread
 
 
-KINDS: Final[Mapping[str, type[Advantage]]] = {"group_relative": GroupRelative}
+class Metric(StrEnum):
+    """By which rollouts of a group are preferred."""
+
+    SHORTEST = "shortest"
+    """The fewest sampled tokens first."""
+    TOKEN_EFFICIENCY = "token_efficiency"
+    """The highest reward per sampled token first."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupFiltered:
+    """GFPO (Shrivastava et al. 2025 §3): of each group the best `keep` learn, from one another; the rest is 0.
+
+    (R_i − mean_S R) / (std_S R + epsilon) for i in S, the `keep` judged rollouts of the group that `metric` prefers;
+    of equals the earlier one. A group with fewer judged rollouts keeps them all.
+    """
+
+    keep: int = 8
+    metric: Metric = Metric.SHORTEST
+    epsilon: float = 1e-6
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Nothing."""
+        return frozenset()
+
+    @property
+    def formula(self) -> str:
+        """As `Advantage`."""
+        return f"1[i ∈ S]·(R_i − mean_S R) / (std_S R + {self.epsilon:g}),  S = the {self.keep} by {self.metric}"
+
+    def advantages(
+        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+    ) -> Floats:
+        """See `Advantage`."""
+        known = np.where(valid, rewards, 0.0)
+        preference = -lengths if self.metric is Metric.SHORTEST else known / np.maximum(lengths, 1)
+        kept = np.zeros(valid.shape, dtype=bool)
+        for group in np.unique(groups):
+            members = np.flatnonzero((groups == group) & valid)
+            kept[members[np.argsort(-preference[members], kind="stable")[: self.keep]]] = True
+        return GroupRelative(epsilon=self.epsilon).advantages(
+            rewards=rewards, groups=groups, lengths=lengths, valid=kept, columns=columns
+        )
+
+
+class Whitening(StrEnum):
+    """Whether advantages are normalised over the batch."""
+
+    NONE = "none"
+    BATCH = "batch"
+    """To mean 0 and standard deviation 1 over the judged tokens of the batch: `whitened`."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RewardToGo:
+    """The return itself: Σ_{t' ≥ t} discount^{t'−t} r_{t'}, where r is R_i at the last token less the KL cost.
+
+    With `kl` β > 0 each token costs β·(log π_old − log π_ref): the K1 penalty of Ziegler et al. 2019, and REINFORCE++
+    (Hu 2025, Eq. 8) when whitened. A rollout that was cut off counts as one that ended.
+    """
+
+    discount: float = 1.0
+    kl: float = 0.0
+    whitening: Whitening = Whitening.NONE
+    epsilon: float = 1e-8
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """`old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
+        return _KL_COLUMNS if self.kl else frozenset()
+
+    @property
+    def formula(self) -> str:
+        """As `Advantage`."""
+        power = "" if self.discount == 1.0 else f"{self.discount:g}^(t'−t)·"
+        return _whitening(f"Σ_(t'≥t) {power}r_(t')", self.whitening) + _reward_formula(self.kl)
+
+    def advantages(
+        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+    ) -> Floats:
+        """See `Advantage`."""
+        judged = np.repeat(valid, lengths)
+        returns = discounted(token_rewards(rewards, lengths, valid, self.kl, columns), lengths, self.discount) * judged
+        return whitened(returns, judged, self.epsilon) if self.whitening is Whitening.BATCH else returns
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GAE:
+    """Generalised advantage estimation (Schulman et al. 2016, Eq. 16): Σ_l (discount·trace)^l δ_{t+l}.
+
+    δ_t = r_t + discount·V_{t+1} − V_t, V = 0 after the last token, r as in `RewardToGo`. `values[t]` is of the state in
+    which token t was chosen. Whitened, as PPO's implementations do (Huang et al. 2022, detail 7).
+    """
+
+    discount: float = 1.0
+    trace: float = 0.95
+    kl: float = 0.0
+    whitening: Whitening = Whitening.BATCH
+    epsilon: float = 1e-8
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """`values`; and `old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
+        return frozenset({"values"}) | (_KL_COLUMNS if self.kl else frozenset())
+
+    @property
+    def formula(self) -> str:
+        """As `Advantage`."""
+        total = f"Σ_l {self.discount * self.trace:g}^l·δ_(t+l)"
+        factor = "" if self.discount == 1.0 else f"{self.discount:g}·"
+        surprise = f",  δ_t = r_t + {factor}V_(t+1) − V_t"
+        return _whitening(total, self.whitening) + surprise + _reward_formula(self.kl)
+
+    def advantages(
+        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+    ) -> Floats:
+        """See `Advantage`."""
+        judged = np.repeat(valid, lengths)
+        raw = self._raw(rewards, lengths, valid, columns)
+        return whitened(raw, judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
+
+    def returns(
+        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+    ) -> Floats:
+        """What the critic is to predict, [N]: the advantage before whitening + the value; 0 without a judgement.
+
+        The TD(λ) return; `groups` is there so that both methods are called alike.
+        """
+        values = np.asarray(columns["values"], np.float64)
+        return self._raw(rewards, lengths, valid, columns) + values * np.repeat(valid, lengths)
+
+    def _raw(self, rewards: Floats, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]) -> Floats:
+        values = np.asarray(columns["values"], np.float64)
+        following = np.append(values[1:], 0.0)[: values.size]
+        following[ends_of(lengths)] = 0.0
+        surprise = token_rewards(rewards, lengths, valid, self.kl, columns) + self.discount * following - values
+        return discounted(surprise, lengths, self.discount * self.trace) * np.repeat(valid, lengths)
+
+
+_KL_COLUMNS: Final = frozenset({"old_logprobs", "ref_logprobs"})
+
+KINDS: Final[Mapping[str, type[Advantage]]] = {
+    "group_relative": GroupRelative,
+    "group_filtered": GroupFiltered,
+    "reward_to_go": RewardToGo,
+    "gae": GAE,
+}
+
+
+def ends_of(lengths: Ints) -> Ints:
+    """Positions within [N] of the last sampled token of each rollout that has any."""
+    return np.asarray(np.cumsum(lengths)[lengths > 0] - 1)
+
+
+def token_rewards(rewards: Floats, lengths: Ints, valid: Bools, kl: float, columns: Mapping[str, Floats]) -> Floats:
+    """r [N]: the reward at the last token of each judged rollout, less kl·(log π_old − log π_ref) at every token."""
+    earned = np.zeros(int(lengths.sum()))
+    earned[ends_of(lengths)] = np.where(valid, rewards, 0.0)[lengths > 0]
+    return earned - kl * (columns["old_logprobs"] - columns["ref_logprobs"]) if kl else earned
+
+
+def discounted(amounts: Floats, lengths: Ints, factor: float) -> Floats:
+    """Σ_{t' ≥ t} factor^{t'−t}·amount_{t'} within each rollout, [N]: all rollouts at once, the last tokens first."""
+    totals = np.array(amounts, dtype=np.float64)
+    ends, sizes = ends_of(lengths), lengths[lengths > 0]
+    for behind in range(1, int(sizes.max(initial=0))):
+        here = ends[sizes > behind] - behind
+        totals[here] += factor * totals[here + 1]
+    return totals
+
+
+def whitened(amounts: Floats, judged: Bools, epsilon: float) -> Floats:
+    """(a − mean) / (std + epsilon) over the tokens that are judged, [N]; 0 elsewhere."""
+    if not judged.any():
+        return np.zeros_like(amounts)
+    mean, deviation = amounts[judged].mean(), amounts[judged].std()
+    return np.where(judged, (amounts - mean) / (deviation + epsilon), 0.0)
+
+
+def _whitening(text: str, whitening: Whitening) -> str:
+    return f"whiten_batch({text})" if whitening is Whitening.BATCH else text
+
+
+def _reward_formula(kl: float) -> str:
+    return ",  r_t = 1[t = |o_i|]·R_i" + (f" − {kl:g}·log(π_old/π_ref)" if kl else "")

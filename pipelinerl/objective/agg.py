@@ -22,6 +22,11 @@ Floats = NDArray[np.float64]
 class Aggregation(Protocol):
     """Weights of tokens."""
 
+    @property
+    def formula(self) -> str:
+        """Agg_{i,t} as text; Q groups of G rollouts, B rollouts in all."""
+        ...
+
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """Weight [B] of each sampled token of each rollout.
 
@@ -38,6 +43,11 @@ class Aggregation(Protocol):
 class Trajectory:
     """1 / (Q·G·|o_i|): every group counts alike, within it every rollout, within it every token. GRPO, Eq. 3."""
 
+    @property
+    def formula(self) -> str:
+        """As `Aggregation`."""
+        return "1/(Q·G·|o_i|)"
+
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """See `Aggregation`."""
         counted = valid & (lengths > 0)
@@ -50,6 +60,11 @@ class Trajectory:
 class Group:
     """1 / (Q·Σ_group |o|): every group counts alike, within it every token. RLAX's reading of DAPO."""
 
+    @property
+    def formula(self) -> str:
+        """As `Aggregation`."""
+        return "1/(Q·Σ_g |o|)"
+
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """See `Aggregation`."""
         counted = valid & (lengths > 0)
@@ -61,6 +76,11 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """1 / Σ_batch |o|: every token of the batch counts alike."""
+
+    @property
+    def formula(self) -> str:
+        """As `Aggregation`."""
+        return "1/Σ_batch |o|"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """See `Aggregation`."""
@@ -77,6 +97,11 @@ class Sequences:
     """
 
     length: float = 1.0
+
+    @property
+    def formula(self) -> str:
+        """As `Aggregation`."""
+        return "1/B" if self.length == 1.0 else f"1/(B·{self.length:g})"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """See `Aggregation`."""

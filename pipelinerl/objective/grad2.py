@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final, Protocol, final
 
 from pipelinerl.arrays import Array
-from pipelinerl.objective.tokens import Policy, Tokens, columns_of
+from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
 
 
 class Regularizer(Protocol):
@@ -19,12 +19,17 @@ class Regularizer(Protocol):
         """Optional columns it reads."""
         ...
 
+    @property
+    def formula(self) -> str:
+        """GradTerm2_{i,t} as text."""
+        ...
+
     def value(self, tokens: Tokens) -> Array:
         """The term [T]."""
         ...
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """d(Σ_t cotangent_t · value_t) / d logprobs, [T]."""
+        """d(Σ_t cotangent_t · value_t) / d logprobs, [T]; the cotangent is 0 outside the mask."""
         ...
 
 
@@ -38,9 +43,14 @@ class Nothing:
         """Nothing."""
         return frozenset()
 
+    @property
+    def formula(self) -> str:
+        """As `Regularizer`."""
+        return "0"
+
     def value(self, tokens: Tokens) -> Array:
         """0, [T]."""
-        return tokens.xp.zeros_like(tokens.mask)
+        return tokens.xp.zeros_like(tokens.current)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """0, [T]."""
@@ -48,8 +58,14 @@ class Nothing:
 
 
 class Estimator(StrEnum):
-    """Of KL(π_θ ‖ π_ref) from one token (Schulman 2020), with d = log π_ref − log π_θ."""
+    """Of KL(π_θ ‖ π_ref) from one token (Schulman 2020), with d = log π_ref − log π_θ.
 
+    What trains is the gradient. On-policy that of K2 is an unbiased estimate of the KL's; that of K3 is one of the
+    reversed KL's; that of K1 is 0 in expectation, so K1 penalises only in the reward (`adv.kl`) or with weights.
+    """
+
+    K1 = "k1"
+    """−d."""
     K2 = "k2"
     """d²/2."""
     K3 = "k3"
@@ -69,22 +85,100 @@ class KLPenalty:
         """`ref_logprobs`, unless beta is 0."""
         return columns_of(Policy.REFERENCE) if self.beta else frozenset()
 
+    @property
+    def formula(self) -> str:
+        """As `Regularizer`."""
+        text = {Estimator.K1: "(−d_t)", Estimator.K2: "d_t²/2", Estimator.K3: "(e^d_t − d_t − 1)"}
+        return f"−{self.beta:g}·{text[self.estimator]},  d_t = log(π_ref/π_θ)" if self.beta else "0"
+
     def value(self, tokens: Tokens) -> Array:
-        """−beta·K2 or −beta·K3, [T]."""
+        """−beta times K1, K2 or K3, [T]."""
         if not self.beta:
-            return tokens.xp.zeros_like(tokens.mask)
+            return tokens.xp.zeros_like(tokens.current)
         difference = tokens.log_ratio(Policy.REFERENCE, Policy.CURRENT)
+        if self.estimator is Estimator.K1:
+            return self.beta * difference
         if self.estimator is Estimator.K2:
             return -self.beta * 0.5 * difference * difference
         return -self.beta * (tokens.xp.expm1(difference) - difference)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """beta·d (K2) or beta·(e^d − 1) (K3), times the cotangent: d falls as log π_θ rises."""
+        """−beta (K1), beta·d (K2) or beta·(e^d − 1) (K3), times the cotangent: d falls as log π_θ rises."""
         if not self.beta:
             return tokens.xp.zeros_like(cotangent)
+        if self.estimator is Estimator.K1:
+            return -self.beta * cotangent
         difference = tokens.log_ratio(Policy.REFERENCE, Policy.CURRENT)
         slope = difference if self.estimator is Estimator.K2 else tokens.xp.expm1(difference)
-        return self.beta * slope * cotangent * tokens.mask
+        return self.beta * slope * cotangent
 
 
-KINDS: Final[Mapping[str, type[Regularizer]]] = {"none": Nothing, "kl": KLPenalty}
+@final
+@dataclass(frozen=True, slots=True)
+class EntropyBonus:
+    """beta·H(π_θ), estimated from the sampled tokens, as K2 estimates a KL: the value −beta·(log π_θ)²/2.
+
+    Its slope is −beta·log π_θ, and E_{o~π_θ}[−log π_θ(o)·∇log π_θ(o)] = ∇H: unbiased where the tokens are on-policy,
+    or weighted to be so. The obvious −log π_θ has an expected gradient of 0.
+    """
+
+    beta: float = 0.001
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Nothing."""
+        return frozenset()
+
+    @property
+    def formula(self) -> str:
+        """As `Regularizer`."""
+        return f"−{self.beta:g}·(log π_θ(o_t))²/2"
+
+    def value(self, tokens: Tokens) -> Array:
+        """−beta·(log π_θ)²/2, [T]."""
+        logprobs = tokens.logprobs
+        return -self.beta * 0.5 * logprobs * logprobs
+
+    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """−beta·log π_θ, times the cotangent."""
+        return -self.beta * tokens.logprobs * cotangent
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CappedRatio:
+    """beta·min(r, cap) with r = π_θ/π_over: RLAX's reading of Agarwal et al. 2021, Eq. 12 (RLAX appendix A).
+
+    It lifts what was sampled, but no token beyond `cap` times the probability it was sampled with.
+    """
+
+    beta: float = 1.0
+    cap: float = 2.0
+    over: Policy = Policy.BEHAVIOR
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The column of `over`."""
+        return columns_of(self.over)
+
+    @property
+    def formula(self) -> str:
+        """As `Regularizer`."""
+        return f"{self.beta:g}·min(π_θ/{SYMBOLS[self.over]}, {self.cap:g})"
+
+    def value(self, tokens: Tokens) -> Array:
+        """beta·min(r, cap), [T]."""
+        return self.beta * tokens.xp.clip(tokens.ratio(Policy.CURRENT, self.over), None, self.cap)
+
+    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """beta·r where r < cap, else 0, times the cotangent."""
+        ratio = tokens.ratio(Policy.CURRENT, self.over)
+        return self.beta * tokens.xp.where(ratio < self.cap, ratio, 0.0) * cotangent
+
+
+KINDS: Final[Mapping[str, type[Regularizer]]] = {
+    "none": Nothing,
+    "kl": KLPenalty,
+    "entropy": EntropyBonus,
+    "capped_ratio": CappedRatio,
+}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, Protocol, final
 
 from pipelinerl.arrays import Array
-from pipelinerl.objective.tokens import Policy, Tokens, columns_of
+from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
 
 
 class ImportanceWeight(Protocol):
@@ -17,6 +18,11 @@ class ImportanceWeight(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """Optional columns it reads."""
+        ...
+
+    @property
+    def formula(self) -> str:
+        """IS_{i,t} as text."""
         ...
 
     def weight(self, tokens: Tokens) -> Array:
@@ -38,26 +44,117 @@ class One:
         """Nothing."""
         return frozenset()
 
+    @property
+    def formula(self) -> str:
+        """As `ImportanceWeight`."""
+        return "1"
+
     def weight(self, tokens: Tokens) -> Array:
         """1, [T]."""
-        return tokens.xp.ones_like(tokens.mask)
+        return tokens.xp.ones_like(tokens.current)
 
     def truncated(self, tokens: Tokens) -> Array:
         """Nowhere."""
-        return tokens.mask < 0
+        return ~tokens.inside & tokens.inside
+
+
+class Outside(StrEnum):
+    """What becomes of a ratio outside [low, high]."""
+
+    TRUNCATE = "truncate"
+    """It is moved to the nearer bound: biased, and every token still teaches (TIS)."""
+    MASK = "mask"
+    """It is 0: the token is left out (AReaL's implementation of decoupled PPO)."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TokenRatio:
-    """clip(π_numerator / π_denominator, low, high), token by token.
+    """π_numerator / π_denominator, token by token, kept within [low, high].
 
-    current/behavior with high = C is truncated importance sampling for REINFORCE (TIS, Yao et al. 2025); old/behavior
-    with high = C corrects the sampler's numerics beside PPO's own ratio; low = 1 − ε, high = 1 + ε is CISPO (Eq. 5).
+    current/behavior with high = C is truncated importance sampling for REINFORCE (TIS, Yao et al. 2025), and without a
+    cap its vanilla importance sampling; old/behavior corrects the sampler's numerics beside PPO's own ratio;
+    low = 1 − ε, high = 1 + ε is CISPO (MiniMax-M1 Eq. 5).
     """
 
     low: float = 0.0
     high: float = math.inf
+    numerator: Policy = Policy.CURRENT
+    denominator: Policy = Policy.BEHAVIOR
+    outside: Outside = Outside.TRUNCATE
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The columns of its two policies."""
+        return columns_of(self.numerator, self.denominator)
+
+    @property
+    def formula(self) -> str:
+        """As `ImportanceWeight`."""
+        return _kept(f"{_fraction(self)}(o_t)", self.low, self.high, self.outside)
+
+    def weight(self, tokens: Tokens) -> Array:
+        """Ratios [T]."""
+        return _keep(tokens, tokens.ratio(self.numerator, self.denominator), self.low, self.high, self.outside)
+
+    def truncated(self, tokens: Tokens) -> Array:
+        """Where the ratio lies outside [low, high]."""
+        return _beyond(tokens.ratio(self.numerator, self.denominator), self.low, self.high)
+
+
+class Mean(StrEnum):
+    """How the ratios of a rollout's tokens become one."""
+
+    PRODUCT = "product"
+    """Π_t r_t: the ratio of the whole sequence's probabilities; unbiased, and its variance grows with the length."""
+    GEOMETRIC = "geometric"
+    """(Π_t r_t)^(1/|o_i|): the same per token (GSPO Eq. 7)."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SequenceRatio:
+    """One ratio for all tokens of a rollout, kept within [low, high]. RLAX's r_i(θ): the product, without bounds."""
+
+    mean: Mean = Mean.PRODUCT
+    low: float = 0.0
+    high: float = math.inf
+    numerator: Policy = Policy.CURRENT
+    denominator: Policy = Policy.BEHAVIOR
+    outside: Outside = Outside.TRUNCATE
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The columns of its two policies."""
+        return columns_of(self.numerator, self.denominator)
+
+    @property
+    def formula(self) -> str:
+        """As `ImportanceWeight`."""
+        return _kept(_of_sequence(self, self.mean), self.low, self.high, self.outside)
+
+    def weight(self, tokens: Tokens) -> Array:
+        """The rollout's ratio, [T]."""
+        return _keep(tokens, self._ratio(tokens), self.low, self.high, self.outside)
+
+    def truncated(self, tokens: Tokens) -> Array:
+        """Where the ratio lies outside [low, high]."""
+        return tokens.inside & _beyond(self._ratio(tokens), self.low, self.high)
+
+    def _ratio(self, tokens: Tokens) -> Array:
+        return _sequence_ratio(tokens, self.mean, self.numerator, self.denominator)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tapered:
+    """TOPR (Le Roux et al. 2025, Eq. 8): the sequence's ratio within [0, negative_high] where A < 0, and 1 elsewhere.
+
+    What is good is learned as in supervised training; what is bad ceases to push once the policy has left it.
+    """
+
+    negative_high: float = 1.0
+    mean: Mean = Mean.PRODUCT
     numerator: Policy = Policy.CURRENT
     denominator: Policy = Policy.BEHAVIOR
 
@@ -66,14 +163,61 @@ class TokenRatio:
         """The columns of its two policies."""
         return columns_of(self.numerator, self.denominator)
 
+    @property
+    def formula(self) -> str:
+        """As `ImportanceWeight`."""
+        return f"1 where A ≥ 0, else min({_of_sequence(self, self.mean)}, {self.negative_high:g})"
+
     def weight(self, tokens: Tokens) -> Array:
-        """Clipped ratios [T]."""
-        return tokens.xp.clip(tokens.ratio(self.numerator, self.denominator), self.low, self.high)
+        """The rollout's tapered ratio, [T]."""
+        ratio = tokens.xp.clip(self._ratio(tokens), None, self.negative_high)
+        return tokens.xp.where(tokens.advantages < 0, ratio, 1.0)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Where the ratio lies outside [low, high]."""
-        ratio = tokens.ratio(self.numerator, self.denominator)
-        return (ratio < self.low) | (ratio > self.high)
+        """Where A < 0 and the ratio lies above `negative_high`."""
+        return tokens.inside & (tokens.advantages < 0) & (self._ratio(tokens) > self.negative_high)
+
+    def _ratio(self, tokens: Tokens) -> Array:
+        return _sequence_ratio(tokens, self.mean, self.numerator, self.denominator)
 
 
-KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {"one": One, "token_ratio": TokenRatio}
+KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
+    "one": One,
+    "token_ratio": TokenRatio,
+    "sequence_ratio": SequenceRatio,
+    "tapered": Tapered,
+}
+
+
+def _sequence_ratio(tokens: Tokens, mean: Mean, numerator: Policy, denominator: Policy) -> Array:
+    differences = tokens.log_ratio(numerator, denominator)
+    return tokens.xp.exp(
+        tokens.segment_total(differences) if mean is Mean.PRODUCT else tokens.segment_mean(differences)
+    )
+
+
+def _keep(tokens: Tokens, ratio: Array, low: float, high: float, outside: Outside) -> Array:
+    if outside is Outside.TRUNCATE:
+        return tokens.xp.clip(ratio, low, high)
+    return tokens.xp.where(_beyond(ratio, low, high), 0.0, ratio)
+
+
+def _beyond(ratio: Array, low: float, high: float) -> Array:
+    return (ratio < low) | (ratio > high)
+
+
+def _fraction(kind: TokenRatio | SequenceRatio | Tapered) -> str:
+    return f"({SYMBOLS[kind.numerator]}/{SYMBOLS[kind.denominator]})"
+
+
+def _of_sequence(kind: SequenceRatio | Tapered, mean: Mean) -> str:
+    product = f"Π_t {_fraction(kind)}(o_t)"
+    return product if mean is Mean.PRODUCT else f"({product})^(1/|o_i|)"
+
+
+def _kept(text: str, low: float, high: float, outside: Outside) -> str:
+    if low == 0.0 and high == math.inf:
+        return text
+    if outside is Outside.MASK:
+        return f"{text} where it lies in [{low:g}, {high:g}], else 0"
+    return f"min({text}, {high:g})" if low == 0.0 else f"clip({text}, {low:g}, {high:g})"

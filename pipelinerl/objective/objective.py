@@ -2,9 +2,10 @@
 
     J = Σ_{i,t} sg[agg · is_weight] · ( sg[adv] · grad1 + grad2 )
 
-`agg` and `adv` are computed on the whole batch before it is packed (columns `weights` and `advantages`); the rest is
-evaluated on each micro-batch. The sum runs over tokens with nothing that depends on what else shares the micro-batch,
-so the gradient is invariant to packing, to the split into micro-batches, to order and to sharding.
+`agg` and `adv` are computed on the whole batch (columns `weights` and `advantages`); the rest is evaluated on each
+micro-batch. The sum runs over tokens, or over whole rollouts, which no micro-batch splits, with nothing that depends on
+what else shares the micro-batch, so the gradient is invariant to packing, to the
+split into micro-batches, to order and to sharding.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.agg import Aggregation
 from pipelinerl.objective.grad1 import SteeredTerm
 from pipelinerl.objective.grad2 import Nothing, Regularizer
-from pipelinerl.objective.is_weight import ImportanceWeight
+from pipelinerl.objective.is_weight import ImportanceWeight, One
 from pipelinerl.objective.tokens import Tokens
 from trainer_contract.types import Columns
 
@@ -40,13 +41,18 @@ class PolicyObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The union of what the slots need: the loop runs exactly these passes."""
+        """The optional columns that `evaluate` reads."""
         return self.is_weight.needs | self.grad1.needs | self.grad2.needs
+
+    @property
+    def passes(self) -> frozenset[str]:
+        """The optional columns that a step must have computed: `needs`, and those of the advantages."""
+        return self.needs | self.adv.needs
 
     @property
     def zero_advantage_is_idle(self) -> bool:
         """Has a token whose advantage is zero no gradient at all, so that it need not be computed?"""
-        return isinstance(self.grad2, Nothing)
+        return self._is_free
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
         """loss = −J on this micro-batch, a scalar.
@@ -56,13 +62,24 @@ class PolicyObjective:
             columns: of the same array library.
         """
         tokens = Tokens.of(logprobs, columns)
-        importance = stop_gradient(self.is_weight.weight(tokens))
-        terms = tokens.advantages * self.grad1.value(tokens) + self.grad2.value(tokens)
-        return -(tokens.weights * importance * terms).sum()
+        outer = self._outer(tokens)
+        steered = ((outer * tokens.advantages) * self.grad1.value(tokens)).sum()
+        return -steered if self._is_free else -(steered + (outer * self.grad2.value(tokens)).sum())
 
     def logprob_gradient(self, logprobs: Array, columns: Columns) -> Array:
         """d loss / d logprobs, [T], in closed form."""
         tokens = Tokens.of(logprobs, columns)
-        outer = tokens.weights * self.is_weight.weight(tokens)
+        outer = self._outer(tokens)
         steered = self.grad1.pullback(tokens, outer * tokens.advantages)
-        return -(steered + self.grad2.pullback(tokens, outer))
+        return -steered if self._is_free else -(steered + self.grad2.pullback(tokens, outer))
+
+    @property
+    def _is_free(self) -> bool:
+        """Is there no regularisation, so that nothing need be computed for it?"""
+        return isinstance(self.grad2, Nothing)
+
+    def _outer(self, tokens: Tokens) -> Array:
+        """sg[agg · is_weight], [T]."""
+        if isinstance(self.is_weight, One):
+            return tokens.weights
+        return tokens.weights * stop_gradient(self.is_weight.weight(tokens))

@@ -1,4 +1,4 @@
-"""Named algorithms, one entry each, and the recipe table that picks and adjusts one.
+"""The recipe table that picks a named algorithm of the catalogue and adjusts it, or writes the five slots out.
 
 [objective]
 preset = "grpo"                                     # the other keys adjust it
@@ -17,37 +17,10 @@ from typing import Any, Final
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective import adv, agg, grad1, grad2, is_weight
+from pipelinerl.objective.catalogue import DEFAULT, PRESETS
+from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.objective import PolicyObjective
-
-PRESETS: Final[Mapping[str, PolicyObjective]] = {
-    # Shao et al. 2024 (DeepSeekMath), Eq. 3. Set `grad2 = "kl"` for its penalty towards the reference.
-    "grpo": PolicyObjective(
-        agg=agg.Trajectory(),
-        is_weight=is_weight.One(),
-        adv=adv.GroupRelative(),
-        grad1=grad1.ClippedRatio(),
-        grad2=grad2.Nothing(),
-    ),
-    # PipelineRL's post: GRPO without trust region; the number of sequences is the only denominator.
-    # `is_weight.high = 5.0` truncates the ratio (TIS).
-    "pipelinerl": PolicyObjective(
-        agg=agg.Sequences(),
-        is_weight=is_weight.TokenRatio(),
-        adv=adv.GroupRelative(),
-        grad1=grad1.LogProb(),
-        grad2=grad2.Nothing(),
-    ),
-    # Token-level REINFORCE, RLAX appendix A; `agg.length` is L_max.
-    "reinforce_token": PolicyObjective(
-        agg=agg.Sequences(length=256.0),
-        is_weight=is_weight.TokenRatio(),
-        adv=adv.GroupRelative(scale=adv.Scale.NONE),
-        grad1=grad1.LogProb(),
-        grad2=grad2.Nothing(),
-    ),
-}
-
-DEFAULT: Final = "pipelinerl"
+from pipelinerl.objective.signal import NoSignal
 
 #: The kinds of each slot, by name.
 SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {
@@ -63,14 +36,32 @@ def resolve(choice: str | Mapping[str, Any], *, path: str = "objective") -> Poli
     """The algorithm of a preset's name or of a recipe table (see above).
 
     Raises:
-        RecipeError: an unknown preset, slot, kind or field, or a value of the wrong type; it begins with the path.
+        RecipeError: an unknown preset, slot, kind or field, a value of the wrong type, or slots that have no meaning
+            beside one another; it begins with the path.
     """
     table: Mapping[str, Any] = {"preset": choice} if isinstance(choice, str) else choice
-    base = _entry(PRESETS, table.get("preset", DEFAULT), f"{path}.preset")
+    base = _entry(PRESETS, preset_of(table), f"{path}.preset").objective
     slots = {name: value for name, value in table.items() if name != "preset"}
     _refuse_unknown(slots, ("preset", *SLOTS), path)
     changes = {name: _slot(SLOTS[name], getattr(base, name), v, f"{path}.{name}") for name, v in slots.items()}
-    return dataclasses.replace(base, **changes)
+    objective = dataclasses.replace(base, **changes)
+    for sentence in contradictions(objective):
+        raise RecipeError(f"{path}.{sentence}")
+    return objective
+
+
+def preset_of(choice: str | Mapping[str, Any]) -> Any:
+    """The name from which a recipe's objective starts, whatever was given for it."""
+    return choice if isinstance(choice, str) else choice.get("preset", DEFAULT)
+
+
+def no_signal_of(choice: str | Mapping[str, Any], *, path: str = "objective") -> NoSignal:
+    """What the preset of a recipe's objective does with groups of equal rewards: DAPO's dynamic-sampling switch.
+
+    Raises:
+        RecipeError: an unknown preset.
+    """
+    return _entry(PRESETS, preset_of(choice), f"{path}.preset").no_signal
 
 
 def to_table(objective: PolicyObjective) -> dict[str, dict[str, Any]]:
@@ -106,6 +97,8 @@ def _convert(value: Any, wanted: type[Any], path: str) -> Any:
         raise RecipeError(f"{path} must be a number, got {value!r}")
     if value < 0:
         raise RecipeError(f"{path} must not be negative, got {value!r}")
+    if wanted is int and not isinstance(value, int):
+        raise RecipeError(f"{path} must be a whole number, got {value!r}")
     return wanted(value)
 
 

@@ -69,3 +69,15 @@ def statistics(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, f
         "truncated_fraction": objective.is_weight.truncated(tokens).mean(),
     }
     return {name: float(value) for name, value in figures.items()}
+
+
+def cuts(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
+    """Bool [N] by name: tokens without gradient by clipping, of a weight cut short, and of weight 0; {} of none."""
+    if tokens is None:
+        return {}
+    masked = objective.is_weight.weight(tokens) == 0
+    return {
+        "clipped": objective.grad1.clipped(tokens),
+        "truncated": objective.is_weight.truncated(tokens) & ~masked,
+        "masked": masked,
+    }

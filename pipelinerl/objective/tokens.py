@@ -1,7 +1,8 @@
-"""`Tokens`: what the slots of an objective read. Columns of one array library, with 0 outside the loss mask.
+"""`Tokens`: what the slots of an objective read: columns of one array library, as nothing outside the loss mask.
 
-Blanking outside the mask happens here, once: whatever a prompt token's log-prob is, its ratios are 1, its divergences 0
-and its gradient nothing, so a slot needs no thought for padding or prompts.
+A log-ratio is 0 and a log-prob is 0 outside the mask, whatever the columns hold there, so a slot needs no thought for
+padding or prompts. Advantages and weights are 0 there by the contract. A column is read, and blanked, when a slot asks
+for it and not before.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from enum import StrEnum
 from types import ModuleType
 from typing import Final, final
 
-from pipelinerl.arrays import Array, namespace
+from pipelinerl.arrays import Array, namespace, segment_sum
 from trainer_contract.types import Columns
 
 
@@ -24,12 +25,19 @@ class Policy(StrEnum):
     REFERENCE = "reference"
 
 
-_COLUMNS: Final = {Policy.OLD: "old_logprobs", Policy.REFERENCE: "ref_logprobs"}
+_COLUMNS: Final = {
+    Policy.OLD: "old_logprobs",
+    Policy.BEHAVIOR: "behavior_logprobs",
+    Policy.REFERENCE: "ref_logprobs",
+}
+
+SYMBOLS: Final = {Policy.CURRENT: "π_θ", Policy.OLD: "π_old", Policy.BEHAVIOR: "μ", Policy.REFERENCE: "π_ref"}
+"""How formulas write a policy."""
 
 
 def columns_of(*policies: Policy) -> frozenset[str]:
-    """Optional columns of a micro-batch that hold the log-probs of `policies`."""
-    return frozenset(_COLUMNS[policy] for policy in policies if policy in _COLUMNS)
+    """Optional columns of a micro-batch that hold the log-probs of `policies`; the sampler's are always there."""
+    return frozenset(_COLUMNS[policy] for policy in policies if policy in (Policy.OLD, Policy.REFERENCE))
 
 
 @final
@@ -39,50 +47,65 @@ class Tokens:
 
     Attributes:
         xp: the array library.
-        mask: 1 where a token trains, else 0, in the dtype of the log-probs.
-        logprobs: current, differentiable where the library differentiates.
-        advantages, weights: of each token.
-        logprobs_of: by policy; `logprobs` again under `Policy.CURRENT`.
-        segment_ids, num_segments: for slots that speak of whole rollouts.
+        inside: bool, where a token trains.
+        current: log-probs, differentiable where the library differentiates; anything outside the mask.
+        columns: named as the fields of `MicroBatch`.
     """
 
     xp: ModuleType
-    mask: Array
-    logprobs: Array
-    advantages: Array
-    weights: Array
-    logprobs_of: dict[Policy, Array]
-    segment_ids: Array
-    num_segments: int
+    inside: Array
+    current: Array
+    columns: Columns
 
     @classmethod
     def of(cls, logprobs: Array, columns: Columns) -> Tokens:
-        """Blank what lies outside the mask. `columns` are named as the fields of `MicroBatch`."""
-        xp, inside = namespace(logprobs), columns["loss_mask"]
+        """Of current log-probs and the columns of a micro-batch, in one array library."""
+        return cls(namespace(logprobs), columns["loss_mask"], logprobs, columns)
 
-        def blanked(column: Array) -> Array:
-            return xp.where(inside, column, xp.zeros_like(column))
+    @property
+    def logprobs(self) -> Array:
+        """Current log-probs, 0 outside the mask."""
+        return self.blanked(self.current)
 
-        current = blanked(logprobs)
-        logprobs_of = {Policy.CURRENT: current, Policy.BEHAVIOR: blanked(columns["behavior_logprobs"])}
-        for policy, name in _COLUMNS.items():
-            if columns.get(name) is not None:
-                logprobs_of[policy] = blanked(columns[name])
-        return cls(
-            xp=xp,
-            mask=blanked(xp.ones_like(logprobs)),
-            logprobs=current,
-            advantages=blanked(columns["advantages"]),
-            weights=blanked(columns["weights"]),
-            logprobs_of=logprobs_of,
-            segment_ids=columns["segment_ids"],
-            num_segments=columns["num_segments"],
-        )
+    @property
+    def advantages(self) -> Array:
+        """Of each token; 0 outside the mask."""
+        return self.columns["advantages"]
+
+    @property
+    def weights(self) -> Array:
+        """The aggregation's, of each token; 0 outside the mask."""
+        return self.columns["weights"]
+
+    @property
+    def mask(self) -> Array:
+        """1 where a token trains, else 0, in the dtype of the log-probs."""
+        return self.blanked(self.xp.ones_like(self.current))
+
+    def blanked(self, column: Array) -> Array:
+        """The column, 0 outside the mask."""
+        return self.xp.where(self.inside, column, 0.0)
 
     def log_ratio(self, numerator: Policy, denominator: Policy) -> Array:
-        """log π_numerator − log π_denominator, [T]."""
-        return self.logprobs_of[numerator] - self.logprobs_of[denominator]
+        """log π_numerator − log π_denominator, [T]; 0 outside the mask."""
+        return self.blanked(self._of(numerator) - self._of(denominator))
 
     def ratio(self, numerator: Policy, denominator: Policy) -> Array:
-        """π_numerator / π_denominator, [T]."""
+        """π_numerator / π_denominator, [T]; 1 outside the mask."""
         return self.xp.exp(self.log_ratio(numerator, denominator))
+
+    def segment_total(self, amounts: Array) -> Array:
+        """Σ of `amounts` [T] over the token's own rollout, which no micro-batch splits, [T]."""
+        segment_ids = self.columns["segment_ids"]
+        return segment_sum(amounts, segment_ids, self.columns["num_segments"])[segment_ids]
+
+    def segment_mean(self, amounts: Array) -> Array:
+        """Mean of `amounts` [T], which are 0 outside the mask, over the sampled tokens of the token's rollout, [T]."""
+        return self.segment_total(amounts) / self.segment_length()
+
+    def segment_length(self) -> Array:
+        """|o_i|: sampled tokens of the token's rollout, at least 1, [T]."""
+        return self.xp.clip(self.segment_total(self.mask), 1.0, None)
+
+    def _of(self, policy: Policy) -> Array:
+        return self.current if policy is Policy.CURRENT else self.columns[_COLUMNS[policy]]

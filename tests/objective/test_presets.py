@@ -1,18 +1,30 @@
 """Recipe tables: what they select, and the sentence a mistake gets."""
 
 import math
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective import adv, grad1, grad2, is_weight
-from pipelinerl.objective.presets import PRESETS, resolve, to_table
+from pipelinerl.objective.catalogue import PRESETS
+from pipelinerl.objective.presets import no_signal_of, resolve, to_table
+from pipelinerl.objective.signal import NoSignal
 from pipelinerl.objective.tokens import Policy
 
 
 def test_a_name_an_empty_table_and_a_preset_key():
-    assert resolve("grpo") == PRESETS["grpo"] == resolve({"preset": "grpo"})
-    assert resolve({}) == PRESETS["pipelinerl"]
+    assert resolve("grpo") == PRESETS["grpo"].objective == resolve({"preset": "grpo"})
+    assert resolve({}) == PRESETS["pipelinerl"].objective
+
+
+def test_the_example_of_the_documentation():
+    text = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
+    table = tomllib.loads(text.split("```toml")[1].split("```")[0])
+    objective = resolve(table["objective"])
+    assert objective.is_weight == is_weight.TokenRatio(numerator=Policy.OLD, high=2.0)
+    assert objective.needs == {"old_logprobs", "ref_logprobs"}
 
 
 def test_slots_can_be_adjusted_and_replaced():
@@ -21,45 +33,111 @@ def test_slots_can_be_adjusted_and_replaced():
             "preset": "grpo",
             "grad1": {"epsilon_high": 0.28, "over": "old"},
             "grad2": {"kind": "kl", "beta": 1},
-            "is_weight": {"kind": "token_ratio", "high": math.inf},
+            "is_weight": {"kind": "token_ratio", "high": math.inf, "numerator": "old"},
             "adv": {"scale": "none"},
         }
     )
     assert objective.grad1 == grad1.ClippedRatio(epsilon_low=0.2, epsilon_high=0.28, over=Policy.OLD)
     assert objective.grad2 == grad2.KLPenalty(beta=1.0)
-    assert objective.is_weight == is_weight.TokenRatio()
+    assert objective.is_weight == is_weight.TokenRatio(numerator=Policy.OLD)
     assert objective.adv == adv.GroupRelative(scale=adv.Scale.NONE)
-    assert objective.agg == PRESETS["grpo"].agg
+    assert objective.agg == PRESETS["grpo"].objective.agg
     assert objective.needs == {"old_logprobs", "ref_logprobs"}
-    assert resolve({"grad1": "clipped_ratio"}).grad1 == grad1.ClippedRatio()
+    assert resolve({"grad1": "clipped_ratio", "is_weight": "one"}).grad1 == grad1.ClippedRatio()
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_full_table_resolves_to_the_same_objective(name):
-    assert resolve(to_table(PRESETS[name])) == PRESETS[name]
+    assert resolve(to_table(PRESETS[name].objective)) == PRESETS[name].objective
+
+
+RECOMPUTED = {"old_logprobs"}
+PASSES = {
+    "ppo": {"values"},
+    "grpo_kl": {"ref_logprobs"},
+    "reinforce_plus_plus": {"ref_logprobs"},
+    "decoupled_ppo": RECOMPUTED,
+    "ppo_recomputed": RECOMPUTED,
+    "ppo_tis": RECOMPUTED,
+    "ppo_vanilla_is": RECOMPUTED,
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_no_preset_costs_a_forward_pass(name):
-    assert PRESETS[name].needs == frozenset()
+def test_a_preset_costs_the_passes_that_its_note_names_and_no_others(name):
+    preset = PRESETS[name]
+    assert preset.objective.passes == PASSES.get(name, set())
+    assert ("Needs" in preset.note) == (name in PASSES)
+
+
+def test_columns_of_the_advantages_are_no_columns_of_the_loss():
+    """The trainer is handed what `evaluate` reads; the loop computes that and what the advantages read."""
+    objective = resolve({"preset": "ppo", "adv": {"kl": 0.1}, "grad2": "kl"})
+    assert objective.needs == {"ref_logprobs"}
+    assert objective.passes == {"values", "old_logprobs", "ref_logprobs"}
+
+
+def test_dapo_filters_groups_without_signal_and_the_others_do_not():
+    assert {name for name, preset in PRESETS.items() if preset.no_signal is NoSignal.FILTER} == {"dapo"}
+    assert no_signal_of({"preset": "dapo", "grad1": {"epsilon_high": 0.3}}) is NoSignal.FILTER
+    assert no_signal_of("grpo") is no_signal_of({}) is NoSignal.TRAIN
+    with pytest.raises(RecipeError, match=r"objective\.preset must be one of"):
+        no_signal_of("dpo")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_entry_names_its_source_and_writes_its_formula(name):
+    preset = PRESETS[name]
+    assert any(character.isdigit() for character in preset.source)
+    slots = (preset.objective.agg, preset.objective.is_weight, preset.objective.adv, preset.objective.grad1)
+    assert all(slot.formula for slot in (*slots, preset.objective.grad2))
 
 
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ("gpro", "objective.preset must be one of grpo, pipelinerl, .*; got 'gpro'"),
+        ({"preset": "gspo", "agg": "batch"}, "agg must be trajectory beside a ratio of whole sequences"),
+        ({"preset": "gmpo", "agg": "sequences"}, "agg must be trajectory beside a ratio of whole sequences"),
+        ({"preset": "gspo", "adv": "gae"}, "adv must give a sequence one advantage"),
+        ({"preset": "gspo", "adv": {"kind": "reward_to_go", "kl": 0.1}}, "adv must give a sequence one advantage"),
+        ({"preset": "grpo", "is_weight": "token_ratio"}, "is_weight.numerator must not be current beside a ratio"),
+        ({"preset": "grpo", "is_weight": {"kind": "tapered"}}, "is_weight.numerator must not be current beside"),
+        (
+            {"preset": "grpo", "is_weight": {"kind": "token_ratio", "numerator": "old"}},
+            "is_weight.denominator must not be behavior beside a ratio over behavior",
+        ),
+        ({"is_weight": {"numerator": "behavior"}}, "is_weight divides behavior by itself"),
+        ({"is_weight": {"low": 2, "high": 1}}, "is_weight.low must not exceed high, got 2.0 and 1.0"),
+        ({"preset": "grpo", "grad1": {"over": "current"}}, "grad1.over must not be current"),
+        ({"preset": "agarwal", "grad2": {"over": "current"}}, "grad2.over must not be current"),
+        ({"preset": "gfpo", "adv": {"keep": 1}}, "adv.keep must be at least 2, got 1"),
+        ({"preset": "gfpo", "adv": {"keep": 2.5}}, "adv.keep must be a whole number, got 2.5"),
+        ({"preset": "ppo", "adv": {"discount": 1.5}}, "adv.discount must be at most 1, got 1.5"),
+        ({"preset": "ppo", "adv": {"trace": 1.5}}, "adv.trace must be at most 1, got 1.5"),
+        ({"agg": {"length": 0}}, "agg.length must be positive, got 0.0"),
+    ],
+)
+def test_slots_without_meaning_are_refused_with_a_sentence(table, sentence):
+    with pytest.raises(RecipeError, match=f"^objective.{sentence}"):
+        resolve(table)
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ("gpro", "objective.preset must be one of reinforce, .*grpo, .*; got 'gpro'"),
         ({"grad3": {}}, "objective.grad3 is unknown; expected one of preset, agg, is_weight, adv, grad1, grad2"),
         (
             {"preset": "grpo", "grad1": {"epsilon": 0.2}},
             "objective.grad1.epsilon is unknown; expected one of kind, eps",
         ),
-        ({"grad1": {"kind": "ppo"}}, "objective.grad1.kind must be one of logprob, clipped_ratio; got 'ppo'"),
-        ({"grad2": "kl3"}, "objective.grad2.kind must be one of none, kl; got 'kl3'"),
+        ({"grad1": {"kind": "ppo"}}, "objective.grad1.kind must be one of logprob, clipped_ratio, .*; got 'ppo'"),
+        ({"grad2": "kl3"}, "objective.grad2.kind must be one of none, kl, entropy, capped_ratio; got 'kl3'"),
         ({"grad2": {"kind": "kl", "beta": "0.1"}}, "objective.grad2.beta must be a number, got '0.1'"),
         ({"grad2": {"kind": "kl", "beta": True}}, "objective.grad2.beta must be a number, got True"),
         ({"grad2": {"kind": "kl", "beta": math.nan}}, "objective.grad2.beta must be a number, got nan"),
         ({"grad2": {"kind": "kl", "beta": -1}}, "objective.grad2.beta must not be negative, got -1"),
-        ({"adv": {"scale": "variance"}}, "objective.adv.scale must be one of none, std; got 'variance'"),
+        ({"adv": {"scale": "variance"}}, "objective.adv.scale must be one of none, std, batch; got 'variance'"),
         ({"agg": 3}, "objective.agg must be the name of a kind or a table, got 3"),
     ],
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipelinerl.objective.presets import PRESETS
+from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.statistics import statistics, trained_tokens
 from trainer_contract.types import MicroBatch
 
-GRPO = PRESETS["grpo"]
+GRPO = PRESETS["grpo"].objective
 
 
 def micro_batch(columns, **others):
@@ -49,7 +49,7 @@ def test_several_micro_batches_count_as_one(columns_of):
     logprobs, columns = columns_of(7)
     now, batch = logprobs.astype(np.float32), micro_batch(columns)
     one = trained_tokens([batch, batch], [now, now])
-    assert one.num_segments == 10 and set(one.segment_ids) > {0, 9}
+    assert one.columns["num_segments"] == 10 and set(one.columns["segment_ids"]) > {0, 9}
     np.testing.assert_allclose(
         list(statistics(GRPO, one).values()), list(statistics(GRPO, trained_tokens([batch], [now])).values())
     )

@@ -1,0 +1,118 @@
+"""What five slots cost against one expression: the loss of GRPO and its gradient by the log-probs, in torch.
+
+The arms compute −J and d(−J)/d log π from the same fp32 tensors: micro-batches of rollouts with prompts, packed as the
+trainer packs them. The first hand-written one is the loss as everybody writes it, PPO's min, and the target is
+against it. The second is the quickest that we could write, for comparison: the ratio times its masked coefficient, in
+which autograd sees four operators. Weights and masks are made beforehand for both, and both trust log-probs of prompts
+to be finite, which the slots do not. Before anything is timed, all gradients must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Row, paired, print_table, seconds_of, write_record
+from pipelinerl.objective.presets import resolve
+from pipelinerl.rng import generator
+
+SIZES: Final = (8192, 65536)
+TARGET: Final = 1.2
+EPSILON: Final = 0.2
+HANDS: Final = ("minimum", "masked")
+#: Tokens of a rollout: a prompt, then what was sampled.
+PROMPT: Final = 64
+SAMPLED: Final = 448
+
+
+def micro_batch(tokens: int) -> tuple[Tensor, dict[str, Any]]:
+    """Log-probs and columns of `tokens` tokens, as a trainer hands them to an objective."""
+    draw = generator(0, "objective", tokens)
+    rollouts = tokens // (PROMPT + SAMPLED)
+    mask = np.tile(np.arange(PROMPT + SAMPLED) >= PROMPT, rollouts)
+    behavior = -draw.exponential(1.0, tokens)
+    columns: dict[str, Any] = {
+        "loss_mask": mask,
+        "segment_ids": np.repeat(np.arange(rollouts, dtype=np.int32), PROMPT + SAMPLED),
+        "advantages": (np.repeat(draw.normal(size=rollouts), PROMPT + SAMPLED) * mask).astype(np.float32),
+        "weights": (mask / (rollouts * SAMPLED)).astype(np.float32),
+        "behavior_logprobs": (behavior * mask).astype(np.float32),
+    }
+    logprobs = (behavior + draw.normal(0, 0.15, tokens)).astype(np.float32)
+    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+    return torch.from_numpy(logprobs), tensors | {"num_segments": rollouts}
+
+
+def minimum(logprobs: Tensor, behavior: Tensor, weighted: Tensor, mask: Tensor) -> Tensor:
+    """GRPO as one expression; `weighted` is weight·advantage, and the mask keeps prompts out of exp."""
+    ratio = torch.exp((logprobs - behavior) * mask)
+    return -torch.minimum(ratio * weighted, ratio.clamp(1.0 - EPSILON, 1.0 + EPSILON) * weighted).sum()
+
+
+def masked(logprobs: Tensor, behavior: Tensor, weighted: Tensor, mask: Tensor) -> Tensor:
+    """The same gradient from the ratio times a coefficient that is 0 where min would take the clipped side."""
+    ratio = torch.exp((logprobs - behavior) * mask)
+    with torch.no_grad():
+        kept = ratio.clamp(1.0 - EPSILON, 1.0 + EPSILON).mul_(weighted) >= ratio * weighted
+        coefficient = weighted * kept
+    return -torch.dot(ratio, coefficient)
+
+
+def arms(tokens: int) -> dict[str, Callable[[], Tensor]]:
+    """Functions that evaluate and differentiate, and return the gradient."""
+    given, columns = micro_batch(tokens)
+    objective = resolve("grpo")
+    behavior, mask = columns["behavior_logprobs"], columns["loss_mask"].float()
+    weighted = columns["weights"] * columns["advantages"]
+
+    def gradient_of(loss_of: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+        def work() -> Tensor:
+            variable = given.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(loss_of(variable), variable)
+            return gradient
+
+        return work
+
+    return {
+        "slots": gradient_of(lambda variable: objective.evaluate(variable, columns)),
+        "minimum": gradient_of(lambda variable: minimum(variable, behavior, weighted, mask)),
+        "masked": gradient_of(lambda variable: masked(variable, behavior, weighted, mask)),
+    }
+
+
+def run(quick: bool) -> None:
+    """Time both arms at each size, print the table and write the record."""
+    torch.set_num_threads(1)
+    rows, record = [], {}
+    for tokens in SIZES:
+        works = arms(tokens)
+        for name in HANDS:
+            torch.testing.assert_close(works["slots"](), works[name](), rtol=1e-5, atol=1e-9)
+        repeats = 2 * 65536 // tokens
+
+        def often(work: Callable[[], Tensor], times: int = repeats) -> Callable[[], None]:
+            def repeated() -> None:
+                for _ in range(times):
+                    work()
+
+            return repeated
+
+        timings = paired(
+            {name: seconds_of(often(work)) for name, work in works.items()}, rounds=5 if quick else 41, warmup=3
+        )
+        ratios = {name: timings.ratio("slots", name) for name in HANDS}
+        met = ratios["minimum"].median <= TARGET
+        rows.append(Row(f"slots / PPO's min by hand, {tokens} tokens", ratios["minimum"], f"<= {TARGET}", met))
+        rows.append(Row(f"slots / masked by hand, {tokens} tokens", ratios["masked"]))
+        rows.append(Row(f"slots, {tokens} tokens [ms]", 1e3 * timings.median("slots") / repeats))
+        record[str(tokens)] = {
+            "ratios": {name: ratio.as_dict() for name, ratio in ratios.items()},
+            "repeats": repeats,
+            **timings.as_dict(),
+        }
+    print_table("loss of GRPO and its gradient", rows)
+    write_record("objective", {"quick": quick, "target": TARGET, "sizes": record})

@@ -1,0 +1,211 @@
+"""The named algorithms: one entry each, five slots with the paper and the equation they come from.
+
+Where a paper and RLAX's appendix A differ, the paper is followed and the note says so. What depends on a run (L_max, a
+cap, β) has a default that a recipe changes. No preset but those whose entry says so costs a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, final
+
+from pipelinerl.objective.adv import (
+    GAE,
+    Advantage,
+    Baseline,
+    GroupFiltered,
+    GroupRelative,
+    RewardToGo,
+    Scale,
+    Whitening,
+)
+from pipelinerl.objective.agg import Aggregation, Batch, Group, Sequences, Trajectory
+from pipelinerl.objective.grad1 import ClippedRatio, GeometricRatio, LogProb, SequenceRatio, SteeredTerm
+from pipelinerl.objective.grad2 import CappedRatio, Estimator, KLPenalty, Nothing, Regularizer
+from pipelinerl.objective.is_weight import (
+    ImportanceWeight,
+    One,
+    Outside,
+    SequenceRatio as SequenceWeight,
+    Tapered,
+    TokenRatio,
+)
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.signal import NoSignal
+from pipelinerl.objective.tokens import Policy
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named algorithm.
+
+    Attributes:
+        objective: its five slots.
+        source: the paper and the equation.
+        note: what a reader of the paper should know of this entry.
+        no_signal: what it does with groups of equal rewards, where the recipe does not say.
+    """
+
+    objective: PolicyObjective
+    source: str
+    note: str = ""
+    no_signal: NoSignal = NoSignal.TRAIN
+
+
+_MEAN: Final = GroupRelative(scale=Scale.NONE)
+_OLD_OVER_BEHAVIOR: Final = TokenRatio(numerator=Policy.OLD)
+
+
+def _slots(
+    agg: Aggregation, is_weight: ImportanceWeight, adv: Advantage, grad1: SteeredTerm, grad2: Regularizer = Nothing()
+) -> PolicyObjective:
+    return PolicyObjective(agg=agg, is_weight=is_weight, adv=adv, grad1=grad1, grad2=grad2)
+
+
+_SCORE_FUNCTION: Final[Mapping[str, Preset]] = {
+    "reinforce": Preset(
+        _slots(Sequences(), SequenceWeight(), _MEAN, LogProb()),
+        "Williams 1992; RLAX appendix A, from the objective of §1",
+        "Σ_t log π_θ(o_t) is log π_θ(o_i): the sum over tokens is the sequence's own term. The weight is the product "
+        "of all ratios, without bounds.",
+    ),
+    "reinforce_token": Preset(
+        _slots(Sequences(length=256.0), TokenRatio(), _MEAN, LogProb()),
+        "RLAX (Apple 2025) appendix A, token-level REINFORCE",
+        "agg.length is L_max.",
+    ),
+    "rloo": Preset(
+        _slots(
+            Sequences(), SequenceWeight(), GroupRelative(baseline=Baseline.LEAVE_ONE_OUT, scale=Scale.NONE), LogProb()
+        ),
+        "Kool et al. 2019 and Ahmadian et al. 2024 (RLOO); RLAX appendix A",
+        "RLAX prints (G − 1)/G times this advantage, which is the group-mean baseline.",
+    ),
+    "pipelinerl": Preset(
+        _slots(Sequences(), TokenRatio(), GroupRelative(), LogProb()),
+        "PipelineRL's post (ServiceNow 2025): GRPO without trust region",
+        "The number of sequences is the only denominator. is_weight.high = 5.0 truncates the ratio.",
+    ),
+    "cispo": Preset(
+        _slots(Group(), TokenRatio(high=5.0), GroupRelative(), LogProb()),
+        "MiniMax-M1 2025, Eq. 4 and 5",
+        "The paper sets no lower bound in effect (§3.1) and does not publish 1 + ε_high; 5 is ScaleRL's (2025) choice. "
+        "is_weight.low and is_weight.high are the bounds.",
+    ),
+    "llamarl": Preset(
+        _slots(Sequences(), TokenRatio(high=4.0), _MEAN, LogProb()),
+        "LlamaRL (Wu et al. 2025), AIPO: min(π_θ/μ, ρ)·A·∇log π_θ",
+        "is_weight.high is ρ, for which the paper recommends 2 to 10.",
+    ),
+    "topr": Preset(
+        _slots(Sequences(), Tapered(), _MEAN, LogProb()),
+        "Le Roux et al. 2025, Eq. 8: the canonical bounds a⁺ = b⁺ = b⁻ = 1, a⁻ = 0 of Eq. 7",
+        "The paper's sign is the reward's, which is 1 or −1; here it is that of the reward less the group's mean (its "
+        "baseline c), so that rewards of 0 and 1 have two signs. adv.baseline = 'none' takes the rewards as they are.",
+    ),
+    "agarwal": Preset(
+        _slots(Sequences(length=256.0), TokenRatio(), _MEAN, LogProb(), CappedRatio()),
+        "RLAX appendix A: token-level REINFORCE with GradTerm2 = min{r, ρ}, after Agarwal et al. 2021, Eq. 12",
+        "grad2.cap is ρ, grad2.beta its weight (1 as RLAX prints it); agg.length is L_max.",
+    ),
+}
+
+_CLIPPED: Final[Mapping[str, Preset]] = {
+    "ppo": Preset(
+        _slots(Trajectory(), One(), GAE(), ClippedRatio()),
+        "Schulman et al. 2017, Eq. 7, with the advantages of Schulman et al. 2016, Eq. 16; RLAX Eq. 2",
+        "Needs a critic (values).",
+    ),
+    "grpo": Preset(
+        _slots(Trajectory(), One(), GroupRelative(), ClippedRatio()),
+        "DeepSeekMath (Shao et al. 2024), Eq. 3; RLAX Eq. 5, with β = 0",
+        "grpo_kl is the same with the paper's penalty, which needs a reference.",
+    ),
+    "grpo_kl": Preset(
+        _slots(Trajectory(), One(), GroupRelative(), ClippedRatio(), KLPenalty()),
+        "DeepSeekMath (Shao et al. 2024), Eq. 3 and 4; RLAX Eq. 5",
+        "Needs the reference's log-probs. K3 is of π_ref/π_θ as in Eq. 4, not of r_{i,t} as RLAX prints.",
+    ),
+    "dapo": Preset(
+        _slots(Group(), One(), GroupRelative(), ClippedRatio(epsilon_high=0.28)),
+        "Yu et al. 2025, Eq. 8: clip-higher, token-level loss, dynamic sampling (§3.2)",
+        "Groups of equal rewards are dropped and replaced: training.no_signal = 'filter' unless the recipe says "
+        "otherwise. Its overlong reward shaping (Eq. 13) is a domain's: see objective.reward.",
+        NoSignal.FILTER,
+    ),
+    "dr_grpo": Preset(
+        _slots(Sequences(length=256.0), One(), _MEAN, ClippedRatio()),
+        "Liu et al. 2025, §3.2: neither length nor deviation divides",
+        "agg.length is L_max.",
+    ),
+    "gspo": Preset(
+        _slots(Trajectory(), One(), GroupRelative(), SequenceRatio()),
+        "Zheng et al. 2025, Eq. 5 to 7",
+        "The clip range is the paper's (§5.1), two orders below PPO's, since it bounds a geometric mean.",
+    ),
+    "gmpo": Preset(
+        _slots(Trajectory(), One(), GroupRelative(), GeometricRatio()),
+        "Zhao et al. 2025, Algorithm 1, with the clip range (e^−0.4, e^0.4)",
+    ),
+    "gfpo": Preset(
+        _slots(Group(), One(), GroupFiltered(), ClippedRatio()),
+        "Shrivastava et al. 2025 §3, without KL and entropy term",
+        "adv.keep rollouts of each group learn, the shortest ones; adv.metric = 'token_efficiency' prefers reward per "
+        "token. The filtered ones stay in agg's denominator.",
+    ),
+    "reinforce_plus_plus": Preset(
+        _slots(
+            Trajectory(),
+            One(),
+            GroupRelative(scale=Scale.BATCH),
+            ClippedRatio(),
+            KLPenalty(beta=0.001, estimator=Estimator.K2),
+        ),
+        "Hu et al. 2025, REINFORCE++ with baseline, Eq. 11 and 12; RLAX §6.3",
+        "Needs the reference's log-probs. Without groups: adv = { kind = 'reward_to_go', kl = 0.001, whitening = "
+        "'batch' } and grad2 = 'none' (Eq. 8 to 10).",
+    ),
+    "decoupled_ppo": Preset(
+        _slots(
+            Batch(),
+            TokenRatio(high=5.0, numerator=Policy.OLD, outside=Outside.MASK),
+            RewardToGo(whitening=Whitening.BATCH),
+            ClippedRatio(over=Policy.OLD),
+        ),
+        "AReaL (Fu et al. 2025), decoupled objective, after Hilton et al. 2022",
+        "Needs log-probs recomputed at the step's own weights. Tokens whose π_old/μ exceeds is_weight.high are left "
+        "out, as in AReaL's code; its advantages are GAE's with γ = λ = 1 and no critic, which is the return.",
+    ),
+}
+
+#: The TIS note's comparison on PPO (Yao et al. 2025). Its A is anybody's: here the group's, so that no critic is due.
+_TIS: Final[Mapping[str, Preset]] = {
+    "ppo_recomputed": Preset(
+        _slots(Trajectory(), One(), GroupRelative(), ClippedRatio(over=Policy.OLD)),
+        "Yao et al. 2025: PPO in a hybrid system, uncorrected",
+        "Needs recomputed log-probs; μ is ignored.",
+    ),
+    "ppo_tis": Preset(
+        _slots(
+            Trajectory(), TokenRatio(high=2.0, numerator=Policy.OLD), GroupRelative(), ClippedRatio(over=Policy.OLD)
+        ),
+        "Yao et al. 2025: PPO with truncated importance sampling, min(π_old/μ, C)",
+        "Needs recomputed log-probs. is_weight.high is C.",
+    ),
+    "ppo_vanilla_is": Preset(
+        _slots(Trajectory(), _OLD_OVER_BEHAVIOR, GroupRelative(), ClippedRatio(over=Policy.OLD)),
+        "Yao et al. 2025, ablation: Vanilla-IS, the ratio π_old/μ without bound",
+        "Needs recomputed log-probs.",
+    ),
+    "ppo_is": Preset(
+        _slots(Trajectory(), One(), GroupRelative(), ClippedRatio(over=Policy.BEHAVIOR)),
+        "Yao et al. 2025, ablation: PPO-IS, PPO's own ratio taken over μ",
+        "The same five slots as grpo: on a sampler that differs numerically, clipping acts before any update.",
+    ),
+}
+
+PRESETS: Final[Mapping[str, Preset]] = {**_SCORE_FUNCTION, **_CLIPPED, **_TIS}
+
+DEFAULT: Final = "pipelinerl"

@@ -1,0 +1,155 @@
+"""What an objective is, in words, and what it makes of given tokens: five slots, their formulas, each token's factors.
+
+Pure; the numbers come from the same slots that train, in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, final
+
+import numpy as np
+
+from pipelinerl.errors import UserError
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import to_table
+from pipelinerl.objective.tokens import Tokens
+
+FORMULA: Final = "J = Σ_{i,t} sg[agg · is_weight] · ( sg[adv] · grad1 + grad2 )"
+
+COSTS: Final[Mapping[str, str]] = {
+    "old_logprobs": "a forward pass of the trainer, at the weights that the step starts from",
+    "ref_logprobs": "a frozen reference, and a forward pass of it",
+    "values": "a critic: its forward pass, and a training step of its own",
+}
+"""What an optional column costs a step."""
+
+
+class SlotLine(NamedTuple):
+    """One slot: its name in Eq. 3, its kind with its fields, its formula, and the columns it reads."""
+
+    slot: str
+    kind: str
+    formula: str
+    needs: tuple[str, ...]
+
+
+def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
+    """The five slots in the order of the formula."""
+    lines = []
+    for slot, table in to_table(objective).items():
+        fields = ", ".join(f"{name} = {value}" for name, value in table.items() if name != "kind")
+        value = getattr(objective, slot)
+        needs = tuple(sorted(getattr(value, "needs", ())))
+        lines.append(SlotLine(slot, f"{table['kind']}({fields})" if fields else table["kind"], value.formula, needs))
+    return lines
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRollout:
+    """One rollout with what is known of its N sampled tokens.
+
+    Attributes:
+        tokens: as text, [N].
+        reward, group, judged: its verdict's reward, the index of its group, and whether the verdict is a judgement.
+        behavior_logprobs: the sampler's, [N].
+        logprobs: the current policy's, [N].
+        old_logprobs, ref_logprobs, values: [N], or None where they are not known.
+    """
+
+    tokens: tuple[str, ...]
+    reward: float
+    group: int = 0
+    judged: bool = True
+    behavior_logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...]
+    old_logprobs: tuple[float, ...] | None = None
+    ref_logprobs: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+
+
+class TokenFactors(NamedTuple):
+    """The factors of one token.
+
+    Attributes:
+        rollout, position, token: which; position counts sampled tokens.
+        agg, is_weight, adv: the values of those slots.
+        kept: False where clipping leaves it without gradient from grad1.
+        truncated: whether the importance weight was cut.
+        multiplier: dJ / d log π_θ(token), all in all; with a ratio of sequences, through every token of the rollout.
+    """
+
+    rollout: int
+    position: int
+    token: str
+    agg: float
+    is_weight: float
+    adv: float
+    kept: bool
+    truncated: bool
+    multiplier: float
+
+
+def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> list[TokenFactors]:
+    """The factors of every sampled token, the rollouts taken as the whole batch of a step.
+
+    Raises:
+        UserError: a column that the objective reads is not known of every rollout.
+    """
+    lengths = np.array([len(one.tokens) for one in rollouts])
+    groups, valid = np.array([one.group for one in rollouts]), np.array([one.judged for one in rollouts])
+    given = {name: _joined(rollouts, name) for name in ("behavior_logprobs", "logprobs", *sorted(objective.passes))}
+    valid = valid & (lengths > 0)
+    advantages = objective.adv.advantages(
+        rewards=np.array([one.reward for one in rollouts]),
+        groups=groups,
+        lengths=lengths,
+        valid=valid,
+        columns={name: given[name] for name in objective.adv.needs},
+    )
+    weights = objective.agg.token_weights(lengths=lengths, groups=groups, valid=valid)
+    columns = given | {
+        "loss_mask": np.repeat(valid, lengths),
+        "advantages": advantages,
+        "weights": np.repeat(weights, lengths),
+        "segment_ids": np.repeat(np.arange(len(rollouts)), lengths),
+        "num_segments": len(rollouts),
+    }
+    tokens = Tokens.of(given["logprobs"], columns)
+    importance, truncated = objective.is_weight.weight(tokens), objective.is_weight.truncated(tokens)
+    clipped, slope = objective.grad1.clipped(tokens), -objective.logprob_gradient(given["logprobs"], columns)
+    places = [(i, t, text) for i, one in enumerate(rollouts) for t, text in enumerate(one.tokens)]
+    return [
+        TokenFactors(
+            rollout=rollout,
+            position=position,
+            token=text,
+            agg=float(tokens.weights[n]),
+            is_weight=float(importance[n]),
+            adv=float(advantages[n]),
+            kept=not clipped[n],
+            truncated=bool(truncated[n]),
+            multiplier=float(slope[n]),
+        )
+        for n, (rollout, position, text) in enumerate(places)
+    ]
+
+
+def _joined(rollouts: Sequence[ScoredRollout], name: str) -> np.ndarray:
+    parts = []
+    for number, one in enumerate(rollouts):
+        column = getattr(one, name)
+        if column is None:
+            raise UserError(f"rollout {number} has no {name}, which this objective reads; give them, one per token")
+        if len(column) != len(one.tokens):
+            raise UserError(
+                f"rollout {number} has {len(one.tokens)} tokens but {len(column)} {name}; give one per token"
+            )
+        parts.append(np.asarray(column, np.float64))
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+FIELDS: Final = tuple(field.name for field in dataclasses.fields(ScoredRollout))

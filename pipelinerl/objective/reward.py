@@ -1,0 +1,103 @@
+"""Reward shaping: what a domain makes of its verifier's rewards before any advantage is taken. ROLL's RLVR pipeline.
+
+In this order, each step only where it is asked for: the overlong penalty (DAPO), normalisation, clipping, scaling. All
+of it is a function of one step's rollouts of one domain; whoever has several calls it for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import final
+
+import numpy as np
+
+from pipelinerl.objective.adv import Bools, Floats, Ints
+
+
+class Over(StrEnum):
+    """Over what a mean or a deviation is taken."""
+
+    NONE = "none"
+    """Not at all: nothing is subtracted, or divided by."""
+    GROUP = "group"
+    """The judged rollouts of one group."""
+    BATCH = "batch"
+    """The judged rollouts of the domain in this step."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardShaping:
+    """How a domain's rewards become what advantages are computed from; the default leaves them as they are.
+
+    Attributes:
+        overlong_tokens: L_max of DAPO's soft overlong punishment (Yu et al. 2025, Eq. 13); 0 for none. A rollout of
+            more than L_max − overlong_margin sampled tokens loses up to 1, linearly, and beyond L_max it loses 1.
+        overlong_margin: L_cache, the tokens over which the punishment grows.
+        mean, std: what is subtracted, and divided by (with `epsilon`). Group mean and batch deviation is ROLL's
+            reinforce++ baseline.
+        low, high: bounds of the result.
+        scale: factor, last.
+    """
+
+    overlong_tokens: int = 0
+    overlong_margin: int = 0
+    mean: Over = Over.NONE
+    std: Over = Over.NONE
+    epsilon: float = 1e-6
+    low: float = -math.inf
+    high: float = math.inf
+    scale: float = 1.0
+
+    def contradictions(self) -> Iterator[str]:
+        """A sentence for each setting that makes no sense; it begins with the field."""
+        if self.low > self.high:
+            yield f"low must not exceed high, got {self.low:g} and {self.high:g}"
+        if self.overlong_margin > self.overlong_tokens:
+            yield (
+                f"overlong_margin ({self.overlong_margin}) must not exceed overlong_tokens ({self.overlong_tokens}): "
+                "it is the last part of that length"
+            )
+        if self.scale <= 0 or not math.isfinite(self.scale):
+            yield f"scale must be positive and finite, got {self.scale:g}"
+        if self.epsilon < 0:
+            yield f"epsilon must not be negative, got {self.epsilon:g}"
+
+    def apply(self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools) -> Floats:
+        """Shaped rewards [B]; 0 where there is no judgement.
+
+        Args:
+            rewards: [B], of one domain; ignored, whatever it is, where not `valid`.
+            groups: [B], index of the rollout's group; any integers.
+            lengths: [B], tokens that the model sampled.
+            valid: [B], False where the verdict is no judgement.
+        """
+        shaped = np.where(valid, rewards, 0.0).astype(np.float64)
+        if self.overlong_tokens:
+            shaped = shaped + _overlong(lengths, self.overlong_tokens, self.overlong_margin)
+        centre = _mean(shaped, groups, valid, self.mean)
+        deviation = np.sqrt(_mean((shaped - _mean(shaped, groups, valid, self.std)) ** 2, groups, valid, self.std))
+        shaped = shaped - centre
+        if self.std is not Over.NONE:
+            shaped = shaped / (deviation + self.epsilon)
+        return np.where(valid, np.clip(shaped, self.low, self.high) * self.scale, 0.0)
+
+
+def _overlong(lengths: Ints, most: int, margin: int) -> Floats:
+    """0 up to most − margin, −1 above `most`, linear between."""
+    if margin == 0:
+        return np.where(lengths > most, -1.0, 0.0)
+    return np.asarray(np.clip((most - margin - lengths) / margin, -1.0, 0.0))
+
+
+def _mean(amounts: Floats, groups: Ints, valid: Bools, over: Over) -> Floats:
+    """[B]: mean of `amounts` over the judged rollouts of each rollout's group, or of all; 0 where `over` is none."""
+    if over is Over.NONE:
+        return np.zeros_like(amounts)
+    index = np.unique(groups, return_inverse=True)[1] if over is Over.GROUP else np.zeros(groups.shape, np.int64)
+    sums = np.bincount(index, weights=np.where(valid, amounts, 0.0), minlength=1)
+    counts = np.bincount(index, weights=valid.astype(np.float64), minlength=1)
+    return np.asarray((sums / np.maximum(counts, 1.0))[index])

@@ -1,0 +1,86 @@
+"""The critic's objective: squared error to the returns, clipped around the values that the step began with.
+
+    L = Σ_t w_t · ½·max( (V_t − R_t)², (clip(V_t, V_old,t − ε, V_old,t + ε) − R_t)² )
+
+PPO's reference implementation (Engstrom et al. 2020, "Implementation Matters", Eq. 3); the maximum is pessimistic, so
+that a value which has moved by more than ε towards its return stops there until the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from pipelinerl.arrays import Array, namespace
+from trainer_contract.types import Columns, Float32, MicroBatch
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """Satisfies `trainer_contract.types.Objective`, for a value head. `clip` ε is in units of reward; inf is none.
+
+    Columns [T] that it reads: `loss_mask`, `weights`, `values`, `returns`. Positions outside the mask may be left out.
+    """
+
+    clip: float = 0.2
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The old values and what they should have been."""
+        return frozenset({"returns"} if math.isinf(self.clip) else {"values", "returns"})
+
+    def evaluate(self, values: Array, columns: Columns, /) -> Array:
+        """The loss on this micro-batch, a scalar, of current values [T]."""
+        xp = namespace(values)
+        error, clipped = self._errors(values, columns)
+        square = xp.where(error * error >= clipped * clipped, error * error, clipped * clipped)
+        return (0.5 * _inside(columns["weights"], columns) * square).sum()
+
+    def logprob_gradient(self, values: Array, columns: Columns, /) -> Array:
+        """d loss / d values, [T]: w·(V − R), and 0 where the maximum is the clipped error, which knows no V."""
+        xp = namespace(values)
+        error, clipped = self._errors(values, columns)
+        slope = xp.where(error * error >= clipped * clipped, error, xp.zeros_like(error))
+        return _inside(columns["weights"], columns) * slope
+
+    def _errors(self, values: Array, columns: Columns) -> tuple[Array, Array]:
+        """V − R, and the same of the clipped V; 0 outside the mask."""
+        error = _inside(values - columns["returns"], columns)
+        if math.isinf(self.clip):
+            return error, error
+        old = columns["values"]
+        clipped = namespace(values).clip(values, old - self.clip, old + self.clip)
+        return error, _inside(clipped - columns["returns"], columns)
+
+
+def _inside(column: Array, columns: Columns) -> Array:
+    xp = namespace(column)
+    return xp.where(columns["loss_mask"], column, xp.zeros_like(column))
+
+
+def value_statistics(micro_batches: Sequence[MicroBatch], values: Sequence[Float32]) -> dict[str, float]:
+    """Figures of a critic's step from the values its loss was evaluated on; {} when no token trained.
+
+    `value_explained` is 1 − Var(R − V)/Var(R): 1 for a perfect critic, 0 for one that knows the mean alone, below 0 for
+    one that misleads; 0 where the returns do not vary.
+    """
+    parts: Mapping[str, list[np.ndarray]] = {"values": [], "returns": []}
+    for batch, predicted in zip(micro_batches, values, strict=True):
+        if batch.returns is not None:
+            parts["values"].append(predicted[batch.loss_mask])
+            parts["returns"].append(batch.returns[batch.loss_mask])
+    if not sum(part.size for part in parts["values"]):
+        return {}
+    value, wanted = (np.concatenate(parts[name]).astype(np.float64) for name in ("values", "returns"))
+    spread = wanted.var()
+    return {
+        "value_mean": float(value.mean()),
+        "return_mean": float(wanted.mean()),
+        "value_error": float(np.sqrt(((value - wanted) ** 2).mean())),
+        "value_explained": float(1 - (wanted - value).var() / spread) if spread > 0 else 0.0,
+    }

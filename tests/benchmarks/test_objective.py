@@ -1,0 +1,19 @@
+"""The arms of the objective's benchmark do the same work: else their times would compare nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.objective import HANDS, PROMPT, SAMPLED, arms, micro_batch
+
+
+def test_all_arms_have_the_same_gradient() -> None:
+    works = arms(4 * (PROMPT + SAMPLED))
+    gradient = works["slots"]()
+    for name in HANDS:
+        torch.testing.assert_close(works[name](), gradient, rtol=1e-5, atol=1e-9)
+    _, columns = micro_batch(4 * (PROMPT + SAMPLED))
+    inside = columns["loss_mask"]
+    assert (gradient[~inside] == 0).all()
+    clipped = (gradient[inside] == 0).float().mean()
+    assert 0.02 < clipped < 0.5, "some tokens are clipped, most are not"

@@ -1,0 +1,76 @@
+"""What `explain` says of tokens: by hand, and against the gradient that trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import UserError
+from pipelinerl.objective.catalogue import PRESETS
+from pipelinerl.objective.explain import COSTS, ScoredRollout, factors, slot_lines
+from pipelinerl.objective.presets import resolve
+
+GOOD = ScoredRollout(
+    tokens=("so", "4"),
+    reward=1.0,
+    behavior_logprobs=(-1.0, -0.7),
+    logprobs=(-1.0, -0.3),
+    old_logprobs=(-1.0, -0.6),
+    ref_logprobs=(-1.2, -0.9),
+    values=(0.3, 0.4),
+)
+BAD = ScoredRollout(
+    tokens=("5",),
+    reward=0.0,
+    behavior_logprobs=(-1.7,),
+    logprobs=(-1.6,),
+    old_logprobs=(-0.7,),
+    ref_logprobs=(-1.0,),
+    values=(0.1,),
+)
+
+
+def test_grpo_by_hand() -> None:
+    first, second, third = factors(resolve({"preset": "grpo", "adv": {"epsilon": 0.0}}), [GOOD, BAD])
+    assert (first.agg, first.is_weight, first.adv, first.kept, first.multiplier) == (0.25, 1.0, 1.0, True, 0.25)
+    assert (second.token, second.kept, second.multiplier) == ("4", False, 0.0), "its ratio is e^0.4 > 1.2"
+    assert (third.rollout, third.position, third.agg, third.adv) == (1, 0, 0.5, -1.0)
+    assert third.multiplier == pytest.approx(-0.5 * np.exp(0.1))
+
+
+def test_tis_cuts_what_exceeds_its_cap() -> None:
+    *_, third = factors(resolve("ppo_tis"), [GOOD, BAD])
+    assert (third.is_weight, third.truncated) == (2.0, True), "π_old/μ = e > 2"
+
+
+def test_an_unjudged_rollout_has_no_part() -> None:
+    *judged, last = factors(resolve("grpo"), [GOOD, BAD, replace(BAD, judged=False, reward=9.0)])
+    assert (last.agg, last.adv, last.multiplier) == (0.0, 0.0, 0.0)
+    assert judged == factors(resolve("grpo"), [GOOD, BAD])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_score_functions_multiplier_is_the_product_of_its_factors(name: str) -> None:
+    objective = PRESETS[name].objective
+    rows = factors(objective, [GOOD, BAD])
+    assert len(rows) == 3
+    if slot_lines(objective)[3].kind == "logprob" and slot_lines(objective)[4].kind == "none":
+        for row in rows:
+            assert row.multiplier == pytest.approx(row.agg * row.is_weight * row.adv)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_five_slots_and_a_price_for_each_column(name: str) -> None:
+    objective = PRESETS[name].objective
+    lines = slot_lines(objective)
+    assert [line.slot for line in lines] == ["agg", "is_weight", "adv", "grad1", "grad2"]
+    assert {column for line in lines for column in line.needs} == objective.passes <= set(COSTS)
+
+
+def test_what_the_objective_reads_must_be_given_for_every_token() -> None:
+    with pytest.raises(UserError, match="rollout 1 has no ref_logprobs, which this objective reads"):
+        factors(resolve("grpo_kl"), [GOOD, replace(BAD, ref_logprobs=None)])
+    with pytest.raises(UserError, match="rollout 0 has 2 tokens but 1 logprobs; give one per token"):
+        factors(resolve("grpo"), [replace(GOOD, logprobs=(-1.0,)), BAD])

@@ -1,0 +1,144 @@
+"""Every preset against its paper's surrogate, as loops that torch differentiates; numpy, torch and JAX alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl.objective.catalogue import PRESETS
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.tokens import Tokens
+from pipelinerl.rng import generator
+from tests.objective.libraries import LIBRARIES, in_numpy, in_torch
+from tests.objective.oracles import ORACLES, Groups, Sequence
+
+GROUP_SIZE = 10
+PROMPT = 2
+SCORE_FUNCTIONS = {"reinforce", "rloo", "reinforce_token", "pipelinerl", "cispo", "llamarl", "topr", "agarwal"}
+CAPPED = {"cispo", "llamarl", "topr", "decoupled_ppo", "ppo_tis"}
+
+
+def sampled(seed: int) -> Groups:
+    """Two groups with rollouts of different lengths; policies differ enough that every clip and cap acts somewhere."""
+    draw = generator(seed, "papers")
+
+    def rollout() -> Sequence:
+        length = int(draw.integers(1, 7))
+        mu = -draw.exponential(1.0, length)
+        old = mu + draw.normal(0, 1.1, length)
+        return Sequence(
+            reward=float(draw.normal()),
+            theta=torch.tensor(old + draw.normal(0, 0.3, length), requires_grad=True),
+            mu=mu.tolist(),
+            old=old.tolist(),
+            ref=(mu + draw.normal(0, 0.5, length)).tolist(),
+            values=draw.normal(size=length).tolist(),
+        )
+
+    return [[rollout() for _ in range(GROUP_SIZE)] for _ in range(2)]
+
+
+def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict[str, Any]]:
+    """Current log-probs and columns of one micro-batch, prompts included, weighed by the slots as a step does."""
+    rollouts = [one for group in groups for one in group]
+    lengths = np.array([len(one) for one in rollouts])
+    index, valid = np.repeat(np.arange(len(groups)), GROUP_SIZE), np.ones(len(rollouts), bool)
+
+    def joined(parts: list[Any]) -> np.ndarray:
+        return np.concatenate([np.asarray(part, np.float64) for part in parts])
+
+    sampled_only = {
+        "behavior_logprobs": joined([one.mu for one in rollouts]),
+        "old_logprobs": joined([one.old for one in rollouts]),
+        "ref_logprobs": joined([one.ref for one in rollouts]),
+        "values": joined([one.values for one in rollouts]),
+    }
+    sampled_only["advantages"] = objective.adv.advantages(
+        rewards=np.array([one.reward for one in rollouts]),
+        groups=index,
+        lengths=lengths,
+        valid=valid,
+        columns={name: sampled_only[name] for name in objective.adv.needs},
+    )
+    weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
+    sampled_only["weights"] = np.repeat(weights, lengths)
+    mask = np.concatenate([np.arange(PROMPT + length) >= PROMPT for length in lengths])
+    columns: dict[str, Any] = {"loss_mask": mask, "num_segments": len(rollouts)}
+    columns["segment_ids"] = np.repeat(np.arange(len(rollouts)), lengths + PROMPT)
+    for name, column in sampled_only.items():
+        columns[name] = np.zeros(mask.shape)
+        columns[name][mask] = column
+    logprobs = np.full(mask.shape, -2.0)
+    logprobs[mask] = joined([one.theta.detach() for one in rollouts])
+    return logprobs, columns
+
+
+def gradient_of(groups: Groups, name: str) -> np.ndarray:
+    """−dJ / d log π_θ of the paper's surrogate, rollout after rollout."""
+    (-ORACLES[name](groups)).backward()  # type: ignore[no-untyped-call]
+    return np.concatenate([one.theta.grad.numpy() for group in groups for one in group])  # type: ignore[union-attr]
+
+
+def test_every_preset_has_an_oracle() -> None:
+    assert set(ORACLES) == set(PRESETS)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_gradient_is_that_of_the_papers_surrogate(name: str, library: str) -> None:
+    objective, groups = PRESETS[name].objective, sampled(5)
+    logprobs, columns = packed(groups, objective)
+    wanted = gradient_of(groups, name)
+    loss, gradient = LIBRARIES[library](objective, logprobs, columns)
+    mask = columns["loss_mask"]
+    np.testing.assert_allclose(gradient[mask], wanted, rtol=0, atol=1e-9)
+    assert (gradient[~mask] == 0).all()
+    assert np.abs(wanted).max() > 1e-5, "or nothing was compared"
+    assert loss == pytest.approx(in_numpy(objective, logprobs, columns).loss, rel=0, abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    "name", ["reinforce", "reinforce_token", "rloo", "pipelinerl", "cispo", "llamarl", "topr", "agarwal", "gmpo"]
+)
+def test_where_nothing_is_masked_the_value_is_the_papers_too(name: str) -> None:
+    """GMPO clips inside its product, so that its value is comparable as well."""
+    objective, groups = PRESETS[name].objective, sampled(6)
+    logprobs, columns = packed(groups, objective)
+    assert in_numpy(objective, logprobs, columns).loss == pytest.approx(-ORACLES[name](groups).item(), abs=1e-10)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_in_single_precision_the_split_and_the_order_of_rollouts_change_nothing(name: str) -> None:
+    objective = PRESETS[name].objective
+    logprobs, columns = packed(sampled(7), objective)
+    narrow = {
+        k: v.astype(np.float32) if isinstance(v, np.ndarray) and v.dtype == float else v for k, v in columns.items()
+    }
+    whole, rollouts = in_torch(objective, logprobs.astype(np.float32), narrow), columns["num_segments"]
+    loss, gradient = 0.0, np.zeros_like(whole.gradient)
+    order = generator(8, "papers").permutation(rollouts)
+    for part in np.array_split(order, 3):
+        where = np.concatenate([np.flatnonzero(columns["segment_ids"] == segment) for segment in part])
+        piece = {k: v[where] if isinstance(v, np.ndarray) else v for k, v in narrow.items()}
+        places = {segment: place for place, segment in enumerate(part.tolist())}
+        piece["segment_ids"] = np.array([places[segment] for segment in piece["segment_ids"].tolist()])
+        partial = in_torch(objective, logprobs[where].astype(np.float32), piece | {"num_segments": len(part)})
+        loss += partial.loss
+        gradient[where] = partial.gradient
+    assert loss == pytest.approx(whole.loss, rel=0, abs=1e-5)
+    np.testing.assert_allclose(gradient, whole.gradient, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_clips_and_caps_act_on_these_rollouts(name: str) -> None:
+    """Without this the comparisons above could pass on tokens that no bound concerns."""
+    objective = PRESETS[name].objective
+    logprobs, columns = packed(sampled(5), objective)
+    tokens = Tokens.of(logprobs, columns)
+    clipped, truncated = objective.grad1.clipped(tokens), objective.is_weight.truncated(tokens)
+    assert clipped.any() == (name not in SCORE_FUNCTIONS)
+    assert truncated.any() == (name in CAPPED)
+    assert not clipped[~tokens.inside].any() and not truncated[~tokens.inside].any()

@@ -1,0 +1,68 @@
+"""Reward shaping against numbers worked out by hand."""
+
+import numpy as np
+import pytest
+
+from pipelinerl.objective.reward import Over, RewardShaping
+
+REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 1.0])
+GROUPS = np.array([7, 7, 7, 7, 3, 3])
+LENGTHS = np.array([3, 10, 12, 14, 15, 90])
+ALL = np.ones(6, dtype=bool)
+
+
+def shaped(rewards=REWARDS, valid=ALL, **fields):
+    return RewardShaping(**fields).apply(rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid)
+
+
+def test_the_default_leaves_rewards_as_they_are():
+    np.testing.assert_array_equal(shaped(), REWARDS)
+
+
+def test_too_long_an_answer_loses_up_to_one():
+    """DAPO Eq. 13 with L_max = 14 and L_cache = 4: free up to 10 tokens, −1 from 14 on."""
+    np.testing.assert_allclose(
+        shaped(overlong_tokens=14, overlong_margin=4) - REWARDS, [0.0, 0.0, -0.5, -1.0, -1.0, -1.0]
+    )
+    np.testing.assert_allclose(shaped(overlong_tokens=14) - REWARDS, [0.0, 0.0, 0.0, 0.0, -1.0, -1.0])
+
+
+def test_normalised_over_groups_and_over_the_batch():
+    np.testing.assert_allclose(shaped(mean=Over.GROUP), [0.5, -0.5, -0.5, 0.5, 2.0, -2.0])
+    np.testing.assert_allclose(shaped(mean=Over.GROUP, std=Over.GROUP, epsilon=0.0), [1, -1, -1, 1, 1, -1])
+    np.testing.assert_allclose(
+        shaped(mean=Over.BATCH, std=Over.BATCH, epsilon=0.0), (REWARDS - REWARDS.mean()) / REWARDS.std()
+    )
+    np.testing.assert_allclose(shaped(std=Over.BATCH, epsilon=0.0), REWARDS / REWARDS.std())
+
+
+def test_clipped_then_scaled():
+    np.testing.assert_allclose(shaped(low=0.5, high=2.0, scale=10.0), [10, 5, 5, 10, 20, 10])
+
+
+def test_what_was_not_judged_counts_nowhere():
+    valid = np.array([True, True, False, True, True, True])
+    poisoned = np.where(valid, REWARDS, np.nan)
+    for over in (Over.GROUP, Over.BATCH):
+        got = shaped(poisoned, valid, mean=over, std=over)
+        rule = RewardShaping(mean=over, std=over)
+        alone = rule.apply(rewards=REWARDS[valid], groups=GROUPS[valid], lengths=LENGTHS[valid], valid=ALL[valid])
+        assert got[2] == 0.0
+        np.testing.assert_allclose(got[valid], alone)
+    nobody = shaped(valid=~ALL, mean=Over.BATCH, std=Over.GROUP)
+    assert (nobody == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"low": 1.0, "high": 0.0}, "low must not exceed high, got 1 and 0"),
+        ({"overlong_margin": 3, "overlong_tokens": 2}, "overlong_margin (3) must not exceed overlong_tokens (2)"),
+        ({"scale": 0.0}, "scale must be positive and finite, got 0"),
+        ({"epsilon": -1.0}, "epsilon must not be negative, got -1"),
+    ],
+)
+def test_settings_without_meaning_have_a_sentence(fields, sentence):
+    (found,) = RewardShaping(**fields).contradictions()
+    assert found.startswith(sentence)
+    assert list(RewardShaping().contradictions()) == []

@@ -1,0 +1,83 @@
+"""The critic's objective against loops from its formula, autograd, and figures by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl import rng
+from pipelinerl.objective.value_loss import ValueLoss, value_statistics
+from trainer_contract.probes import pack
+
+
+def columns(seed: int, tokens: int = 40) -> tuple[np.ndarray, dict[str, Any]]:
+    draw = rng.generator(seed, "value_loss")
+    inside = draw.random(tokens) < 0.7
+    return draw.normal(size=tokens), {
+        "loss_mask": inside,
+        "weights": np.where(inside, draw.random(tokens), 0.0),
+        "values": draw.normal(scale=0.3, size=tokens),
+        "returns": np.where(inside, draw.normal(size=tokens), np.nan),
+    }
+
+
+def loss_by_loops(values: np.ndarray, given: dict[str, Any], clip: float) -> float:
+    total = 0.0
+    for t, value in enumerate(values):
+        if given["loss_mask"][t]:
+            old, wanted = given["values"][t], given["returns"][t]
+            held = min(max(value, old - clip), old + clip)
+            total += given["weights"][t] * 0.5 * max((value - wanted) ** 2, (held - wanted) ** 2)
+    return total
+
+
+@pytest.mark.parametrize("clip", [0.2, 0.5, math.inf])
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_and_gradient_equal_the_loops_and_autograd(seed: int, clip: float) -> None:
+    values, given = columns(seed)
+    loss = ValueLoss(clip=clip)
+    assert loss.evaluate(values, given) == pytest.approx(loss_by_loops(values, given, clip), rel=1e-12)
+    variable = torch.tensor(values, requires_grad=True)
+    tensors = {name: torch.from_numpy(column) for name, column in given.items()}
+    total = loss.evaluate(variable, tensors)
+    total.backward()
+    assert total.item() == pytest.approx(loss_by_loops(values, given, clip), rel=1e-12)
+    assert variable.grad is not None
+    closed = loss.logprob_gradient(values, given)
+    np.testing.assert_allclose(closed, variable.grad.numpy(), rtol=0, atol=1e-12)
+    stopped = given["loss_mask"] & (closed == 0)
+    assert stopped.any() != math.isinf(clip), "the seeds must show a value that was held back"
+
+
+def test_a_value_beyond_the_clip_is_held_only_on_its_way_to_the_return() -> None:
+    given: dict[str, Any] = {
+        "loss_mask": np.array([True, True]),
+        "weights": np.ones(2),
+        "values": np.zeros(2),
+        "returns": np.array([1.0, -1.0]),
+    }
+    assert ValueLoss(clip=0.2).logprob_gradient(np.array([0.5, 0.5]), given).tolist() == [0.0, 1.5]
+
+
+def test_what_it_needs() -> None:
+    assert ValueLoss().needs == {"values", "returns"}
+    assert ValueLoss(clip=math.inf).needs == {"returns"}
+
+
+def test_figures_by_hand() -> None:
+    batch = pack([[1, 2, 3], [4, 5]], prompt=1)
+    returns = np.array([9, 1, 3, 9, 2], np.float32)
+    values = np.array([0, 1, 2, 0, 3], np.float32)
+    figures = value_statistics([replace(batch, returns=returns)], [values])
+    assert figures == {
+        "value_mean": 2.0,
+        "return_mean": 2.0,
+        "value_error": pytest.approx(math.sqrt(2 / 3)),
+        "value_explained": pytest.approx(0.0),
+    }
+    assert value_statistics([batch], [values]) == {}

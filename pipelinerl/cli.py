@@ -15,6 +15,9 @@ import typer
 from pipelinerl import config as recipes
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import PipelineError, RecipeError, UserError
+from pipelinerl.roles.explain_command import explain
+from pipelinerl.roles.mismatch_command import mismatch
+from pipelinerl.roles.replay_command import replay
 
 app = typer.Typer(
     name="pipelinerl",
@@ -27,6 +30,9 @@ knobs_app = typer.Typer(help="Show or change the knobs of a live run.", no_args_
 conformance_app = typer.Typer(help="Check an engine or a trainer against its contract.", no_args_is_help=True)
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(conformance_app, name="conformance")
+app.command()(mismatch)
+app.command()(explain)
+app.command()(replay)
 
 ROLES: Final = "Roles (each is one process; `run` starts them all)"
 
@@ -262,6 +268,27 @@ def engine(
     _start(
         engine_role.run,
         _identity(recipe, name, run_dir, redis_url, controller_url, token_file, chosen, host=host, port=port),
+    )
+
+
+@app.command(rich_help_panel=ROLES)
+def parameter_server(
+    recipe: RoleRecipe = "tiny",
+    name: Name = "parameter-server-0",
+    run_dir: RunDir = None,
+    redis_url: RedisUrl = LOCAL_REDIS,
+    controller_url: ControllerUrl = LOCAL_CONTROLLER,
+    token_file: TokenFile = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8100,
+    changes: Changes = None,
+) -> None:
+    """Holds versions of the weights in memory, for engines to pull (weights.transport=pull)."""
+    from pipelinerl.roles import parameter_server_role
+
+    _start(
+        parameter_server_role.run,
+        _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes, host=host, port=port),
     )
 
 

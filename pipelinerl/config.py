@@ -14,22 +14,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from inference_contract.schemas import OnUpdate
+from inference_contract.schemas import OnUpdate, Transport
+from pipelinerl.config_learning import (
+    CriticSection,
+    KLControlSection,
+    ReferenceSection,
+    RewardSection,
+    TrainingSection,
+)
+from pipelinerl.config_sections import LaunchSection, ParameterServerSection, Section, WeightsSection
+from pipelinerl.engines.options import WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
-from pipelinerl.training.admission import NoSignal
-from trainer_contract.types import Device, Precision
+from trainer_contract.types import Device, HeadPrecision, Precision
 
 RECIPES = Path(__file__).resolve().parent.parent / "launch" / "recipes"
 MODELS = Path(__file__).resolve().parent / "models"
-
-
-class Section(BaseModel):
-    """Base of every section: immutable and closed to unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class RunSection(Section):
@@ -41,12 +43,16 @@ class RunSection(Section):
     steps: int = Field(default=100, ge=1)
     until_accuracy: float | None = Field(default=None, gt=0, le=1)
     """End early once an evaluation reaches this held-out accuracy."""
+    stall_s: float = Field(default=120.0, gt=0)
+    """When nothing has got on for so long, an event and the controller's log say what the run waits for."""
 
 
 class ModelSection(Section):
     """The policy to start from: a local Hugging Face directory, or `shipped:<name>`."""
 
     path: str
+    head_precision: HeadPrecision = HeadPrecision.MODEL
+    """Arithmetic of the output layer, in engine and trainer alike: as the rest, or `fp32` (MiniMax-M1)."""
 
     @property
     def resolved(self) -> Path:
@@ -64,7 +70,11 @@ class EngineSection(Section):
     max_waiting: int = Field(default=4096, ge=1)
     context_length: int = Field(default=512, ge=2)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    weights: WeightFormat = WeightFormat.NATIVE
+    """How linear layers are kept: as they come, or quantised (`int8`)."""
     device: Device = Device.AUTO
+    devices: int = Field(default=1, ge=1)
+    """How many devices share one engine's model (type jax)."""
     on_update: OnUpdate = OnUpdate.CONTINUE
 
 
@@ -113,18 +123,8 @@ class TrainerSection(Section):
     device: Device = Device.AUTO
     gradient_checkpointing: bool = False
     micro_batch_tokens: int = Field(default=16384, ge=2)
-
-
-class TrainingSection(Section):
-    """What makes a step."""
-
-    rollouts_per_step: int = Field(default=256, ge=1)
-    tokens_per_step: int | None = Field(default=None, ge=1)
-    """Step as soon as this many tokens are ready, even if `rollouts_per_step` is not reached."""
-    no_signal: NoSignal = NoSignal.TRAIN
-    """Groups whose rewards are all equal: part of their step, or replaced by others (`filter`, as DAPO)."""
-    deadline_s: float = Field(default=300.0, gt=0)
-    """How long a step may wait for rollouts before the run says so and stops."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of this type of trainer alone, which checks them: for jax, `mesh` and what else `JaxOptions` lists."""
 
 
 class StalenessSection(Section):
@@ -192,16 +192,7 @@ class DomainSection(Section):
     verifier: str = "math_answer"
     weight: float = Field(default=1.0, gt=0)
     parameters: dict[str, Any] = Field(default_factory=dict)
-
-
-class LaunchSection(Section):
-    """How the local launcher runs the roles."""
-
-    threads: int = Field(default=1, ge=1)
-    pin: Literal["auto", "none"] = "auto"
-    start_timeout_s: float = Field(default=120.0, gt=0)
-    restarts: int = Field(default=3, ge=0)
-    grace_s: float = Field(default=5.0, gt=0)
+    reward: RewardSection | None = None
 
 
 class RunConfig(Section):
@@ -217,10 +208,15 @@ class RunConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     trainer: TrainerSection = TrainerSection()
     training: TrainingSection = TrainingSection()
+    critic: CriticSection | None = None
+    kl_control: KLControlSection | None = None
+    reference: ReferenceSection | None = None
     staleness: StalenessSection = StalenessSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     streams: StreamsSection = StreamsSection()
+    weights: WeightsSection = WeightsSection()
+    parameter_server: ParameterServerSection = ParameterServerSection()
     launch: LaunchSection = LaunchSection()
 
     @field_validator("objective", mode="before")
@@ -270,6 +266,12 @@ class RunConfig(Section):
     def groups_per_step(self) -> int:
         """Groups that make a step."""
         return self.training.rollouts_per_step // self.sampling.group_size
+
+    @property
+    def servers_to_start(self) -> int:
+        """Parameter servers that the launcher starts: where weights are pulled, and none is named."""
+        wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
+        return self.parameter_server.replicas if wanted else 0
 
     @property
     def evaluation_max_tokens(self) -> int:

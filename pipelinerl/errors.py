@@ -4,14 +4,16 @@
     ├── UserError            what the user gave is wrong; shown as one sentence, exit code 2
     │   ├── RecipeError      a recipe's key, type or value; the message begins with the field's path
     │   ├── ModelError       a model directory is missing or incomplete
-    │   └── AddressError     a port is taken, or a service cannot be reached at the address given
+    │   ├── AddressError     a port is taken, or a service cannot be reached at the address given
+    │   ├── DivergedError    steps in a row were not finite: another recipe is needed, not another try
+    │   └── FencedError      another of its kind was started and has taken over: this process must stop, for good
     ├── DeadlineError        a wait ended without what it waited for; the message names the culprit
     ├── RecordError          a stored or streamed record is damaged or of an unknown kind
     ├── LedgerError          the account of prompt orders does not balance
-    ├── FencedError          a later epoch has taken over; this process must stop
     ├── CheckpointError      a checkpoint is missing, partial or damaged
     ├── EngineUnreachable    an engine gave no answer, none in time, or one that is not of the contract
     └── UpdateError          a weight update failed on some engine; the message names each
+        └── ServerLost       a parameter server cannot be reached, or broke off: it may come back
 
 To add one: subclass the nearest parent and add the line above.
 """
@@ -37,6 +39,14 @@ class AddressError(UserError):
     """A port is taken, or a service cannot be reached."""
 
 
+class DivergedError(UserError):
+    """Several steps in a row had a loss, gradient or log-probs that were not finite."""
+
+
+class FencedError(UserError):
+    """Another process of this kind has taken over."""
+
+
 class DeadlineError(PipelineError):
     """A wait ended without what it waited for."""
 
@@ -49,10 +59,6 @@ class LedgerError(PipelineError):
     """The account of prompt orders does not balance."""
 
 
-class FencedError(PipelineError):
-    """A later epoch has taken over."""
-
-
 class CheckpointError(PipelineError):
     """A checkpoint is missing, partial or damaged."""
 
@@ -63,3 +69,7 @@ class EngineUnreachable(PipelineError):
 
 class UpdateError(PipelineError):
     """A weight update failed on some engine."""
+
+
+class ServerLost(UpdateError):
+    """A parameter server cannot be reached, or broke off."""

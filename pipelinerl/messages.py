@@ -3,7 +3,8 @@
 Reports go to the controller, which alone decides; directives go to the trainer, which waits for the one that answers
 its report. Every message has a deterministic id, so that repeating it is a no-op.
 
-    trainer ── TrainerReady, StepDone, Progress, Starving, Published, Checkpointed, TrainerStopped ──▶ controller
+    trainer ── TrainerReady, StepDone, StepSkipped, Progress, Starving, Published, Checkpointed,
+               TrainerStopped ──▶ controller
     actor   ── GroupFailed, EvaluationDone, ActorAlive ──▶ controller
     controller ── Directive ──▶ trainer
 """
@@ -20,6 +21,8 @@ ORDERS = "orders"
 ROLLOUTS = "rollouts:"
 #: Holds an entry for each epoch that ever began, so that none begins twice.
 EPOCHS = "epochs"
+#: So many steps in a row that are not finite end the run.
+SKIPS_THAT_END = 3
 #: The consumer group in which actors share the prompt orders.
 ACTORS_GROUP = "actors"
 
@@ -49,13 +52,29 @@ class TrainerReady(Message, frozen=True):
 
 
 class StepDone(Message, frozen=True):
-    """An optimizer step is applied; the weights are `model_version` now."""
+    """An optimizer step is applied on the groups of `orders`; the weights are `model_version` now."""
 
     report_id: str
     epoch: int
     model_version: int
     consumed: Consumed
     stats: dict[str, float]
+    orders: list[int] = []
+
+
+class StepSkipped(Message, frozen=True):
+    """A step was not applied, since `what` of the orders `groups` is NaN or infinite; the weights are as before.
+
+    The orders of its batch are accounted for as filtered. `in_a_row` counts such steps since the last that was applied.
+    """
+
+    report_id: str
+    epoch: int
+    model_version: int
+    consumed: Consumed
+    what: str
+    groups: list[int]
+    in_a_row: int
 
 
 class Progress(Message, frozen=True):
@@ -144,7 +163,7 @@ class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Directive(Message, frozen=True):
-    """The controller's answer to `TrainerReady` or `StepDone`.
+    """The controller's answer to `TrainerReady`, `StepDone` or `StepSkipped`.
 
     `publish_to` lists the engines to be given the trainer's weights now (empty: none are due); `membership` numbers
     the set, so that a changed set forms a new group. `failed` lists orders that ended without a group.
@@ -164,6 +183,7 @@ class Directive(Message, frozen=True):
 Report = (
     TrainerReady
     | StepDone
+    | StepSkipped
     | Progress
     | Starving
     | Published
@@ -173,6 +193,9 @@ Report = (
     | EvaluationDone
     | ActorAlive
 )
+
+#: Reports that an actor makes; the others are the trainer's.
+FROM_ACTORS = (GroupFailed, EvaluationDone, ActorAlive)
 
 _REPORTS = msgspec.msgpack.Decoder(Report)
 _DIRECTIVES = msgspec.msgpack.Decoder(Directive)

@@ -81,9 +81,9 @@ def pipelinerl(
         ("conformance engine http://127.0.0.1:1", "no engine answers at http://127.0.0.1:1"),
         ("conformance engine http://127.0.0.1:1 --token-file absent", 'absent must hold {"token": "…"}'),
         ("actor --token-file absent", 'absent must hold {"token": "…"}'),
-        ("engine --type zzz --controller-url= --port 0", "engine.type must be one of torch, bigram, got 'zzz'"),
+        ("engine --type zzz --controller-url= --port 0", "engine.type must be one of torch, "),
         ("engine --model absent --controller-url= --port 0", "absent"),
-        ("trainer --set objective.grad2=kl", "objective needs ref_logprobs"),
+        ("trainer --set objective.adv=gae --set trainer.type=jax", "trainer.type 'jax' has no value head"),
         ("trainer --set model.path=absent", "absent"),
     ],
 )

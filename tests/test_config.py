@@ -12,6 +12,7 @@ from inference_contract.schemas import OnUpdate
 from pipelinerl import config
 from pipelinerl.config import RunConfig, load, parse, to_table
 from pipelinerl.errors import RecipeError
+from pipelinerl.objective.reward import Over, RewardShaping
 from pipelinerl.staleness import StalenessBounds
 from trainer_contract.types import Precision
 
@@ -43,6 +44,7 @@ def refusal(*overrides: str) -> str:
         ("training.deadline_s=nan", "training.deadline_s: Input should be a finite number"),
         ("trainer.precision=fp8", "trainer.precision: Input should be 'fp32' or 'bf16', got 'fp8'"),
         ("engine.device=tpu", "engine.device: Input should be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        ("engine.weights=fp8", "engine.weights: Input should be 'native', 'int8' or 'int4', got 'fp8'"),
         ("staleness.preset=fast", "staleness.preset must be one of on_policy, one_step_off, pipeline, rlax"),
         ("staleness.k=1.5", "staleness.k must be a whole number or inf, got 1.5"),
         ("objective=3", "objective: must be the name of a preset or a table, got 3"),
@@ -53,6 +55,10 @@ def refusal(*overrides: str) -> str:
         ("domains=[]", "domains: must be one or more with names of their own, got none"),
         ("run.steps", "an override must read section.key=value, got 'run.steps'"),
         ("=3", "an override must read section.key=value, got '=3'"),
+        ("weights.transport=pigeon", "weights.transport: Input should be 'broadcast' or 'pull', got 'pigeon'"),
+        ("parameter_server.versions=1", "parameter_server.versions: Input should be greater than or equal to 2, got 1"),
+        ('parameter_server.urls=["a:1"]', "parameter_server.urls.0: "),
+        ('parameter_server.urls=["http://a:1", "http://a:1"]', "parameter_server.urls must name each server once"),
     ],
 )
 def test_refusals_name_the_field(override: str, sentence: str) -> None:
@@ -69,6 +75,13 @@ def test_every_finding_has_its_line() -> None:
         "run.steps: Input should be greater than or equal to 1, got 0",
         "engine.slots: Input should be a valid integer, got 'x'",
     ]
+
+
+def test_parameter_servers_are_started_where_weights_are_pulled_and_none_is_named() -> None:
+    assert config.load("tiny").servers_to_start == 0
+    pulled = ["weights.transport=pull", "parameter_server.replicas=3"]
+    assert config.load("tiny", pulled).servers_to_start == 3
+    assert config.load("tiny", [*pulled, 'parameter_server.urls=["http://a:1"]']).servers_to_start == 0
 
 
 def test_a_secret_in_an_address_is_not_repeated() -> None:
@@ -131,6 +144,16 @@ def test_a_resolved_recipe_reads_back_equal(recipe: Path, tmp_path: Path) -> Non
     assert to_table(again) == to_table(resolved)
     assert again.staleness.bounds == resolved.staleness.bounds
     assert again.model_copy(update={"staleness": None}) == resolved.model_copy(update={"staleness": None})
+
+
+def test_reward_shaping_reads_back_equal_and_says_what_makes_no_sense() -> None:
+    domain = {"name": "d", "source": "addition", "reward": {"mean": "group", "high": 5.0, "low": -math.inf}}
+    resolved = parse({**MINIMAL, "domains": [domain]})
+    assert resolved.domains[0].reward is not None
+    assert resolved.domains[0].reward.shaping == RewardShaping(mean=Over.GROUP, high=5.0)
+    assert parse(to_table(resolved)).domains == resolved.domains
+    with pytest.raises(RecipeError, match=r"^domains.0.reward: reward.low must not exceed high, got 2 and 1$"):
+        parse({**MINIMAL, "domains": [{**domain, "reward": {"low": 2.0, "high": 1.0}}]})
 
 
 def test_a_config_is_frozen_and_knows_its_directory() -> None:

@@ -24,6 +24,7 @@ from pipelinerl.messages import (
     Published,
     Starving,
     StepDone,
+    StepSkipped,
     TrainerKnobs,
     TrainerReady,
     TrainerStopped,
@@ -43,6 +44,20 @@ WIRE: list[tuple[Message, dict[str, Any]]] = [
     (
         StepDone(report_id="e1-step-6", epoch=1, model_version=6, consumed=CONSUMED, stats={"loss": 0.5}),
         {"report_id": "e1-step-6", "epoch": 1, "model_version": 6, "consumed": ACCOUNT, "stats": {"loss": 0.5}},
+    ),
+    (
+        StepSkipped(
+            report_id="e1-skip-6-1", epoch=1, model_version=6, consumed=CONSUMED, what="rewards", groups=[4], in_a_row=1
+        ),
+        {
+            "report_id": "e1-skip-6-1",
+            "epoch": 1,
+            "model_version": 6,
+            "consumed": ACCOUNT,
+            "what": "rewards",
+            "groups": [4],
+            "in_a_row": 1,
+        },
     ),
     (
         Progress(epoch=1, model_version=6, consumed=CONSUMED, again=[7]),

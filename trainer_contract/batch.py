@@ -19,7 +19,13 @@ _COLUMNS = {
     "behavior_logprobs": np.float32,
     "temperatures": np.float32,
 }
-_OPTIONAL = {"old_logprobs": np.float32, "ref_logprobs": np.float32, "values": np.float32}
+_OPTIONAL = {
+    "old_logprobs": np.float32,
+    "ref_logprobs": np.float32,
+    "values": np.float32,
+    "returns": np.float32,
+    "behavior_versions": np.int32,
+}
 
 
 def check(batch: MicroBatch, *, vocab_size: int, needs: Iterable[str] = ()) -> None:

@@ -21,13 +21,16 @@ from typing import Final
 import numpy as np
 
 from trainer_contract.errors import BatchError, NonFiniteError, ProtocolError, SpecError, StateError
+from trainer_contract.head_checks import steps_may_stand_still, values_precede_their_tokens
 from trainer_contract.probes import (
     LINEAR,
     LinearObjective,
     Subject,
+    Unsupported,
     gradient_of,
     norm_of,
     pack,
+    practised,
     require,
     require_equal,
     require_raises,
@@ -37,6 +40,7 @@ from trainer_contract.probes import (
     stepped,
     weights_of,
 )
+from trainer_contract.types import Head
 
 _LOGPROB_TOLERANCE: Final = 2e-4
 _WEIGHT_TOLERANCE: Final = 2e-5
@@ -62,16 +66,13 @@ class CheckResult:
     reason: str = ""
 
 
-class Unsupported(Exception):
-    """Raised in a check that has no meaning for this subject."""
-
-
 def run(
     subject: Subject, *, directory: Path, checks: Sequence[Callable[[Subject, Path], None]] | None = None
 ) -> list[CheckResult]:
-    """Run the checks, each in an empty directory of its own below `directory`; failures are results, not exceptions."""
+    """Run `checks`, or those of the subject's head, each in an empty directory of its own; failures are results."""
     results = []
-    for check in CHECKS if checks is None else checks:
+    suite = CHECKS if subject.spec.head is Head.POLICY else VALUE_CHECKS
+    for check in suite if checks is None else checks:
         place = directory / check.__name__
         place.mkdir(parents=True)
         promise = (check.__doc__ or "").strip().splitlines()[0]
@@ -111,35 +112,36 @@ def forward_is_a_distribution(subject: Subject, _: Path) -> None:
 
 
 def forward_starts_at_zero(subject: Subject, _: Path) -> None:
-    """f32 [T], every token has a log-prob, and the first of a segment has 0."""
+    """f32 [T], every token has a prediction, and the first of a segment has 0."""
     batch = pack(rollouts_of(subject.vocab_size), prompt=2)
-    logprobs = started(subject).forward(batch)
-    require(str(getattr(logprobs, "dtype", None)) == "float32", "forward must return a numpy f32 array")
-    require(logprobs.shape == (batch.num_tokens,), f"forward must return shape [T], got {logprobs.shape}")
-    require(bool((logprobs[batch.position_ids == 0] == 0).all()), "log-probs at segment starts must be 0")
-    require(
-        bool((logprobs[batch.position_ids > 0] < 0).all()), "log-probs elsewhere must be negative, prompts included"
-    )
+    predictions = practised(subject).forward(batch)
+    elsewhere = predictions[batch.position_ids > 0]
+    require(str(getattr(predictions, "dtype", None)) == "float32", "forward must return a numpy f32 array")
+    require(predictions.shape == (batch.num_tokens,), f"forward must return shape [T], got {predictions.shape}")
+    require(bool((predictions[batch.position_ids == 0] == 0).all()), "predictions at segment starts must be 0")
+    require(bool((elsewhere != 0).all()), "predictions elsewhere must not be 0, prompts included")
+    if subject.spec.head is Head.POLICY:
+        require(bool((elsewhere < 0).all()), "log-probs elsewhere must be negative, prompts included")
 
 
 def segments_are_independent(subject: Subject, _: Path) -> None:
-    """A rollout has the same log-probs alone and packed with others."""
-    trainer, rollouts = started(subject), rollouts_of(subject.vocab_size)
+    """A rollout has the same predictions alone and packed with others."""
+    trainer, rollouts = practised(subject), rollouts_of(subject.vocab_size)
     alone = np.concatenate([trainer.forward(pack([rollout])) for rollout in rollouts])
     require_equal(
         trainer.forward(pack(rollouts)),
         alone,
         _LOGPROB_TOLERANCE,
-        "packed log-probs, compared with each rollout's alone",
+        "packed predictions, compared with each rollout's alone",
     )
 
 
 def forward_is_causal(subject: Subject, _: Path) -> None:
-    """A token's log-prob does not depend on later tokens."""
-    trainer, (rollout, *_rest) = started(subject), rollouts_of(subject.vocab_size, lengths=(8,))
+    """A token's prediction does not depend on later tokens."""
+    trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
     changed = [*rollout[:5], *((token + 1) % subject.vocab_size for token in rollout[5:])]
     before, after = trainer.forward(pack([rollout])), trainer.forward(pack([changed]))
-    require_equal(after[:5], before[:5], _LOGPROB_TOLERANCE, "log-probs before the first changed token")
+    require_equal(after[:5], before[:5], _LOGPROB_TOLERANCE, "predictions before the first changed token")
 
 
 def forward_leaves_no_trace(subject: Subject, _: Path) -> None:
@@ -157,14 +159,14 @@ def forward_leaves_no_trace(subject: Subject, _: Path) -> None:
 
 
 def loss_is_of_forward(subject: Subject, _: Path) -> None:
-    """`backward` returns the objective's value on the log-probs that `forward` gives."""
-    trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size), prompt=2, temperature=0.7)
+    """`backward` returns the objective's value on the predictions that `forward` gives."""
+    trainer, batch = practised(subject), pack(rollouts_of(subject.vocab_size), prompt=2, temperature=0.7)
     expected = -(trainer.forward(batch) * batch.weights * batch.advantages).sum()
     stats = trainer.backward(batch, LINEAR)
     require_equal(stats.loss, expected, _LOGPROB_TOLERANCE * batch.num_tokens, "the loss")
-    logprobs = np.where(batch.loss_mask, trainer.forward(batch), 0.0)
-    require(stats.logprobs.shape == logprobs.shape, f"LossStats.logprobs must be [T], got {stats.logprobs.shape}")
-    require_equal(stats.logprobs, logprobs, _LOGPROB_TOLERANCE, "LossStats.logprobs, 0 outside the mask,")
+    predictions, got = np.where(batch.loss_mask, trainer.forward(batch), 0.0), stats.predictions
+    require(got.shape == predictions.shape, f"LossStats.predictions must be [T], got {got.shape}")
+    require_equal(got, predictions, _LOGPROB_TOLERANCE, "LossStats.predictions, 0 outside the mask,")
 
 
 def gradient_is_of_the_loss(subject: Subject, _: Path) -> None:
@@ -253,11 +255,9 @@ def non_finite_is_refused(subject: Subject, _: Path) -> None:
     for poison in (np.nan, np.inf):
         poisoned = batch.advantages.copy()
         poisoned[np.flatnonzero(batch.loss_mask)[0]] = poison
-        require_raises(
-            NonFiniteError,
-            partial(trainer.backward, replace(batch, advantages=poisoned), LINEAR),
-            f"backward with the advantage {poison}",
-        )
+        backward = partial(trainer.backward, replace(batch, advantages=poisoned), LINEAR)
+        with np.errstate(invalid="ignore"):
+            require_raises(NonFiniteError, backward, f"backward with the advantage {poison}")
     require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "a step after a refused backward")
     require_same_weights(weights_of(trainer), before, 0.0, "weights after a refused backward")
     healthy, fresh = stepped(trainer, [batch]), stepped(started(subject), [batch])
@@ -293,6 +293,12 @@ def missing_model_is_refused(subject: Subject, directory: Path) -> None:
     """SpecError for a model directory that is not there."""
     absent = replace(subject.spec, model_path=directory / "absent", restore_from=None)
     require_raises(SpecError, lambda: subject.factory().init_worker(absent), "init_worker without a model")
+
+
+def unknown_options_are_refused(subject: Subject, _: Path) -> None:
+    """SpecError for an option that the backend does not know; it is not ignored."""
+    spec = replace(subject.spec, options={"no_such_option": 1})
+    require_raises(SpecError, lambda: subject.factory().init_worker(spec), "init_worker with an unknown option")
 
 
 # --- weights and state -------------------------------------------------------------------------------------------
@@ -359,11 +365,19 @@ CHECKS: Final[tuple[Callable[[Subject, Path], None], ...]] = (
     parts_equal_the_whole,
     order_does_not_matter,
     step_applies_and_clears,
+    steps_may_stand_still,
     discard_forgets,
     non_finite_is_refused,
     malformed_batches_are_refused,
     missing_model_is_refused,
+    unknown_options_are_refused,
     layout_is_what_is_gathered,
     state_continues_exactly,
     broken_state_is_refused,
+)
+
+#: For a subject with a value head.
+VALUE_CHECKS: Final = (
+    *(check for check in CHECKS if check is not forward_is_a_distribution),
+    values_precede_their_tokens,
 )

@@ -1,7 +1,7 @@
 """The errors a trainer may raise, as one tree.
 
     TrainerError
-    ├── SpecError           the spec cannot be satisfied: model, precision or device missing or unknown
+    ├── SpecError           the spec cannot be satisfied: model, precision, device or head missing or unknown
     ├── BatchError          a micro-batch breaks the layout that `types.MicroBatch` promises
     ├── StateError          a saved state is missing, damaged or of another model
     ├── ProtocolError       verbs called in an order that has no meaning (optimizer_step without backward)

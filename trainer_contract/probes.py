@@ -13,15 +13,22 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_contract.errors import TrainerError
+from trainer_contract.errors import SpecError, TrainerError
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import Columns, MicroBatch, OptimizerSpec, TrainerSpec
+from trainer_contract.types import Columns, Head, MicroBatch, OptimizerSpec, TrainerSpec
 
 Weights = dict[str, NDArray[np.float64]]
 
 
+class Unsupported(Exception):
+    """Raised in a check that has no meaning for this subject."""
+
+
 class Subject(NamedTuple):
-    """What is tried: a trainer's class, and a spec for a small fp32 model of `vocab_size` tokens (at least 8)."""
+    """What is tried: a trainer's class, and a spec for a small fp32 model of `vocab_size` tokens (at least 8).
+
+    A value head is a subject of its own; a trainer that has none refuses it with SpecError.
+    """
 
     factory: Callable[[], Trainer]
     spec: TrainerSpec
@@ -31,17 +38,17 @@ class Subject(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class LinearObjective:
-    """−Σ weights·advantages·logprobs: the plainest objective, in operators that all array libraries share."""
+    """−Σ weights·advantages·predictions: the plainest objective, in operators that all array libraries share."""
 
     needs: frozenset[str] = frozenset()
 
-    def evaluate(self, logprobs: Any, columns: Columns) -> Any:
+    def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
         """See `types.Objective`."""
-        return -(logprobs * columns["weights"] * columns["advantages"]).sum()
+        return -(predictions * columns["weights"] * columns["advantages"]).sum()
 
-    def logprob_gradient(self, logprobs: Any, columns: Columns) -> Any:
+    def logprob_gradient(self, predictions: Any, columns: Columns, /) -> Any:
         """See `types.Objective`."""
-        return -(logprobs * 0 + columns["weights"] * columns["advantages"])
+        return -(predictions * 0 + columns["weights"] * columns["advantages"])
 
 
 LINEAR: Final = LinearObjective()
@@ -85,7 +92,20 @@ def started(subject: Subject, *, restore_from: Path | None = None, grad_clip: fl
     """A new trainer whose first step shows the gradient."""
     optimizer = OptimizerSpec(betas=(0.9, 0.95), eps=1.0, weight_decay=0.0, grad_clip=grad_clip)
     trainer = subject.factory()
-    trainer.init_worker(replace(subject.spec, optimizer=optimizer, restore_from=restore_from))
+    try:
+        trainer.init_worker(replace(subject.spec, optimizer=optimizer, restore_from=restore_from))
+    except SpecError as error:
+        if subject.spec.head is Head.VALUE:
+            raise Unsupported(f"no value head: {error}") from error
+        raise
+    return trainer
+
+
+def practised(subject: Subject) -> Trainer:
+    """A new trainer whose predictions differ from token to token: a value head, which may begin at 0, has stepped."""
+    trainer = started(subject)
+    for _ in range(3 if subject.spec.head is Head.VALUE else 0):
+        stepped(trainer, [pack(rollouts_of(subject.vocab_size))], rate=1.0)
     return trainer
 
 

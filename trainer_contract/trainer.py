@@ -36,17 +36,20 @@ class Trainer(Protocol):
         """Load and shard weights and optimizer state, from `spec.model_path` or `spec.restore_from`.
 
         Raises:
-            SpecError: the model, device or precision cannot be had.
+            SpecError: the model, device, precision or head cannot be had.
             StateError: `restore_from` is missing, damaged, or of another model.
         """
         ...
 
     def forward(self, micro_batch: MicroBatch) -> Float32:
-        """Log-probs of the tokens at their temperatures, f32 [T], without gradient; 0 at segment starts."""
+        """Predictions f32 [T], without gradient; 0 at segment starts.
+
+        Log-probs of the tokens at their temperatures, or values of the states before them, as `spec.head` says.
+        """
         ...
 
     def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
-        """Evaluate the objective and accumulate its gradient.
+        """Evaluate the objective and accumulate its gradient, which is 0 when no token is in the loss mask.
 
         Raises:
             NonFiniteError: the loss is NaN or infinite; nothing was accumulated from this call.
@@ -55,6 +58,8 @@ class Trainer(Protocol):
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
         """Clip, apply and clear the accumulated gradient; the version rises by one.
+
+        A rate of 0 leaves every weight as it is, to the bit: a step in which the model stands still.
 
         Raises:
             ProtocolError: no gradient was accumulated.

@@ -26,6 +26,24 @@ class Precision(StrEnum):
     BF16 = "bf16"
 
 
+class Head(StrEnum):
+    """What the model predicts of each token from the tokens before it."""
+
+    POLICY = "policy"
+    """Its log-prob: a language model."""
+    VALUE = "value"
+    """The return to be expected from there on: the same architecture with a scalar in place of the output layer."""
+
+
+class HeadPrecision(StrEnum):
+    """Arithmetic of the output layer, which engine and trainer share."""
+
+    MODEL = "model"
+    """That of the rest of the model."""
+    FP32 = "fp32"
+    """At least fp32 products and sums, of hidden states and weights as they are."""
+
+
 class Device(StrEnum):
     """Where the trainer runs; `auto` takes CUDA when there is one."""
 
@@ -46,14 +64,21 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """What `init_worker` needs. `model_path` is a local Hugging Face directory (or a bigram model's)."""
+    """What `init_worker` needs. `model_path` is a local Hugging Face directory (or a bigram model's).
+
+    With `Head.VALUE` it may be that of a language model: values then begin at 0 for every state.
+    """
 
     model_path: Path
+    head: Head = Head.POLICY
     seed: int = 0
     precision: Precision = Precision.FP32
+    head_precision: HeadPrecision = HeadPrecision.MODEL
     device: Device = Device.AUTO
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     gradient_checkpointing: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of one backend alone, such as its mesh; one that a backend does not know it refuses, never ignores."""
     restore_from: Path | None = None
 
 
@@ -63,6 +88,7 @@ class MicroBatch:
 
     Column t speaks of token t. `logprobs[t]` predicts `token_ids[t]` from the earlier tokens of its own segment, so
     the first token of a segment has no prediction: its log-prob is 0 by definition and `loss_mask` is False there.
+    `values[t]` is of the state in which token t was chosen, so it is predicted from the same earlier tokens.
 
     Example, two rollouts "ab→c" and "d→ef" (→ divides prompt and sample):
         token_ids    a b c d e f
@@ -81,7 +107,10 @@ class MicroBatch:
         temperatures: f32 [T], of sampling; log-probs are those of softmax(logits / temperature).
         old_logprobs: f32 [T] or None, recomputed at the sampling weights.
         ref_logprobs: f32 [T] or None, of the frozen reference.
-        values: f32 [T] or None, of a critic.
+        values: f32 [T] or None, of a critic when the step began; 0 at segment starts.
+        returns: f32 [T] or None, what a critic is to predict; 0 outside the mask.
+        behavior_versions: i32 [T] or None, of the weights that sampled each token; 0 outside the mask. No trainer
+            reads them: they tell staleness from numerics.
         num_segments: S.
     """
 
@@ -96,6 +125,8 @@ class MicroBatch:
     old_logprobs: Float32 | None = None
     ref_logprobs: Float32 | None = None
     values: Float32 | None = None
+    returns: Float32 | None = None
+    behavior_versions: Int32 | None = None
     num_segments: int
 
     @property
@@ -109,31 +140,34 @@ Columns = Mapping[str, Any]
 
 
 class Objective(Protocol):
-    """What `backward` minimises; written once for every array library."""
+    """What `backward` minimises; written once for every array library.
+
+    Predictions are log-probs, or values when the trainer has a value head.
+    """
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns it reads: any of `old_logprobs`, `ref_logprobs`, `values`."""
+        """Optional columns it reads: any of `old_logprobs`, `ref_logprobs`, `values`, `returns`."""
         ...
 
-    def evaluate(self, logprobs: Any, columns: Columns) -> Any:
-        """Scalar loss to minimise (−J) of [T] log-probs, differentiable where the array library differentiates."""
+    def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
+        """Scalar loss to minimise (−J) of [T] predictions, differentiable where the array library differentiates."""
         ...
 
-    def logprob_gradient(self, logprobs: Any, columns: Columns) -> Any:
-        """Closed form of d loss / d logprobs, [T]: for backends without automatic differentiation, and for tests."""
+    def logprob_gradient(self, predictions: Any, columns: Columns, /) -> Any:
+        """Closed form of d loss / d predictions, [T]: for backends without automatic differentiation, and for tests."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """Of one `backward`: the loss it added, and the log-probs f32 [T] it was evaluated on, 0 outside the loss mask.
+    """Of one `backward`: the loss it added, and the predictions f32 [T] it was evaluated on, 0 outside the loss mask.
 
-    What else there is to know of a step is a function of these log-probs and the micro-batch.
+    What else there is to know of a step is a function of these predictions and the micro-batch.
     """
 
     loss: float
-    logprobs: Float32
+    predictions: Float32
 
 
 @dataclass(frozen=True, slots=True)

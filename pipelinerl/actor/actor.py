@@ -23,6 +23,7 @@ from typing import Protocol, final
 from inference_contract.errors import ContractError
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
 from pipelinerl.actor.assembly import Answer, assemble
+from pipelinerl.actor.room import Room
 from pipelinerl.engines.engine_pool import Answered
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
@@ -55,7 +56,10 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSettings:
-    """`attempts` bounds how often an order aborted by a weight update is sampled anew."""
+    """`attempts` bounds how often an order aborted by a weight update is sampled anew.
+
+    `groups_in_flight` is where a run begins; it is a live knob (`Actor.resize`).
+    """
 
     name: str
     groups_in_flight: int
@@ -95,10 +99,14 @@ class Actor:
         self._verifier_of = verifier_of
         self._outbox = _Outbox()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._room = asyncio.Semaphore(settings.groups_in_flight)
+        self._room = Room(settings.groups_in_flight)
         self._dead_letters = DeadLetters(stream)
         self._groups_done = 0
         self._resampled = 0
+
+    def resize(self, groups_in_flight: int) -> None:
+        """Hold at most so many orders from now on."""
+        self._room.resize(groups_in_flight)
 
     async def run(self) -> None:
         """Work until cancelled; the orders in flight then are left to the next life of this actor, or to another."""
@@ -111,14 +119,10 @@ class Actor:
 
     async def _claim(self, group: asyncio.TaskGroup) -> None:
         for entry in await self._stream.held(PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name):
-            await self._room.acquire()
+            await self._room.take(1)
             self._begin(group, entry)
         while True:
-            await self._room.acquire()
-            free = 1
-            while free < self.settings.groups_in_flight and not self._room.locked():
-                await self._room.acquire()
-                free += 1
+            free = await self._room.take()
             entries = await self._stream.claim(
                 PROMPTS,
                 group=ACTORS_GROUP,
@@ -129,12 +133,11 @@ class Actor:
             )
             for entry in entries:
                 self._begin(group, entry)
-            for _ in range(free - len(entries)):
-                self._room.release()
+            self._room.give_back(free - len(entries))
 
     def _begin(self, group: asyncio.TaskGroup, entry: Entry) -> None:
         if entry.entry_id in self._tasks:  # a server that was away may count as idle what is being worked on
-            self._room.release()
+            self._room.give_back()
             return
         task = group.create_task(self._work(entry))
         self._tasks[entry.entry_id] = task
@@ -149,7 +152,7 @@ class Actor:
             await self._dead_letters.bury(entry, error)
         self._outbox.done.append(entry.entry_id)
         self._outbox.ready.set()
-        self._room.release()
+        self._room.give_back()
 
     async def _fulfil(self, order: PromptOrder) -> None:
         try:

@@ -4,7 +4,7 @@ GET    /health            liveness, without a token
 GET    /status            RunStatus
 GET    /knobs             values and the log of changes
 PATCH  /knobs             {"k": 4, …} → the new values; 422 with one sentence when they cannot run
-GET    /engines           base URLs that may be given work
+GET    /engines           base URLs that may be given work, and how many groups each actor may hold
 POST   /engines           {"url": …, "incarnation": …}: an engine joins; the incarnation tells one life from the next
 DELETE /engines?url=…     an engine is taken out; only its next life, or a POST without incarnation, brings it back
 POST   /stop              end the run at the next step boundary
@@ -74,10 +74,12 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
 
 def _add_engines(app: FastAPI, service: ControllerService) -> None:
     @app.get("/engines")
-    async def engines() -> dict[str, list[str]]:
+    async def engines() -> dict[str, Any]:
+        state = service.controller.state
         return {
-            "serving": service.controller.state.fleet.serving(),
-            "members": service.controller.state.fleet.members(),
+            "serving": state.fleet.serving(),
+            "members": state.fleet.members(),
+            "groups_in_flight": state.knobs.groups_in_flight,
         }
 
     @app.post("/engines")

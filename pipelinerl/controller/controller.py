@@ -5,6 +5,7 @@
 
     input                      from      effects
     TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs), then prompts
+    StepSkipped                trainer   a Directive, which stops the run after the third in a row
     Progress, Published        trainer   prompts
     Starving                   trainer   the lost orders again, if no actor works on any
     GroupFailed, Evaluation…   actor     prompts; an evaluation's result
@@ -22,6 +23,7 @@ from typing import Any, Final, final
 import msgspec
 
 from pipelinerl.controller.account import Account
+from pipelinerl.controller.directives import directive, ending
 from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.evaluation import Evaluation
 from pipelinerl.controller.inputs import (
@@ -40,7 +42,10 @@ from pipelinerl.controller.knobs import KnobChange
 from pipelinerl.controller.order_book import OrderBook
 from pipelinerl.controller.settings import ControllerSettings
 from pipelinerl.controller.state import Phase, RunState
+from pipelinerl.controller.waiting import progress_mark, waiting_for
 from pipelinerl.messages import (
+    FROM_ACTORS,
+    SKIPS_THAT_END,
     ActorAlive,
     Checkpointed,
     Directive,
@@ -51,7 +56,7 @@ from pipelinerl.messages import (
     Report,
     Starving,
     StepDone,
-    TrainerKnobs,
+    StepSkipped,
     TrainerReady,
     TrainerStopped,
 )
@@ -69,7 +74,7 @@ class Controller:
         settings: ControllerSettings,
         state: RunState,
         *,
-        training_problem: Callable[[int], Problem],
+        training_problem: Callable[[int, Mapping[str, float]], Problem],
         held_out_problem: Callable[[int], Problem],
     ) -> None:
         self.settings = settings
@@ -89,8 +94,17 @@ class Controller:
             RecipeError: knobs that cannot run; nothing has changed.
             LedgerError: the trainer's account does not balance with ours.
         """
+        effects = self._decide(given)
+        mark = progress_mark(self.state)
+        if list(mark) != list(self.state.progress):
+            self.state.progress, self.state.progressed_at, self.state.stall_told = mark, given.now, False
+        return effects
+
+    def _decide(self, given: AnyInput) -> list[Effect]:
         match given:
             case Heard(report=report, now=now):
+                if not isinstance(report, FROM_ACTORS):
+                    self.state.trainer_heard = (type(report).__name__, now)
                 return self.handle(report, now=now)
             case KnobsPatched(changes=changes, who=who, time=time):
                 return self.patch(changes, who=who, time=time)
@@ -119,6 +133,8 @@ class Controller:
                 return self._trainer_ready(report, now=now)
             case StepDone() if report.epoch == self.state.epoch:
                 return self._step_done(report, now=now)
+            case StepSkipped() if report.epoch == self.state.epoch:
+                return self._step_skipped(report)
             case Progress() if report.epoch == self.state.epoch:
                 self.state.account.update(report.consumed)
                 self.state.account.lost(report.again)
@@ -149,7 +165,9 @@ class Controller:
             for name, value in self.state.knobs.to_json().items()
             if name in changes or value != before[name]
         }
-        self.state.knob_log.append(KnobChange(time=time, step=self.state.version, who=who, changes=changed))
+        self.state.knob_log.append(
+            KnobChange(time=time, step=self.state.version, cursor=self.state.account.cursor, who=who, changes=changed)
+        )
         return [Record("knobs", {"changes": changed, "who": who, "step": self.state.version}), *self.issue()]
 
     def stop(self, reason: str) -> list[Effect]:
@@ -161,11 +179,16 @@ class Controller:
         return [Send(self._directive(f"stop-e{self.state.epoch}", publish=True))]
 
     def tick(self, *, now: float) -> list[Effect]:
-        """Time has passed: publish to engines that wait for weights, and give up on answers that do not come."""
+        """Time has passed: publish to engines that wait for weights, give up on answers that do not come, and say it
+        when nothing at all gets on."""
         effects = self.reload_if_due()
         evaluation = self.state.evaluation
         if evaluation is not None and now - evaluation.heard_at > self.settings.evaluation_patience_s:
             effects += self._close_evaluation(evaluation, now=now)
+        still_s = now - self.state.progressed_at
+        if still_s > self.settings.stall_s and not self.state.stall_told and self.state.phase is not Phase.FINISHED:
+            self.state.stall_told = True
+            effects.append(Record("stalled", {"still_s": still_s, "waits_for": waiting_for(self.state, now=now)}))
         return effects
 
     # --- decisions -------------------------------------------------------------------------------------------------
@@ -173,13 +196,7 @@ class Controller:
     @property
     def ending(self) -> str | None:
         """Why the run ends at the next step boundary; None while it goes on."""
-        if (
-            self.state.stop_reason is None
-            and self.state.version >= self.settings.steps
-            and self.state.phase is not Phase.STARTING
-        ):
-            return f"all {self.settings.steps} steps are done"
-        return self.state.stop_reason
+        return ending(self.state, self.settings)
 
     def reload_if_due(self) -> list[Effect]:
         """Ask the trainer to publish between steps when an engine waits for weights; once for each membership."""
@@ -209,8 +226,10 @@ class Controller:
             queued_groups=self.state.account.in_flight,
             groups_per_step=self.state.knobs.groups_per_step,
         ):
+            index = self.state.account.next_index()
+            weights = self.state.domain_weights_of(index)
             orders.append(
-                self._orders.training(self.state.account.next_index(), temperature=self.state.knobs.temperature)
+                self._orders.training(index, temperature=self.state.knobs.temperature, domain_weights=weights)
             )
         return [IssuePrompts(orders)] if orders else []
 
@@ -263,7 +282,11 @@ class Controller:
         self.state.account.update(report.consumed)
         self.state.last_step = report.stats
         effects: list[Effect] = [
-            Record("step", {"step": self.state.version, "model_version": self.state.version, **report.stats})
+            Record(
+                "step",
+                {"step": self.state.version, "model_version": self.state.version}
+                | {"orders": report.orders, **report.stats},
+            )
         ]
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
@@ -271,6 +294,17 @@ class Controller:
         if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
             effects += self._evaluate(now=now)
         return effects + self.issue()
+
+    def _step_skipped(self, report: StepSkipped) -> list[Effect]:
+        """Three in a row are no accident: the run ends where it is, its state saved."""
+        if report.report_id in self.state.answers:
+            return [Send(self.state.answers[report.report_id])]
+        self.state.account.update(report.consumed)
+        step = self.state.version + 1
+        if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
+            self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
+        told = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
+        return [Record("step_skipped", told), self._answer(report.report_id, publish=False), *self.issue()]
 
     def _published(self, report: Published, *, now: float) -> list[Effect]:
         for url in report.pauses_s:
@@ -359,22 +393,6 @@ class Controller:
         return Send(directive)
 
     def _directive(self, answers: str, *, publish: bool) -> Directive:
-        stop = self.ending is not None
-        self.state.stop_sent = self.state.stop_sent or stop
-        stepped = answers.startswith(f"e{self.state.epoch}-step-")
-        checkpoint = stop or (stepped and self.state.version % self.settings.checkpoint_interval_steps == 0)
-        return Directive(
-            answers=answers,
-            epoch=self.state.epoch,
-            knobs=TrainerKnobs(
-                k=self.state.knobs.k,
-                learning_rate=self.state.knobs.learning_rate,
-                rollouts_per_step=self.state.knobs.rollouts_per_step,
-            ),
-            publish_to=self.state.fleet.members() if publish or stop else [],
-            membership=self.state.fleet.membership,
-            failed=self.state.account.unsettled,
-            checkpoint=checkpoint,
-            stop=stop,
-            controller_state=self.state.checkpoint_record() if checkpoint else None,
-        )
+        made = directive(self.state, self.settings, answers=answers, publish=publish)
+        self.state.stop_sent = self.state.stop_sent or made.stop
+        return made

@@ -6,12 +6,16 @@ the state comes out the same) and carries out the effects of the last decision o
 directives by the ids written here, events by the number of the decision; repeating one is a no-op. An input that was
 not journaled had no effect: a report still lies in its stream, an API call was not answered.
 
+It fences, too: of two controllers that write, one finds its number taken, by an entry that is not its own, and stops
+before its decision has had any effect.
+
 The numbers of entries are consecutive. When the stream server has lost the tail of its history, they are not, and the
 journal is of no use until its next snapshot: `whole` notices, and whoever writes takes a snapshot at once.
 """
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from typing import Final, Self, final
 
@@ -19,6 +23,7 @@ import msgspec
 
 from pipelinerl.controller.inputs import AnyInput, Heard
 from pipelinerl.controller.state import RunState
+from pipelinerl.errors import FencedError
 from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id
 
 #: The stream that holds it.
@@ -33,6 +38,7 @@ class Decision(msgspec.Struct, frozen=True, tag=True):
     given: AnyInput
     next_prompt: int
     next_directive: int
+    writer: str = ""
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
@@ -40,6 +46,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 
     state: RunState
     reports_offset: str
+    writer: str = ""
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -63,6 +70,7 @@ class Journal:
 
     def __init__(self, stream: Stream, *, number: int) -> None:
         self._stream = stream
+        self._writer = uuid.uuid4().hex
         self.number = number
         self._first = number + 1
         self._last_snapshot = number
@@ -74,9 +82,12 @@ class Journal:
         return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
 
     async def record(self, decision: Decision) -> int:
-        """Write a decision down; returns its number. It holds once this returns."""
-        self.number += 1
-        await self._stream.append(JOURNAL, [_ENCODER.encode(decision)], first_id=self.number)
+        """Write a decision down; returns its number. It holds once this returns.
+
+        Raises:
+            FencedError: another controller has written instead.
+        """
+        await self._write(msgspec.structs.replace(decision, writer=self._writer))
         if isinstance(decision.given, Heard):
             self.reports_offset = decision.given.entry_id
         return self.number
@@ -87,16 +98,25 @@ class Journal:
         return self.number - self._last_snapshot >= _SNAPSHOT_EVERY
 
     async def snapshot(self, state: RunState) -> None:
-        """Write the whole state, all decisions carried out, and drop what came before."""
-        self.number += 1
-        payload = _ENCODER.encode(Snapshot(state, self.reports_offset))
-        await self._stream.append(JOURNAL, [payload], first_id=self.number)
+        """Write the whole state, all decisions carried out, and drop what came before; raises as `record` does."""
+        await self._write(Snapshot(state, self.reports_offset, self._writer))
         await self._stream.trim(JOURNAL, before=f"{self.number}-0")
         self._first = self._last_snapshot = self.number
 
+    async def _write(self, record: Decision | Snapshot) -> None:
+        self.number += 1
+        payload = _ENCODER.encode(record)
+        if await self._stream.append(JOURNAL, [payload], first_id=self.number):
+            return
+        # It lies there already: by us, when the answer to a first try was lost.
+        found = await self._stream.read({JOURNAL: f"{self.number - 1}-0"}, count=1, block_s=0)
+        if [entry.payload for entry in found] != [payload]:
+            raise FencedError("another controller has taken over this run; this one stops")
+
     async def whole(self) -> bool:
-        """Does the server still hold every entry?"""
-        return await self._stream.length(JOURNAL) == self.number - self._first + 1
+        """Does the server still hold every entry, and none that is another's?"""
+        last = await self._stream.last_id(JOURNAL)
+        return last == f"{self.number}-0" and await self._stream.length(JOURNAL) == self.number - self._first + 1
 
     @classmethod
     async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:

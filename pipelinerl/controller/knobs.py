@@ -15,7 +15,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
 _FIXED: Final = frozenset({"group_size", "max_groups"})
-_WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps"})
+_WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,10 @@ class Knobs:
     learning_rate: float
     rollouts_per_step: int
     evaluation_interval_steps: int
+    groups_in_flight: int
+    """Of each actor: the concurrency that the engines see."""
+    domain_weights: dict[str, float]
+    """Shares of the domains, by name; they need not sum to 1, and 0 switches a domain off."""
     group_size: int
     max_groups: int = 2**31
     """Most groups in flight: a step of more could never be filled."""
@@ -39,10 +43,15 @@ class Knobs:
             "learning_rate": self.learning_rate,
             "rollouts_per_step": self.rollouts_per_step,
             "evaluation_interval_steps": self.evaluation_interval_steps,
+            "groups_in_flight": self.groups_in_flight,
+            "the sum of domain_weights": sum(self.domain_weights.values()),
         }
         for name, value in positive.items():
             if not (value > 0 and math.isfinite(value)):
                 raise RecipeError(f"{name} must be a positive number, got {value}")
+        for domain, weight in self.domain_weights.items():
+            if weight < 0:
+                raise RecipeError(f"domain_weights.{domain} must not be negative, got {weight:g}")
         if self.rollouts_per_step % self.group_size:
             raise RecipeError(
                 f"rollouts_per_step must be a multiple of the group size {self.group_size}, "
@@ -67,15 +76,19 @@ class Knobs:
     def patched(self, changes: Mapping[str, Any]) -> Self:
         """These knobs with `changes` applied, valid as a whole.
 
-        `preset` sets j and k together; k may be the text `inf`.
+        `preset` sets j and k together; k may be the text `inf`; `domain_weights.<domain>` sets one weight, and a table
+        `domain_weights` those that it names.
 
         Raises:
             RecipeError: unknown knob, wrong type, or a combination that cannot run.
         """
         values: dict[str, Any] = {}
         for name, value in changes.items():
+            domains = self._domains(name, value)
             if name == "preset":
                 values.update(_preset(value))
+            elif domains:
+                values["domain_weights"] = values.get("domain_weights", self.domain_weights) | domains
             else:
                 values[name] = self._converted(name, value)
         return replace(self, **values)
@@ -88,18 +101,35 @@ class Knobs:
         values["k"] = "inf" if math.isinf(self.k) else int(self.k)
         return values
 
+    def _domains(self, name: str, value: Any) -> dict[str, float]:
+        """The weights by domain that a change names, if it is about them."""
+        section, _, domain = name.partition(".")
+        if section != "domain_weights":
+            return {}
+        given = {domain: value} if domain else value
+        if not isinstance(given, Mapping) or not given:
+            raise RecipeError(f"domain_weights must be a table of numbers by domain, got {short(value)}")
+        for each in given:
+            if each not in self.domain_weights:
+                raise RecipeError(f"unknown domain {short(each)}; domains are {', '.join(self.domain_weights)}")
+        return {each: _number(f"domain_weights.{each}", weight) for each, weight in given.items()}
+
     def _converted(self, name: str, value: Any) -> Any:
         changeable = {field.name for field in fields(self)} - _FIXED
         if name not in changeable:
             raise RecipeError(f"unknown knob {short(name)}; knobs are {', '.join(sorted(changeable))} and preset")
-        whole = name in _WHOLE
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if isinstance(value, bool) or math.isnan(number) or (whole and not number.is_integer()):
-            raise RecipeError(f"{name} must be a {'whole ' if whole else ''}number, got {short(value)}")
-        return int(number) if whole else number
+        number = _number(name, value, whole=name in _WHOLE)
+        return int(number) if name in _WHOLE else number
+
+
+def _number(name: str, value: Any, *, whole: bool = False) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, bool) or math.isnan(number) or (whole and not number.is_integer()):
+        raise RecipeError(f"{name} must be a {'whole ' if whole else ''}number, got {short(value)}")
+    return number
 
 
 def _preset(name: Any) -> dict[str, Any]:
@@ -110,9 +140,10 @@ def _preset(name: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobChange:
-    """One line of the knob log."""
+    """One line of the knob log; `cursor` is the first order that was not issued before it."""
 
     time: float
     step: int
+    cursor: int = 0
     who: str
     changes: dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -18,16 +18,16 @@ class OrderBook:
     seed: int
     sampling: Sampling
     evaluation_max_tokens: int
-    training_problem: Callable[[int], Problem]
+    training_problem: Callable[[int, Mapping[str, float]], Problem]
     held_out_problem: Callable[[int], Problem]
 
-    def training(self, index: int, *, temperature: float) -> PromptOrder:
-        """Training order `index`."""
+    def training(self, index: int, *, temperature: float, domain_weights: Mapping[str, float]) -> PromptOrder:
+        """Training order `index`, from the mixture of these weights."""
         return PromptOrder(
             order_id=f"prompt-{index:06d}",
             index=index,
             purpose=Purpose.TRAINING,
-            problem=self.training_problem(index),
+            problem=self.training_problem(index, domain_weights),
             sampling=replace(self.sampling, temperature=temperature),
             seed=rng.key(self.seed, "sampling", index),
         )

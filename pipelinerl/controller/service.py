@@ -248,6 +248,8 @@ class ControllerService:
                 self._next_directive += 1
                 await self._stream.trim(ORDERS, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
             case Record(kind, fields):
+                if kind == "stalled":
+                    log.warning("nothing has got on for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
                 if not told:
                     self._record(kind, {**fields, "decision": decision})
             case Finish(reason):

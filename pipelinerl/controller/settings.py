@@ -20,5 +20,7 @@ class ControllerSettings:
     evaluation_max_tokens: int
     evaluation_patience_s: float = 120.0
     """An evaluation that gets no answer for so long ends with those it has."""
+    stall_s: float = 120.0
+    """The watchdog speaks when nothing has got on for so long."""
     checkpoint_interval_steps: int
     engines_expected: int

@@ -33,6 +33,7 @@ class RunState(msgspec.Struct, kw_only=True):
     """State of a run; changed by `Controller` alone.
 
     Attributes:
+        first_domain_weights: those that the recipe gives.
         actors: last heartbeat of each, and when it came.
         first_version, training_since: where and when this trainer began to train, for the estimate of the end.
         pending_ready: the trainer's question, while engines that are expected have not joined.
@@ -40,10 +41,13 @@ class RunState(msgspec.Struct, kw_only=True):
         stop_reason, stop_sent: why the run is to end before its last step, and whether the trainer has been told.
         reload_asked: (epoch, membership) for which a publication between steps was asked last.
         resumed_account: of a checkpoint, until the trainer's own account arrives.
+        trainer_heard: kind of the trainer's last report, and when it came.
+        progress, progressed_at, stall_told: the watchdog's: see `waiting.py`.
     """
 
     knobs: Knobs
     knob_log: list[KnobChange] = []
+    first_domain_weights: dict[str, float]
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     account: Account = msgspec.field(default_factory=Account)
     phase: Phase = Phase.STARTING
@@ -62,6 +66,17 @@ class RunState(msgspec.Struct, kw_only=True):
     stop_sent: bool = False
     reload_asked: tuple[int, int] = (-1, -1)
     resumed_account: dict[str, Any] | None = None
+    trainer_heard: tuple[str, float] | None = None
+    progress: tuple[Any, ...] = ()
+    progressed_at: float = 0.0
+    stall_told: bool = False
+
+    def domain_weights_of(self, index: int) -> dict[str, float]:
+        """The weights by which order `index` is drawn, however often it is issued: those of when it was first."""
+        for change in reversed(self.knob_log):
+            if change.cursor <= index and "domain_weights" in change.changes:
+                return change.changes["domain_weights"]
+        return self.first_domain_weights
 
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint must carry of the controller, as plain values."""

@@ -6,6 +6,7 @@ from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.engine_watch import EngineLoad, EngineWatch
 from pipelinerl.controller.fleet import EngineRecord, Standing
 from pipelinerl.controller.state import Phase, RunState
+from pipelinerl.controller.waiting import waiting_for
 from pipelinerl.observability import status
 
 
@@ -51,34 +52,24 @@ def run_status(
         ledger=status.LedgerStatus(**state.account.ledger()),
         knobs=state.knobs.to_json(),
         waiting_for=waiting_for(state, now=now),
+        trainer=_trainer(state, now=now),
+        still_s=now - state.progressed_at if state.progressed_at else 0.0,
         elapsed_s=elapsed_s,
         eta_s=remaining * (now - state.training_since) / done if done and state.training_since else None,
     )
-
-
-def waiting_for(state: RunState, *, now: float) -> str:
-    """In words: what the run waits for, and who would unblock it."""
-    if state.phase is Phase.FINISHED:
-        return "nothing: the run is over"
-    if not state.fleet.members():
-        return "an engine to join"
-    if state.phase is Phase.STARTING:
-        return "the trainer to be ready"
-    if not state.fleet.serving():
-        return "the trainer to publish its weights to an engine"
-    if state.evaluation is not None and state.version == 0:
-        return f"{state.evaluation.problems - len(state.evaluation.answers)} answers of the first evaluation"
-    if not state.actors:
-        return "an actor to report"
-    name, (_, heard) = max(state.actors.items(), key=lambda item: now - item[1][1])
-    late = f"; actor {name} last heard {now - heard:.0f} s ago" if now - heard > 10 else ""
-    return f"step {state.version + 1}: {state.account.in_flight} groups in flight{late}"
 
 
 def _phase(state: RunState) -> status.Phase:
     if state.phase is Phase.TRAINING and state.evaluation is not None and state.version == 0:
         return status.Phase.EVALUATING
     return status.Phase(state.phase.value)
+
+
+def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
+    if state.trainer_heard is None:
+        return None
+    report, heard = state.trainer_heard
+    return status.TrainerStatus(last_report=report, silent_s=now - heard)
 
 
 def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
@@ -90,4 +81,5 @@ def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
         waiting=load.metrics.waiting_sequences,
         slots=load.metrics.slots,
         tokens_per_s=load.tokens_per_s,
+        last_error=record.last_error,
     )

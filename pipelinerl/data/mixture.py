@@ -1,11 +1,11 @@
-"""A weighted mixture of domains: problem i of a run is a pure function of (seed, mixture, i)."""
+"""A weighted mixture of domains: problem i of a run is a pure function of (seed, weights, i)."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -33,14 +33,15 @@ class Mixture:
             given = {domain.name: domain.weight for domain in domains}
             raise RecipeError(f"domains must be one or more with positive finite weights, got {given}")
         self._domains = tuple(domains)
-        self._cumulative = list(itertools.accumulate(domain.weight for domain in domains))
         self._seed = seed
 
-    def domain(self, index: int) -> Domain:
-        """The domain of problem `index`."""
-        mark = float(rng.generator(self._seed, "mixture", index).random()) * self._cumulative[-1]
-        return self._domains[min(bisect.bisect_right(self._cumulative, mark), len(self._domains) - 1)]
+    def domain(self, index: int, weights: Mapping[str, float] | None = None) -> Domain:
+        """The domain of problem `index`; `weights` by domain, not all 0, stand in for the domains' own."""
+        shares = [domain.weight if weights is None else weights[domain.name] for domain in self._domains]
+        cumulative = list(itertools.accumulate(shares))
+        mark = float(rng.generator(self._seed, "mixture", index).random()) * cumulative[-1]
+        return self._domains[min(bisect.bisect_right(cumulative, mark), len(self._domains) - 1)]
 
-    def problem(self, index: int) -> Problem:
-        """Problem `index` ≥ 0 of the run."""
-        return self.domain(index).source.problem(index)
+    def problem(self, index: int, weights: Mapping[str, float] | None = None) -> Problem:
+        """Problem `index` ≥ 0 of the run; `weights` as for `domain`."""
+        return self.domain(index, weights).source.problem(index)

@@ -1,4 +1,4 @@
-"""How far apart two sets of log-probs of the same tokens are: sampler against trainer, old against recomputed."""
+"""How far apart two sets of log-probs of the same tokens are: trainer against sampler, recomputed against current."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 @final
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Quantiles of |Δ log-prob| over tokens, in nats, and the largest difference of probabilities (TIS, figure 1)."""
+    """Over tokens, with d = log π_ours − log π_theirs and r = exp(d); the tokens are taken as sampled from π_theirs.
+
+    Attributes:
+        mean, p50, p95, max: of |d|, in nats (RLAX, figure 5, reports mean and P95).
+        max_probability: the largest |π_ours − π_theirs| (TIS note, figure 1).
+        k1, k3: estimates of KL(theirs ‖ ours), −mean(d) and mean(r − 1 − d) (Schulman 2020).
+        ess: effective sample size of the weights r as a fraction of the tokens, (Σr)² / (N·Σr²).
+    """
 
     num_tokens: int
     mean: float
@@ -20,10 +27,16 @@ class Mismatch:
     p95: float
     max: float
     max_probability: float
+    k1: float
+    k3: float
+    ess: float
+
+
+_OF_NOTHING = Mismatch(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]]) -> Mismatch:
-    """Compare log-probs [N] with log-probs [N]; of no tokens everything is 0.
+    """Compare log-probs [N] with log-probs [N]; no tokens agree perfectly.
 
     Raises:
         ValueError: the shapes differ.
@@ -31,11 +44,19 @@ def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]])
     if ours.shape != theirs.shape:
         raise ValueError(f"expected log-probs of the same tokens, got shapes {ours.shape} and {theirs.shape}")
     if ours.size == 0:
-        return Mismatch(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return _OF_NOTHING
     a, b = ours.astype(np.float64), theirs.astype(np.float64)
-    difference = np.abs(a - b)
-    p50, p95 = np.quantile(difference, (0.5, 0.95))
-    probability = np.abs(np.exp(a) - np.exp(b)).max()
+    difference = a - b
+    ratio, distance = np.exp(difference), np.sort(np.abs(difference))
+    p50, p95 = np.interp((0.5 * (a.size - 1), 0.95 * (a.size - 1)), np.arange(a.size), distance)
     return Mismatch(
-        ours.size, float(difference.mean()), float(p50), float(p95), float(difference.max()), float(probability)
+        num_tokens=ours.size,
+        mean=float(distance.mean()),
+        p50=float(p50),
+        p95=float(p95),
+        max=float(distance[-1]),
+        max_probability=float(np.abs(np.exp(a) - np.exp(b)).max()),
+        k1=float(-difference.mean()),
+        k3=float((np.expm1(difference) - difference).mean()),
+        ess=float(ratio.mean() ** 2 / (ratio**2).mean()),
     )

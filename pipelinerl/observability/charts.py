@@ -1,6 +1,6 @@
 """Line charts as inline SVG: pure functions from numbers to markup, no library, no script, no outside resource.
 
-Colours are CSS variables (`--s1`, `--s2`, `--ink`, `--grid`), so that one picture serves light and dark pages, and a
+Colours are CSS variables (`--s1` to `--s3`, `--ink`, `--grid`), so that one picture serves light and dark pages, and a
 chart is as wide as its column: it scales, and its text with it.
 """
 

@@ -1,17 +1,55 @@
-"""The learning curve of a run as one PNG, drawn by matplotlib without a display (imported on demand: it is slow to)."""
+"""The curves of a run as PNGs, drawn by matplotlib without a display (imported on demand: it is slow to)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.observability.story import Series, Story
 
-_BLUE, _ORANGE, _INK, _GRID = "#2a78d6", "#e0662f", "#3d4450", "#e4e7ec"
+_BLUE, _ORANGE, _GREEN, _INK, _GRID = "#2a78d6", "#e0662f", "#2e9e6b", "#3d4450", "#e4e7ec"
 
 
 def draw(story: Story, path: Path) -> Path:
     """Write reward and held-out accuracy, staleness, tokens/s and the update pause to `path`."""
+
+    def fill(figure: Any) -> None:
+        grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1.0))
+        _learning(figure.add_subplot(grid[0, :]), story)
+        staleness = figure.add_subplot(grid[1, 0])
+        _lines(staleness, "Staleness, versions", "step", [
+            ("mean", story.by_step("staleness_mean"), _BLUE), ("max", story.by_step("staleness_max"), _ORANGE),
+        ])  # fmt: skip
+        speed = story.series(story.engines, "tokens_per_s")
+        _lines(figure.add_subplot(grid[1, 1]), "Tokens sampled per second", "seconds", [("", speed, _BLUE)])
+        pause = story.series(story.publications, "pause_s", x="model_version")
+        pause_ms = Series(pause.x, tuple(1e3 * value for value in pause.y))
+        _lines(figure.add_subplot(grid[1, 2]), "Update pause, ms", "model version", [("", pause_ms, _ORANGE)])
+
+    return _save(path, fill, size=(11.0, 6.2))
+
+
+def draw_mismatch(story: Story, path: Path) -> Path:
+    """Write trainer against sampler by cause, as the step events tell it, to `path`."""
+    colours = {"numerics": _BLUE, "cache": _GREEN, "staleness": _ORANGE}
+    panels = (
+        ("p95", "P95 |Δ log-prob|, nats"),
+        ("response_max", "Max |Δp| of a response, mean over responses"),
+        ("ess", "Effective sample size, of 1"),
+        ("share", "Share of the tokens"),
+    )
+
+    def fill(figure: Any) -> None:
+        for place, (name, title) in enumerate(panels, start=1):
+            axes = figure.add_subplot(2, 2, place)
+            lines = [(c, story.by_step(f"mismatch_{c}_{name}"), colour) for c, colour in colours.items()]
+            _lines(axes, title, "step", lines)
+
+    return _save(path, fill, size=(11.0, 6.2))
+
+
+def _save(path: Path, fill: Callable[[Any], None], *, size: tuple[float, float]) -> Path:
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -28,19 +66,9 @@ def draw(story: Story, path: Path) -> Path:
         "axes.titlelocation": "left",
     }
     with mpl.rc_context(style):
-        figure = Figure(figsize=(11, 6.2), dpi=130, layout="constrained")
+        figure = Figure(figsize=size, dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1.0))
-        _learning(figure.add_subplot(grid[0, :]), story)
-        staleness = figure.add_subplot(grid[1, 0])
-        _lines(staleness, "Staleness, versions", "step", [
-            ("mean", story.by_step("staleness_mean"), _BLUE), ("max", story.by_step("staleness_max"), _ORANGE),
-        ])  # fmt: skip
-        speed = story.series(story.engines, "tokens_per_s")
-        _lines(figure.add_subplot(grid[1, 1]), "Tokens sampled per second", "seconds", [("", speed, _BLUE)])
-        pause = story.series(story.publications, "pause_s", x="model_version")
-        pause_ms = Series(pause.x, tuple(1e3 * value for value in pause.y))
-        _lines(figure.add_subplot(grid[1, 2]), "Update pause, ms", "model version", [("", pause_ms, _ORANGE)])
+        fill(figure)
         figure.savefig(path, facecolor="white", metadata={"Software": None})
     return path
 

@@ -156,12 +156,19 @@ def _figures(story: Story) -> list[tuple[str, Chart]]:
         ("Learning rate", Chart(lines=(one(steps("learning_rate")),), x_label=x)),
         ("Share of tokens clipped", Chart(lines=(one(steps("clip_fraction")),), x_label=x, percent=True)),
         ("Effective sample size, of 1", Chart(lines=(one(steps("ess")),), x_label=x, percent=True, y_max=1.0)),
-        (
-            "Engine − trainer, |Δ log-prob|",
-            Chart(lines=(one(steps("mismatch_mean"), "mean"), one(steps("mismatch_max"), "max", 2)), x_label=x),
-        ),
+        ("Trainer − sampler, P95 |Δ log-prob|", Chart(lines=_causes(story, "p95"), x_label=x)),
+        ("Trainer − sampler, max |Δp| of a response", Chart(lines=_causes(story, "response_max"), x_label=x)),
     ]
     return [(title, chart) for title, chart in figures if any(line.series for line in chart.lines)]
+
+
+def _causes(story: Story, figure: str) -> tuple[Line, ...]:
+    """A figure of the mismatch monitor, a line for each cause."""
+    causes = ("numerics", "staleness", "cache")
+    return tuple(
+        Line(series=story.by_step(f"mismatch_{cause}_{figure}"), label=cause, colour=colour)
+        for colour, cause in enumerate(causes, start=1)
+    )
 
 
 def _scaled(story: Story, field: str) -> Series:

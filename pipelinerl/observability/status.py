@@ -38,6 +38,14 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     slots: int = 0
     tokens_per_s: float = 0.0
+    last_error: str = ""
+
+
+class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer: what it said last, and how long it has been silent; one that waits for groups says so again."""
+
+    last_report: str
+    silent_s: float
 
 
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +78,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         last_update_pause_s: the longest time that an engine stood still for the last weight update.
         engine_occupancy: share of the engines' slots that work, 0..1.
         waiting_for: what the run waits for now, in words; empty when it waits for nothing.
+        still_s: for how long nothing at all has got on.
         eta_s: None until a step has been taken.
     """
 
@@ -95,7 +104,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     actors: tuple[ActorStatus, ...] = ()
     ledger: LedgerStatus = LedgerStatus()
     knobs: dict[str, Any] = {}
+    trainer: TrainerStatus | None = None
     waiting_for: str = ""
+    still_s: float = 0.0
     elapsed_s: float = 0.0
     eta_s: float | None = None
 

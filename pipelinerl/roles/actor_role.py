@@ -47,7 +47,7 @@ async def run(identity: Identity) -> None:
     )
     try:
         async with asyncio.TaskGroup() as group:
-            refresh = group.create_task(_follow_fleet(identity, pool))
+            refresh = group.create_task(_follow_controller(identity, pool, actor))
             await actor.run()
             refresh.cancel()
     finally:
@@ -55,8 +55,8 @@ async def run(identity: Identity) -> None:
         await stream.close()
 
 
-async def _follow_fleet(identity: Identity, pool: EnginePool) -> None:
-    """Keep the pool's engines as the controller says; an unreachable controller changes nothing."""
+async def _follow_controller(identity: Identity, pool: EnginePool, actor: Actor) -> None:
+    """Keep engines and concurrency as the controller says; an unreachable controller changes nothing."""
     headers = {"authorization": f"Bearer {identity.token}"} if identity.token else {}
     async with httpx.AsyncClient(base_url=identity.controller_url, headers=headers, timeout=5.0) as http:
         while True:
@@ -64,5 +64,7 @@ async def _follow_fleet(identity: Identity, pool: EnginePool) -> None:
                 answer = await http.get("/engines")
                 if answer.status_code == httpx.codes.UNAUTHORIZED:
                     raise AddressError(f"the controller at {identity.controller_url} refuses this actor's token")
-                pool.update(answer.raise_for_status().json()["serving"])
+                said = answer.raise_for_status().json()
+                pool.update(said["serving"])
+                actor.resize(said["groups_in_flight"])
             await asyncio.sleep(REFRESH_S)

@@ -29,12 +29,11 @@ def build_controller(config: RunConfig, restored: TrainingState | None) -> Contr
     """The controller of a run, continuing from a checkpoint when there is one."""
     training: Mixture = training_problems(config)
     held_out: Mixture = held_out_problems(config)
-    state = RunState(knobs=knobs_of(config))
+    knobs = knobs_of(config)
+    state = RunState(knobs=knobs, first_domain_weights=knobs.domain_weights)
     if restored is not None:
         state.resume(restored.controller)
-    return Controller(
-        settings_of(config), state, training_problem=training.problem, held_out_problem=held_out.problem
-    )
+    return Controller(settings_of(config), state, training_problem=training.problem, held_out_problem=held_out.problem)
 
 
 def settings_of(config: RunConfig) -> ControllerSettings:
@@ -55,6 +54,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         ),
         evaluation_problems=config.evaluation.problems,
         evaluation_max_tokens=config.evaluation_max_tokens,
+        stall_s=config.run.stall_s,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
     )

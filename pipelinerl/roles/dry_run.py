@@ -48,7 +48,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
     yield "engine", f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each"
     yield "trainer", f"{config.trainer.type}, {config.trainer.precision}"
-    needs = objective_of(config).needs
+    needs = objective_of(config).passes
     yield "objective", f"needs {', '.join(sorted(needs)) or 'nothing beyond the rollouts'}"
     knobs = knobs_of(config)
     yield "staleness", f"j = {knobs.j}, k = {knobs.k:g}"

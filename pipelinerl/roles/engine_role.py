@@ -16,6 +16,7 @@ from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.http_service import listen, serve_until
 from pipelinerl.roles.process import Identity
+from pipelinerl.weights.puller import WeightPuller
 
 log = logging.getLogger("pipelinerl")
 
@@ -35,9 +36,13 @@ def build_engine(identity: Identity) -> Engine:
             max_waiting=config.engine.max_waiting,
             context_length=config.engine.context_length,
             dtype=config.engine.dtype,
+            weights=config.engine.weights,
+            head_precision=config.model.head_precision,
             device=config.engine.device.value,
+            devices=config.engine.devices,
             threads=config.launch.threads,
             seed=config.run.seed,
+            pull=WeightPuller(token=identity.token),
         )
     )
     return engine

@@ -1,22 +1,22 @@
-"""The trainer's process: a backend, the training loop around it, the publisher, the checkpoints."""
+"""The trainer's process: its workers, the training loop around it, the publisher, the checkpoints."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from pipelinerl import registry
+from inference_contract.schemas import Transport
 from pipelinerl.config import RunConfig
 from pipelinerl.engines.http_client import EngineClient
-from pipelinerl.errors import ModelError
+from pipelinerl.errors import RecipeError
+from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.roles.parts import checkpoints_of, objective_of
 from pipelinerl.roles.process import Identity
+from pipelinerl.roles.workers import started
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.weights.broadcast import BroadcastPublisher
 from pipelinerl.weights.layout import wire_layout
-from trainer_contract.errors import SpecError
-from trainer_contract.trainer import Trainer
-from trainer_contract.types import OptimizerSpec, TrainerSpec
+from pipelinerl.weights.publisher import Publisher
+from pipelinerl.weights.pull_publisher import PullPublisher
+from pipelinerl.weights.push import Placement
 
 
 async def run(identity: Identity) -> None:
@@ -26,20 +26,16 @@ async def run(identity: Identity) -> None:
     objective = objective_of(config)
     checkpoints = checkpoints_of(config, identity.run_dir)
     latest = checkpoints.latest()
-    trainer: Trainer = registry.load("trainer.type", registry.TRAINERS, config.trainer.type)()
-    try:
-        trainer.init_worker(spec_of(config, restore_from=latest[0] / "trainer" if latest else None))
-    except SpecError as error:
-        raise ModelError(f"trainer: {error}") from error
+    workers = started(config, objective, checkpoint=latest[0] if latest else None)
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
     loop = TrainingLoop(
         loop_settings(config),
-        trainer=trainer,
-        layout=wire_layout(trainer.weight_layout()),
+        step=workers.step(config.training.old_logprobs),
+        layout=wire_layout(workers.policy.weight_layout()),
         objective=objective,
         stream=stream,
-        publisher=BroadcastPublisher(client),
+        publisher=publisher_of(identity, client),
         checkpoints=checkpoints,
         restored=latest[1] if latest else None,
         at=lambda version: process_log.at(step=version, model_version=version),
@@ -50,25 +46,24 @@ async def run(identity: Identity) -> None:
         await loop.close()
         await client.close()
         await stream.close()
-        trainer.close()
+        workers.close()
 
 
-def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
-    """The backend's part of the recipe."""
-    return TrainerSpec(
-        model_path=config.model.resolved,
-        seed=config.run.seed,
-        precision=config.trainer.precision,
-        device=config.trainer.device,
-        gradient_checkpointing=config.trainer.gradient_checkpointing,
-        optimizer=OptimizerSpec(
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
-            grad_clip=config.optimizer.grad_clip,
-        ),
-        restore_from=restore_from,
-    )
+def publisher_of(identity: Identity, client: EngineClient) -> Publisher:
+    """What takes the weights to the engines, as the recipe says.
+
+    Raises:
+        RecipeError: they are to be pulled, and no parameter server is named.
+    """
+    if identity.config.weights.transport is Transport.BROADCAST:
+        return BroadcastPublisher(client)
+    urls = identity.config.parameter_server.urls
+    if not urls:
+        raise RecipeError(
+            "weights.transport is pull, and the trainer was told of no parameter server: name them with --set "
+            "'parameter_server.urls=[\"http://host:port\"]', as the launcher does"
+        )
+    return PullPublisher(client, Placement(urls, token=identity.token))
 
 
 def loop_settings(config: RunConfig) -> LoopSettings:
@@ -76,7 +71,9 @@ def loop_settings(config: RunConfig) -> LoopSettings:
     return LoopSettings(
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         tokens_per_step=config.training.tokens_per_step,
-        no_signal=config.training.no_signal,
+        shaping={domain.name: domain.reward.shaping for domain in config.domains if domain.reward is not None},
+        kl=config.kl_control.controller if config.kl_control else None,
+        no_signal=config.training.no_signal or no_signal_of(config.objective),
         deadline_s=config.training.deadline_s,
         on_update=config.engine.on_update,
         schedule=LearningRateSchedule(

@@ -1,4 +1,4 @@
-"""`BigramTrainer`: the trainer contract on a table of logits, in numpy, with every gradient in closed form.
+"""`BigramTrainer`: the trainer contract on a table of logits, or of values, in numpy, every gradient in closed form.
 
 It stands in for real trainers in the tests above it, and is a second opinion on them: nothing here differentiates
 automatically. Weights and optimizer state are float64; weights are gathered as float32.
@@ -25,6 +25,7 @@ from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, St
 from trainer_contract.types import (
     Device,
     Float32,
+    Head,
     LossStats,
     MicroBatch,
     Objective,
@@ -38,15 +39,17 @@ from trainer_contract.types import (
 Float64 = NDArray[np.float64]
 
 _STATE: Final = "bigram_trainer.safetensors"
+_VALUES: Final = "bigram.values"
 
 
 @final
 @dataclass(slots=True)
 class _Worker:
-    """Master weights, Adam's moments and the gradient, each [V, V]."""
+    """Master weights, Adam's moments and the gradient: each a table [V, V] of logits, or [V] of values."""
 
     spec: OptimizerSpec
-    logits: Float64
+    head: Head
+    table: Float64
     exp_avg: Float64
     exp_avg_sq: Float64
     model_version: int
@@ -75,45 +78,52 @@ class BigramTrainer:
         """Load the table from `spec.model_path`, or table and moments from `spec.restore_from`."""
         if spec.device is Device.CUDA or spec.precision is not Precision.FP32:
             raise SpecError(f"the bigram trainer runs on the CPU in fp32, got {spec.device} in {spec.precision}")
+        if spec.options:
+            raise SpecError(f"the bigram trainer knows no options, got {', '.join(spec.options)}; remove them")
         try:
             logits = BigramModel.load(spec.model_path).logits.astype(np.float64)
         except ModelError as error:
             raise SpecError(str(error)) from error
-        fresh = _Worker(spec.optimizer, logits, np.zeros_like(logits), np.zeros_like(logits), 0)
+        table = logits if spec.head is Head.POLICY else np.zeros(len(logits))
+        fresh = _Worker(spec.optimizer, spec.head, table, np.zeros_like(table), np.zeros_like(table), 0)
         self._state = fresh if spec.restore_from is None else _restored(fresh, spec.restore_from)
 
     def forward(self, micro_batch: MicroBatch) -> Float32:
-        """Log-probs f32 [T]; 0 at segment starts."""
-        check(micro_batch, vocab_size=self._worker.logits.shape[0])
+        """Log-probs or values f32 [T]; 0 at segment starts."""
+        check(micro_batch, vocab_size=len(self._worker.table))
         where = np.flatnonzero(micro_batch.position_ids > 0)
-        logprobs = np.zeros(micro_batch.num_tokens, dtype=np.float32)
-        table = self._log_softmax(micro_batch, where)
-        logprobs[where] = table[np.arange(len(where)), micro_batch.token_ids[where]]
-        if not np.isfinite(logprobs).all():
-            raise NonFiniteError("the model's log-probs are not finite: its weights are broken, restore a checkpoint")
-        return logprobs
+        predictions = np.zeros(micro_batch.num_tokens, dtype=np.float32)
+        predictions[where], _ = self._predict(micro_batch, where)
+        if not np.isfinite(predictions).all():
+            raise NonFiniteError("the model's predictions are not finite: its weights are broken, restore a checkpoint")
+        return predictions
 
     def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
-        """d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, g = d loss/d logprobs."""
+        """d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, g = d loss/d predictions.
+
+        With a value head d loss/d values[previous] = Σ_t g_t.
+        """
         worker, tokens = self._worker, micro_batch.token_ids
-        check(micro_batch, vocab_size=worker.logits.shape[0], needs=objective.needs)
+        check(micro_batch, vocab_size=len(worker.table), needs=objective.needs)
         where = np.flatnonzero(micro_batch.loss_mask)
-        table = self._log_softmax(micro_batch, where)
-        logprobs, columns = table[np.arange(len(where)), tokens[where]], _columns(micro_batch, where)
-        loss = float(objective.evaluate(logprobs, columns))
+        (predictions, softmax), columns = self._predict(micro_batch, where), _columns(micro_batch, where)
+        loss = float(objective.evaluate(predictions, columns))
         if not math.isfinite(loss):
             raise NonFiniteError(
                 f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's "
                 "log-probs; nothing was accumulated from this micro-batch"
             )
-        slope = objective.logprob_gradient(logprobs, columns) / micro_batch.temperatures[where]
-        gradient = -slope[:, None] * np.exp(table)
-        gradient[np.arange(len(where)), tokens[where]] += slope
         if worker.gradient is None:
-            worker.gradient = np.zeros_like(worker.logits)
-        np.add.at(worker.gradient, tokens[where - 1], gradient)
+            worker.gradient = np.zeros_like(worker.table)
+        with np.errstate(invalid="ignore", over="ignore"):  # what overflows here is refused by `optimizer_step`
+            gradient = objective.logprob_gradient(predictions, columns)
+            if softmax is not None:
+                slope = gradient / micro_batch.temperatures[where]
+                gradient = -slope[:, None] * softmax
+                gradient[np.arange(len(where)), tokens[where]] += slope
+            np.add.at(worker.gradient, tokens[where - 1], gradient)
         evaluated = np.zeros(micro_batch.num_tokens, dtype=np.float32)
-        evaluated[where] = logprobs
+        evaluated[where] = predictions
         return LossStats(loss, evaluated)
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
@@ -131,8 +141,8 @@ class BigramTrainer:
         worker.exp_avg = beta1 * worker.exp_avg + (1 - beta1) * gradient
         worker.exp_avg_sq = beta2 * worker.exp_avg_sq + (1 - beta2) * gradient**2
         mean, square = worker.exp_avg / (1 - beta1**step), worker.exp_avg_sq / (1 - beta2**step)
-        decayed = worker.logits * (1 - learning_rate * spec.weight_decay)
-        worker.logits = decayed - learning_rate * mean / (np.sqrt(square) + spec.eps)
+        decayed = worker.table * (1 - learning_rate * spec.weight_decay)
+        worker.table = decayed - learning_rate * mean / (np.sqrt(square) + spec.eps)
         worker.model_version = step
         return StepStats(step, norm, learning_rate)
 
@@ -142,44 +152,52 @@ class BigramTrainer:
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
         """The one parameter."""
-        return (ParameterInfo(PARAMETER, self._worker.logits.shape, "float32"),)
+        return (ParameterInfo(self._name, self._worker.table.shape, "float32"),)
 
     def gather_weights(self) -> Iterator[tuple[str, Float32]]:
-        """The table as f32 [V, V]."""
-        yield PARAMETER, self._worker.logits.astype(np.float32)
+        """The table as f32."""
+        yield self._name, self._worker.table.astype(np.float32)
 
     def save_state(self, path: Path) -> None:
         """Write one file below the directory `path`."""
         worker = self._worker
-        tensors = {"logits": worker.logits, "exp_avg": worker.exp_avg, "exp_avg_sq": worker.exp_avg_sq}
+        tensors = {"table": worker.table, "exp_avg": worker.exp_avg, "exp_avg_sq": worker.exp_avg_sq}
         save_file({**tensors, "model_version": np.array([worker.model_version])}, path / _STATE)
 
     def close(self) -> None:
         """Drop the table."""
         self._state = None
 
-    def _log_softmax(self, batch: MicroBatch, where: NDArray[np.intp]) -> Float64:
-        """Log-probs [N, V] of what may follow the tokens before `where` [N]."""
-        rows = self._worker.logits[batch.token_ids[where - 1]]
-        return log_softmax(rows, batch.temperatures[where]).astype(np.float64, copy=False)
+    @property
+    def _name(self) -> str:
+        return PARAMETER if self._worker.head is Head.POLICY else _VALUES
+
+    def _predict(self, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
+        """Predictions [N] of the tokens at `where`, and the distributions [N, V] that log-probs were taken from."""
+        rows = self._worker.table[batch.token_ids[where - 1]]
+        if self._worker.head is Head.VALUE:
+            return rows, None
+        logprobs = log_softmax(rows, batch.temperatures[where]).astype(np.float64, copy=False)
+        return logprobs[np.arange(len(where)), batch.token_ids[where]], np.exp(logprobs)
 
 
 def _restored(fresh: _Worker, path: Path) -> _Worker:
     try:
         tensors = load_file(path / _STATE)
         version = int(tensors["model_version"][0])
-        logits, exp_avg, exp_avg_sq = (tensors[name] for name in ("logits", "exp_avg", "exp_avg_sq"))
+        table, exp_avg, exp_avg_sq = (tensors[name] for name in ("table", "exp_avg", "exp_avg_sq"))
     except (OSError, KeyError, IndexError, SafetensorError) as error:
         raise StateError(f"{path / _STATE} is missing or damaged: {error}; restore another checkpoint") from error
-    if any(array.shape != fresh.logits.shape for array in (logits, exp_avg, exp_avg_sq)):
-        raise StateError(f"{path / _STATE} holds a table {logits.shape}, but model_path holds {fresh.logits.shape}")
-    return _Worker(fresh.spec, logits, exp_avg, exp_avg_sq, version)
+    if any(array.shape != fresh.table.shape for array in (table, exp_avg, exp_avg_sq)):
+        raise StateError(f"{path / _STATE} holds a table {table.shape}, but model and head make it {fresh.table.shape}")
+    return _Worker(fresh.spec, fresh.head, table, exp_avg, exp_avg_sq, version)
 
 
 def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> Mapping[str, Any]:
     """What an objective reads, of the tokens at `where` only; floats in float64."""
-    names = ("advantages", "weights", "behavior_logprobs", "temperatures", "old_logprobs", "ref_logprobs", "values")
-    given = {name: column for name in names if (column := getattr(batch, name)) is not None}
+    names = ("advantages", "weights", "behavior_logprobs", "temperatures")
+    optional = ("old_logprobs", "ref_logprobs", "values", "returns")
+    given = {name: column for name in (*names, *optional) if (column := getattr(batch, name)) is not None}
     return {name: column[where].astype(np.float64) for name, column in given.items()} | {
         "loss_mask": batch.loss_mask[where],
         "segment_ids": batch.segment_ids[where],

@@ -1,8 +1,8 @@
 """State of a `TorchTrainer` on disk, exact to the bit, without pickle.
 
-    model/                  a Hugging Face model directory (fp32), usable as any other
+    model/                  a Hugging Face model directory (fp32), usable as any other; a value head lies in it
     optimizer.safetensors   <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step, and rng.cpu / rng.cuda
-    trainer.json            format, model_version, architecture
+    trainer.json            format, head, model_version, architecture
 
 Digests are the caller's: what is checked here is that the state is complete and of the expected model.
 """
@@ -11,25 +11,41 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pipelinerl.trainers.torch_value_model import HEAD_FILE
 from trainer_contract.errors import SpecError, StateError
+from trainer_contract.types import Head
 
 _FORMAT: Final = 1
 _MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
 #: Parts of a configuration that do not make it another model.
 _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
+
+
+class Saveable(Protocol):
+    """What is saved: `PackedModel` or `PackedValueModel`."""
+
+    model: PreTrainedModel
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, under the name it is known by."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the model's directory."""
+        ...
 
 
 @final
@@ -67,22 +83,23 @@ class SavedState:
             torch.cuda.set_rng_state(self.tensors["rng.cuda"])
 
 
-def save(path: Path, *, model: PreTrainedModel, optimizer: Optimizer, names: Sequence[str], model_version: int) -> None:
-    """Write the state below the existing directory `path`; `names` are those of the model's parameters, in order."""
-    name_of = {id(parameter): name for name, parameter in zip(names, model.parameters(), strict=True)}
+def save(path: Path, *, model: Saveable, head: Head, optimizer: Optimizer, model_version: int) -> None:
+    """Write the state below the existing directory `path`."""
+    name_of = {id(parameter): name for name, parameter in model.named_weights()}
     tensors = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
     for parameter, moments in optimizer.state.items():
         tensors |= {f"{name_of[id(parameter)]}.{kind}": moments[kind].contiguous() for kind in _MOMENTS}
-    model.save_pretrained(path / "model")
+    model.save(path / "model")
     save_file(tensors, path / "optimizer.safetensors")
-    record = {"format": _FORMAT, "model_version": model_version, "architecture": _architecture(model.config)}
+    architecture = _architecture(model.model.config)
+    record = {"format": _FORMAT, "head": head, "model_version": model_version, "architecture": architecture}
     (path / "trainer.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def load(path: Path, *, expected: PreTrainedConfig) -> SavedState:
-    """Read a state and check that it is of the model `expected`; the model's weights are left to the caller.
+def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> SavedState:
+    """Read a state and check that it is of the model `expected` and its `head`; the weights are left to the caller.
 
     Raises:
         StateError: something is missing, damaged, or of another model.
@@ -102,6 +119,10 @@ def load(path: Path, *, expected: PreTrainedConfig) -> SavedState:
             f"the trainer state in {path} is of another model than model_path ({expected.model_type}); "
             "start from the model it was saved with"
         )
+    if record.get("head") != head:
+        raise StateError(f"the trainer state in {path} has the head {record.get('head')!r}, expected {str(head)!r}")
+    if head is Head.VALUE and not (path / "model" / HEAD_FILE).is_file():
+        raise StateError(f"the trainer state in {path} lacks model/{HEAD_FILE}; restore another checkpoint")
     if "rng.cpu" not in tensors:
         raise StateError(f"the trainer state in {path} has no random state; restore another checkpoint")
     return SavedState(path / "model", version, tensors)

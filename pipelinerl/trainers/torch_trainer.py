@@ -1,7 +1,7 @@
-"""`TorchTrainer`: any Hugging Face causal language model behind the trainer contract, on accelerate.
+"""`TorchTrainer`: any Hugging Face causal language model, or its value head, behind the trainer contract.
 
-Weights and optimizer state are fp32; `Precision.BF16` computes under autocast. Segments are packed without padding and
-never see one another. On CPU, and on CUDA with deterministic kernels, equal calls give equal bits.
+On accelerate. Weights and optimizer state are fp32; `Precision.BF16` computes under autocast. Segments are packed
+without padding and never see one another. On CPU, and on CUDA with deterministic kernels, equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from pipelinerl import rng
+from pipelinerl.numerics import torch_head
 from pipelinerl.trainers import torch_state
 from pipelinerl.trainers.torch_packed_model import PackedModel, load_config, load_for_training
 from pipelinerl.trainers.torch_segments import SegmentPlan
+from pipelinerl.trainers.torch_value_model import PackedValueModel
 from trainer_contract.batch import check
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError
 from trainer_contract.types import (
     Device,
     Float32,
+    Head,
+    HeadPrecision,
     LossStats,
     MicroBatch,
     Objective,
@@ -46,7 +50,7 @@ class _Worker:
 
     spec: TrainerSpec
     accelerator: Accelerator
-    model: PackedModel
+    model: PackedModel | PackedValueModel
     optimizer: Optimizer
     gather_dtype: torch.dtype
     vocab_size: int
@@ -57,9 +61,14 @@ class _Worker:
     def device(self) -> torch.device:
         return cast(torch.device, self.accelerator.device)
 
+    @property
+    def unwrapped(self) -> PackedModel | PackedValueModel:
+        """The model without what accelerate put around it."""
+        return cast(PackedModel | PackedValueModel, self.accelerator.unwrap_model(self.model))
+
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Under Hugging Face's names, in the model's order, tied parameters once."""
-        yield from self.accelerator.unwrap_model(self.model).model.named_parameters()
+        yield from self.unwrapped.named_weights()
 
 
 @final
@@ -82,13 +91,18 @@ class TorchTrainer:
 
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
+        if spec.options:
+            raise SpecError(f"the torch trainer knows no options, got {', '.join(spec.options)}; remove them")
         accelerator = _accelerator(spec)
         config = load_config(spec.model_path)
         torch.manual_seed(rng.key(spec.seed, "torch_trainer"))
-        saved = None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config)
+        saved = (
+            None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config, head=spec.head)
+        )
         source = spec.model_path if saved is None else saved.model_path
+        gather_dtype = getattr(config, "dtype", None) or torch.float32
         with torch_state.damage_is_state_error(saved):
-            model = PackedModel(load_for_training(source, gradient_checkpointing=spec.gradient_checkpointing))
+            model = _load(source, spec, served=gather_dtype)
         model.to(accelerator.device)
         model.probe(accelerator.device)
         model, optimizer = accelerator.prepare(model, _adamw(model, spec.optimizer))
@@ -97,7 +111,7 @@ class TorchTrainer:
             accelerator=accelerator,
             model=model,
             optimizer=optimizer,
-            gather_dtype=getattr(config, "dtype", None) or torch.float32,
+            gather_dtype=gather_dtype,
             vocab_size=config.get_text_config().vocab_size,
         )
         if saved is not None:
@@ -105,17 +119,17 @@ class TorchTrainer:
             self._state.model_version = saved.model_version
 
     def forward(self, micro_batch: MicroBatch) -> Float32:
-        """Log-probs f32 [T] of every token; 0 at segment starts."""
+        """Log-probs, or values, f32 [T] of every token; 0 at segment starts."""
         worker = self._worker
         check(micro_batch, vocab_size=worker.vocab_size)
         inside = micro_batch.position_ids > 0
-        logprobs = np.zeros(micro_batch.num_tokens, dtype=np.float32)
+        predictions = np.zeros(micro_batch.num_tokens, dtype=np.float32)
         if inside.any():
             with torch.no_grad():
-                logprobs[inside] = _logprobs(worker, micro_batch, inside).cpu().numpy()
-        if not np.isfinite(logprobs).all():
-            raise NonFiniteError("the model's log-probs are not finite: its weights are broken, restore a checkpoint")
-        return logprobs
+                predictions[inside] = _predictions(worker, micro_batch, inside).cpu().numpy()
+        if not np.isfinite(predictions).all():
+            raise NonFiniteError("the model's predictions are not finite: its weights are broken, restore a checkpoint")
+        return predictions
 
     def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
         """Evaluate on the tokens of the loss mask, then accumulate the gradient."""
@@ -126,10 +140,10 @@ class TorchTrainer:
         if not inside.any():
             worker.has_gradient = True
             return LossStats(0.0, evaluated)
-        logprobs = _logprobs(worker, micro_batch, inside)
-        objective_loss: Tensor = objective.evaluate(logprobs, _columns(micro_batch, inside, worker.device))
-        # One transfer for the loss and its log-probs.
-        host = torch.cat((objective_loss.detach().reshape(1).float(), logprobs.detach().float())).cpu().numpy()
+        predictions = _predictions(worker, micro_batch, inside)
+        objective_loss: Tensor = objective.evaluate(predictions, _columns(micro_batch, inside, worker.device))
+        # One transfer for the loss and its predictions.
+        host = torch.cat((objective_loss.detach().reshape(1).float(), predictions.detach().float())).cpu().numpy()
         loss, evaluated[inside] = float(host[0]), host[1:]
         if not math.isfinite(loss):
             raise NonFiniteError(
@@ -178,9 +192,9 @@ class TorchTrainer:
         worker = self._worker
         torch_state.save(
             path,
-            model=worker.accelerator.unwrap_model(worker.model).model,
+            model=worker.unwrapped,
+            head=worker.spec.head,
             optimizer=worker.optimizer,
-            names=[name for name, _ in worker.named_parameters()],
             model_version=worker.model_version,
         )
 
@@ -194,7 +208,7 @@ class TorchTrainer:
 def _accelerator(spec: TrainerSpec) -> Accelerator:
     if spec.device is Device.CUDA and not torch.cuda.is_available():
         raise SpecError("device is cuda, but torch finds no CUDA device; set device to auto or cpu")
-    # accelerate keeps one state per process and refuses a second precision; trainers of one process follow one another.
+    # accelerate keeps one state per process, which its trainers share, and refuses a second precision.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     precision = "bf16" if spec.precision is Precision.BF16 else "no"
     return Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision)
@@ -210,8 +224,18 @@ def _adamw(model: torch.nn.Module, spec: OptimizerSpec) -> AdamW:
     return AdamW([group for group in groups if group["params"]], betas=spec.betas, eps=spec.eps, fused=True)
 
 
-def _logprobs(worker: _Worker, batch: MicroBatch, inside: np.ndarray) -> Tensor:
-    """Current log-probs [N] of the tokens where `inside` [T] is True."""
+def _load(source: Path, spec: TrainerSpec, *, served: torch.dtype) -> PackedModel | PackedValueModel:
+    """The model in a directory under the head that the spec asks for. Raises SpecError."""
+    if spec.head is Head.VALUE:
+        return PackedValueModel.load(source, gradient_checkpointing=spec.gradient_checkpointing)
+    model = load_for_training(source, gradient_checkpointing=spec.gradient_checkpointing)
+    if spec.head_precision is HeadPrecision.FP32:
+        torch_head.to_fp32(model, served=served)
+    return PackedModel(model)
+
+
+def _predictions(worker: _Worker, batch: MicroBatch, inside: np.ndarray) -> Tensor:
+    """Current log-probs, or values, [N] of the tokens where `inside` [T] is True."""
     device = worker.device
     temperatures = batch.temperatures[inside]
     return cast(
@@ -228,7 +252,7 @@ def _logprobs(worker: _Worker, batch: MicroBatch, inside: np.ndarray) -> Tensor:
 def _columns(batch: MicroBatch, inside: np.ndarray, device: torch.device) -> Mapping[str, Any]:
     """What the objective reads, of the tokens inside the mask only."""
     names = ("loss_mask", "advantages", "weights", "behavior_logprobs", "temperatures")
-    optional = ("old_logprobs", "ref_logprobs", "values")
+    optional = ("old_logprobs", "ref_logprobs", "values", "returns")
     columns = {name: getattr(batch, name) for name in names}
     columns |= {name: column for name in optional if (column := getattr(batch, name)) is not None}
     columns["segment_ids"] = batch.segment_ids.astype(np.int64)

@@ -1,9 +1,10 @@
 """Which rollout groups may train: the staleness bound k, duplicates, signal, and the account of all of it.
 
-Pure. A group that is read ends in exactly one of: trained, filtered (no signal, or no valid verdict), stale; an order
-that failed never comes and ends so. A duplicate of one that already ended, or is waiting, counts nowhere; nor does a
-group that abandoned weights have sampled, whose order is issued again. What ended is remembered as a frontier and a
-sparse set, so that the memory is bounded by how far groups overtake one another.
+Pure. A group that is read ends in exactly one of: trained, filtered (no signal, no valid verdict, or in a step that was
+skipped since something was not finite), stale; an order that failed never comes and ends so. A duplicate of one that
+already ended, or is waiting, counts nowhere; nor does a group that abandoned weights have sampled, whose order is
+issued again. What ended is remembered as a frontier and a sparse set, so that the memory is bounded by how far groups
+overtake one another.
 """
 
 from __future__ import annotations
@@ -26,15 +27,6 @@ class Fate(StrEnum):
     FILTERED = "filtered"
     STALE = "stale"
     FAILED = "failed"
-
-
-class NoSignal(StrEnum):
-    """What becomes of a group whose rewards are all equal."""
-
-    TRAIN = "train"
-    """It counts as part of its step, which therefore stands for the problems as they came."""
-    FILTER = "filter"
-    """It is dropped and the step waits for another: dynamic sampling (DAPO §3.2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +67,12 @@ class Ledger:
             self.beyond.add(index)
             self.counts[fate] += 1
         self.advance()
+
+    def revise(self, indices: Iterable[int], *, before: Fate, after: Fate) -> None:
+        """Orders that were settled as `before` ended as `after`, as it turned out."""
+        number = len(list(indices))
+        self.counts[before] -= number
+        self.counts[after] += number
 
     def advance(self) -> None:
         """Move the frontier over what is contiguous."""

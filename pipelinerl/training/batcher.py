@@ -6,11 +6,13 @@ lowest index, so that a batch does not depend on the order of arrival. What beca
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import final
 
+from pipelinerl.objective.signal import NoSignal
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.admission import Fate, Ledger, Lineage, NoSignal, has_signal, is_judged, is_stale
+from pipelinerl.training.admission import Fate, Ledger, Lineage, has_signal, is_judged, is_stale
 from pipelinerl.types import RolloutGroup
 
 
@@ -26,10 +28,19 @@ class StepBudget:
 class Batcher:
     """Waiting groups and the ledger of those that ended. Not thread-safe."""
 
-    def __init__(self, *, ledger: Ledger, lineage: Lineage, no_signal: NoSignal) -> None:
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        lineage: Lineage,
+        no_signal: NoSignal,
+        teaches: Callable[[RolloutGroup], bool] = has_signal,
+    ) -> None:
+        """`teaches` tells of a group whether it has anything to teach under the run's objective."""
         self.ledger = ledger
         self.lineage = lineage
         self._no_signal = no_signal
+        self._teaches = teaches
         self._waiting: dict[int, RolloutGroup] = {}
         self.duplicates = 0
         self._abandoned: list[int] = []
@@ -63,7 +74,7 @@ class Batcher:
     def take(self, budget: StepBudget, *, producing: int, bounds: StalenessBounds) -> list[RolloutGroup] | None:
         """The groups of the next step, in index order, settled as trained; None while too few are ready.
 
-        A full step in which no group has signal would train nothing: it is settled as filtered instead.
+        A full step in which no group teaches would train nothing: it is settled as filtered instead.
         """
         self._drop_stale(producing=producing, bounds=bounds)
         ranked = sorted(self._waiting.values(), key=lambda g: (-g.oldest_version, g.index))
@@ -79,9 +90,13 @@ class Batcher:
             return None
         for group in chosen:
             del self._waiting[group.index]
-        teaches = any(has_signal(group) for group in chosen)
+        teaches = any(self._teaches(group) for group in chosen)
         self.ledger.settle([group.index for group in chosen], Fate.TRAINED if teaches else Fate.FILTERED)
         return sorted(chosen, key=lambda g: g.index) if teaches else None
+
+    def skipped(self, groups: Iterable[RolloutGroup]) -> None:
+        """The step on these groups, which `take` settled as trained, was not applied: they end as filtered."""
+        self.ledger.revise([group.index for group in groups], before=Fate.TRAINED, after=Fate.FILTERED)
 
     def _drop_stale(self, *, producing: int, bounds: StalenessBounds) -> None:
         stale = [index for index, group in self._waiting.items() if is_stale(group, producing=producing, bounds=bounds)]

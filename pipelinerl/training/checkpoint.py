@@ -4,6 +4,7 @@
         config.json, tokenizer.json, …   copied from the model the run began with
         model.safetensors                the weights under their Hugging Face names
         trainer/                         the backend's exact state
+        critic/                          the critic's, if there is one
         manifest.json                    digests of all files; offsets, ledger, knobs, epoch, version
 
 Written to a temporary directory, synced, renamed, parent synced: a directory with a final name is whole, or its digests
@@ -40,7 +41,7 @@ class TrainingState:
     """What a checkpoint carries besides weights and optimizer.
 
     `offsets` are the stream positions to read on from; `ledger` the orders that ended (`Ledger.to_record`);
-    `controller` the controller's snapshot as of the same step boundary.
+    `controller` the controller's snapshot as of the same step boundary; `kl_coefficient` β where it is controlled.
     """
 
     model_version: int
@@ -48,6 +49,7 @@ class TrainingState:
     offsets: dict[str, str]
     ledger: dict[str, Any]
     controller: dict[str, Any]
+    kl_coefficient: float | None = None
 
 
 @final
@@ -66,6 +68,7 @@ class CheckpointStore:
         layout: Iterable[ParameterInfo],
         weights: Iterable[tuple[str, Any]],
         save_trainer: Callable[[Path], None],
+        save_critic: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write a checkpoint; returns its directory once it is durable."""
         final_path = self.directory / f"step-{state.model_version:06d}"
@@ -76,6 +79,9 @@ class CheckpointStore:
         self._copy_model_files(temporary)
         _write_safetensors(temporary / "model.safetensors", layout, weights)
         save_trainer(temporary / "trainer")
+        if save_critic is not None:
+            (temporary / "critic").mkdir()
+            save_critic(temporary / "critic")
         manifest = {"format": _FORMAT, "state": asdict(state), "files": _digests(temporary)}
         (temporary / _MANIFEST).write_text(json.dumps(manifest | {"digest": _manifest_digest(manifest)}, indent=1))
         _sync_tree(temporary)

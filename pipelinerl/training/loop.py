@@ -6,6 +6,9 @@
     apply       gradients             the publication under way        engines (they received the old weights)
     report      —                     the controller's directive       controller
 
+A step that is not finite is not applied but reported, and its groups are accounted for as filtered; the controller ends
+the run when that happens three times in a row.
+
 A publication runs beside the next forward and backward and ends before the next `optimizer_step`, which alone changes
 weights. One worker thread makes every trainer call, so the event loop keeps reading while the trainer computes.
 """
@@ -16,15 +19,16 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, final
 
 from inference_contract.schemas import OnUpdate, WeightLayout
-from pipelinerl.errors import DeadlineError, FencedError, UpdateError
+from pipelinerl.errors import DeadlineError, DivergedError, FencedError, UpdateError
 from pipelinerl.messages import (
     REPORTS,
+    SKIPS_THAT_END,
     Checkpointed,
     Consumed,
     Directive,
@@ -33,22 +37,27 @@ from pipelinerl.messages import (
     Published,
     Starving,
     StepDone,
+    StepSkipped,
     TrainerReady,
     TrainerStopped,
     encode,
 )
+from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.reward import RewardShaping
+from pipelinerl.objective.signal import NoSignal
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.streams.stream import Stream
-from pipelinerl.training.admission import Fate, Ledger, Lineage, NoSignal
-from pipelinerl.training.batch import TrainBatch, build
+from pipelinerl.training.adaptive import AdaptiveObjective
+from pipelinerl.training.admission import Fate, Ledger, Lineage, has_signal, is_judged
+from pipelinerl.training.batch import TrainBatch, build, learns_from_equals
 from pipelinerl.training.batcher import Batcher, StepBudget
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
+from pipelinerl.training.guard import Poison
 from pipelinerl.training.intake import Intake
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step import TrainStep
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport
-from trainer_contract.trainer import Trainer
 
 log = logging.getLogger("pipelinerl")
 #: What is silent for longer is asked, or told, again.
@@ -58,7 +67,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """`deadline_s` bounds every wait of the loop."""
+    """`deadline_s` bounds every wait of the loop; `shaping` is by domain; `kl` controls the coefficient of the KL."""
 
     micro_batch_tokens: int
     tokens_per_step: int | None
@@ -66,17 +75,19 @@ class LoopSettings:
     deadline_s: float
     on_update: OnUpdate
     schedule: LearningRateSchedule
+    shaping: Mapping[str, RewardShaping] = field(default_factory=dict)
+    kl: KLController | None = None
 
 
 @final
 class TrainingLoop:
-    """Drives one trainer through a run. `run` returns the last model version when told to stop."""
+    """Drives one policy, and the workers beside it, through a run. `run` returns the last version when told to stop."""
 
     def __init__(
         self,
         settings: LoopSettings,
         *,
-        trainer: Trainer,
+        step: TrainStep,
         layout: WeightLayout,
         objective: PolicyObjective,
         stream: Stream,
@@ -86,16 +97,24 @@ class TrainingLoop:
         at: Callable[[int], None] = lambda version: None,
     ) -> None:
         self._settings = settings
-        self._trainer = trainer
+        self._step = step
+        self._trainer = step.passes.policy
         self._layout = layout
-        self._objective = objective
-        self._step = TrainStep(trainer, objective)
+        self._objective = AdaptiveObjective(
+            objective, controller=settings.kl, restored=restored.kl_coefficient if restored else None
+        )
+        self._skipped = 0
         self._stream = stream
         self._publisher = publisher
         self._checkpoints = checkpoints
         self._at = at
         ledger = Ledger.from_record(restored.ledger) if restored else Ledger()
-        self._batcher = Batcher(ledger=ledger, lineage=Lineage(0, 0), no_signal=settings.no_signal)
+        self._batcher = Batcher(
+            ledger=ledger,
+            lineage=Lineage(0, 0),
+            no_signal=settings.no_signal,
+            teaches=is_judged if learns_from_equals(objective, settings.shaping) else has_signal,
+        )
         self._intake = Intake(stream, offsets=restored.offsets if restored else {})
         self._directive: Directive | None = None
         self._publishing: asyncio.Task[None] | None = None
@@ -107,7 +126,11 @@ class TrainingLoop:
         return self._trainer.model_version
 
     async def run(self) -> int:
-        """Train until a directive says stop."""
+        """Train until a directive says stop.
+
+        Raises:
+            DivergedError: it said so because several steps in a row were not finite; the state is saved.
+        """
         await self._intake.start()
         incarnation = uuid.uuid4().hex[:12]
         await self._ask(
@@ -126,6 +149,10 @@ class TrainingLoop:
                 break
             collected = time.monotonic()
             stats = await self._train(batch)
+            if isinstance(stats, Poison):
+                await self._skip(batch, stats)
+                continue
+            self._skipped = 0
             done = time.monotonic()
             stats |= {
                 "wait_s": collected - started,
@@ -138,6 +165,7 @@ class TrainingLoop:
                 model_version=self._version,
                 consumed=self._consumed(),
                 stats=stats,
+                orders=[group.index for group in batch.groups],
             )
             await self._ask(step_done, self._read)
         await self._finish_publication()
@@ -163,7 +191,8 @@ class TrainingLoop:
             if groups is not None:
                 return build(
                     groups,
-                    objective=self._objective,
+                    objective=self._objective.current,
+                    shaping=self._settings.shaping,
                     token_budget=self._settings.micro_batch_tokens,
                     producing=producing,
                 )
@@ -193,13 +222,40 @@ class TrainingLoop:
 
     # --- step ------------------------------------------------------------------------------------------------------
 
-    async def _train(self, batch: TrainBatch) -> dict[str, float]:
-        accumulated = await self._in_worker(lambda: self._step.accumulate(batch.micro_batches))
+    async def _train(self, batch: TrainBatch) -> dict[str, float] | Poison:
+        accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
         await self._finish_publication()
+        if isinstance(accumulated, Poison):
+            return accumulated
         rate = self._current.knobs.learning_rate * self._settings.schedule.factor(self._version)
         stats = await self._in_worker(lambda: self._step.apply(accumulated, learning_rate=rate))
+        if isinstance(stats, Poison):
+            return stats
         self._at(self._version)
-        return batch.stats | stats
+        return batch.stats | stats | self._objective.observe(stats)
+
+    async def _skip(self, batch: TrainBatch, poison: Poison) -> None:
+        """Account for a step that was not applied; ends as `run` says when the controller has had enough of them."""
+        self._skipped += 1
+        self._batcher.skipped(batch.groups)
+        epoch, step = self._current.epoch, self._version + 1
+        log.error("step %d is skipped: %s not finite (%d in a row)", step, poison, self._skipped)
+        report = StepSkipped(
+            report_id=f"e{epoch}-skip-{self._version}-{self._batcher.ledger.counts[Fate.FILTERED]}",
+            epoch=epoch,
+            model_version=self._version,
+            consumed=self._consumed(),
+            what=poison.what,
+            groups=poison.groups,
+            in_a_row=self._skipped,
+        )
+        await self._ask(report, self._read)
+        if self._current.stop and self._skipped >= SKIPS_THAT_END:
+            await self._finish_publication()
+            raise DivergedError(
+                f"step {step} was skipped {self._skipped} times in a row, the last time since {poison} was not finite; "
+                "the state before it is saved: mend that, or lower the learning rate, then go on with --resume"
+            )
 
     # --- obey ------------------------------------------------------------------------------------------------------
 
@@ -208,7 +264,9 @@ class TrainingLoop:
         assert self._directive is not None, "the loop obeys a directive before anything else"
         return self._directive
 
-    async def _ask(self, question: TrainerReady | StepDone, read: Callable[..., Awaitable[list[Directive]]]) -> None:
+    async def _ask(
+        self, question: TrainerReady | StepDone | StepSkipped, read: Callable[..., Awaitable[list[Directive]]]
+    ) -> None:
         """Report, and again every few seconds (the server may have lost it, or its answer), until it is answered.
 
         The answer is obeyed, and so is what was said unasked, in its order.
@@ -241,7 +299,8 @@ class TrainingLoop:
                 f"epoch {directive.epoch} has taken over from epoch {self._directive.epoch}: another trainer is "
                 "running; this one stops"
             )
-        unasked = not directive.answers.startswith(("ready-", f"e{directive.epoch}-step-"))
+        questions = ("ready-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")
+        unasked = not directive.answers.startswith(questions)
         is_answer = directive.answers == awaited
         if is_answer or (unasked and self._directive is not None):
             await self._obey(directive)
@@ -300,6 +359,7 @@ class TrainingLoop:
             offsets=self._intake.safe_offsets(lambda index: not self._batcher.ledger.has(index)),
             ledger=self._batcher.ledger.to_record(),
             controller=controller,
+            kl_coefficient=self._objective.coefficient,
         )
         path = await self._in_worker(
             lambda: self._checkpoints.save(
@@ -307,6 +367,7 @@ class TrainingLoop:
                 layout=self._trainer.weight_layout(),
                 weights=self._trainer.gather_weights(),
                 save_trainer=self._trainer.save_state,
+                save_critic=self._step.critic.worker.save_state if self._step.critic else None,
             )
         )
         await self._intake.trim(await asyncio.to_thread(self._checkpoints.oldest_kept_offsets))

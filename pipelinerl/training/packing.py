@@ -6,8 +6,9 @@ the rollouts fall into micro-batches. Rollouts without a valid verdict are left 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +19,21 @@ from trainer_contract.types import Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedRollout:
-    """A rollout with what the objective gave it: its advantage and the weight of each of its sampled tokens."""
+    """A rollout with what the objective gave its sampled tokens: the advantage [N] and the one weight of each."""
 
     rollout: Rollout
-    advantage: float
+    advantages: NDArray[np.floating]
     token_weight: float
 
 
-def pack(rollouts: Sequence[WeightedRollout], *, token_budget: int) -> list[MicroBatch]:
+class Packed(NamedTuple):
+    """A micro-batch, and which of the rollouts given are its segments, in order."""
+
+    micro_batch: MicroBatch
+    members: list[int]
+
+
+def pack(rollouts: Sequence[WeightedRollout], *, token_budget: int) -> list[Packed]:
     """Micro-batches of at most `token_budget` tokens; a longer rollout makes one of its own.
 
     First-fit decreasing: within 22 % of the least possible number of bins, and rollouts of like length share one,
@@ -43,7 +51,12 @@ def pack(rollouts: Sequence[WeightedRollout], *, token_budget: int) -> list[Micr
         else:
             bins[slot].append(i)
             room[slot] -= size
-    return [_micro_batch([rollouts[i] for i in members]) for members in bins]
+    return [Packed(_micro_batch([rollouts[i] for i in members]), members) for members in bins]
+
+
+def with_columns(batch: MicroBatch, columns: Mapping[str, Any]) -> MicroBatch:
+    """The micro-batch with these columns [T] in place of its own."""
+    return replace(batch, **columns)
 
 
 def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:
@@ -54,6 +67,12 @@ def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:
     lengths = np.array([member.rollout.num_tokens for member in members])
     behavior = np.zeros(token_ids.shape[0], np.float32)
     behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in turns])
+    advantages = np.zeros(token_ids.shape[0], np.float32)
+    with np.errstate(over="ignore"):  # what is beyond fp32 becomes infinite, and the guard's to find
+        advantages[loss_mask] = np.concatenate([member.advantages for member in members])
+    versions = np.zeros(token_ids.shape[0], np.int32)
+    spans = np.array([span for turn in turns for span in turn.spans], np.int32).reshape(-1, 2)
+    versions[loss_mask] = np.repeat(spans[:, 0], spans[:, 1])
 
     def spread(values: Sequence[float]) -> Float32:
         return np.repeat(np.array(values, np.float32), lengths)
@@ -64,9 +83,10 @@ def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:
         position_ids=(np.arange(token_ids.shape[0]) - np.repeat(starts, lengths)).astype(np.int32),
         segment_ids=np.repeat(np.arange(len(members), dtype=np.int32), lengths),
         loss_mask=loss_mask,
-        advantages=spread([m.advantage for m in members]) * loss_mask,
+        advantages=advantages,
         weights=spread([m.token_weight for m in members]) * loss_mask,
         behavior_logprobs=behavior,
         temperatures=spread([m.rollout.temperature for m in members]),
+        behavior_versions=versions,
         num_segments=len(members),
     )

@@ -7,19 +7,19 @@ import random
 
 import pytest
 
-from pipelinerl.controller.effects import IssuePrompts, Send
+from pipelinerl.controller.effects import IssuePrompts, Record, Send
 from pipelinerl.controller.inputs import EngineOffered, KnobsPatched
-from pipelinerl.controller.statement import waiting_for
+from pipelinerl.controller.waiting import waiting_for
 from pipelinerl.errors import RecipeError
-from pipelinerl.messages import TrainerReady
-from tests.controller.world import ENGINE, World, controller, knobs
+from pipelinerl.messages import StepSkipped, TrainerReady
+from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
 
 
 def world(seed: int = 0, **changes: float) -> World:
     return World(controller(**changes), random.Random(seed))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(100))
 def test_random_schedules_finish_and_keep_every_promise(seed: int) -> None:
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 4, math.inf]))
@@ -30,7 +30,15 @@ def test_random_schedules_finish_and_keep_every_promise(seed: int) -> None:
         run.act()
         if rng.random() < 0.002:
             j = rng.choice([1, 2, 3])
-            change = {"j": j, "k": rng.choice([j, j + 2, "inf"]), "rollouts_per_step": rng.choice([2, 4, 8])}
+            change = {
+                "j": j,
+                "k": rng.choice([j, j + 2, "inf"]),
+                "rollouts_per_step": rng.choice([2, 4, 8]),
+                "temperature": rng.choice([0.5, 1.0]),
+                "evaluation_interval_steps": rng.choice([2, 5, 50]),
+                "groups_in_flight": rng.choice([1, 8]),
+                "domain_weights.a": rng.choice([0, 1, 3]),
+            }
             run.give(KnobsPatched(now=0.0, changes=change, who="test", time=0.0))
     assert run.finished == "all 20 steps are done", waiting_for(run.controller.state, now=0.0)
     for version, groups, k in run.trained:
@@ -38,8 +46,55 @@ def test_random_schedules_finish_and_keep_every_promise(seed: int) -> None:
     indices = [trained.index for _, groups, _ in run.trained for trained in groups]
     assert len(indices) == len(set(indices)), "a group was trained twice"
     assert run.issued == list(range(len(run.issued))), "prompts are issued once each, in order"
+    for order in run.orders_issued:
+        weights = run.controller.state.domain_weights_of(order.index)
+        assert order.problem == drawn_problem(order.index, weights), "the mixture is that of the order's first issue"
     ledger = run.controller.state.account.ledger()
     assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_skipped_steps_keep_the_balance_and_three_in_a_row_end_the_run(seed: int) -> None:
+    run = world(seed)
+    run.poison = 0.2 if seed % 2 else 0.7
+    run.begin()
+    for _ in range(20_000):
+        if run.finished is not None:
+            break
+        run.act()
+    wrecked = f"step {run.version + 1} was not finite 3 times in a row: rewards"
+    assert run.finished == ("all 20 steps are done" if run.skipped < 3 else wrecked)
+    assert run.controller.state.version == run.version
+    ledger = run.controller.state.account.ledger()
+    assert ledger["trained"] == sum(len(groups) for _, groups, _ in run.trained)
+    assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
+    if seed % 2 == 0:
+        assert run.skipped == 3, "at 0.7, three in a row come within 20 steps"
+
+
+def test_three_skipped_steps_stop_and_save() -> None:
+    run = world(evaluation_problems=0)
+    run.begin()
+    run.publish()
+    for number in (1, 2, 3):
+        assert run.directive is not None and not run.directive.stop
+        skip = StepSkipped(
+            report_id=f"e1-skip-0-{number}",
+            epoch=1,
+            model_version=0,
+            consumed=run.consumed(),
+            what="rewards",
+            groups=[4],
+            in_a_row=number,
+        )
+        effects = run.controller.handle(skip, now=0.0)
+        run.apply(effects)
+        told = {"step": 1, "what": "rewards", "groups": [4], "in_a_row": number}
+        assert effects[0] == Record("step_skipped", told)
+        again = run.controller.handle(skip, now=0.0)
+        assert again == [Send(run.directive)], "a report that comes twice is answered alike"
+    assert (run.directive.stop, run.directive.checkpoint) == (True, True)
+    assert run.directive.controller_state is not None
 
 
 def test_on_policy_is_lockstep() -> None:
@@ -58,7 +113,7 @@ def test_prompts_wait_for_weights_and_for_the_first_evaluation() -> None:
     assert waiting_for(run.controller.state, now=0.0) == "an engine to join"
     run.begin()
     assert run.orders == []
-    assert waiting_for(run.controller.state, now=0.0) == "the trainer to publish its weights to an engine"
+    assert waiting_for(run.controller.state, now=0.0) == f"the trainer to publish its weights to {ENGINE}"
     run.publish()
     assert [order.order_id for order in run.orders] == [f"eval-0-{i:06d}" for i in range(3)]
     for _ in range(3):

@@ -5,15 +5,23 @@ one: the same prompts, the same directives, the same events, the same ledger.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+import math
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.controller.inputs import EngineOffered, Ticked
+import msgspec
+import pytest
+
+from pipelinerl.controller.effects import Effect
+from pipelinerl.controller.inputs import AnyInput, EngineOffered, KnobsPatched, Ticked
 from pipelinerl.controller.journal import JOURNAL, Decision, Journal
 from pipelinerl.controller.service import ControllerService, Start
+from pipelinerl.controller.state import RunState
+from pipelinerl.errors import FencedError
 from pipelinerl.messages import (
     ORDERS,
     PROMPTS,
@@ -33,7 +41,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.streams.memory_stream import MemoryStream
-from tests.controller.world import ENGINE, controller
+from tests.controller.world import ENGINE, World, controller
 
 NEVER = 10**9
 
@@ -241,3 +249,100 @@ async def test_the_state_comes_back_as_it_was() -> None:
     found = await Journal.recover(stream)
     assert found is not None
     assert found[1].state == made.state
+
+
+@pytest.mark.parametrize("start", Start)
+async def test_of_two_controllers_the_first_is_fenced_before_it_does_anything(tmp_path: Path, start: Start) -> None:
+    stream = MemoryStream()
+
+    @asynccontextmanager
+    async def serving(name: str, start: Start) -> AsyncIterator[tuple[ControllerService, asyncio.Task[None]]]:
+        with EventLog(tmp_path / f"{name}.jsonl") as log:
+            service = ControllerService(
+                controller(), name=name, stream=stream, probe=Healthy(), events=log, poll_s=3600.0, start=start
+            )
+            running = asyncio.create_task(service.run())
+            try:
+                await service.perform(EngineOffered(now=0.0, url=f"http://{name}", incarnation="1"))
+                yield service, running
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
+    async with serving("first", Start.AFRESH) as (first, _), serving("second", start) as (second, _):
+        with pytest.raises(FencedError, match="another controller has taken over"):
+            await first.perform(change)
+        await second.perform(change)
+        assert not await first._journal.whole() and await second._journal.whole()
+        assert "knobs" not in {event["kind"] for event in read_events(tmp_path / "first.jsonl")}
+        assert "knobs" in {event["kind"] for event in read_events(tmp_path / "second.jsonl")}
+
+
+async def test_an_answer_that_was_lost_is_no_fence() -> None:
+    stream = MemoryStream()
+    journal = await Journal.begin(stream)
+    await journal.snapshot(controller().state)
+    append = stream.append
+
+    async def twice(*args: Any, **rest: Any) -> int:
+        await append(*args, **rest)
+        return await append(*args, **rest)
+
+    stream.append = twice  # type: ignore[method-assign]
+    await journal.record(Decision(Ticked(now=0.0), 1, 1))
+    assert await journal.whole()
+
+
+def brought_back(state: RunState, since: list[AnyInput]) -> RunState:
+    """What a controller that comes back makes of a snapshot and the inputs since."""
+    made = controller()
+    made.state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RunState)
+    for given in since:
+        made.decide(given)
+    return made.state
+
+
+def random_run(seed: int, *, deaths: random.Random | None) -> World:
+    """A run of random events, the same for the same seed, whose controller dies now and then."""
+    made = controller(k=random.Random(seed).choice([1.0, 2.0, 4.0, math.inf]))
+    run = World(made, random.Random(seed))
+    snapshot, since, decide = msgspec.msgpack.encode(made.state), [], made.decide
+
+    def mortal(given: AnyInput) -> list[Effect]:
+        nonlocal snapshot
+        since.append(msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=AnyInput))
+        effects = decide(given)
+        if deaths is not None and deaths.random() < 0.05:
+            if deaths.random() < 0.3:
+                snapshot = msgspec.msgpack.encode(made.state)
+                since.clear()
+            made.state = brought_back(msgspec.msgpack.decode(snapshot, type=RunState), since)
+        return effects
+
+    made.decide = mortal  # type: ignore[method-assign]
+    run.begin()
+    while run.finished is None:
+        run.act()
+        if run.rng.random() < 0.002:
+            j = run.rng.choice([1, 2, 3])
+            run.give(KnobsPatched(now=0.0, changes={"j": j, "k": j + 2, "domain_weights.a": 3}, who="test", time=0.0))
+    return run
+
+
+def same_with_and_without_deaths(seed: int) -> None:
+    undisturbed, mortal = random_run(seed, deaths=None), random_run(seed, deaths=random.Random(~seed))
+    assert mortal.orders_issued == undisturbed.orders_issued, f"seed {seed}: other prompts"
+    assert mortal.controller.state == undisturbed.controller.state, f"seed {seed}: another state, another ledger"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_controller_that_dies_again_and_again_decides_alike(seed: int) -> None:
+    same_with_and_without_deaths(seed)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+def test_ten_thousand_random_runs_with_deaths_are_as_without() -> None:
+    for seed in range(10_000):
+        same_with_and_without_deaths(seed)

@@ -26,6 +26,29 @@ def test_what_json_says_can_be_patched_back() -> None:
         assert some.patched(shown) == some
 
 
+def test_domain_weights_change_one_by_one_or_as_a_table() -> None:
+    base = knobs(domain_weights={"math": 1.0, "code": 2.0})
+    assert base.patched({"domain_weights.code": "5"}).domain_weights == {"math": 1.0, "code": 5.0}
+    both = base.patched({"domain_weights": {"math": 0}, "domain_weights.code": 3})
+    assert both.domain_weights == {"math": 0.0, "code": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"domain_weights.chess": 1}, "unknown domain 'chess'; domains are math, code"),
+        ({"domain_weights.math": "much"}, "domain_weights.math must be a number, got 'much'"),
+        ({"domain_weights.math": -1}, "domain_weights.math must not be negative, got -1"),
+        ({"domain_weights": {"math": 0, "code": 0}}, "the sum of domain_weights must be a positive number"),
+        ({"domain_weights": 3}, "domain_weights must be a table of numbers by domain, got 3"),
+        ({"groups_in_flight": 0}, "groups_in_flight must be a positive number"),
+    ],
+)
+def test_mixtures_that_cannot_be_drawn_from_are_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        knobs(domain_weights={"math": 1.0, "code": 2.0}).patched(change)
+
+
 def test_j_and_k_change_together_or_not_at_all() -> None:
     assert knobs(j=1, k=4).patched({"j": 6, "k": 9}).bounds == knobs(j=6, k=9).bounds
     with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 6, got 4"):

@@ -7,7 +7,9 @@ publications and knob changes must never break what the design promises.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Send
@@ -24,11 +26,13 @@ from pipelinerl.messages import (
     Published,
     Report,
     StepDone,
+    StepSkipped,
     TrainerReady,
     TrainerStopped,
 )
+from pipelinerl.objective.signal import NoSignal
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.admission import Fate, Ledger, Lineage, NoSignal
+from pipelinerl.training.admission import Fate, Ledger, Lineage
 from pipelinerl.training.batcher import Batcher, StepBudget
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, RolloutGroup, Sampling
 from tests.fakes.rollouts import group
@@ -41,12 +45,25 @@ def problem(index: int) -> Problem:
     return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
 
 
-def knobs(**changes: float) -> Knobs:
+def drawn_problem(index: int, weights: Mapping[str, float]) -> Problem:
+    """A problem that says which it is, and by which weights it was drawn."""
+    return replace(problem(index), domain=",".join(f"{name}={weight:g}" for name, weight in weights.items()))
+
+
+def knobs(**changes: Any) -> Knobs:
     """Small knobs: two groups of two rollouts a step."""
     start = Knobs(
-        j=1, k=4, temperature=1.0, learning_rate=0.1, rollouts_per_step=4, evaluation_interval_steps=5, group_size=2
+        j=1,
+        k=4.0,
+        temperature=1.0,
+        learning_rate=0.1,
+        rollouts_per_step=4,
+        evaluation_interval_steps=5,
+        groups_in_flight=8,
+        domain_weights={"a": 1.0, "b": 2.0},
+        group_size=2,
     )
-    return replace(start, **changes)  # type: ignore[arg-type]
+    return replace(start, **changes)
 
 
 def controller(*, steps: int = 20, evaluation_problems: int = 3, **changes: float) -> Controller:
@@ -62,7 +79,9 @@ def controller(*, steps: int = 20, evaluation_problems: int = 3, **changes: floa
         checkpoint_interval_steps=10,
         engines_expected=1,
     )
-    return Controller(settings, RunState(knobs=knobs(**changes)), training_problem=problem, held_out_problem=problem)
+    start = knobs(**changes)
+    state = RunState(knobs=start, first_domain_weights=start.domain_weights)
+    return Controller(settings, state, training_problem=drawn_problem, held_out_problem=problem)
 
 
 @dataclass
@@ -75,6 +94,10 @@ class World:
         default_factory=lambda: Batcher(ledger=Ledger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER)
     )
     version: int = 0
+    poison: float = 0.0
+    """The share of steps that are not finite."""
+    skipped: int = 0
+    """Such steps since the last that was applied."""
     served: int = 0
     orders: list[PromptOrder] = field(default_factory=list)
     sampling: list[tuple[PromptOrder, int]] = field(default_factory=list)
@@ -82,8 +105,13 @@ class World:
     directive: Directive | None = None
     awaiting: str = ""
     trained: list[tuple[int, list[RolloutGroup], float]] = field(default_factory=list)
-    issued: list[int] = field(default_factory=list)
+    orders_issued: list[PromptOrder] = field(default_factory=list)
     finished: str | None = None
+
+    @property
+    def issued(self) -> list[int]:
+        """Training orders, in the order in which they were issued."""
+        return [order.index for order in self.orders_issued]
 
     def tell(self, report: Report) -> None:
         """A report reaches the controller, and its effects are carried out."""
@@ -100,7 +128,7 @@ class World:
             match effect:
                 case IssuePrompts(orders):
                     self.orders += orders
-                    self.issued += [order.index for order in orders if order.purpose is Purpose.TRAINING]
+                    self.orders_issued += [order for order in orders if order.purpose is Purpose.TRAINING]
                 case Send(directive):
                     self._obey(directive)
                 case Finish(reason):
@@ -184,11 +212,31 @@ class World:
             return
         while self.publications:  # the loop ends a publication before it changes weights
             self.publish()
+        if self.poison and self.rng.random() < self.poison:
+            self._skip(groups)
+            return
+        self.skipped = 0
         self.version += 1
         self.trained.append((self.version, groups, k))
         self.awaiting = f"e1-step-{self.version}"
         self.tell(
             StepDone(report_id=self.awaiting, epoch=1, model_version=self.version, consumed=self.consumed(), stats={})
+        )
+
+    def _skip(self, groups: list[RolloutGroup]) -> None:
+        self.batcher.skipped(groups)
+        self.skipped += 1
+        self.awaiting = f"e1-skip-{self.version}-{self.batcher.ledger.counts[Fate.FILTERED]}"
+        self.tell(
+            StepSkipped(
+                report_id=self.awaiting,
+                epoch=1,
+                model_version=self.version,
+                consumed=self.consumed(),
+                what="rewards",
+                groups=[group.index for group in groups],
+                in_a_row=self.skipped,
+            )
         )
 
     def _obey(self, directive: Directive) -> None:

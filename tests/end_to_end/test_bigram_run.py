@@ -6,13 +6,16 @@ The bigram model must learn to answer "b" from a uniform start; only the streams
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from inference_contract.schemas import OnUpdate
 from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.config import parse
 from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.inputs import EngineOffered
 from pipelinerl.controller.knobs import Knobs
@@ -26,12 +29,12 @@ from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
-from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.signal import NoSignal
 from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.roles.parts import objective_of
+from pipelinerl.roles.workers import started
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.stream import Stream
-from pipelinerl.trainers.bigram_trainer import BigramTrainer
-from pipelinerl.training.admission import NoSignal
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.schedule import LearningRateSchedule
@@ -39,9 +42,9 @@ from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.weights.broadcast import BroadcastPublisher
 from pipelinerl.weights.layout import wire_layout
 from tests.fakes.served import in_thread
-from trainer_contract.types import OptimizerSpec, TrainerSpec
 
 STEPS = 30
+RATE = 0.3
 
 
 class SaysB:
@@ -72,12 +75,15 @@ def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
         j=1,
         k=k,
         temperature=1.0,
-        learning_rate=0.3,
+        learning_rate=RATE,
         rollouts_per_step=64,
         evaluation_interval_steps=10,
+        groups_in_flight=16,
+        domain_weights={"b": 1.0},
         group_size=8,
     )
-    return Controller(settings, RunState(knobs=knobs), training_problem=problem, held_out_problem=problem)
+    state = RunState(knobs=knobs, first_domain_weights=knobs.domain_weights)
+    return Controller(settings, state, training_problem=lambda index, _: problem(index), held_out_problem=problem)
 
 
 @pytest.fixture
@@ -97,17 +103,21 @@ async def run(
     controller: Controller,
     stream: Stream,
     restored: tuple[Path, TrainingState] | None = None,
+    learning: Mapping[str, Any] = MappingProxyType({"objective": "pipelinerl"}),
     until: Callable[[Controller], bool] = lambda controller: False,
 ) -> list[dict[str, object]]:
-    """Run to the end (or until `until`), and return the events."""
-    trainer = BigramTrainer()
-    trainer.init_worker(
-        TrainerSpec(
-            model_path=model,
-            optimizer=OptimizerSpec(grad_clip=0.0),
-            restore_from=restored[0] / "trainer" if restored else None,
-        )
+    """Run to the end (or until `until`), and return the events. `learning` is a part of a recipe."""
+    config = parse(
+        {
+            "model": {"path": str(model)},
+            "trainer": {"type": "bigram"},
+            "optimizer": {"grad_clip": 0.0, "learning_rate": RATE},
+            "domains": [{"name": "b", "source": "addition"}],
+            **learning,
+        }
     )
+    objective = objective_of(config)
+    workers = started(config, objective, checkpoint=restored[0] if restored else None)
     client = EngineClient()
     pool = EnginePool(client)
     events = EventLog(directory / "events.jsonl")
@@ -126,10 +136,11 @@ async def run(
             deadline_s=10.0,
             on_update=OnUpdate.CONTINUE,
             schedule=LearningRateSchedule(warmup_steps=0, steps=STEPS, shape="constant", final_fraction=0.0),
+            kl=config.kl_control.controller if config.kl_control else None,
         ),
-        trainer=trainer,
-        layout=wire_layout(trainer.weight_layout()),
-        objective=resolve("pipelinerl"),
+        step=workers.step(config.training.old_logprobs),
+        layout=wire_layout(workers.policy.weight_layout()),
+        objective=objective,
         stream=stream,
         publisher=BroadcastPublisher(client),
         checkpoints=CheckpointStore(directory / "checkpoints", keep=2, model_directory=model),
@@ -159,6 +170,7 @@ async def run(
         await loop.close()
         await client.close()
         events.close()
+        workers.close()
     return read_events(directory / "events.jsonl")
 
 
@@ -179,6 +191,41 @@ async def test_a_bigram_learns_in_flight(tmp_path: Path, model: Path) -> None:
     ledger = controller.state.account.ledger()
     assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
     assert events[-1]["kind"] == "run_finished"
+
+
+async def test_ppo_with_critic_warm_up_and_a_steered_kl_learns_in_flight(tmp_path: Path, model: Path) -> None:
+    """Three models in the trainer's process; while the critic warms up, versions rise and weights stay."""
+    learning = {
+        "objective": {
+            "preset": "ppo",
+            "adv": {"whitening": "none"},
+            "grad1": {"over": "old"},
+            "grad2": {"kind": "kl", "beta": 0.01},
+        },
+        "critic": {"learning_rate": 0.1, "warmup_steps": 3},
+        "kl_control": {"target": 0.3, "gain": 0.5},
+    }
+    options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
+    controller = new_controller()
+    with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
+        events = await run(tmp_path, model, url, controller=controller, stream=MemoryStream(), learning=learning)
+    steps: list[dict[str, Any]] = [event for event in events if event["kind"] == "step"]
+    evaluations = [event for event in events if event["kind"] == "evaluation"]
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert evaluations[0]["accuracy"] == 0.0 and evaluations[-1]["accuracy"] == 1.0
+    assert [step["learning_rate"] for step in steps[:4]] == [0.0, 0.0, 0.0, RATE]
+    assert [step["grad_norm"] for step in steps[:3]] == [0.0] * 3 and steps[3]["grad_norm"] > 0
+    assert all(step["kl_reference"] == pytest.approx(0.0, abs=1e-6) for step in steps[:4]), "nothing has moved"
+    assert steps[-1]["kl_reference"] > 0.5, "the reference is the model that the run began with"
+    coefficients = [step["kl_coefficient"] for step in steps]
+    assert coefficients[:2] == [0.01, pytest.approx(0.009)], "near the reference the penalty falls"
+    assert coefficients[-1] > min(coefficients), "and far from it the penalty rises"
+    assert steps[0]["value_mean"] == 0.0 and steps[-1]["value_mean"] > 0.1, "values follow the rewards"
+    latest = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model).latest()
+    assert latest is not None and (latest[0] / "critic").is_dir()
+    assert latest[1].kl_coefficient is not None and latest[1].kl_coefficient > coefficients[-1]
+    ledger = controller.state.account.ledger()
+    assert ledger["trained"] == STEPS * 8
 
 
 async def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(tmp_path: Path, model: Path) -> None:
@@ -203,7 +250,7 @@ async def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(tmp_path: Path
         events = await run(tmp_path, model, url, controller=resumed, stream=MemoryStream(), restored=latest)
     after = [event["step"] for event in events if event["kind"] == "step"]
     assert after[cut_off - STEPS :] == list(range(cut_off + 1, STEPS + 1))
-    assert resumed.epoch == 2
-    ledger = resumed.account.ledger()
+    assert resumed.state.epoch == 2
+    ledger = resumed.state.account.ledger()
     assert ledger["trained"] == STEPS * 8
     assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")

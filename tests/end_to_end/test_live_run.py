@@ -86,6 +86,12 @@ def test_a_run_completes_and_leaves_everything(undisturbed: LiveRun) -> None:
     assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 2
 
 
+def test_any_kept_step_can_be_taken_again_to_the_bit(undisturbed: LiveRun) -> None:
+    told = command("replay", str(undisturbed.directory), "--step", str(STEPS - 1))
+    assert told.count("the same to the bit") == 3, "from the checkpoint at step 8 on"
+    assert "cispo" in command("replay", str(undisturbed.directory), "--step", "9", "--objective", "cispo")
+
+
 def test_ctrl_c_ends_within_seconds_and_the_resumed_run_is_the_undisturbed_one(
     tmp_path: Path, undisturbed: LiveRun
 ) -> None:
@@ -155,7 +161,9 @@ def test_kill_9_changes_nothing(tmp_path: Path, undisturbed: LiveRun, role: str,
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_without_restarts_a_dead_controller_ends_the_run_which_says_how_to_go_on(tmp_path: Path, undisturbed: LiveRun) -> None:
+def test_without_restarts_a_dead_controller_ends_the_run_which_says_how_to_go_on(
+    tmp_path: Path, undisturbed: LiveRun
+) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LOCKSTEP, "launch.restarts=0"), directory) as run:
         run.until_step(6)

@@ -16,6 +16,7 @@ from pipelinerl.config import MODELS, RECIPES, RunConfig, load, parse, to_table
 from pipelinerl.errors import ModelError, RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.roles.dry_run import findings, refuse
+from pipelinerl.roles.parts import objective_of
 
 SHIPPED = MODELS / "tiny_speller"
 QUICK = ("evaluation.problems=4",)
@@ -45,12 +46,34 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         ("objective.zzz=1", "objective.zzz is unknown; expected one of preset, agg"),
         ("objective.adv.kind=zzz", "objective.adv.kind must be one of .*; got 'zzz'"),
         ("objective.grad1.epsilon_low=x", "objective.grad1.epsilon_low must be a number, got 'x'"),
-        ("objective.grad2=kl", "objective needs ref_logprobs, which no part of this pipeline computes"),
+        ("critic.clip=0.5", "critic: the objective reads no values; remove the section"),
+        ("reference.path=/r", "reference: the objective reads no ref_logprobs; remove the section"),
+        ("kl_control.target=0.1", "kl_control: the objective has no KL term to control"),
+        ("training.old_logprobs=behavior", "training.old_logprobs: the objective reads none; leave it out"),
     ],
 )
 def test_names_are_refused_in_no_time(override: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         refuse(load("tiny", [override]))
+
+
+def test_a_pass_that_nobody_can_make_is_refused() -> None:
+    with pytest.raises(UserError, match=r"objective needs a critic, and trainer\.type 'jax' has no value head; use"):
+        objective_of(load("tiny", ["objective=ppo", "trainer.type=jax"]))
+    with pytest.raises(UserError, match="must not be behavior beside is_weight, which divides old by behavior"):
+        objective_of(load("tiny", ["objective=ppo_tis", "training.old_logprobs=behavior"]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective=ppo", "critic.warmup_steps=3", "critic.clip=inf"],
+        ["objective.preset=grpo", "objective.grad2=kl", "kl_control.target=0.1", "reference.path=shipped:tiny_speller"],
+        ["objective=ppo_recomputed", "training.old_logprobs=behavior"],
+    ],
+)
+def test_what_the_trainer_can_make_is_not_refused(overrides: list[str]) -> None:
+    refuse(load("tiny", overrides))
 
 
 def test_refusing_imports_no_array_library_but_numpy() -> None:

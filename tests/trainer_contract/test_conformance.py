@@ -7,10 +7,10 @@ import pytest
 
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.trainers.bigram_trainer import BigramTrainer
-from trainer_contract.conformance import CHECKS, Status, run
-from trainer_contract.errors import NonFiniteError
+from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
+from trainer_contract.errors import NonFiniteError, SpecError
 from trainer_contract.probes import Subject
-from trainer_contract.types import LossStats, StepStats, TrainerSpec
+from trainer_contract.types import Head, LossStats, StepStats, TrainerSpec
 
 VOCAB = 16
 
@@ -47,13 +47,30 @@ def starts_not_zero(sound, batch):
     return sound.forward(batch) - (batch.position_ids == 0).astype(np.float32)
 
 
+def values_of_the_state_after(sound, batch):
+    """Off by one: token t is given the value of the state that it leads to."""
+    values = sound.forward(batch)
+    shifted = np.where(batch.position_ids > 0, np.roll(values, -1), 0.0)
+    last = np.append(batch.position_ids[1:] == 0, True)
+    shifted[last] = sound._state.table[batch.token_ids[last]]
+    return shifted.astype(np.float32)
+
+
+def tempered_values(sound, batch):
+    return sound.forward(batch) / batch.temperatures
+
+
+def steps_at_rate_zero(sound, *, learning_rate):
+    return sound.optimizer_step(learning_rate=max(learning_rate, 1e-3))
+
+
 def mask_only(sound, batch):
     return np.where(batch.loss_mask, sound.forward(batch), 0.0).astype(np.float32)
 
 
 def forward_accumulates(sound, batch):
     if sound._state.gradient is None:
-        sound._state.gradient = np.ones_like(sound._state.logits)
+        sound._state.gradient = np.ones_like(sound._state.table)
     return sound.forward(batch)
 
 
@@ -108,6 +125,10 @@ def step_without_gradient(sound, *, learning_rate):
     return sound.optimizer_step(learning_rate=learning_rate)
 
 
+def ignores_options(sound, spec):
+    sound.init_worker(replace(spec, options={}))
+
+
 def never_clips(sound, spec):
     sound.init_worker(replace(spec, optimizer=replace(spec.optimizer, grad_clip=0.0)))
 
@@ -130,7 +151,7 @@ def forgets_the_moments(sound, spec):
 def restores_weights_in_half(sound, spec):
     sound.init_worker(spec)
     if spec.restore_from:
-        sound._state.logits = sound._state.logits.astype(np.float16).astype(np.float64)
+        sound._state.table = sound._state.table.astype(np.float16).astype(np.float64)
 
 
 def forgets_the_version(sound, spec):
@@ -175,7 +196,9 @@ BROKEN = [
     ("step_applies_and_clears", {"model_version": lambda sound: 0}),
     ("clipping_bounds_the_norm", {"init_worker": never_clips}),
     ("clipping_bounds_the_norm", {"optimizer_step": norm_after_clipping}),
+    ("steps_may_stand_still", {"optimizer_step": steps_at_rate_zero}),
     ("discard_forgets", {"discard_gradient": discard_does_nothing}),
+    ("unknown_options_are_refused", {"init_worker": ignores_options}),
     ("state_continues_exactly", {"init_worker": forgets_the_moments}),
     ("state_continues_exactly", {"init_worker": restores_weights_in_half}),
     ("state_continues_exactly", {"init_worker": forgets_the_version}),
@@ -200,6 +223,37 @@ def test_a_sound_trainer_passes_every_check(spec, tmp_path):
     results = run(Subject(BigramTrainer, spec, VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
     assert len(results) == len(CHECKS) and all(r.promise for r in results)
+
+
+def test_a_sound_value_head_passes_every_check_of_its_own(spec, tmp_path):
+    results = run(Subject(BigramTrainer, replace(spec, head=Head.VALUE), VOCAB), directory=tmp_path)
+    assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
+    assert len(results) == len(VALUE_CHECKS) == len(CHECKS)
+
+
+BROKEN_VALUES = [
+    ("segments_are_independent", {"forward": leaking}),
+    ("values_precede_their_tokens", {"forward": values_of_the_state_after}),
+    ("values_precede_their_tokens", {"forward": tempered_values}),
+    ("state_continues_exactly", {"init_worker": forgets_the_moments}),
+]
+
+
+@pytest.mark.parametrize(("check", "verbs"), BROKEN_VALUES, ids=[by_name(*row) for row in BROKEN_VALUES])
+def test_a_broken_value_head_fails(check, verbs, spec, tmp_path):
+    subject = Subject(lambda: Broken(**verbs), replace(spec, head=Head.VALUE), VOCAB)
+    assert check in {r.name for r in run(subject, directory=tmp_path) if r.status is Status.FAILED}
+
+
+def test_a_trainer_without_a_value_head_says_so(spec, tmp_path):
+    def refuses(sound, spec):
+        if spec.head is Head.VALUE:
+            raise SpecError("no values here")
+        sound.init_worker(spec)
+
+    subject = Subject(lambda: Broken(init_worker=refuses), replace(spec, head=Head.VALUE), VOCAB)
+    results = run(subject, directory=tmp_path, checks=VALUE_CHECKS[:3])
+    assert {(r.status, r.reason) for r in results} == {(Status.UNSUPPORTED, "no value head: no values here")}
 
 
 @pytest.mark.parametrize(("check", "verbs"), BROKEN, ids=[by_name(*row) for row in BROKEN])

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.objective.presets import resolve
@@ -13,10 +14,11 @@ from pipelinerl.trainers.torch_trainer import TorchTrainer
 from trainer_contract.conformance import Status, run
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.probes import Subject
-from trainer_contract.types import Device, OptimizerSpec, Precision, TrainerSpec
+from trainer_contract.types import Device, Head, OptimizerSpec, Precision, TrainerSpec
 
 VOCAB = 48
 NAMES = ("qwen2", "qwen3", "llama", "mistral", "gpt2")
+VALUE_HEADS = (("qwen2", Head.VALUE), ("gpt2", Head.VALUE))
 OBJECTIVE = resolve("pipelinerl")
 
 
@@ -58,9 +60,9 @@ def padded_twin(path, batch):
     return loss.item(), everything, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_conformance(name, model_path, tmp_path):
-    results = run(Subject(TorchTrainer, spec_of(model_path(name)), VOCAB), directory=tmp_path)
+@pytest.mark.parametrize(("name", "head"), [*((name, Head.POLICY) for name in NAMES), *VALUE_HEADS])
+def test_conformance(name, head, model_path, tmp_path):
+    results = run(Subject(TorchTrainer, spec_of(model_path(name), head=head), VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 
@@ -86,7 +88,7 @@ def test_splitting_and_order_change_the_gradient_by_rounding_only(model_path, mi
         trainer = started(model_path("qwen2"))
         parts = [trainer.backward(micro_batch(select=part), OBJECTIVE) for part in split]
         np.testing.assert_allclose(sum(part.loss for part in parts), total.loss, rtol=1e-5)
-        assert sum((part.logprobs != 0).sum() for part in parts) == (total.logprobs != 0).sum()
+        assert sum((part.predictions != 0).sum() for part in parts) == (total.predictions != 0).sum()
         for parameter, gradient in gradients(trainer).items():
             torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-6 * float(scale), msg=parameter)
 
@@ -96,7 +98,7 @@ def test_equal_calls_give_equal_bits(model_path, micro_batch):
     for seed in range(3):
         batch = micro_batch(seed=seed)
         first, second = (t.backward(batch, OBJECTIVE) for t in trainers)
-        assert first.loss == second.loss and first.logprobs.tobytes() == second.logprobs.tobytes()
+        assert first.loss == second.loss and first.predictions.tobytes() == second.predictions.tobytes()
         first, second = ((t.optimizer_step(learning_rate=1e-2), t.forward(batch).tobytes()) for t in trainers)
         assert first == second
 
@@ -195,7 +197,7 @@ def test_a_micro_batch_that_trains_nothing_counts_nothing(model_path, micro_batc
     trainer, batch = started(model_path("qwen2")), micro_batch()
     object.__setattr__(batch, "loss_mask", np.zeros_like(batch.loss_mask))
     stats = trainer.backward(batch, OBJECTIVE)
-    assert stats.loss == 0.0 and not stats.logprobs.any()
+    assert stats.loss == 0.0 and not stats.predictions.any()
     assert trainer.optimizer_step(learning_rate=1e-2).grad_norm == 0.0
 
 
@@ -241,3 +243,45 @@ def test_models_that_cannot_be_packed_are_refused(model_path, tmp_path):
     AutoModelForCausalLM.from_config(MambaConfig(**sizes)).save_pretrained(tmp_path / "mamba")
     with pytest.raises(SpecError):
         started(tmp_path / "mamba")
+
+
+def test_a_saved_value_model_is_one_to_start_from(model_path, micro_batch, tmp_path):
+    critic, batch = started(model_path("qwen2"), head=Head.VALUE), micro_batch()
+    assert not critic.forward(batch).any(), "without a head of its own, values begin at 0"
+    for _ in range(3):
+        critic.backward(batch, OBJECTIVE)
+        critic.optimizer_step(learning_rate=1e-2)
+    critic.save_state(tmp_path)
+    again = started(tmp_path / "model", head=Head.VALUE)
+    assert again.forward(batch).tobytes() == critic.forward(batch).tobytes()
+    assert again.model_version == 0
+    names = [info.name for info in critic.weight_layout()]
+    assert names[-2:] == ["value_head.weight", "value_head.bias"] and "lm_head.weight" not in names
+
+
+def test_a_state_of_the_other_head_and_a_head_of_another_width_are_refused(model_path, micro_batch, tmp_path):
+    started(model_path("qwen2"), head=Head.VALUE).save_state(tmp_path)
+    with pytest.raises(StateError, match="has the head 'value', expected 'policy'"):
+        started(model_path("qwen2"), restore_from=tmp_path)
+    save_file({"weight": torch.zeros(1, 5), "bias": torch.zeros(1)}, tmp_path / "model" / "value_head.safetensors")
+    with pytest.raises(SpecError, match=r"value_head\.safetensors does not fit the model beside it"):
+        started(tmp_path / "model", head=Head.VALUE)
+    (tmp_path / "model" / "value_head.safetensors").unlink()
+    with pytest.raises(StateError, match=r"lacks model/value_head\.safetensors"):
+        started(model_path("qwen2"), head=Head.VALUE, restore_from=tmp_path)
+
+
+def test_three_workers_share_a_process(model_path, micro_batch):
+    """accelerate keeps one state for all: making one more must not disturb those that are there."""
+    batch = micro_batch()
+    alone = started(model_path("qwen2"))
+    expected = alone.forward(batch).tobytes()
+    first = started(model_path("qwen2"))
+    others = started(model_path("qwen2"), head=Head.VALUE), started(model_path("llama"))
+    assert first.forward(batch).tobytes() == expected
+    for worker in (first, *others):
+        worker.backward(batch, OBJECTIVE)
+    alone.backward(batch, OBJECTIVE)
+    norms = [worker.optimizer_step(learning_rate=1e-3).grad_norm for worker in (alone, first, *others)]
+    assert norms[0] == norms[1] and all(norm > 0 for norm in norms)
+    assert alone.forward(batch).tobytes() == first.forward(batch).tobytes()

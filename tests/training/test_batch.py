@@ -11,8 +11,10 @@ import pytest
 
 from pipelinerl import rng
 from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective.adv import GroupRelative
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import PRESETS, resolve
+from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.trainers.bigram_trainer import BigramTrainer
 from pipelinerl.training.batch import build
 from pipelinerl.training.packing import WeightedRollout, pack
@@ -64,13 +66,21 @@ def step(path: Path, micro_batches: list[MicroBatch], objective: PolicyObjective
     return loss, table, stats.grad_norm
 
 
+def _is_lean(name: str) -> bool:
+    objective = resolve(name)
+    return objective.adv == GroupRelative() and objective.zero_advantage_is_idle
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     BigramModel.random(VOCAB, seed=4).save(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name",
+    [name for name in PRESETS if resolve(name).adv == GroupRelative() and resolve(name).zero_advantage_is_idle],
+)
 def test_leaving_out_idle_rollouts_changes_nothing(name: str, model: Path) -> None:
     objective = resolve(name)
     lean = build(GROUPS, objective=objective, token_budget=1000, producing=1)
@@ -80,16 +90,19 @@ def test_leaving_out_idle_rollouts_changes_nothing(name: str, model: Path) -> No
     rewards = np.array([r.verdict.reward for r in rollouts])
     lengths = np.array([r.num_sampled_tokens for r in rollouts])
     valid = np.array([r.verdict.outcome.is_judgement for r in rollouts])
-    advantages = objective.adv.advantages(rewards=rewards, groups=index, valid=valid)
+    advantages = objective.adv.advantages(rewards=rewards, groups=index, lengths=lengths, valid=valid, columns={})
     weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
-    whole = pack(
+    packed_whole = pack(
         [
-            WeightedRollout(rollout=r, advantage=float(a), token_weight=float(w))
-            for r, a, w, keep in zip(rollouts, advantages, weights, valid, strict=True)
+            WeightedRollout(rollout=r, advantages=a, token_weight=float(w))
+            for r, a, w, keep in zip(
+                rollouts, np.split(advantages, np.cumsum(lengths)[:-1]), weights, valid, strict=True
+            )
             if keep
         ],
         token_budget=1000,
     )
+    whole = [packed.micro_batch for packed in packed_whole]
     assert sum(m.num_tokens for m in whole) > sum(m.num_tokens for m in lean.micro_batches)
     (loss, table, norm), (whole_loss, whole_table, whole_norm) = (
         step(model, batches, objective) for batches in (lean.micro_batches, whole)
@@ -145,3 +158,33 @@ def test_figures() -> None:
         "unjudged": 1.0,
         "idle_fraction": pytest.approx(1 / 3),
     }
+
+
+def test_each_domain_shapes_its_own_rewards() -> None:
+    groups = [replace(ragged(0, [0.0, 1.0]), domain="a"), replace(ragged(1, [0.0, 1.0]), domain="b")]
+    shaping = {"b": RewardShaping(scale=2.0, high=0.5), "elsewhere": RewardShaping(scale=9.0)}
+    batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, shaping=shaping)
+    assert batch.scored.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert batch.stats["reward"] == 0.5, "what is reported is the verifier's"
+    halved = {"b": RewardShaping(scale=0.5)}
+    batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, shaping=halved)
+    assert batch.scored.rewards.tolist() == [0.0, 1.0, 0.0, 0.5]
+
+
+def test_when_nothing_teaches_one_rollout_stays_so_that_there_is_a_step() -> None:
+    levelled = {"test": RewardShaping(high=0.0)}
+    batch = build(GROUPS[:1], objective=resolve("grpo"), token_budget=1000, producing=1, shaping=levelled)
+    (packed,) = batch.packed
+    assert packed.members == [0] and not packed.micro_batch.advantages.any()
+
+
+def test_segments_know_their_groups() -> None:
+    batch = build(GROUPS, objective=resolve("grpo_kl"), token_budget=12, producing=1)
+    found = [
+        batch.group_indices(number, np.array([segment]))
+        for number, packed in enumerate(batch.packed)
+        for segment in range(packed.micro_batch.num_segments)
+    ]
+    members = [member for packed in batch.packed for member in packed.members]
+    assert sorted(members) == [number for number in range(12) if number != 10]
+    assert found == [[member // 3] for member in members]

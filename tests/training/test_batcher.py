@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from pipelinerl.objective.signal import NoSignal
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.admission import Fate, Ledger, Lineage, NoSignal
+from pipelinerl.training.admission import Fate, Ledger, Lineage
 from pipelinerl.training.batcher import Batcher, StepBudget
 from tests.fakes.rollouts import group
 
@@ -85,3 +86,16 @@ def test_a_token_budget_makes_a_step_before_the_rollouts_do() -> None:
         waiting.offer(group(index))  # 2 rollouts of 4 tokens each
     taken = waiting.take(StepBudget(rollouts=100, tokens=10), producing=1, bounds=BOUNDS)
     assert taken is not None and [g.index for g in taken] == [0, 1]
+
+
+def test_a_skipped_step_turns_trained_into_filtered() -> None:
+    waiting = batcher()
+    for index in (0, 1):
+        waiting.offer(group(index))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=StalenessBounds(1, 4))
+    assert taken is not None and waiting.ledger.counts[Fate.TRAINED] == 2
+    waiting.skipped(taken)
+    assert (waiting.ledger.counts[Fate.TRAINED], waiting.ledger.counts[Fate.FILTERED]) == (0, 2)
+    assert waiting.ledger.frontier == 2
+    waiting.offer(taken[0])
+    assert (waiting.duplicates, waiting.num_waiting) == (1, 0), "they have ended"

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, final
 
 import pytest
 
 from inference_contract.schemas import OnUpdate
-from pipelinerl.errors import DeadlineError, FencedError, UpdateError
+from pipelinerl.errors import DeadlineError, DivergedError, FencedError, UpdateError
 from pipelinerl.messages import (
     ORDERS,
     REPORTS,
     ROLLOUTS,
+    SKIPS_THAT_END,
     Checkpointed,
     Directive,
     Progress,
     Published,
     Report,
     StepDone,
+    StepSkipped,
     TrainerKnobs,
     TrainerReady,
     TrainerStopped,
@@ -31,17 +34,20 @@ from pipelinerl.messages import (
 )
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.signal import NoSignal
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
 from pipelinerl.trainers.bigram_trainer import BigramTrainer
-from pipelinerl.training.admission import NoSignal
 from pipelinerl.training.checkpoint import CheckpointStore
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
+from pipelinerl.training.passes import Passes
 from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.training.step import TrainStep
+from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.layout import wire_layout
 from pipelinerl.weights.publisher import Publication, PublishReport
-from tests.fakes.rollouts import group
+from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import TrainerSpec
 
 DEADLINE_S = 10.0
@@ -78,6 +84,12 @@ class Engines:
 
     async def close(self) -> None:
         self.closed = True
+
+
+def poisoned(index: int) -> RolloutGroup:
+    """A group whose second rollout has log-probs that are NaN."""
+    made = group(index)
+    return replace(made, rollouts=(made.rollouts[0], rollout(reward=1.0, logprob=math.nan)))
 
 
 @dataclass
@@ -125,8 +137,9 @@ class Room:
         ready = await self.heard(TrainerReady)
         await self.say(ready.report_id, **fields)
 
-    async def roll_out(self, *indices: int, version: int = 0) -> None:
-        payloads = [encode_group(group(index, version=version)) for index in indices]
+    async def roll_out(self, *indices: int, version: int = 0, poison: bool = False) -> None:
+        """Groups of two; with `poison` the sampler says that its log-probs are NaN."""
+        payloads = [encode_group(poisoned(index) if poison else group(index, version=version)) for index in indices]
         await self.stream.append(ROLLOUTS + "a", payloads, first_id=1 + min(indices))
 
 
@@ -147,7 +160,7 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S, warmup_steps: 
             on_update=OnUpdate.CONTINUE,
             schedule=LearningRateSchedule(warmup_steps=warmup_steps, steps=9, shape="constant", final_fraction=0.0),
         ),
-        trainer=trainer,
+        step=TrainStep(passes=Passes(policy=trainer)),
         layout=wire_layout(trainer.weight_layout()),
         objective=resolve("grpo"),
         stream=stream,
@@ -273,6 +286,51 @@ async def test_stop_is_heard_while_it_waits_for_rollouts(tmp_path: Path) -> None
         assert await ended(made) == 0
         assert made.engines.taken == [(1, 0, 1)], "the last weights are served"
         assert (await made.heard(TrainerStopped)).epoch == 1
+
+
+async def test_a_poisoned_step_is_skipped_and_named_and_training_goes_on(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        before = [weight.tobytes() for _, weight in made.trainer.gather_weights()]
+        await made.begin()
+        await made.roll_out(0)
+        await made.roll_out(1, poison=True)
+        skipped = await made.heard(StepSkipped)
+        assert (skipped.what, skipped.groups, skipped.in_a_row) == ("behavior_logprobs", [1], 1)
+        assert (skipped.model_version, made.trainer.model_version) == (0, 0)
+        assert [weight.tobytes() for _, weight in made.trainer.gather_weights()] == before
+        account = skipped.consumed
+        assert (account.trained, account.filtered, account.frontier) == (0, 2, 2), "read, and not trained"
+        await made.roll_out(2, 3)
+        await asyncio.sleep(0.1)
+        assert not await made.reports(StepDone), "the next batch lies there, but nobody has answered"
+        await made.say(skipped.report_id)
+        done = await made.heard(StepDone)
+        assert (done.model_version, done.consumed.trained, done.consumed.filtered) == (1, 2, 2)
+        await made.say("e1-step-1")
+        await made.roll_out(4)
+        await made.roll_out(5, poison=True)
+        assert (await made.heard(StepSkipped, 2)).in_a_row == 1, "a step that was applied lies between"
+
+
+async def test_three_poisoned_steps_in_a_row_end_the_run_with_its_state_saved(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.roll_out(0, 1, 2, 3, 4, 5, 6, 7, poison=True)
+        for number in (1, 2):
+            skipped = await made.heard(StepSkipped, number)
+            await made.say(skipped.report_id)
+        skipped = await made.heard(StepSkipped, 3)
+        assert (skipped.in_a_row, skipped.groups) == (SKIPS_THAT_END, [4, 5])
+        await made.say(skipped.report_id, stop=True, checkpoint=True, publish_to=[ENGINE], controller_state={"a": 1})
+        sentence = "step 1 was skipped 3 times in a row, the last time since behavior_logprobs of groups 4, 5 was not"
+        with pytest.raises(DivergedError, match=sentence):
+            await ended(made)
+        latest = made.store.latest()
+        assert latest is not None
+        assert (latest[1].model_version, latest[1].controller) == (0, {"a": 1})
+        assert latest[1].ledger["counts"] == {"trained": 0, "filtered": 6, "stale": 0, "failed": 0}
+        assert made.engines.taken == [(1, 0, 1)]
+        assert not await made.reports(TrainerStopped), "the run has not come to its end"
 
 
 @pytest.mark.parametrize("answers", ["ready-other", "reload-e2-0-m3", "stop-e2", "e2-step-1"])

@@ -21,7 +21,9 @@ def weighted(sizes: list[tuple[int, int]]) -> list[WeightedRollout]:
             sampled=[100 * number + 50 + i for i in range(sampled)],
             logprob=-0.01 * (number + 1),
         )
-        made.append(WeightedRollout(rollout=one, advantage=number - 1.5, token_weight=1.0 / (number + 1)))
+        made.append(
+            WeightedRollout(rollout=one, advantages=np.arange(sampled) + number - 1.5, token_weight=1.0 / (number + 1))
+        )
     return made
 
 
@@ -43,7 +45,7 @@ def expected(member: WeightedRollout) -> dict[str, list[float]]:
         "token_ids": [*context, *sampled],
         "position_ids": list(range(len(context) + n)),
         "loss_mask": [*blank, *[1.0] * n],
-        "advantages": [*blank, *[member.advantage] * n],
+        "advantages": [*blank, *member.advantages.tolist()],
         "weights": [*blank, *[float(np.float32(member.token_weight))] * n],
         "behavior_logprobs": [*blank, *turn.behavior_logprobs.tolist()],
         "temperatures": [1.0] * (len(context) + n),
@@ -53,14 +55,16 @@ def expected(member: WeightedRollout) -> dict[str, list[float]]:
 @given(SIZES, st.integers(10, 100))
 def test_every_rollout_arrives_whole_and_once(sizes: list[tuple[int, int]], budget: int) -> None:
     members = weighted(sizes)
-    batches = pack(members, token_budget=budget)
-    got = sorted((s for batch in batches for s in unpack(batch)), key=lambda s: s["token_ids"])
+    packed = pack(members, token_budget=budget)
+    got = sorted((s for batch, _ in packed for s in unpack(batch)), key=lambda s: s["token_ids"])
+    for batch, numbers in packed:
+        assert unpack(batch) == [expected(members[number]) for number in numbers]
     assert got == sorted((expected(member) for member in members), key=lambda s: s["token_ids"])
 
 
 @given(SIZES, st.integers(10, 100))
 def test_the_budget_holds_except_for_a_rollout_that_is_longer(sizes: list[tuple[int, int]], budget: int) -> None:
-    for batch in pack(weighted(sizes), token_budget=budget):
+    for batch, _ in pack(weighted(sizes), token_budget=budget):
         assert batch.num_tokens <= budget or batch.num_segments == 1
 
 
@@ -70,9 +74,11 @@ def test_turns_of_the_environment_are_context_and_not_trained() -> None:
     two_turns = Rollout(
         turns=(first, second), verdict=base.verdict, finish_reason="stop", temperature=0.7, epoch=base.epoch
     )
-    (batch,) = pack([WeightedRollout(rollout=two_turns, advantage=2.0, token_weight=0.5)], token_budget=100)
+    ((batch, _),) = pack(
+        [WeightedRollout(rollout=two_turns, advantages=np.array([2.0, 3.0, 5.0]), token_weight=0.5)], token_budget=100
+    )
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.loss_mask.tolist() == [False, True, True, False, False, True]
     assert batch.position_ids.tolist() == list(range(6))
-    assert batch.advantages.tolist() == [0, 2, 2, 0, 0, 2]
+    assert batch.advantages.tolist() == [0, 2, 3, 0, 0, 5]
     assert batch.temperatures.tolist() == [np.float32(0.7)] * 6

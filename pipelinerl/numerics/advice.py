@@ -1,0 +1,118 @@
+"""What to do about the mismatch of a run: a few rules, each with its threshold, its reason and its source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from pipelinerl.numerics.causes import CONTRADICTION, Cause
+from pipelinerl.numerics.review import CauseReview, Review
+
+#: P95 of |Δ log-prob| between two programs that run the same weights in bf16: what we accept of our own.
+NUMERICS_P95: Final = 0.01
+#: PPO's usual clip, 1 ± 0.2: where P95 lies beyond it, one stale token in twenty is outside the trust region.
+STALENESS_P95: Final = math.log(1.2)
+#: Below it, half of the tokens' worth is lost to uneven weights.
+ESS: Final = 0.5
+#: Share of an age's tokens cut by the objective from which on they are sampled mostly in vain.
+CUT: Final = 0.5
+#: Remedies as a recipe writes them; C = 2 is the cap of the TIS note's ablations.
+_TIS: Final = (
+    'TIS: objective.is_weight = { kind = "token_ratio", numerator = "old", high = 2.0 }, and grad1.over = "old" where '
+    'grad1 is a ratio (preset "ppo_tis")'
+)
+_CAPPED: Final = 'a capped weight: objective.is_weight = { kind = "token_ratio", high = 2.0 } with grad1 = "logprob"'
+#: Of the typical K3: what sampling noise leaves of a K1 that ought to be positive.
+_K1_OF_K3: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What was found, what to do, and why it helps."""
+
+    finding: str
+    do: str
+    because: str
+
+
+def advise(review: Review) -> list[Advice]:
+    """Everything that the rules say of a run, what weighs most first; [] when there is nothing to do."""
+    by_weight = sorted(review.current.values(), key=lambda each: each.share * each.typical("mean"), reverse=True)
+    rules = {Cause.NUMERICS: _numerics, Cause.CACHE: _cache, Cause.STALENESS: _staleness}
+    return [
+        *(advice for each in by_weight for advice in rules[each.cause](each, review)),
+        *_ages(review),
+        *_ess(review),
+    ]
+
+
+def _numerics(found: CauseReview, review: Review) -> Iterator[Advice]:
+    p95, contradictions = found.typical("p95"), found.figures["contradictions"]
+    if p95 > NUMERICS_P95:
+        yield Advice(
+            f"tokens of the trainer's own version differ by {p95:.2g} at P95 (accepted: {NUMERICS_P95:g})",
+            f'model.head_precision = "fp32", unless it is; if the gap stays, {_TIS}',
+            "the output layer rounds last and most (MiniMax-M1); what other kernels, quantised weights or another "
+            "parallel layout leave is corrected by the truncated ratio (TIS note)",
+        )
+    elif contradictions.worst > 0:
+        yield Advice(
+            f"at step {contradictions.worst_step}, {contradictions.worst:.1%} of the responses had a token whose "
+            f"probability differs by more than {CONTRADICTION:g} at the same version",
+            _TIS,
+            "single contradictions are rare, grow with the length of a response, and are what truncation is for "
+            "(TIS note, figures 7 to 10)",
+        )
+    k1, k3 = found.typical("k1"), found.typical("k3")
+    if p95 > NUMERICS_P95 and k1 < -_K1_OF_K3 * k3:
+        yield Advice(
+            f"K1 of the trainer's own version is negative ({k1:.2g}, K3 {k3:.2g})",
+            "check that the sampler reports the log-probs of what it samples from: temperature, top-p, quantisation",
+            "K1 is a divergence, below 0 only if the tokens come from another distribution than said (TIS note)",
+        )
+
+
+def _cache(found: CauseReview, review: Review) -> Iterator[Advice]:
+    p95 = found.typical("p95")
+    own = review.current.get(Cause.NUMERICS)
+    if p95 > STALENESS_P95 and (own is None or p95 > 2 * own.typical("p95")):
+        yield Advice(
+            f"tokens sampled on an older version's keys and values differ by {p95:.2g} at P95",
+            'engine.on_update = "recompute_kv"',
+            "a fresh prefill takes the older version out of the cache (LlamaRL); it costs a prefill for each update",
+        )
+
+
+def _staleness(found: CauseReview, review: Review) -> Iterator[Advice]:
+    p95 = found.typical("p95")
+    if p95 > STALENESS_P95:
+        yield Advice(
+            f"tokens of older versions differ by {p95:.2g} at P95, beyond log 1.2 = {STALENESS_P95:.2f}",
+            f"a smaller staleness.k, a lower learning rate, or {_CAPPED}",
+            "more than one in twenty of them lies outside PPO's trust region of 1 ± 0.2; k bounds their age "
+            "(RLAX §4.2), the truncated ratio their weight",
+        )
+
+
+def _ages(review: Review) -> Iterator[Advice]:
+    for age, shares in review.ages.items():
+        cut = sum(shares.get(name, 0.0) for name in ("clipped", "masked"))
+        if age != "0" and cut > CUT:
+            youngest = int(age.split("_")[0])
+            yield Advice(
+                f"of the tokens {youngest} or more versions old, {cut:.0%} are clipped or masked",
+                f"staleness.k = {youngest} or less",
+                "they were sampled and verified, and then have no gradient",
+            )
+            return
+
+
+def _ess(review: Review) -> Iterator[Advice]:
+    if review.ess is not None and review.ess.typical < ESS:
+        yield Advice(
+            f"the effective sample size is {review.ess.typical:.0%} of the tokens",
+            f"a lower learning rate, a smaller staleness.k, or {_CAPPED}",
+            "few tokens carry most of the weight, so the gradient is noisier than its batch size says",
+        )

@@ -1,0 +1,164 @@
+"""The mismatch of one step, split by what caused it: pure functions of its micro-batches and log-probs.
+
+A token's log-prob at the step differs from the sampler's for one of three reasons, which the versions of the weights
+that sampled it tell apart:
+
+    numerics    the weights are the trainer's own, and so were all that sampled its turn: other kernels, other dtypes
+    cache       the weights are the trainer's own, but they read keys and values that older ones had written
+                (an update in flight with `continue`)
+    staleness   the weights are older ones
+
+"Same version" is numerics and cache together. What stands here knows no objective: who calls it says which tokens the
+objective cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.numerics.mismatch import mismatch
+from trainer_contract.types import Bool, Float32, MicroBatch
+
+Integers = NDArray[np.integer[Any]]
+
+#: A difference of probabilities from which on two policies contradict one another (TIS note, figures 7 and 8).
+CONTRADICTION: Final = 0.5
+#: Ages up to and with these share a figure: 0, 1, 2, 3–4, 5–8, …
+_AGES: Final = np.array([0, 1, 2, *(2**power for power in range(2, 31))])
+
+
+class Cause(StrEnum):
+    """Why a sampled token's log-prob differs."""
+
+    NUMERICS = "numerics"
+    CACHE = "cache"
+    STALENESS = "staleness"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """The tokens of a step that trained, all micro-batches together; columns [N].
+
+    Attributes:
+        logprobs: f32, the trainer's at the step. behavior_logprobs: f32, the sampler's.
+        old_logprobs: f32, recomputed by the trainer; None when the objective needs none.
+        versions: of the weights that sampled each token.
+        turn_versions: of the weights that sampled the first token of its turn.
+        responses: rising numbers of the rollouts.
+    """
+
+    logprobs: Float32
+    behavior_logprobs: Float32
+    old_logprobs: Float32 | None
+    versions: Integers
+    turn_versions: Integers
+    responses: Integers
+
+    def causes(self, held_version: int) -> dict[Cause, Bool]:
+        """Which tokens [N] belong to each cause, for a trainer that holds `held_version`."""
+        same = self.versions == held_version
+        whole = self.turn_versions == held_version
+        return {Cause.NUMERICS: same & whole, Cause.CACHE: same & ~whole, Cause.STALENESS: ~same}
+
+
+def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> SampledTokens | None:
+    """Join what trained; None when nothing did, or a micro-batch has no versions.
+
+    Args:
+        logprobs: of each micro-batch, f32 [T], as `LossStats.predictions`.
+    """
+    if any(batch.behavior_versions is None for batch in micro_batches):
+        return None
+    mask = np.concatenate([np.zeros(0, bool), *(batch.loss_mask for batch in micro_batches)])
+    if not mask.any():
+        return None
+
+    def joined(name: str) -> Any:
+        return np.concatenate([getattr(batch, name) for batch in micro_batches])
+
+    # Nothing predicts the first token of a segment, so a turn never begins on the first token of a micro-batch.
+    begins = np.concatenate(([False], mask[1:] & ~mask[:-1]))[mask]
+    versions = joined("behavior_versions")[mask]
+    return SampledTokens(
+        logprobs=np.concatenate(logprobs)[mask],
+        behavior_logprobs=joined("behavior_logprobs")[mask],
+        old_logprobs=None if micro_batches[0].old_logprobs is None else joined("old_logprobs")[mask],
+        versions=versions,
+        turn_versions=versions[begins][np.cumsum(begins) - 1],
+        responses=np.cumsum(joined("position_ids") == 0)[mask],
+    )
+
+
+def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[str, Bool]) -> dict[str, float]:
+    """The metrics of a step; {} when nothing trained. What has no tokens has no figures.
+
+    `mismatch_<cause>_<figure>` compares the log-probs at the step with the sampler's, `old_mismatch_<cause>_<figure>`
+    the recomputed ones. `age_<ages>_<figure>` is by age: versions between the weights that the trainer holds and those
+    that sampled a token.
+
+        share                           of the tokens that trained
+        mean p50 p95 max k1 k3 ess      as in `Mismatch`
+        response_max, response_mean     over the responses, the mean of a response's max |Δp| and mean |Δp| (TIS note)
+        contradictions                  share of responses with a |Δp| above one half
+
+    Args:
+        held_version: of the weights that computed the log-probs.
+        cuts: bool [N] each, by name (`clipped`, `truncated`, `masked`): tokens that the objective cut. For each age
+            their share is told under that name.
+    """
+    if tokens is None:
+        return {}
+    found: dict[str, float] = {}
+    references = {"mismatch": tokens.logprobs, "old_mismatch": tokens.old_logprobs}
+    for cause, members in tokens.causes(held_version).items():
+        if not members.any():
+            continue
+        behavior, responses = tokens.behavior_logprobs[members], tokens.responses[members]
+        for name, ours in references.items():
+            if ours is not None:
+                prefix = f"{name}_{cause}"
+                found[f"{prefix}_share"] = float(members.mean())
+                for figure, value in _compared(ours[members], behavior, responses).items():
+                    found[f"{prefix}_{figure}"] = value
+    return found | _by_age(held_version - tokens.versions, cuts)
+
+
+def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, float]:
+    all_tokens = mismatch(ours, theirs)
+    starts = np.flatnonzero(np.diff(responses, prepend=-1))
+    difference = np.abs(np.exp(ours, dtype=np.float64) - np.exp(theirs, dtype=np.float64))
+    worst = np.maximum.reduceat(difference, starts)
+    mean = np.add.reduceat(difference, starts) / np.diff(starts, append=len(responses))
+    names = ("mean", "p50", "p95", "max", "k1", "k3", "ess")
+    return {name: getattr(all_tokens, name) for name in names} | {
+        "response_max": float(worst.mean()),
+        "response_mean": float(mean.mean()),
+        "contradictions": float((worst > CONTRADICTION).mean()),
+    }
+
+
+def _by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
+    buckets = np.searchsorted(_AGES, np.maximum(ages, 0))
+    counts = np.bincount(buckets)
+    shares = {"share": counts / len(ages)} | {
+        name: np.bincount(buckets, weights=cut, minlength=len(counts)) / np.maximum(counts, 1)
+        for name, cut in cuts.items()
+    }
+    return {
+        f"age_{_ages(bucket)}_{name}": float(share[bucket])
+        for bucket in np.flatnonzero(counts).tolist()
+        for name, share in shares.items()
+    }
+
+
+def _ages(bucket: int) -> str:
+    """`0`, `1`, `2`, `3_4`, `5_8`, …"""
+    last = int(_AGES[bucket])
+    first = int(_AGES[bucket - 1]) + 1 if bucket else 0
+    return str(last) if first == last else f"{first}_{last}"

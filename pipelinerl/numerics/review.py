@@ -1,0 +1,135 @@
+"""The mismatch over a whole run: what the steps' figures (`causes.figures`) add up to. Pure.
+
+A figure is told at the start, in the middle and at the end of the run, each the median over a tenth of its steps, and
+at the step where it was worst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Final
+
+from pipelinerl.numerics.causes import Cause
+from pipelinerl.observability.story import Series, Story
+
+#: Figures of a cause, in the order in which they are shown, and what they are called.
+FIGURES: Final[Mapping[str, str]] = {
+    "mean": "mean |Δ log-prob|",
+    "p50": "P50 |Δ log-prob|",
+    "p95": "P95 |Δ log-prob|",
+    "max": "max |Δ log-prob|",
+    "response_max": "max |Δp| of a response",
+    "response_mean": "mean |Δp| of a response",
+    "contradictions": "responses with |Δp| > ½",
+    "k1": "K1",
+    "k3": "K3",
+    "ess": "ESS",
+}
+#: What was compared with the sampler's log-probs, by the prefix of its figures.
+COMPARED: Final[Mapping[str, str]] = {"mismatch": "current", "old_mismatch": "old"}
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One figure over the run; `typical` is its median over all steps that have it."""
+
+    start: float
+    middle: float
+    end: float
+    typical: float
+    worst: float
+    worst_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CauseReview:
+    """One cause: its mean share of the tokens over all steps, and each figure's course, by name."""
+
+    cause: Cause
+    share: float
+    figures: Mapping[str, Course]
+
+    def typical(self, figure: str) -> float:
+        """Median over the steps."""
+        return self.figures[figure].typical
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Review:
+    """A run.
+
+    Attributes:
+        run: its name. steps: how many have figures.
+        current, old: by cause, trainer against sampler; the log-probs at the step, and the recomputed ones.
+        ages: share of the tokens and of what the objective cut, by age (`0`, `3_4`), means over the run.
+        ess: course of the effective sample size over all tokens; None when never measured.
+    """
+
+    run: str
+    steps: int
+    current: Mapping[Cause, CauseReview]
+    old: Mapping[Cause, CauseReview]
+    ages: Mapping[str, Mapping[str, float]]
+    ess: Course | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self)
+
+
+def review(story: Story) -> Review | None:
+    """The mismatch of a run; None when no step of it has figures."""
+    measured = [step for step in story.steps if any(key.startswith("mismatch_") for key in step)]
+    if not measured:
+        return None
+    ess = story.by_step("ess")
+    return Review(
+        run=story.run,
+        steps=len(measured),
+        current=dict(_causes(story, "mismatch", len(measured))),
+        old=dict(_causes(story, "old_mismatch", len(measured))),
+        ages=_ages(story, len(measured)),
+        ess=_course("ess", ess) if ess else None,
+    )
+
+
+def _causes(story: Story, prefix: str, steps: int) -> Iterator[tuple[Cause, CauseReview]]:
+    for cause in Cause:
+        share = story.by_step(f"{prefix}_{cause}_share")
+        if share:
+            series = {name: story.by_step(f"{prefix}_{cause}_{name}") for name in FIGURES}
+            courses = {name: _course(name, each) for name, each in series.items() if each}
+            yield cause, CauseReview(cause=cause, share=sum(share.y) / steps, figures=courses)
+
+
+def _course(name: str, series: Series) -> Course:
+    values, tenth = series.y, max(1, len(series.y) // 10)
+    half = (len(values) - tenth) // 2
+    badness = [-value if name == "ess" else abs(value) for value in values]
+    worst = badness.index(max(badness))
+    return Course(
+        start=median(values[:tenth]),
+        middle=median(values[half : half + tenth]),
+        end=median(values[-tenth:]),
+        typical=median(values),
+        worst=values[worst],
+        worst_step=int(series.x[worst]),
+    )
+
+
+def _ages(story: Story, steps: int) -> dict[str, dict[str, float]]:
+    """Means over all tokens of the run: a step counts by the share of its tokens that have the age."""
+    keys = {key for step in story.steps for key in step if key.startswith("age_") and key.endswith("_share")}
+    ages = (key.removeprefix("age_").removesuffix("_share") for key in keys)
+    found: dict[str, dict[str, float]] = {}
+    for age in sorted(ages, key=lambda age: int(age.split("_")[0])):
+        share = story.by_step(f"age_{age}_share")
+        total = sum(share.y)
+        found[age] = {"share": total / steps}
+        for name in ("clipped", "truncated", "masked"):
+            cut = story.by_step(f"age_{age}_{name}")
+            if cut.x == share.x and total > 0:
+                found[age][name] = sum(a * b for a, b in zip(share.y, cut.y, strict=True)) / total
+    return found

@@ -1,0 +1,47 @@
+"""The output layer in fp32, the same for engine and trainer: the last product, and the one whose rounding weighs most.
+
+The MiniMax-M1 report found the output layer's precision to be the main source of the mismatch between its training and
+its inference. Hidden states and weights stay what they are; their products are summed in fp32 and never rounded to a
+shorter type, so that both sides take the log-softmax of the same kind of logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+
+def to_fp32(model: Any, *, served: torch.dtype) -> None:
+    """Make the output layer of a Hugging Face `model` return fp32 logits, whatever it is given.
+
+    Args:
+        served: dtype of the weights that engines hold. A trainer's fp32 weights are rounded to it here, and its
+            gradient passes the rounding as if it were not there.
+    """
+    head = model.get_output_embeddings()
+    head.forward = Fp32Head(head, served)
+
+
+@final
+class Fp32Head:
+    """Forward of an output layer. It reads the layer's parameters at each call, whoever has replaced them meanwhile."""
+
+    def __init__(self, layer: Any, served: torch.dtype) -> None:
+        self._layer = layer
+        self._served = served
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[…, d] → f32 […, V]."""
+        weight, bias = self._layer.weight, self._layer.bias
+        with torch.autocast(hidden.device.type, enabled=False):
+            return linear(hidden.float(), self._exact(weight), None if bias is None else self._exact(bias))
+
+    def _exact(self, parameter: Tensor) -> Tensor:
+        """The value that is served, in fp32."""
+        if parameter.dtype is torch.float32 and self._served is not torch.float32:
+            rounding = parameter.detach().to(self._served).float() - parameter.detach()
+            return parameter + rounding  # exact: both are within a factor of two of each other
+        return parameter.float()

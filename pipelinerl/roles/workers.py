@@ -1,0 +1,105 @@
+"""The workers of the trainer's process, from the recipe: the policy, and the critic and reference that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+from pipelinerl import registry
+from pipelinerl.config import ModelSection, RunConfig
+from pipelinerl.config_learning import CriticSection, ReferenceSection
+from pipelinerl.errors import ModelError
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.training.critic import Critic
+from pipelinerl.training.passes import OldLogprobs, Passes
+from pipelinerl.training.step import TrainStep
+from trainer_contract.errors import SpecError
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Head, OptimizerSpec, TrainerSpec
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """One process, one device, up to three models."""
+
+    policy: Trainer
+    critic: Critic | None
+    reference: Trainer | None
+
+    def step(self, old_logprobs: OldLogprobs) -> TrainStep:
+        """What they do together."""
+        critic = self.critic.worker if self.critic else None
+        passes = Passes(policy=self.policy, critic=critic, reference=self.reference, old_logprobs=old_logprobs)
+        return TrainStep(passes=passes, critic=self.critic)
+
+    def close(self) -> None:
+        """Free all of them."""
+        for worker in (self.policy, self.critic.worker if self.critic else None, self.reference):
+            if worker is not None:
+                worker.close()
+
+
+def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None) -> Workers:
+    """Start the workers that the objective needs, from the newest checkpoint if there is one.
+
+    The reference alone never comes from a checkpoint: it is what the policy was before the first step.
+
+    Raises:
+        ModelError: a model, device or head cannot be had; says of which worker.
+    """
+    policy = _worker(config, "trainer", spec_of(config, restore_from=checkpoint and checkpoint / "trainer"))
+    critic = reference = None
+    if "values" in objective.passes:
+        section = config.critic or CriticSection()
+        spec = replace(
+            spec_of(config, restore_from=checkpoint and checkpoint / "critic"),
+            head=Head.VALUE,
+            model_path=_model(config, section.path),
+        )
+        critic = Critic(
+            worker=_worker(config, "critic", spec),
+            loss=ValueLoss(clip=section.clip),
+            learning_rate=section.learning_rate or config.optimizer.learning_rate,
+            warmup_steps=section.warmup_steps,
+        )
+    if "ref_logprobs" in objective.passes:
+        path = (config.reference or ReferenceSection()).path
+        reference = _worker(
+            config, "reference", replace(spec_of(config, restore_from=None), model_path=_model(config, path))
+        )
+    return Workers(policy, critic, reference)
+
+
+def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
+    """The backend's part of the recipe, for the policy."""
+    return TrainerSpec(
+        model_path=config.model.resolved,
+        seed=config.run.seed,
+        precision=config.trainer.precision,
+        device=config.trainer.device,
+        gradient_checkpointing=config.trainer.gradient_checkpointing,
+        options=config.trainer.options,
+        optimizer=OptimizerSpec(
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+            grad_clip=config.optimizer.grad_clip,
+        ),
+        restore_from=restore_from,
+    )
+
+
+def _model(config: RunConfig, path: str | None) -> Path:
+    return config.model.resolved if path is None else ModelSection(path=path).resolved
+
+
+def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:
+    worker: Trainer = registry.load("trainer.type", registry.TRAINERS, config.trainer.type)()
+    try:
+        worker.init_worker(spec)
+    except SpecError as error:
+        raise ModelError(f"{name}: {error}") from error
+    return worker

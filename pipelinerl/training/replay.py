@@ -1,0 +1,117 @@
+"""Replay: the steps of a run again, from a checkpoint and the recorded groups, with no engine, stream or controller.
+
+A step is a function of the weights before it, its groups, its learning rate and the objective. All of them were
+recorded, and a trainer repeats equal calls to the bit on a CPU: so a replayed step must give the figures that the run
+reported, to the last bit, and one that does not has been computed on something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from pipelinerl.errors import DivergedError, RecordError
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.reward import RewardShaping
+from pipelinerl.training.adaptive import AdaptiveObjective
+from pipelinerl.training.admission import Lineage
+from pipelinerl.training.batch import build
+from pipelinerl.training.guard import Poison
+from pipelinerl.training.step import TrainStep
+from pipelinerl.types import RolloutGroup
+
+#: Figures that say whether two steps were the same: they depend on every weight, token and log-prob of it.
+COMPARED: Final = ("loss", "grad_norm", "reward", "tokens", "entropy", "ratio_max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """A step as its run reported it: the version it made, of which lineage, the orders of its groups, its figures."""
+
+    version: int
+    lineage: Lineage
+    orders: Sequence[int]
+    figures: Mapping[str, float]
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the optimizer step."""
+        return self.figures["learning_rate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedStep:
+    """A step taken again."""
+
+    recorded: RecordedStep
+    figures: Mapping[str, float]
+
+    @property
+    def differences(self) -> dict[str, tuple[float, float]]:
+        """(recorded, replayed) of every compared figure that is not the same to the bit."""
+        pairs = {
+            name: (self.recorded.figures[name], self.figures.get(name, float("nan")))
+            for name in COMPARED
+            if name in self.recorded.figures
+        }
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What steps are taken with; `groups` holds the recorded groups by order, each in the order of their arrival."""
+
+    step: TrainStep
+    objective: AdaptiveObjective
+    groups: Mapping[int, Sequence[RolloutGroup]]
+    token_budget: int
+    shaping: Mapping[str, RewardShaping]
+
+    def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
+        """Take the steps, which must follow on the trainer's version.
+
+        Raises:
+            RecordError: a step is missing, or one of its groups.
+            DivergedError: a step is not finite.
+        """
+        for recorded in steps:
+            held = self.step.passes.policy.model_version
+            if recorded.version != held + 1:
+                raise RecordError(f"the step after version {held} is not recorded, the next is {recorded.version}")
+            figures = self._take(recorded, self.objective.current)
+            yield ReplayedStep(recorded=recorded, figures=figures | self.objective.observe(figures))
+
+    def instead(self, recorded: RecordedStep, objective: PolicyObjective) -> ReplayedStep:
+        """What another objective makes of the step that comes next; the trainer has taken that step afterwards.
+
+        Raises as `run` does.
+        """
+        return ReplayedStep(recorded=recorded, figures=self._take(recorded, objective))
+
+    def _take(self, recorded: RecordedStep, objective: PolicyObjective) -> dict[str, float]:
+        batch = build(
+            [self._group(recorded, index) for index in recorded.orders],
+            objective=objective,
+            shaping=self.shaping,
+            token_budget=self.token_budget,
+            producing=recorded.version,
+        )
+        accumulated = self.step.accumulate(batch, objective)
+        if isinstance(accumulated, Poison):
+            raise DivergedError(f"step {recorded.version}: {accumulated} is not finite")
+        figures = self.step.apply(accumulated, learning_rate=recorded.learning_rate)
+        if isinstance(figures, Poison):
+            raise DivergedError(f"step {recorded.version}: {figures} is not finite")
+        return batch.stats | figures
+
+    def _group(self, recorded: RecordedStep, index: int) -> RolloutGroup:
+        """The copy that was trained: the first that its trainer could take."""
+        for group in self.groups.get(index, ()):
+            if recorded.lineage.includes(group):
+                return group
+        raise RecordError(
+            f"the group of order {index}, of step {recorded.version}, is not in the streams any more: rollouts are "
+            "kept from the oldest kept checkpoint on; raise checkpoint.keep to go back further"
+        )

@@ -1,0 +1,35 @@
+"""Log-probs in JAX against the definition in numpy, in one piece and in many."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipelinerl.numerics.jax_logprobs import token_logprobs
+from pipelinerl.numerics.logprobs import token_logprobs as definition
+from pipelinerl.rng import generator
+
+R, C, D, V = 3, 16, 8, 21
+
+
+def columns():
+    draw = generator(0, "jax_logprobs")
+    hidden, head = draw.normal(size=(R, C, D)).astype(np.float32), 3 * draw.normal(size=(V, D)).astype(np.float32)
+    return hidden, head, draw.integers(0, V, (R, C)), draw.uniform(0.5, 2.0, (R, C)).astype(np.float32)
+
+
+def test_agrees_with_the_definition():
+    hidden, head, tokens, temperatures = columns()
+    expected = definition((hidden @ head.T).reshape(-1, V), tokens.ravel(), temperatures.ravel())
+    np.testing.assert_allclose(token_logprobs(hidden, head, tokens, temperatures).ravel(), expected, atol=1e-5)
+
+
+def test_pieces_change_neither_value_nor_gradient():
+    hidden, head, tokens, temperatures = columns()
+    cotangent = jnp.asarray(generator(1, "jax_logprobs").normal(size=(R, C)).astype(np.float32))
+
+    def loss(hidden, head, at_once):
+        return (token_logprobs(hidden, head, tokens, temperatures, logits_at_once=at_once) * cotangent).sum()
+
+    whole, pieces = (jax.value_and_grad(loss, argnums=(0, 1))(hidden, head, at_once) for at_once in (10**9, 4 * R * V))
+    for ours, theirs in zip(jax.tree.leaves(pieces), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,31 @@
+"""The real engine against the real trainer: the shipped model, shared prompts, temperatures, an update in flight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.parity import BF16_P95, FP32_MAX, Arm, Parity, measure, model_in
+from trainer_contract.types import HeadPrecision, Precision
+
+
+def found(folder: Path, precision: Precision, head: HeadPrecision) -> Parity:
+    arm = Arm(precision=precision, head=head)
+    parity = measure(model_in(folder, arm.dtype), arm, prompts=9)
+    assert parity.switched > 0, "no sample was in flight when the weights changed"
+    assert min(each.num_tokens for each in parity.versions.values()) > 100
+    return parity
+
+
+@pytest.mark.parametrize("head", HeadPrecision)
+def test_fp32_agrees_for_every_token(tmp_path: Path, head: HeadPrecision) -> None:
+    parity = found(tmp_path, Precision.FP32, head)
+    assert parity.all_tokens.max <= FP32_MAX
+    assert parity.bit_equal > 0.2
+
+
+def test_bf16_agrees_at_p95_and_the_fp32_head_brings_it_closer(tmp_path: Path) -> None:
+    model, fp32 = (found(tmp_path, Precision.BF16, head).all_tokens for head in HeadPrecision)
+    assert model.p95 <= BF16_P95 and fp32.p95 <= BF16_P95
+    assert fp32.p95 < 0.75 * model.p95 and fp32.max < model.max

@@ -1,0 +1,118 @@
+"""A run's review and advice: courses and shares by hand, each rule's own run, and a run with nothing to do."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Any
+
+import pytest
+
+from pipelinerl.numerics.advice import Advice, advise
+from pipelinerl.numerics.causes import Cause
+from pipelinerl.numerics.review import FIGURES, Review, review
+from pipelinerl.objective.presets import resolve
+from pipelinerl.observability.story import tell
+
+QUIET = dict.fromkeys(FIGURES, 0.0) | {"ess": 1.0}
+
+
+def step(number: int, ages: dict[str, float] | None = None, ess: float = 1.0, **causes: Any) -> dict[str, Any]:
+    """A step event; `causes` are figures by cause, what is not given being quiet."""
+    event: dict[str, Any] = {"kind": "step", "step": number, "ess": ess, **(ages or {})}
+    for cause, figures in causes.items():
+        event[f"mismatch_{cause}_share"] = 1 / len(causes)
+        event |= {f"mismatch_{cause}_{name}": value for name, value in (QUIET | figures).items()}
+    return event
+
+
+def reviewed(*steps: dict[str, Any]) -> Review:
+    found = review(tell([{"kind": "run_started", "run": "r"}, *steps]))
+    assert found is not None
+    return found
+
+
+def advice_on(**step_fields: Any) -> list[Advice]:
+    return advise(reviewed(*(step(number, **step_fields) for number in range(1, 4))))
+
+
+def test_the_course_of_a_figure_by_hand() -> None:
+    values = [float(value) for value in range(1, 21)]
+    values[13] = 99.0
+    found = reviewed(*(step(n, numerics={"p95": v, "ess": 1 / v}) for n, v in enumerate(values, start=1)))
+    p95, ess = found.current[Cause.NUMERICS].figures["p95"], found.current[Cause.NUMERICS].figures["ess"]
+    assert (p95.start, p95.middle, p95.end, p95.worst, p95.worst_step) == (1.5, 10.5, 19.5, 99.0, 14)
+    assert (ess.worst, ess.worst_step) == (1 / 99, 14), "the worst sample size is the least"
+    assert found.steps == 20 and found.current.keys() == {Cause.NUMERICS} and found.old == {}
+
+
+def test_a_cause_counts_by_the_steps_that_had_it() -> None:
+    found = reviewed(step(1, numerics={}), step(2, numerics={}, staleness={}), step(3, staleness={}))
+    assert {cause: each.share for cause, each in found.current.items()} == {Cause.NUMERICS: 0.5, Cause.STALENESS: 0.5}
+
+
+def test_ages_are_means_over_tokens() -> None:
+    found = reviewed(
+        step(1, {"age_0_share": 0.5, "age_0_clipped": 0.2, "age_3_4_share": 0.5, "age_3_4_clipped": 1.0}, numerics={}),
+        step(2, {"age_0_share": 1.0, "age_0_clipped": 0.5}, numerics={}),
+    )
+    assert list(found.ages) == ["0", "3_4"]
+    assert found.ages["0"] == pytest.approx({"share": 0.75, "clipped": (0.1 + 0.5) / 1.5})
+    assert found.ages["3_4"] == pytest.approx({"share": 0.25, "clipped": 1.0})
+
+
+def test_without_figures_there_is_no_review() -> None:
+    assert review(tell([])) is None
+    assert review(tell([{"kind": "step", "step": 1, "reward": 0.5}])) is None
+
+
+def test_a_run_within_bounds_needs_nothing() -> None:
+    assert advice_on(numerics={"p95": 0.009}, staleness={"p95": 0.18}, cache={"p95": 0.1}, ess=0.9) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "finding", "do"),
+    [
+        ({"numerics": {"p95": 0.02}}, "own version differ by 0.02 at P95", "head_precision"),
+        ({"numerics": {"contradictions": 0.01}}, "1.0% of the responses", "token_ratio"),
+        ({"staleness": {"p95": 0.2}}, "older versions differ by 0.2 at P95", "smaller staleness.k"),
+        ({"cache": {"p95": 0.2}, "numerics": {"p95": 1e-6}}, "keys and values", "recompute_kv"),
+        ({"ess": 0.4, "staleness": {}}, "effective sample size is 40%", "lower learning rate"),
+        (
+            {"staleness": {}, "ages": {"age_5_8_share": 1.0, "age_5_8_clipped": 0.6}},
+            "5 or more versions old, 60% are clipped or masked",
+            "staleness.k = 5",
+        ),
+    ],
+)
+def test_each_rule_alone(fields: dict[str, Any], finding: str, do: str) -> None:
+    (only,) = advice_on(**fields)
+    assert finding in only.finding and do in only.do and only.because
+
+
+def test_a_negative_k1_of_the_same_version_is_told_apart_from_noise() -> None:
+    def findings(k1: float) -> list[str]:
+        return [advice.finding for advice in advice_on(numerics={"p95": 0.05, "k1": k1, "k3": 0.01})]
+
+    assert any("K1" in finding for finding in findings(-0.02))
+    assert not any("K1" in finding for finding in findings(-0.001))
+
+
+def test_what_weighs_most_comes_first() -> None:
+    heavy, light = {"p95": 0.3, "mean": 0.1}, {"p95": 0.3, "mean": 0.01}
+    assert "older" in advice_on(numerics=light, staleness=heavy)[0].finding
+    assert "own version" in advice_on(numerics=heavy, staleness=light)[0].finding
+
+
+@pytest.mark.parametrize("grad1", [{"kind": "clipped_ratio", "over": "old"}, "logprob"])
+def test_the_objectives_that_are_advised_exist(grad1: object) -> None:
+    """What the advice writes is what recipes can say."""
+    (numerics,) = advice_on(numerics={"contradictions": 0.01})
+    (staleness,) = advice_on(staleness={"p95": 0.2})
+    for advice in (numerics, staleness):
+        written = re.search(r"objective\.is_weight = (\{.*?\})", advice.do)
+        assert written is not None
+        slot = tomllib.loads(f"is_weight = {written[1]}")
+        if grad1 == "logprob" or "numerator" in slot["is_weight"]:
+            assert resolve({"preset": "grpo", "grad1": grad1, **slot}).is_weight != resolve("grpo").is_weight
+    assert numerics.do.count("ppo_tis") == 1 and resolve("ppo_tis") is not None

@@ -1,0 +1,71 @@
+"""`pipelinerl mismatch` on the event log of a run: tables, advice, picture, JSON, and what it says of no run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from pipelinerl.cli import app
+from pipelinerl.errors import UserError
+from pipelinerl.numerics.causes import figures, sampled_tokens
+from pipelinerl.observability.events import EventLog
+from pipelinerl.observability.report import write_report
+from tests.numerics.test_causes import HELD, micro_batch, random_rollouts
+
+
+def a_run(directory: Path, *, steps: int) -> Path:
+    """A run's directory with the figures of random rollouts."""
+    with EventLog(directory / "events.jsonl") as log:
+        log.write("run_started", elapsed_s=0.0, run="r")
+        for number in range(1, steps + 1):
+            batch, logprobs = micro_batch(random_rollouts(number, 12))
+            sampled = sampled_tokens([batch], [logprobs])
+            assert sampled is not None
+            cuts = {name: np.zeros(len(sampled.logprobs), bool) for name in ("clipped", "truncated", "masked")}
+            log.write("step", step=number, ess=0.9, **figures(sampled, held_version=HELD, cuts=cuts))
+    return directory
+
+
+def said(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["mismatch", *arguments], env={"COLUMNS": "160"})
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_tables_advice_and_picture(tmp_path: Path) -> None:
+    output = said(str(a_run(tmp_path, steps=12)))
+    for expected in ("current − behavior, 12 steps", "old − behavior", "numerics", "cache", "staleness", "5–8"):
+        assert expected in output
+    assert re.search(r"own version differ by 0\.\d+ at P95", output) and "because" in output
+    assert (tmp_path / "mismatch.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_every_figure(tmp_path: Path) -> None:
+    record = json.loads(said(str(a_run(tmp_path, steps=3)), "--json"))
+    assert record["steps"] == 3 and record["current"].keys() == {"numerics", "cache", "staleness"}
+    assert record["current"]["staleness"]["figures"]["p95"].keys() >= {"start", "middle", "end", "worst", "worst_step"}
+    assert record["advice"][0].keys() == {"finding", "do", "because"}
+
+
+def test_the_report_shows_the_causes(tmp_path: Path) -> None:
+    page = write_report(a_run(tmp_path, steps=3)).html.read_text()
+    assert "Trainer − sampler, P95" in page and "numerics" in page
+
+
+def test_no_run_an_empty_one_and_one_without_figures(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no readable events\.jsonl"):
+        said(str(tmp_path / "nowhere"))
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(UserError, match="no events yet"):
+        said(str(tmp_path))
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write("step", step=1, reward=0.5)
+    with pytest.raises(UserError, match="1 steps and none with figures"):
+        said(str(tmp_path))

@@ -1,0 +1,72 @@
+"""The parameter server's process as the launcher starts it: liveness, the token, what it saves, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from launch.ports import free_ports
+from pipelinerl.config import load
+from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.errors import RecipeError
+from pipelinerl.roles.process import Identity
+from pipelinerl.roles.trainer_role import publisher_of
+from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.pull_publisher import PullPublisher
+from pipelinerl.weights.push import Placement
+from tests.fakes.live_run import CLI
+from tests.fakes.parameter_server import TOKEN, publication
+
+
+def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps({"token": TOKEN}))
+    words = [*CLI, "parameter-server", "--run-dir", str(tmp_path), "--token-file", str(tokens), "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(url + "/health", trust_env=False).raise_for_status()
+                break
+            except httpx.HTTPError:
+                assert process.poll() is None and time.monotonic() < deadline, "the server has not started"
+                time.sleep(0.05)
+        assert httpx.get(url + "/versions", trust_env=False).status_code == 401
+        with closing(Placement([url], token=TOKEN)) as placement:
+            placement.place(publication(1), {}, deadline=deadline)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+        assert (tmp_path / "weights" / "parameter-server-0" / "1.1" / "manifest.json").is_file(), "saved before it ends"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+async def test_the_trainer_publishes_as_the_recipe_says() -> None:
+    def identity(*changes: str) -> Identity:
+        return Identity(
+            config=load("tiny", changes),
+            run_dir=Path("runs"),
+            name="trainer",
+            redis_url="",
+            controller_url="",
+            token=TOKEN,
+        )
+
+    async with EngineClient() as client:
+        assert isinstance(publisher_of(identity(), client), BroadcastPublisher)
+        pulled = 'parameter_server.urls=["http://127.0.0.1:1"]'
+        assert isinstance(publisher_of(identity("weights.transport=pull", pulled), client), PullPublisher)
+        with pytest.raises(RecipeError, match="the trainer was told of no parameter server"):
+            publisher_of(identity("weights.transport=pull"), client)

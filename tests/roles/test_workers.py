@@ -1,0 +1,140 @@
+"""Policy, critic and reference in one process: an exact resume of all three, and refusals that say of which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl import rng
+from pipelinerl.config import RunConfig, parse
+from pipelinerl.errors import ModelError
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.roles.parts import objective_of
+from pipelinerl.roles.workers import Workers, started
+from pipelinerl.training.adaptive import AdaptiveObjective
+from pipelinerl.training.batch import build
+from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
+from pipelinerl.training.guard import Poison
+from pipelinerl.training.step import Accumulated
+from pipelinerl.types import RolloutGroup
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.probes import weights_of
+
+VOCAB = 16
+
+
+def config_of(kind: str, path: str, /, **sections: Any) -> RunConfig:
+    return parse(
+        {
+            "model": {"path": path},
+            "trainer": {"type": kind, "device": "cpu" if kind == "torch" else "auto"},
+            "optimizer": {"learning_rate": 0.01},
+            "domains": [{"name": "test", "source": "addition"}],
+            "objective": {"preset": "ppo", "adv": {"kl": 0.05}, "grad1": {"over": "old"}},
+            "kl_control": {"target": 0.01, "gain": 0.5},
+            "critic": {"learning_rate": 0.02},
+        }
+        | sections
+    )
+
+
+@pytest.fixture(params=["bigram", "torch"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> RunConfig:
+    if request.param == "torch":
+        shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
+        random_decoder(shape).save_pretrained(tmp_path / "model")
+    else:
+        BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
+    return config_of(request.param, str(tmp_path / "model"))
+
+
+def groups(step: int) -> list[RolloutGroup]:
+    draw = rng.generator(step, "workers")
+    made = []
+    for index in range(2):
+        rollouts = tuple(
+            rollout(reward=reward, prompt=[1, 2], sampled=draw.integers(0, VOCAB, 3 + member).tolist(), logprob=-2.5)
+            for member, reward in enumerate((0.0, 1.0, 1.0))
+        )
+        made.append(replace(group(index), rollouts=rollouts))
+    return made
+
+
+def steps(config: RunConfig, workers: Workers, objective: AdaptiveObjective, numbers: range) -> list[dict[str, float]]:
+    """Steps as the loop makes them; their figures."""
+    step, told = workers.step(config.training.old_logprobs), []
+    for number in numbers:
+        batch = build(groups(number), objective=objective.current, token_budget=20, producing=number + 1)
+        found = step.accumulate(batch, objective.current)
+        assert isinstance(found, Accumulated)
+        figures = step.apply(found, learning_rate=config.optimizer.learning_rate)
+        assert not isinstance(figures, Poison)
+        told.append(figures | objective.observe(figures))
+    return told
+
+
+def weights(workers: Workers) -> list[np.ndarray]:
+    assert workers.critic is not None and workers.reference is not None
+    each = (workers.policy, workers.critic.worker, workers.reference)
+    return [array for worker in each for array in weights_of(worker).values()]
+
+
+def test_a_resumed_run_continues_all_three_to_the_bit(config: RunConfig, tmp_path: Path) -> None:
+    recipe = objective_of(config)
+    assert config.kl_control is not None
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
+    first = started(config, recipe, checkpoint=None)
+    assert first.critic is not None and first.reference is not None
+    objective = AdaptiveObjective(recipe, controller=config.kl_control.controller)
+    before = steps(config, first, objective, range(3))
+    assert len({figures["kl_coefficient"] for figures in before}) == 3, "the controller must move"
+    store.save(
+        TrainingState(
+            model_version=3, epoch=1, offsets={}, ledger={}, controller={}, kl_coefficient=objective.coefficient
+        ),
+        layout=first.policy.weight_layout(),
+        weights=first.policy.gather_weights(),
+        save_trainer=first.policy.save_state,
+        save_critic=first.critic.worker.save_state,
+    )
+    undisturbed = steps(config, first, objective, range(3, 6)), weights(first)
+    first.close()
+
+    latest = store.latest()
+    assert latest is not None
+    again = started(config, recipe, checkpoint=latest[0])
+    assert (again.policy.model_version, again.reference and again.reference.model_version) == (3, 0)
+    resumed = AdaptiveObjective(recipe, controller=config.kl_control.controller, restored=latest[1].kl_coefficient)
+    figures = steps(config, again, resumed, range(3, 6))
+    assert figures == undisturbed[0]
+    for got, expected in zip(weights(again), undisturbed[1], strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert any(figure["kl_reference"] != figures[0]["kl_reference"] for figure in figures[1:])
+    again.close()
+
+
+def test_only_the_workers_that_are_needed_are_started(tmp_path: Path) -> None:
+    BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
+    plain = config_of("bigram", str(tmp_path / "model"), objective="grpo", critic=None, kl_control=None)
+    workers = started(plain, objective_of(plain), checkpoint=None)
+    assert (workers.critic, workers.reference) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"model": {"path": "/nope"}}, "^trainer: /nope"),
+        ({"critic": {"path": "/nope"}}, "^critic: /nope"),
+        ({"reference": {"path": "/nope"}}, "^reference: /nope"),
+    ],
+)
+def test_a_model_that_is_missing_is_named(sections: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
+    config = config_of("bigram", str(tmp_path / "model"), **sections)
+    with pytest.raises(ModelError, match=sentence):
+        started(config, objective_of(config), checkpoint=None)

@@ -10,3 +10,5 @@ CHAT_COMPLETION_ALIAS: Final = "/v1/chat/completion"
 MODELS: Final = "/v1/models"
 HEALTH: Final = "/health"
 METRICS: Final = "/metrics"
+#: Of a parameter server, not of an engine: the flat bytes of one version, whole or in ranges (transport `pull`).
+WEIGHTS: Final = "/weights/{epoch}/{version}"

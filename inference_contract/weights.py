@@ -158,6 +158,10 @@ class UpdatePhase(StrEnum):
     ABORT = "abort"
 
 
+#: Where a server answers: no path, no query, no secret.
+BaseUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^/?#@\s]+$", max_length=256)]
+
+
 class Transport(StrEnum):
     """How the bytes come: pushed through the process group, or pulled from a parameter server."""
 
@@ -188,6 +192,11 @@ class WeightUpdateRequest(Wire):
 
     The broadcast, from rank 0: one collective of uint8 per range of `WeightLayout.buckets(bucket_bytes)`, in order.
     `digest` is XXH3-128, in hexadecimal, of those bytes.
+
+    The pull: `sources` are base URLs of servers that hold the same bytes, the one to ask first in front; when one
+    fails, the engine asks the next. It begins to fetch as it answers `prepare`, from `routes.WEIGHTS` below a source,
+    whole or in ranges (`Range: bytes=a-b`, answered with 206), with the bearer token that it wants itself. `prepare`
+    then names the digest, too, and needs no group; after an `abort` nothing else is needed.
     """
 
     phase: UpdatePhase
@@ -196,7 +205,7 @@ class WeightUpdateRequest(Wire):
     transport: Transport = Transport.BROADCAST
     group: str | None = None
     generation: int | None = None
-    source: str | None = None
+    sources: tuple[BaseUrl, ...] | None = Field(default=None, min_length=1, max_length=256)
     layout: WeightLayout | None = None
     layout_id: str | None = None
     bucket_bytes: int = Field(default=16 * 2**20, ge=1)
@@ -211,8 +220,8 @@ class WeightUpdateRequest(Wire):
                 raise ValueError("prepare needs exactly one of layout and layout_id")
             if self.transport is Transport.BROADCAST and (self.group is None or self.generation is None):
                 raise ValueError("prepare with transport broadcast needs group and generation")
-            if self.transport is Transport.PULL and self.source is None:
-                raise ValueError("prepare with transport pull needs source")
+            if self.transport is Transport.PULL and (self.sources is None or self.digest is None):
+                raise ValueError("prepare with transport pull needs sources and digest")
         if self.phase is UpdatePhase.COMMIT and self.digest is None:
             raise ValueError("commit needs digest")
         return self

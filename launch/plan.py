@@ -1,15 +1,16 @@
 """Which processes a run consists of, as a value: pure, so that it can be printed, compared and tested.
 
     redis ──▶ controller ──▶ engine-0 … engine-N
-                        ├──▶ trainer
+                        ├──▶ parameter-server-0 … ──▶ trainer      (servers only where weights are pulled)
                         └──▶ actor-0 … actor-M          ▶ = is started once the one before is healthy
 
 Every process is `python -m pipelinerl.cli <role>` with the arguments
 
     --recipe <run>/recipe.toml --run-dir <run> --name <name> --token-file <file> --redis-url … --controller-url …
 
-and, where it serves HTTP, `--port`. They stop in the order actors, trainer, engines, controller, redis, so that each
-finds what it still needs. The controller's exit with status 0 completes the run. What dies is started again.
+and, where it serves HTTP, `--port`. They stop in the order actors, trainer, engines, parameter servers, controller,
+redis, so that each finds what it still needs. The controller's exit with status 0 completes the run. What dies is
+started again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 
 from pipelinerl.config import RunConfig
@@ -104,20 +106,22 @@ class Ports:
     controller: int
     engines: tuple[int, ...]
     redis: int | None = None
+    parameter_servers: tuple[int, ...] = ()
 
     @staticmethod
     def count(config: RunConfig) -> int:
         """How many ports the run needs."""
-        return 1 + config.engine.count + (config.streams.redis_url is None)
+        return 1 + config.engine.count + (config.streams.redis_url is None) + config.servers_to_start
 
     @classmethod
     def of(cls, config: RunConfig, free: Sequence[int]) -> Ports:
         """Hand out `count` free ports."""
-        embedded = config.streams.redis_url is None
+        left = iter(free)
         return cls(
-            controller=free[0],
-            engines=tuple(free[1 : 1 + config.engine.count]),
-            redis=free[1 + config.engine.count] if embedded else None,
+            controller=next(left),
+            engines=tuple(islice(left, config.engine.count)),
+            redis=next(left) if config.streams.redis_url is None else None,
+            parameter_servers=tuple(islice(left, config.servers_to_start)),
         )
 
 
@@ -140,39 +144,43 @@ def plan(
         "PYTHONUNBUFFERED": "1",
     }
 
-    def spec(name: str, role: str, *, port: int | None = None, **rest: object) -> ProcessSpec:
+    def spec(name: str, role: str, *, port: int | None = None, told: str | None = None, **rest: object) -> ProcessSpec:
         argv = [python, "-m", "pipelinerl.cli", role, "--recipe", str(run_dir / "recipe.toml")]
         argv += ["--run-dir", str(run_dir), "--name", name, "--token-file", str(token_file)]
         argv += ["--redis-url", redis_url, "--controller-url", controller_url]
         argv += [] if port is None else ["--port", str(port)]
+        argv += [] if told is None else ["--set", told]
+        health = {} if port is None or role == "redis" else {"health": f"http://{_LOOPBACK}:{port}/health"}
         restarts = config.launch.restarts
-        return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=restarts, **rest)  # type: ignore[arg-type]
+        return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=restarts, **{**health, **rest})  # type: ignore[arg-type]
 
     engine_cores, trainer_cores = _pinning(config, cores)
     embedded = ports.redis is not None
     specs = []
     if embedded:
         health = f"tcp://{_LOOPBACK}:{ports.redis}"
-        specs.append(spec("redis", "redis", port=ports.redis, health=health, stop_order=4))
-    specs.append(
-        spec(
-            "controller",
-            "controller",
-            port=ports.controller,
-            health=f"{controller_url}/health",
-            after=("redis",) if embedded else (),
-            on_exit=OnExit.COMPLETE,
-            stop_order=3,
-        )
-    )
+        specs.append(spec("redis", "redis", port=ports.redis, health=health, stop_order=5))
+    after = ("redis",) if embedded else ()
+    complete = OnExit.COMPLETE
+    specs.append(spec("controller", "controller", port=ports.controller, after=after, on_exit=complete, stop_order=4))
     after = ("controller",)
     for number, port in enumerate(ports.engines):
         cpu = engine_cores[number % len(engine_cores)] if engine_cores else None
-        health = f"http://{_LOOPBACK}:{port}/health"
-        specs.append(spec(f"engine-{number}", "engine", port=port, health=health, after=after, stop_order=2, cpu=cpu))
-    specs.append(spec("trainer", "trainer", after=after, on_exit=OnExit.DONE, stop_order=1, cpu=trainer_cores))
+        specs.append(spec(f"engine-{number}", "engine", port=port, after=after, stop_order=2, cpu=cpu))
+    servers = {f"parameter-server-{number}": port for number, port in enumerate(ports.parameter_servers)}
+    specs += [spec(name, "parameter-server", port=port, after=after, stop_order=3) for name, port in servers.items()]
+    told = _servers_setting(ports.parameter_servers) if servers else None
+    before = (*after, *servers)
+    done = OnExit.DONE
+    specs.append(spec("trainer", "trainer", told=told, after=before, on_exit=done, stop_order=1, cpu=trainer_cores))
     specs += [spec(f"actor-{number}", "actor", after=after, stop_order=0) for number in range(config.actor.count)]
     return Plan(tuple(specs))
+
+
+def _servers_setting(ports: Sequence[int]) -> str:
+    """The change of the recipe that tells the trainer where the parameter servers are."""
+    urls = ", ".join(f'"http://{_LOOPBACK}:{port}"' for port in ports)
+    return f"parameter_server.urls=[{urls}]"
 
 
 def _pinning(config: RunConfig, cores: Sequence[int]) -> tuple[list[tuple[int, ...]], tuple[int, ...] | None]:

@@ -2,8 +2,9 @@
 
     results = run("http://127.0.0.1:8000", token="…")
 
-The kit talks HTTP, and plays the trainer in a real process group. It leaves other weights behind than it found (the
-engine serves, in the end, weights of the kit's own making, under a higher epoch): use an engine that nobody needs.
+The kit talks HTTP, and plays the trainer in a real process group, and the server that weights are pulled from. It
+leaves other weights behind than it found (the engine serves, in the end, weights of the kit's own making, under a
+higher epoch): use an engine that nobody needs.
 Each check is a function that raises `AssertionError` with a sentence. What an engine cannot show is reported as
 `unsupported` with the reason, never skipped in silence.
 
@@ -19,7 +20,14 @@ from enum import StrEnum
 
 import httpx
 
-from inference_contract.conformance import chat_checks, refusal_checks, state_checks, stream_checks, weight_checks
+from inference_contract.conformance import (
+    chat_checks,
+    pull_checks,
+    refusal_checks,
+    state_checks,
+    stream_checks,
+    weight_checks,
+)
 from inference_contract.conformance.session import Session, Unsupported
 
 Check = Callable[[Session], None]
@@ -31,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     *stream_checks.CHECKS,
     *refusal_checks.CHECKS,
     *weight_checks.CHECKS,
+    *pull_checks.CHECKS,
 )
 
 
@@ -67,7 +76,7 @@ def run(
         token: its bearer token, if it wants one.
         only: names of checks; None runs all.
         timeout_s: of every request, join and broadcast.
-        host: address of this machine that the engine can reach, for the process group.
+        host: address of this machine that the engine can reach, for the process group and the weight server.
     """
     chosen = select(only)
     with Session(url, token=token, timeout_s=timeout_s, host=host) as session:

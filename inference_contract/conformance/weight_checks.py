@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NONE_OPEN: Final = "of many samples under load none was open while new weights were committed; try a longer timeout"
 
 
-def _trainer(session: Session) -> KitTrainer:
+def kit_trainer(session: Session) -> KitTrainer:
     """The trainer that the kit plays in this session.
 
     Raises:
@@ -42,13 +42,13 @@ def _trainer(session: Session) -> KitTrainer:
 
 def update_without_group_is_refused(session: Session) -> None:
     """PREPARE that names a group nobody joined is refused at once."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     refused(trainer.update("prepare", trainer.next_version(), generation=trainer.generation + 500), 409)
 
 
 def group_is_joined(session: Session) -> None:
     """/init_process_group joins, and the same generation again is a no-op."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     status = succeeded(trainer.form())
     assert status["generation"] == trainer.generation, "the answer must name the generation joined"
     assert (status["rank"], status["world_size"]) == (1, 2), "the answer must name rank 1 of 2"
@@ -58,7 +58,7 @@ def group_is_joined(session: Session) -> None:
 
 def lower_generation_is_refused(session: Session) -> None:
     """A membership older than the one joined is refused, and the group lives on."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     trainer.formed()
     older = session.post(routes.INIT_PROCESS_GROUP, trainer.join_request(trainer.generation - 1))
     refused(older, 409, code="stale_generation")
@@ -67,7 +67,7 @@ def lower_generation_is_refused(session: Session) -> None:
 
 def higher_generation_replaces(session: Session) -> None:
     """A higher generation replaces the group, and updates go through the new one."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     trainer.formed()
     succeeded(trainer.form())
     trainer.publish(trainer.next_version(), tag=2)
@@ -78,7 +78,7 @@ def higher_generation_replaces(session: Session) -> None:
 
 def update_is_served(session: Session) -> None:
     """After COMMIT the new version serves, and its bytes alone decide what is sampled."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     trainer.publish(trainer.next_version(), tag=3)
     before = session.greedy()
     version = trainer.next_version()
@@ -97,7 +97,7 @@ def update_is_served(session: Session) -> None:
 
 def layout_id_is_enough(session: Session) -> None:
     """An engine that has seen a layout takes its id, and asks for the whole when it does not know the id."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     trainer.publish(trainer.next_version(), tag=5)
     version = trainer.next_version()
     error = refused(trainer.update("prepare", version, layout_id="0" * 32), 400, 409, 422)
@@ -108,7 +108,7 @@ def layout_id_is_enough(session: Session) -> None:
 
 def same_version_is_a_no_op(session: Session) -> None:
     """PREPARE and COMMIT of the version that serves change nothing and need no broadcast."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     version = trainer.next_version()
     served = trainer.publish(version, tag=7)
     trainer.accepted(trainer.update("prepare", version), "already_serving")
@@ -117,7 +117,7 @@ def same_version_is_a_no_op(session: Session) -> None:
 
 def prepare_repeats(session: Session) -> None:
     """PREPARE of the update that is prepared already is a no-op; of another it is refused."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     trainer.formed()
     version = trainer.next_version()
     trainer.accepted(trainer.update("prepare", version), "prepared")
@@ -128,7 +128,7 @@ def prepare_repeats(session: Session) -> None:
 
 def older_version_is_refused(session: Session) -> None:
     """A version older than the one that serves is refused, and so is an older epoch."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     version = trainer.next_version()
     trainer.publish(version, tag=9)
     refused(trainer.update("prepare", version - 1), 409, code="stale_version")
@@ -138,7 +138,7 @@ def older_version_is_refused(session: Session) -> None:
 
 def wrong_layout_is_refused(session: Session) -> None:
     """Missing, foreign, reordered, reshaped and retyped parameters are refused by name before any broadcast."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     trainer.formed()
     version = trainer.next_version()
     rows: list[dict[str, Any]] = trainer.layout.model_dump(mode="json")["parameters"]
@@ -163,7 +163,7 @@ def wrong_layout_is_refused(session: Session) -> None:
 
 def commit_needs_prepare(session: Session) -> None:
     """COMMIT and ABORT of an update that was not prepared are refused."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     version = trainer.next_version()
     refused(trainer.update("commit", version, digest="0" * 32), 409, code="not_prepared")
     refused(trainer.update("abort", version), 409, code="not_prepared")
@@ -173,7 +173,7 @@ def wrong_digest_is_refused(session: Session) -> None:
     """If the bytes do not have the digest, the old weights serve on, and the next update works."""
     from inference_contract.conformance.trainer import weights
 
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     serving = trainer.next_version()
     trainer.publish(serving, tag=11)
     before, version = session.greedy(), trainer.next_version()
@@ -188,7 +188,7 @@ def wrong_digest_is_refused(session: Session) -> None:
 
 def abort_leaves_old_weights(session: Session) -> None:
     """An aborted update leaves the old weights, and a new membership brings the next."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     serving = trainer.next_version()
     trainer.publish(serving, tag=13)
     before, version = session.greedy(), trainer.next_version()
@@ -202,7 +202,7 @@ def abort_leaves_old_weights(session: Session) -> None:
 
 def lost_trainer_leaves_old_weights(session: Session) -> None:
     """A trainer that dies in the middle of the broadcast leaves an engine that serves and can be updated again."""
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     trainer.publish(trainer.next_version(), tag=15)
     before, version = session.greedy(), trainer.next_version()
     trainer.accepted(trainer.update("prepare", version), "prepared")
@@ -230,15 +230,7 @@ def update_in_flight(session: Session) -> None:
 def update_during_whole_answer(session: Session) -> None:
     """An answer given whole across an update has the spans of both versions."""
     for update in _updates_under_load(session, session.completed):
-        choices = update.whole_choices()
-        for choice in choices:
-            check_columns(choice, versions={update.old, update.new})
-        spans = [span for choice in choices for span in choice.version_spans or ()]
-        named = sum(count for version, count in spans if version == update.new)
-        assert named >= update.after_commit, (
-            f"{update.after_commit:g} tokens were sampled after COMMIT, the spans give {named} to version {update.new}"
-        )
-        if any(len(choice.version_spans or ()) == 2 for choice in choices):
+        if update.spans_are_right():
             return
     raise Unsupported(_NONE_OPEN)
 
@@ -258,7 +250,7 @@ def abort_on_update_ends_samples(session: Session) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _LoadedUpdate:
+class LoadedUpdate:
     """An update and the answers that were asked for meanwhile; `after_commit` counts the tokens sampled since."""
 
     old: int
@@ -266,15 +258,28 @@ class _LoadedUpdate:
     answers: list[httpx.Response]
     after_commit: float
 
+    def spans_are_right(self) -> bool:
+        """Fails where they are not; False when no sample was open while the update was committed."""
+        choices = self.whole_choices()
+        for choice in choices:
+            check_columns(choice, versions={self.old, self.new})
+        spans = [span for choice in choices for span in choice.version_spans or ()]
+        named = sum(count for version, count in spans if version == self.new)
+        assert named >= self.after_commit, (
+            f"{self.after_commit:g} tokens were sampled after COMMIT, the spans give {named} to version {self.new}"
+        )
+        return any(len(choice.version_spans or ()) == 2 for choice in choices)
+
     def whole_choices(self) -> list[Choice]:
+        """Of all answers."""
         return [c for answer in self.answers for c in ChatCompletion.model_validate(succeeded(answer)).choices]
 
 
 def _updates_under_load(
     session: Session, ask: Callable[..., httpx.Response], *, on_update: str = "continue"
-) -> Iterator[_LoadedUpdate]:
+) -> Iterator[LoadedUpdate]:
     """Updates, each while samples are open, for as long as the session is patient."""
-    trainer, deadline = _trainer(session), time.monotonic() + session.timeout_s
+    trainer, deadline = kit_trainer(session), time.monotonic() + session.timeout_s
     length = min(256, session.card().context_length // 2)
     while time.monotonic() < deadline:
         old = trainer.next_version()
@@ -284,14 +289,14 @@ def _updates_under_load(
         with Load(session, lambda seed: ask(n=16, max_tokens=length, seed=seed)) as load:
             _send_and_commit(session, new, tag=18, on_update=on_update)
             committed = session.generated_tokens()
-        yield _LoadedUpdate(old, new, load.answers, session.generated_tokens() - committed)
+        yield LoadedUpdate(old, new, load.answers, session.generated_tokens() - committed)
 
 
 def _send_and_commit(session: Session, version: int, *, tag: int, **fields: Any) -> None:
     """The rest of an update that is prepared."""
     from inference_contract.conformance.trainer import digest, weights
 
-    trainer = _trainer(session)
+    trainer = kit_trainer(session)
     data = weights(trainer.layout, tag)
     trainer.broadcast(data)
     trainer.accepted(trainer.update("commit", version, digest=digest(data), **fields), "committed")

@@ -22,13 +22,12 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
-from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, NotPrepared, PeerLost
+from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, PeerLost
 from inference_contract.schemas import (
     Backend,
     InitProcessGroupRequest,
-    ProcessGroupStatus,
     UpdatePhase,
     UpdateStatus,
     WeightUpdateRequest,
@@ -37,6 +36,7 @@ from inference_contract.schemas import (
 from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
 from pipelinerl.weights.background import in_background, settled
 from pipelinerl.weights.collective import Collective, Rendezvous
+from pipelinerl.weights.engine_control import EngineControl, Preparation
 from pipelinerl.weights.fan_out import each, each_until_failure
 from pipelinerl.weights.publisher import Publication, PublishReport
 from pipelinerl.weights.sender import WeightSender
@@ -47,21 +47,6 @@ _MEMBERSHIP_STEP: Final = 2**12
 
 #: An engine that failed with one of these was waiting for another that is the cause.
 _VICTIM = (DeadlineExceeded, PeerLost)
-
-
-class EngineControl(Protocol):
-    """The contract's two control routes, by the engine's base URL.
-
-    Raises a `ContractError` that the engine answered with, or a `PipelineError` if it could not be asked.
-    """
-
-    async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """POST /init_process_group."""
-        ...
-
-    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        """POST /request_weight_update."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +106,7 @@ class BroadcastPublisher:
     ) -> None:
         """`host` is an address of this machine that the engines can reach; the rendezvous listens there."""
         self._control = control
+        self._preparation = Preparation(control)
         self._host = host
         self._name = group
         self._backend = backend
@@ -128,7 +114,6 @@ class BroadcastPublisher:
         self._rendezvous: Rendezvous | None = None
         self._group: _Group | None = None
         self._generation = -1
-        self._knows: dict[str, str] = {}
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
@@ -298,22 +283,10 @@ class BroadcastPublisher:
         return False
 
     async def _prepare(self, progress: _Progress, group: _Group, url: str) -> WeightUpdateResponse:
-        """PREPARE, with the layout's id alone where the engine has seen it."""
-        layout = progress.publication.layout
-        named = {"group": self._name, "generation": group.generation}
-        if self._knows.get(url) == layout.layout_id:
-            try:
-                return await self._control.request_weight_update(
-                    url, self._request(progress, UpdatePhase.PREPARE, layout_id=layout.layout_id, **named)
-                )
-            except NotPrepared as error:
-                if error.param != "layout_id":
-                    raise
-        answer = await self._control.request_weight_update(
-            url, self._request(progress, UpdatePhase.PREPARE, layout=layout, **named)
-        )
-        self._knows[url] = layout.layout_id
-        return answer
+        def request(**named: Any) -> WeightUpdateRequest:
+            return self._request(progress, UpdatePhase.PREPARE, group=self._name, generation=group.generation, **named)
+
+        return await self._preparation.prepare(url, progress.publication.layout, request)
 
     async def _sent(self, progress: _Progress, sender: WeightSender, group: Collective | None) -> str:
         """Gather, hash and broadcast on a thread; returns the digest."""

@@ -1,9 +1,11 @@
-"""`WeightSender`: one pass over the trainer's parameters as a stream of buckets, hashed, and broadcast if there is a
-group. It holds one bucket, never the model.
+"""One pass over the trainer's parameters, put into memory bucket by bucket: `packed`.
+
+`WeightSender` sends them as they come, hashed, and broadcast if there is a group. It holds one bucket, never the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -37,19 +39,12 @@ class WeightSender:
         """
         device = torch.device("cpu") if group is None else group.device
         staging = torch.empty(max(end - start for start, end in self._bounds), dtype=torch.uint8, device=device)
-        digest, gathered = WeightDigest(), iter(self._weights())
-        for bucket, (start, end) in enumerate(self._bounds):
-            for parameter, offset in parameters_in(self._layout, start, end):
-                name, array = next(gathered, (None, None))
-                _check(name, array, parameter)
-                _write(array, staging[offset - start : offset - start + parameter.num_bytes])
-            filled = staging[: end - start]
+        digest = WeightDigest()
+        room = lambda start, end: staging[: end - start]  # noqa: E731
+        for bucket, filled in enumerate(packed(self._layout, self._weights, self._bounds, room)):
             digest.update(filled)
             if group is not None:
                 self._broadcast(group, filled, bucket, deadline)
-        extra = next(gathered, None)
-        if extra is not None:
-            raise UpdateError(f"the trainer gathered {extra[0]!r} after the last parameter of its layout")
         return digest.hexdigest()
 
     def _broadcast(self, group: Collective, filled: torch.Tensor, bucket: int, deadline: float) -> None:
@@ -58,6 +53,30 @@ class WeightSender:
         except (UpdateError, DeadlineError) as error:
             self.broke_in_group = True
             raise type(error)(f"{describe_bucket(self._layout, bucket, self._bounds)}: {error}") from error
+
+
+def packed(
+    layout: WeightLayout,
+    weights: WeightSource,
+    bounds: Sequence[tuple[int, int]],
+    room: Callable[[int, int], torch.Tensor],
+) -> Iterator[torch.Tensor]:
+    """Each bucket [start, end) of `bounds` in turn, in the memory that `room(start, end)` gives for it.
+
+    Raises:
+        UpdateError: the trainer gathers something else than the layout says.
+    """
+    gathered = iter(weights())
+    for start, end in bounds:
+        filled = room(start, end)
+        for parameter, offset in parameters_in(layout, start, end):
+            name, array = next(gathered, (None, None))
+            _check(name, array, parameter)
+            _write(array, filled[offset - start : offset - start + parameter.num_bytes])
+        yield filled
+    extra = next(gathered, None)
+    if extra is not None:
+        raise UpdateError(f"the trainer gathered {extra[0]!r} after the last parameter of its layout")
 
 
 def _check(name: str | None, array: Any, expected: ParameterSpec) -> None:

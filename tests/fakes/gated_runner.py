@@ -87,6 +87,9 @@ class GatedRunner:
     def staging(self) -> Any:
         return self._runner.staging()
 
+    def finish_staging(self) -> None:
+        self._runner.finish_staging()
+
     def swap(self) -> None:
         self.log.append("swap")
         self._runner.swap()

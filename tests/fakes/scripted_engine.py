@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, final
 
 import numpy as np
 
-from inference_contract.errors import InvalidRequest, UnknownModel
+from inference_contract.errors import DigestMismatch, InvalidRequest, UnknownModel
 from inference_contract.schemas import (
     AssistantMessage,
     ChatCompletion,
@@ -49,7 +49,10 @@ from inference_contract.schemas import (
 from pipelinerl import rng
 from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.weight_receiver import WeightReceiver
+from pipelinerl.errors import UpdateError
 from pipelinerl.http_service import listen, serve
+from pipelinerl.weights.pull import PullOrder
+from pipelinerl.weights.puller import WeightPuller
 
 VOCAB = 32
 CONTEXT = 192
@@ -84,6 +87,12 @@ class Fault(StrEnum):
     DROPS_UNKNOWN_FIELDS = "drops_unknown_fields"
     TRUNCATES_PROMPT = "truncates_prompt"
     COUNTS_NOTHING = "counts_nothing"
+    PULLS_WITHOUT_TOKEN = "pulls_without_token"
+    PULLS_FROM_FIRST_ONLY = "pulls_from_first_only"
+    PULLS_WRONG_BYTES = "pulls_wrong_bytes"
+    SERVES_HALF_A_PULL = "serves_half_a_pull"
+    PULLS_ELSEWHERE = "pulls_elsewhere"
+    COMMITS_ON_ABORT = "commits_on_abort"
 
 
 @dataclass(slots=True)
@@ -106,11 +115,37 @@ class _Sample:
 
 
 @final
+class _Pull:
+    """The real puller, or one that breaks a promise of it. Satisfies `PullSource`."""
+
+    def __init__(self, fault: Fault, token: str | None) -> None:
+        self._fault = fault
+        self._puller = WeightPuller(token=None if fault is Fault.PULLS_WITHOUT_TOKEN else token)
+
+    def fetch(self, order: PullOrder, *, into: Any, came: Callable[[int], None]) -> str:
+        if self._fault is Fault.PULLS_FROM_FIRST_ONLY:
+            order = replace(order, sources=order.sources[:1])
+        if self._fault is Fault.PULLS_ELSEWHERE:
+            into = np.empty_like(into)
+        try:
+            return self._puller.fetch(order, into=into, came=came)
+        except DigestMismatch:
+            if self._fault is Fault.PULLS_WRONG_BYTES:
+                return order.digest
+            raise
+        except UpdateError:
+            if self._fault is Fault.SERVES_HALF_A_PULL:
+                return order.digest
+            raise
+
+
+@final
 class ScriptedEngine:
     """Satisfies `Engine`; and `WeightTarget`, so that the real receiver is used."""
 
-    def __init__(self, fault: Fault = Fault.NONE, *, step_s: float = 0.0005) -> None:
+    def __init__(self, fault: Fault = Fault.NONE, *, step_s: float = 0.0005, token: str | None = None) -> None:
         self._fault = fault
+        self._token = token
         self._step_s = step_s
         self._buffers = [self._initial(), np.zeros(LAYOUT.num_bytes, np.uint8)]
         self._serving = (0, 0)
@@ -131,6 +166,9 @@ class ScriptedEngine:
 
     def staging(self) -> Any:
         return self._buffers[0 if self._fault is Fault.SERVES_STAGED else 1]
+
+    def finish_staging(self) -> None:
+        return None
 
     def serving(self) -> tuple[int, int]:
         return self._serving
@@ -159,12 +197,14 @@ class ScriptedEngine:
             self._serving = min(self._serving, (request.epoch, request.version - 1))
         update = self._receiver._update
         if self._fault is Fault.IGNORES_DIGEST and request.phase is UpdatePhase.COMMIT and update is not None:
-            while not update.receiving.done():
+            while not update.arrival.received.done():
                 await asyncio.sleep(0.001)
-            if update.receiving.exception() is None:
-                request = request.model_copy(update={"digest": update.receiving.result().digest})
+            if not update.arrival.failed:
+                request = request.model_copy(update={"digest": update.arrival.received.result().digest})
         if self._fault is Fault.REPREPARES and request.phase is UpdatePhase.PREPARE and update is not None:
             request = update.request if not update.replaceable else request
+        if self._fault is Fault.COMMITS_ON_ABORT and request.phase is UpdatePhase.ABORT:
+            self._serving = (request.epoch, request.version)
         return await self._receiver.request_weight_update(request)
 
     # --- generation ----------------------------------------------------------------------------------------------
@@ -321,7 +361,7 @@ class ScriptedEngine:
     # --- state ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self._receiver = WeightReceiver(self)
+        self._receiver = WeightReceiver(self, pull=_Pull(self._fault, self._token))
 
     async def close(self) -> None:
         self._receiver.close()
@@ -367,7 +407,7 @@ class DropsUnknownFields:
 
 def application(fault: Fault = Fault.NONE, *, token: str | None = None, step_s: float = 0.0005) -> Any:
     """The server over a scripted engine."""
-    app = create_app(ScriptedEngine(fault, step_s=step_s), token=token)
+    app = create_app(ScriptedEngine(fault, step_s=step_s, token=token), token=token)
     if fault is Fault.DROPS_UNKNOWN_FIELDS:
         app.add_middleware(DropsUnknownFields)
     return app

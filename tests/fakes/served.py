@@ -20,7 +20,7 @@ DEADLINE_S = 30.0
 
 
 @contextmanager
-def in_thread(app: Any) -> Iterator[str]:
+def in_thread(app: Any, *, starts_in_s: float = DEADLINE_S) -> Iterator[str]:
     """Serve `app` and yield its base URL; stopped on leaving."""
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(
@@ -29,7 +29,7 @@ def in_thread(app: Any) -> Iterator[str]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + starts_in_s
     while not server.started:
         assert thread.is_alive() and time.monotonic() < deadline, "the server has not started"
         time.sleep(0.005)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from inference_contract.conformance import CHECKS, CheckResult, Outcome, run, select
-from tests.fakes.scripted_engine import Fault, application
+from pipelinerl.engines.http_server import create_app
+from pipelinerl.engines.weight_receiver import WeightReceiver
+from tests.fakes.scripted_engine import Fault, ScriptedEngine, application
 from tests.fakes.served import in_thread
 
 #: The check that must fail for each fault.
@@ -29,7 +31,16 @@ CAUGHT_BY = {
     Fault.DROPS_UNKNOWN_FIELDS: "unknown_field_is_refused",
     Fault.TRUNCATES_PROMPT: "too_long_prompt_is_refused",
     Fault.COUNTS_NOTHING: "metrics_count_tokens",
+    Fault.PULLS_WITHOUT_TOKEN: "pull_is_served",
+    Fault.PULLS_ELSEWHERE: "pull_and_broadcast_take_turns",
+    Fault.PULLS_FROM_FIRST_ONLY: "pull_asks_the_next_source",
+    Fault.PULLS_WRONG_BYTES: "pull_with_wrong_bytes_is_refused",
+    Fault.SERVES_HALF_A_PULL: "broken_pull_leaves_old_weights",
+    Fault.COMMITS_ON_ABORT: "aborted_pull_leaves_old_weights",
 }
+
+#: Checks that must fail for faults which another check is about.
+ALSO_CAUGHT_BY = ((Fault.ONE_SPAN, "pull_in_flight"), (Fault.IGNORES_WEIGHTS, "pull_is_served"))
 
 
 def _not_passed(results: list[CheckResult]) -> dict[str, str]:
@@ -44,12 +55,25 @@ def test_a_faultless_engine_passes_every_check_twice() -> None:
             assert _not_passed(results) == {}
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.NONE])
-def test_each_fault_is_caught(fault: Fault) -> None:
-    check = CAUGHT_BY[fault]
-    with in_thread(application(fault)) as url:
-        results = run(url, only=[check], timeout_s=3.0)
+@pytest.mark.parametrize(("fault", "check"), [*CAUGHT_BY.items(), *ALSO_CAUGHT_BY])
+def test_each_fault_is_caught(fault: Fault, check: str) -> None:
+    with in_thread(application(fault, token="secret")) as url:
+        results = run(url, token="secret", only=[check], timeout_s=3.0)
     assert [result.outcome for result in results] == [Outcome.FAILED], f"{fault} must fail {check}: {results}"
+
+
+def test_every_fault_has_a_check_that_is_about_it() -> None:
+    assert set(CAUGHT_BY) == set(Fault) - {Fault.NONE}
+
+
+def test_an_engine_that_does_not_pull_says_so_and_that_is_no_failure() -> None:
+    engine = ScriptedEngine()
+    app = create_app(engine, token=None)
+    with in_thread(app) as url:
+        engine._receiver = WeightReceiver(engine)
+        (result,) = run(url, only=["pull_is_served"])
+    assert result.outcome is Outcome.UNSUPPORTED
+    assert "does not offer the transport pull" in result.reason
 
 
 def test_without_a_token_the_token_checks_are_unsupported_and_say_why() -> None:

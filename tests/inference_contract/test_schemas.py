@@ -12,6 +12,7 @@ from inference_contract.schemas import (
     DType,
     InitProcessGroupRequest,
     ParameterSpec,
+    Transport,
     UpdatePhase,
     WeightLayout,
     WeightUpdateRequest,
@@ -34,6 +35,24 @@ def test_golden_prepare() -> None:
         '"layout":{"parameters":[{"name":"embed.weight","shape":[4,2],"dtype":"float32"},'
         '{"name":"norm.weight","shape":[2],"dtype":"bfloat16"}]},'
         '"bucket_bytes":16777216,"on_update":"continue","timeout_s":120.0}'
+    )
+
+
+def test_golden_prepare_of_a_pull() -> None:
+    request = WeightUpdateRequest(
+        phase=UpdatePhase.PREPARE,
+        version=3,
+        epoch=1,
+        transport=Transport.PULL,
+        sources=("http://10.0.0.1:8100", "http://10.0.0.2:8100"),
+        layout_id=LAYOUT.layout_id,
+        digest="d0",
+    )
+    assert request.model_dump_json(exclude_none=True) == (
+        '{"phase":"prepare","version":3,"epoch":1,"transport":"pull",'
+        '"sources":["http://10.0.0.1:8100","http://10.0.0.2:8100"],'
+        '"layout_id":"c5a1bf8730e75ed6a4db24815629bb27","bucket_bytes":16777216,"on_update":"continue",'
+        '"digest":"d0","timeout_s":120.0}'
     )
 
 
@@ -96,6 +115,9 @@ def test_buckets_cover_the_bytes_once_and_split_no_parameter(sizes: list[int], b
         {"phase": "prepare", "version": 1, "layout_id": "a", "layout": LAYOUT.model_dump()},
         {"phase": "prepare", "version": 1, "layout_id": "a"},
         {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull"},
+        {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "sources": ["http://a:1"]},
+        {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "sources": [], "digest": "d"},
+        {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "sources": ["f/x"], "digest": "d"},
         {"phase": "commit", "version": 1},
         {"phase": "abort", "version": -1},
         {"phase": "abort", "version": 1, "unknown": 2},

@@ -50,6 +50,31 @@ def test_every_process_is_a_role_with_the_same_words() -> None:
         assert spec.env["OMP_NUM_THREADS"] == "1"
 
 
+def test_where_weights_are_pulled_servers_start_before_the_trainer_which_is_told_of_them() -> None:
+    config = _config(weights={"transport": "pull"}, parameter_server={"replicas": 2})
+    assert Ports.count(config) == 5
+    made = _plan(config)
+    names = [spec.name for spec in made.specs]
+    assert names == [
+        "redis", "controller", "engine-0", "parameter-server-0", "parameter-server-1", "trainer", "actor-0",
+    ]  # fmt: skip
+    server, trainer = made.spec("parameter-server-1"), made.spec("trainer")
+    assert server.argv[3] == "parameter-server" and server.argv[-2:] == ("--port", "5004")
+    assert server.health == "http://127.0.0.1:5004/health"
+    assert trainer.after == ("controller", "parameter-server-0", "parameter-server-1")
+    assert trainer.argv[-2:] == (
+        "--set", 'parameter_server.urls=["http://127.0.0.1:5003", "http://127.0.0.1:5004"]',
+    )  # fmt: skip
+    order = {spec.name: spec.stop_order for spec in made.specs}
+    assert order["trainer"] < order["engine-0"] < order["parameter-server-0"] < order["controller"] < order["redis"]
+
+
+def test_given_parameter_servers_are_used_and_none_started() -> None:
+    config = _config(weights={"transport": "pull"}, parameter_server={"urls": ["http://store:8100"]})
+    assert "parameter-server-0" not in [spec.name for spec in _plan(config).specs]
+    assert "--set" not in _plan(config).spec("trainer").argv, "the recipe names them"
+
+
 def test_a_given_redis_is_used_and_none_started() -> None:
     config = _config(streams={"redis_url": "redis://db:6379/3"})
     assert Ports.count(config) == 2

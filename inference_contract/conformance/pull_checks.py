@@ -1,0 +1,197 @@
+"""Checks of the transport `pull`: the promises of a broadcast, with the kit as the server that is fetched from."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from inference_contract.conformance.chat_checks import check_columns
+from inference_contract.conformance.load import Load
+from inference_contract.conformance.session import Session, Unsupported, refused
+from inference_contract.conformance.weight_checks import LoadedUpdate, kit_trainer
+from inference_contract.conformance.weight_server import WeightServer
+
+
+def pull_is_served(session: Session) -> None:
+    """Weights are fetched from the server that PREPARE names, with the token and without a group, and then serve."""
+    trainer = kit_trainer(session)
+    trainer.leave()
+    with WeightServer(session.host, session.token) as server:
+        _pulled(session, server, tag=21)
+        before = session.greedy()
+        version = _pulled(session, server, tag=22)
+        card, health = session.card(), session.health()
+        assert (card.epoch, card.model_version) == (trainer.epoch, version), "/v1/models must name the new version"
+        assert health.model_version == version, "/health must name the new version"
+        assert session.greedy()[1] != before[1], "other weights must give other log-probs: the pull had no effect"
+        for choice in session.chat(n=2).choices:
+            check_columns(choice, versions={version})
+        _pulled(session, server, tag=21)
+        assert session.greedy() == before, "the same bytes again must give the same greedy sample and log-probs"
+
+
+def pull_and_broadcast_take_turns(session: Session) -> None:
+    """A pull and a broadcast may follow each other, and the same bytes serve the same whichever way they came."""
+    trainer = kit_trainer(session)
+    with WeightServer(session.host, session.token) as server:
+        trainer.publish(trainer.next_version(), tag=23)
+        before = session.greedy()
+        for tag in (24, 25):
+            _pulled(session, server, tag=tag)
+            assert session.greedy()[1] != before[1], "a pull after a broadcast must take effect"
+        _pulled(session, server, tag=23)
+        assert session.greedy() == before, "bytes that were pulled must serve as the same bytes do that were broadcast"
+        trainer.publish(trainer.next_version(), tag=24)
+        assert session.greedy()[1] != before[1], "a broadcast after a pull must take effect"
+
+
+def pull_asks_the_next_source(session: Session) -> None:
+    """When a source is gone, does not hold the version or breaks off, the next one is asked."""
+    with (
+        WeightServer(session.host, session.token) as broken,
+        WeightServer(session.host, session.token) as empty,
+        WeightServer(session.host, session.token) as good,
+    ):
+        with WeightServer(session.host, session.token) as gone:
+            pass
+        data = _held(session, broken, tag=25, version=kit_trainer(session).next_version())
+        broken.breaks_at = len(data) // 2
+        _pulled(session, good, tag=25, version=kit_trainer(session).version, before=(gone, empty, broken))
+        assert good.requests, "the last source must have been asked"
+
+
+def pull_with_wrong_bytes_is_refused(session: Session) -> None:
+    """If the bytes fetched do not have the digest, the old weights serve on, and the next pull works."""
+    with WeightServer(session.host, session.token) as server:
+        serving = _pulled(session, server, tag=26)
+        before, version = session.greedy(), kit_trainer(session).next_version()
+        _held(session, server, tag=27, version=version)
+        _prepared(session, version, [server], digest="f" * 32)
+        refused(_commit(session, version, digest="f" * 32), 502, code="digest_mismatch")
+        _assert_serves(session, serving, before, "after wrong bytes")
+        _pulled(session, server, tag=27)
+        assert session.greedy()[1] != before[1], "the pull after wrong bytes must take effect"
+
+
+def broken_pull_leaves_old_weights(session: Session) -> None:
+    """A server that dies half way leaves an engine that serves what it served, and can be updated again."""
+    from inference_contract.conformance.trainer import digest, weights
+
+    trainer = kit_trainer(session)
+    with WeightServer(session.host, session.token) as server:
+        serving = _pulled(session, server, tag=28)
+        before, version = session.greedy(), trainer.next_version()
+        data = _held(session, server, tag=29, version=version)
+        server.breaks_at = len(data) // 2
+        announced = digest(weights(trainer.layout, 29))
+        _prepared(session, version, [server], digest=announced)
+        error = refused(_commit(session, version, digest=announced), 502, 504, 409)
+        assert error["code"] in ("peer_lost", "deadline_exceeded", "not_prepared"), f"got the code {error['code']!r}"
+        _assert_serves(session, serving, before, "after half a pull")
+        server.breaks_at = None
+        _pulled(session, server, tag=29)
+        assert session.greedy()[1] != before[1], "the pull after half a pull must take effect"
+
+
+def aborted_pull_leaves_old_weights(session: Session) -> None:
+    """A pull that is aborted while it waits for its server leaves the old weights, and the next one works."""
+    from inference_contract.conformance.trainer import digest, weights
+
+    trainer = kit_trainer(session)
+    with WeightServer(session.host, session.token) as server:
+        serving = _pulled(session, server, tag=30)
+        before, version = session.greedy(), trainer.next_version()
+        server.open.clear()
+        _held(session, server, tag=31, version=version)
+        _prepared(session, version, [server], digest=digest(weights(trainer.layout, 31)))
+        trainer.accepted(trainer.update("abort", version), "aborted")
+        server.open.set()
+        _assert_serves(session, serving, before, "after an abort")
+        _pulled(session, server, tag=31)
+        assert session.greedy()[1] != before[1], "the pull after an abort must take effect"
+
+
+def pull_in_flight(session: Session) -> None:
+    """Generation goes on across a pull, and the spans of an answer say which weights sampled which tokens."""
+    deadline = time.monotonic() + session.timeout_s
+    length = min(256, session.card().context_length // 2)
+    with WeightServer(session.host, session.token) as server:
+        while time.monotonic() < deadline:
+            old = _pulled(session, server, tag=32)
+            with Load(session, lambda seed: session.completed(n=16, max_tokens=length, seed=seed)) as load:
+                new = _pulled(session, server, tag=33)
+                committed = session.generated_tokens()
+            update = LoadedUpdate(old, new, load.answers, session.generated_tokens() - committed)
+            if update.spans_are_right():
+                return
+    raise Unsupported("of many samples under load none was open while pulled weights were committed")
+
+
+# --- steps -------------------------------------------------------------------------------------------------------
+
+
+def _held(session: Session, server: WeightServer, *, tag: int, version: int) -> bytes:
+    """The bytes of `tag`, which the server holds from now on."""
+    from inference_contract.conformance.trainer import weights
+
+    trainer = kit_trainer(session)
+    data: bytes = weights(trainer.layout, tag).numpy().tobytes()
+    server.hold(trainer.epoch, version, data)
+    return data
+
+
+def _prepared(session: Session, version: int, servers: list[WeightServer], *, digest: str) -> None:
+    """PREPARE, accepted.
+
+    Raises:
+        Unsupported: the engine says that it does not pull.
+    """
+    trainer = kit_trainer(session)
+    sources = [server.url for server in servers]
+    response = trainer.update(
+        "prepare", version, transport="pull", sources=sources, digest=digest, group=None, generation=None
+    )
+    if response.status_code == 400 and response.json().get("error", {}).get("param") == "transport":
+        raise Unsupported("the engine does not offer the transport pull")
+    trainer.accepted(response, "prepared")
+
+
+def _commit(session: Session, version: int, *, digest: str) -> Any:
+    return kit_trainer(session).update("commit", version, transport="pull", digest=digest)
+
+
+def _pulled(
+    session: Session,
+    server: WeightServer,
+    *,
+    tag: int,
+    version: int | None = None,
+    before: tuple[WeightServer, ...] = (),
+) -> int:
+    """A whole update from `server`, which is named after those `before` it; returns its version."""
+    from inference_contract.conformance.trainer import digest, weights
+
+    trainer = kit_trainer(session)
+    version = trainer.next_version() if version is None else version
+    _held(session, server, tag=tag, version=version)
+    announced = digest(weights(trainer.layout, tag))
+    _prepared(session, version, [*before, server], digest=announced)
+    answer = trainer.accepted(_commit(session, version, digest=announced), "committed")
+    assert (answer["epoch"], answer["version"]) == (trainer.epoch, version), "COMMIT must name the version served"
+    return version
+
+
+def _assert_serves(session: Session, version: int, greedy: Any, when: str) -> None:
+    assert session.card().model_version == version, f"{when} the old version must serve"
+    assert session.greedy() == greedy, f"{when} the old weights must serve: greedy output changed"
+
+
+CHECKS = (
+    pull_is_served,
+    pull_and_broadcast_take_turns,
+    pull_asks_the_next_source,
+    pull_with_wrong_bytes_is_refused,
+    broken_pull_leaves_old_weights,
+    aborted_pull_leaves_old_weights,
+    pull_in_flight,
+)

@@ -1,0 +1,43 @@
+"""A real run with pulled weights learns what one with broadcast weights does, bit by bit, and outlives its server.
+
+In lockstep with the ratio over recomputed log-probs a run on a CPU is a function of its seed: how the weights came to
+the engines must not show.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.live_run import LiveRun, launched, new_run
+
+STEPS = 12
+LOCKSTEP = (f"run.steps={STEPS}", "staleness.j=1", "staleness.k=1", "objective.grad1.over=old")
+
+Curve = dict[int, tuple[float, ...]]
+
+
+def curve(run: LiveRun) -> Curve:
+    """What a run learned from, step by step."""
+    measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
+    return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_pulled_weights_teach_what_broadcast_ones_do_though_their_server_is_killed(tmp_path: Path) -> None:
+    with launched(new_run(tmp_path / "broadcast", *LOCKSTEP), tmp_path / "broadcast") as run:
+        assert run.end(120) == 0, run.story()
+        expected = curve(run)
+    assert list(expected) == list(range(1, STEPS + 1))
+
+    pulled = (*LOCKSTEP, "weights.transport=pull", "engine.count=2")
+    with launched(new_run(tmp_path / "pull", *pulled), tmp_path / "pull") as run:
+        run.until_step(4)
+        run.role("parameter-server-0").kill()
+        assert run.end(180) == 0, run.story()
+        assert curve(run) == expected
+        failures = [event["failed"] for event in run.events("publish") if event["failed"]]
+        assert not failures, "the publication waited for the server's next life"
+        assert "parameter-server-0" in run.output, "the launcher told of the death"

@@ -1,0 +1,103 @@
+"""A real parameter server for tests, in their process or in one that can be killed; and weights to put on it.
+
+python -m tests.fakes.parameter_server [port [place]]      prints its port, serves until it is killed
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from pipelinerl import rng
+from pipelinerl.http_service import listen, serve
+from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.parameter_server import ParameterServer, create_app
+from pipelinerl.weights.publisher import Publication
+from pipelinerl.weights.pull import PullOrder
+from pipelinerl.weights.puller import WeightPuller
+from pipelinerl.weights.snapshot_store import SnapshotStore
+from pipelinerl.weights.version_table import VersionTable
+
+TOKEN = "secret"
+
+#: Odd sizes, so that no boundary of parts, buckets and parameters coincide.
+LAYOUT = WeightLayout(
+    parameters=(
+        ParameterSpec(name="embed", shape=(1031, 523), dtype=DType.FLOAT32),
+        ParameterSpec(name="scale", shape=(7,), dtype=DType.FLOAT16),
+        ParameterSpec(name="head", shape=(523, 1031), dtype=DType.FLOAT32),
+    )
+)
+
+
+def application(place: str | None = None, *, room: int = 3, token: str | None = TOKEN) -> Any:
+    """A server's application; `place` is where it saves."""
+    store = None if place is None else SnapshotStore(place)
+    return create_app(
+        ParameterServer(VersionTable(room=room), puller=WeightPuller(token=token), store=store), token=token
+    )
+
+
+def weights(version: int, layout: WeightLayout = LAYOUT) -> Callable[[], Iterator[tuple[str, Any]]]:
+    """The parameters of a version, which is all that they depend on."""
+
+    def source() -> Iterator[tuple[str, Any]]:
+        at, data = 0, flat(version, layout)
+        for spec in layout.parameters:
+            part = data[at : at + spec.num_bytes].copy()
+            yield spec.name, part.view(spec.dtype.value).reshape(spec.shape)
+            at += spec.num_bytes
+
+    return source
+
+
+@cache
+def flat(version: int, layout: WeightLayout = LAYOUT) -> NDArray[np.uint8]:
+    """The bytes of a version as they travel; not to be written to."""
+    arrays = [
+        rng.generator(version, spec.name).standard_normal(size=spec.shape, dtype=np.float32).astype(spec.dtype.value)
+        for spec in layout.parameters
+    ]
+    return np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
+
+
+@cache
+def digest(version: int, layout: WeightLayout = LAYOUT) -> str:
+    """Of those bytes."""
+    made = WeightDigest()
+    made.update(flat(version, layout))
+    return made.hexdigest()
+
+
+def publication(version: int, engines: tuple[str, ...] = (), **fields: Any) -> Publication:
+    """Of a version of these weights; to nobody unless told otherwise."""
+    layout = fields.get("layout", LAYOUT)
+    defaults = {"epoch": 1, "membership": 1, "layout": layout, "weights": weights(version, layout), "timeout_s": 8.0}
+    return Publication(version=version, engines=engines, **(defaults | fields))
+
+
+def order(version: int, *sources: str, layout: WeightLayout = LAYOUT, timeout_s: float = 8.0) -> PullOrder:
+    """To fetch a version that was published."""
+    return PullOrder(
+        sources=sources,
+        epoch=1,
+        version=version,
+        digest=digest(version, layout),
+        deadline=time.monotonic() + timeout_s,
+        given_up=threading.Event(),
+    )
+
+
+if __name__ == "__main__":
+    port, place, *_ = *sys.argv[1:], *("0", "")[len(sys.argv) - 1 :]
+    with listen("127.0.0.1", int(port)) as bound:
+        print(bound.getsockname()[1], flush=True)
+        serve(application(place or None), bound)

@@ -1,0 +1,68 @@
+"""The buffer of a pull: parts in any order, from several threads, on the host or behind host memory; one digest."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from pipelinerl.weights.landing import Landing, Part
+
+DATA = (np.arange(1000) * 7919 % 251).astype(np.uint8)
+DIGEST = xxhash.xxh3_128(DATA.tobytes()).hexdigest()
+
+
+class OnDevice:
+    """A device tensor as a landing sees one: it has no host memory, and takes copies into its slices."""
+
+    device = "cuda:0"
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(len(DATA), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        return self.memory[part]
+
+    def numpy(self) -> Any:
+        raise TypeError("a device tensor has no numpy view")
+
+
+def land(landing: Landing, part: Part) -> None:
+    memory = landing.memory(part)
+    memory[:] = DATA[part[0] : part[1]]
+    landing.landed(part, memory)
+
+
+@pytest.mark.parametrize("part_bytes", [17, 64, 333, 1000, 5000])
+@pytest.mark.parametrize("order", ["forwards", "backwards", "inside out"])
+@pytest.mark.parametrize("into", [np.zeros, torch.zeros, OnDevice], ids=["numpy", "torch", "device"])
+def test_any_order_of_parts_gives_the_bytes_and_their_digest(into: Any, order: str, part_bytes: int) -> None:
+    buffer = OnDevice() if into is OnDevice else into(len(DATA), dtype=np.uint8 if into is np.zeros else torch.uint8)
+    came: list[int] = []
+    landing = Landing(buffer, part_bytes=part_bytes, came=came.append)
+    parts = landing.missing()
+    assert [parts[0][0], parts[-1][1]] == [0, len(DATA)]
+    middle = len(parts) // 2
+    turned = {"forwards": parts, "backwards": parts[::-1], "inside out": parts[middle:] + parts[:middle]}[order]
+    for number, part in enumerate(turned):
+        assert landing.missing() == [other for other in parts if other not in turned[:number]]
+        land(landing, part)
+    assert landing.missing() == [] and landing.digest() == DIGEST
+    assert bytes(getattr(buffer, "memory", buffer)) == DATA.tobytes()
+    assert came == sorted(came) and came[-1] == len(DATA)
+
+
+def test_many_threads_land_at_once() -> None:
+    for _ in range(20):
+        buffer = np.zeros(len(DATA), np.uint8)
+        landing = Landing(buffer, part_bytes=3, came=lambda _: None)
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda part, made=landing: land(made, part), landing.missing()))  # type: ignore[misc]
+        assert landing.digest() == DIGEST and np.array_equal(buffer, DATA)

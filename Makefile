@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+VLLM   ?= .venv-vllm
 RECIPE ?= tiny
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
@@ -10,7 +11,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test chaos check format bench gpu-check clean
+.PHONY: help install run test test-vllm chaos check format bench gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +22,11 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out
-	@$(QUIET_THREADS) $(BIN)/python -m pytest -m "not gpu and not slow and not chaos" $(ARGS)
+	@$(QUIET_THREADS) $(BIN)/python -m pytest -m "not gpu and not slow and not chaos and not vllm" $(ARGS)
+
+test-vllm: ## the vLLM engine, in an environment of its own, .venv-vllm
+	@$(MAKE) --no-print-directory VENV=$(VLLM) $(VLLM)/.installed-vllm
+	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest -m vllm $(ARGS)
 
 chaos: $(VENV)/.installed-dev ## live runs whose processes are killed; takes minutes
 	@$(QUIET_THREADS) $(BIN)/python -m pytest -m chaos $(ARGS)
@@ -43,7 +48,7 @@ gpu-check: $(VENV)/.installed-dev ## check every path that CUDA takes, on one la
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment: each stamp is younger than what it was made from, so a second `make` installs nothing ------------
@@ -69,3 +74,8 @@ $(VENV)/.installed-bench: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "make: installing into $(VENV) with what the benchmarks compare against" >&2
 	@$(PIP) --editable '.[dev,bench]'
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
+
+$(VENV)/.installed-vllm: constraints-vllm.txt $(VENV)/.installed-dev
+	@echo "make: installing vLLM into $(VENV)" >&2
+	@$(PIP) --no-deps --requirement constraints-vllm.txt
+	@touch $@

@@ -30,14 +30,20 @@ class Entry:
 #: `from_options(EngineOptions) -> Engine`
 ENGINES: Final[Mapping[str, Entry]] = {
     "torch": Entry("pipelinerl.engines.torch_engine:from_options", ("torch", "transformers")),
+    "jax": Entry("pipelinerl.engines.jax_engine:from_options", ("jax",)),
+    "vllm": Entry("pipelinerl.engines.vllm_engine:from_options", ("vllm", "torch", "transformers")),
     "bigram": Entry("pipelinerl.engines.bigram_engine:from_options"),
 }
 
 #: A class without arguments that satisfies `Trainer`.
 TRAINERS: Final[Mapping[str, Entry]] = {
     "torch": Entry("pipelinerl.trainers.torch_trainer:TorchTrainer", ("torch", "transformers", "accelerate")),
+    "jax": Entry("pipelinerl.trainers.jax_trainer:JaxTrainer", ("jax", "optax", "tensorstore")),
     "bigram": Entry("pipelinerl.trainers.bigram_trainer:BigramTrainer"),
 }
+
+#: Trainers that can be given a value head.
+VALUE_HEADS: Final = frozenset({"torch", "bigram"})
 
 #: A class without arguments that satisfies `Verifier`.
 VERIFIERS: Final[Mapping[str, Entry]] = {

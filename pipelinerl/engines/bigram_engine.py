@@ -19,11 +19,11 @@ from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.runner import Prefill, RowState
-from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.weight_receiver import PullSource
+from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.weights.pull import PullSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +49,21 @@ def build(settings: BigramEngineSettings, *, pull: PullSource | None = None) -> 
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """The engine that a recipe describes. Raises `ModelError` for a type or device that numpy does not have."""
-    if options.dtype != "float32" or options.device == "cuda":
-        raise ModelError(f"a bigram engine runs in float32 on the cpu, got {options.dtype} on {options.device}")
+    """The engine that a recipe describes. Raises `ModelError` for a type, device or format that numpy does not have."""
+    if options.dtype != "float32" or options.device == "cuda" or options.weights is not WeightFormat.NATIVE:
+        raise ModelError(
+            f"a bigram engine runs in float32 on the cpu with native weights, got {options.dtype} on {options.device} "
+            f"with {options.weights} weights"
+        )
+    options.check_one_device("the bigram engine")
     return build(
         BigramEngineSettings(
             model_path=options.model_path,
             batching=BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed),
             slots=options.slots,
             context_length=options.context_length,
-        )
+        ),
+        pull=options.pull,
     )
 
 
@@ -114,6 +119,9 @@ class BigramRunner:
     def staging(self) -> NDArray[np.uint8]:
         """The buffer for the next weights."""
         return self._staged
+
+    def finish_staging(self) -> None:
+        """Nothing to do."""
 
     def swap(self) -> None:
         """Make the staged weights current."""

@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+
+from pipelinerl.errors import ModelError
+from pipelinerl.weights.pull import PullSource
+from trainer_contract.types import HeadPrecision
+
+
+class WeightFormat(StrEnum):
+    """How an engine keeps the weights of linear layers, whatever dtype they come in; all else keeps the model's."""
+
+    NATIVE = "native"
+    """As they come."""
+    INT8 = "int8"
+    """Eight bits with a scale for each output channel, and activations in eight bits with one for each token."""
+    INT4 = "int4"
+    """The error of four-bit weights, for experiments: kept and multiplied like `int8`, so no smaller and no faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +33,13 @@ class EngineOptions:
         max_waiting: samples that may wait for a slot.
         context_length: most tokens of a sequence, prompt included.
         dtype: `float32`, `bfloat16` or `float16`.
+        weights: how the weights of linear layers are kept.
+        head_precision: of the output layer; the trainer's must be the same.
         device: `auto`, `cpu` or `cuda`.
+        devices: how many of them share one engine's model.
         threads: CPU threads for the model; None leaves the library's default.
         seed: keys the noise of requests that name no seed.
+        pull: fetches weights from parameter servers; None does not offer the transport `pull`.
     """
 
     model_path: Path
@@ -28,6 +48,15 @@ class EngineOptions:
     max_waiting: int
     context_length: int
     dtype: str = "float32"
+    weights: WeightFormat = WeightFormat.NATIVE
+    head_precision: HeadPrecision = HeadPrecision.MODEL
     device: str = "auto"
+    devices: int = 1
     threads: int | None = None
     seed: int = 0
+    pull: PullSource | None = None
+
+    def check_one_device(self, engine: str) -> None:
+        """Raise `ModelError` if the model is to be shared by several devices, which `engine` cannot."""
+        if self.devices != 1:
+            raise ModelError(f"{engine} runs its model on one device, got engine.devices={self.devices}; say 1")

@@ -11,13 +11,15 @@ import torch
 
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.engines.torch_cache import CacheShape
 from pipelinerl.engines.torch_forward import ForwardKind, load_for_decoding
 from pipelinerl.engines.torch_runner import TorchRunner
-from pipelinerl.engines.weight_receiver import PullSource
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.numerics import torch_head
+from pipelinerl.weights.pull import PullSource
+from trainer_contract.types import HeadPrecision
 
 
 class EngineDType(StrEnum):
@@ -45,6 +47,8 @@ class TorchEngineSettings:
         slots: sequences that run at once.
         context_length: most tokens of a sequence, prompt included; None takes the model's.
         cache_bytes: most memory for keys and values; None for whatever slots and context need.
+        weights: how linear layers are kept; cache and the arithmetic between them are in `dtype` all the same.
+        head_precision: of the output layer.
         threads: CPU threads of the decode thread; None leaves torch's default.
         forward: a straight line where the model fits it, or always transformers' modules.
     """
@@ -55,6 +59,8 @@ class TorchEngineSettings:
     context_length: int | None = None
     cache_bytes: int | None = None
     dtype: EngineDType = EngineDType.FLOAT32
+    weights: WeightFormat = WeightFormat.NATIVE
+    head_precision: HeadPrecision = HeadPrecision.MODEL
     device: EngineDevice = EngineDevice.AUTO
     threads: int | None = None
     forward: ForwardKind = ForwardKind.AUTO
@@ -72,6 +78,7 @@ def build(settings: TorchEngineSettings, *, pull: PullSource | None = None) -> E
 
 def from_options(options: EngineOptions) -> Engine:
     """The engine that a recipe describes."""
+    options.check_one_device("the torch engine")
     return build(
         TorchEngineSettings(
             model_path=options.model_path,
@@ -79,9 +86,12 @@ def from_options(options: EngineOptions) -> Engine:
             slots=options.slots,
             context_length=options.context_length,
             dtype=EngineDType(options.dtype),
+            weights=options.weights,
+            head_precision=options.head_precision,
             device=EngineDevice(options.device),
             threads=options.threads,
-        )
+        ),
+        pull=options.pull,
     )
 
 
@@ -89,7 +99,8 @@ def load_runner(settings: TorchEngineSettings) -> TorchRunner:
     """The model with its cache; called on the thread that will run it.
 
     Raises:
-        ModelError: there is no usable model, its context is shorter than asked for, or the cache exceeds its budget.
+        ModelError: there is no usable model, its context is shorter than asked for, the cache exceeds its budget, or
+            its weights cannot be kept in the format asked for.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -109,7 +120,11 @@ def load_runner(settings: TorchEngineSettings) -> TorchRunner:
             f"{settings.slots} slots of {context} tokens need {needed} bytes of cache, allowed are "
             f"{settings.cache_bytes}; lower slots or context_length"
         )
-    runner = TorchRunner(model, slots=settings.slots, context_length=context, forward=settings.forward)
+    if settings.head_precision is HeadPrecision.FP32:
+        torch_head.to_fp32(model, served=dtype)
+    runner = TorchRunner(
+        model, slots=settings.slots, context_length=context, forward=settings.forward, weights=settings.weights
+    )
     runner.warm_up()
     return runner
 

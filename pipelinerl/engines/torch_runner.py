@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from inference_contract.schemas import WeightLayout
 from pipelinerl import rng
 from pipelinerl.engines.batching.runner import Prefill, RowState
+from pipelinerl.engines.options import WeightFormat
 from pipelinerl.engines.torch_cache import CacheShape, RowCache
 from pipelinerl.engines.torch_forward import ForwardKind, forward_of
+from pipelinerl.engines.torch_quantized import QuantizedWeights
 from pipelinerl.engines.torch_sampling import sample
 from pipelinerl.engines.torch_weights import TorchWeights
 
@@ -31,6 +33,7 @@ class TorchRunner:
         model: from `load_model`; its parameters belong to the runner from here on.
         slots: rows. context_length: most tokens of a sequence.
         prefill_tokens: most padded tokens of one prefill forward; a longer prompt runs alone.
+        weights: how linear layers are kept.
     """
 
     def __init__(
@@ -41,16 +44,17 @@ class TorchRunner:
         context_length: int,
         prefill_tokens: int = 16384,
         forward: ForwardKind = ForwardKind.AUTO,
+        weights: WeightFormat = WeightFormat.NATIVE,
     ) -> None:
         config: Any = model.config
         text = config.get_text_config()
         self.slots = slots
         self.context_length = context_length
         self.vocab_size = int(text.vocab_size)
-        self._weights = TorchWeights(model)
-        self._forward = forward_of(model, forward, context_length=context_length)
         parameter = next(model.parameters())
         self._device = parameter.device
+        self._weights = TorchWeights(model) if weights is WeightFormat.NATIVE else QuantizedWeights(model, weights)
+        self._forward = forward_of(model, forward, context_length=context_length)
         shape = CacheShape.of(text, slots=slots, context=context_length)
         self._cache = RowCache(shape, dtype=parameter.dtype, device=self._device)
         self._cache_bytes = shape.num_bytes(parameter.dtype)
@@ -161,6 +165,10 @@ class TorchRunner:
     def staging(self) -> Tensor:
         """The buffer for the next weights: uint8 [layout.num_bytes], on the model's device."""
         return self._weights.staging()
+
+    def finish_staging(self) -> None:
+        """Quantise what is staged, where weights are served quantised."""
+        self._weights.finish_staging()
 
     def swap(self) -> None:
         """Make the staged weights current."""

@@ -6,6 +6,7 @@ nothing, so its cost depends on their number and not on their size; there are ne
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -14,24 +15,40 @@ from torch import Tensor, nn
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 
 
+def layout_of(model: nn.Module) -> WeightLayout:
+    """The model's parameters; tied ones once, under their first name: what a trainer sends."""
+    return WeightLayout(
+        parameters=tuple(
+            ParameterSpec(name=name, shape=tuple(p.shape), dtype=DType(str(p.dtype).removeprefix("torch.")))
+            for name, p in model.named_parameters()
+        )
+    )
+
+
+def parameters_in(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
+    """The parameters whose bytes lie back to back in `buffer` u8 [layout.num_bytes], by name, in order: views of it."""
+    offset = 0
+    for spec in layout.parameters:
+        part = buffer[offset : offset + spec.num_bytes]
+        # Only a layout of mixed dtypes can leave a parameter off its element's boundary: that one is copied.
+        part = part if offset % spec.dtype.itemsize == 0 else part.clone()
+        dtype: torch.dtype = getattr(torch, spec.dtype.value)
+        yield spec.name, part.view(dtype).view(spec.shape)
+        offset += spec.num_bytes
+
+
 @final
 class TorchWeights:
     """Owns the memory of `model`'s parameters from its construction on."""
 
     def __init__(self, model: nn.Module) -> None:
-        parameters = dict(model.named_parameters())  # tied ones once, under their first name: what a trainer sends
-        self._parameters = list(parameters.values())
-        self.layout = WeightLayout(
-            parameters=tuple(
-                ParameterSpec(name=name, shape=tuple(p.shape), dtype=DType(str(p.dtype).removeprefix("torch.")))
-                for name, p in parameters.items()
-            )
-        )
-        self._device = self._parameters[0].device
+        self.layout = layout_of(model)
+        self._parameters = dict(model.named_parameters())
+        self._device = next(iter(self._parameters.values())).device
         self._staged: Tensor | None = None
         self._current = self._buffer()
         offset = 0
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             source = parameter.detach().contiguous().view(-1).view(torch.uint8)
             self._current[offset : offset + source.numel()] = source
             offset += source.numel()
@@ -44,6 +61,9 @@ class TorchWeights:
             self._staged = self._buffer()
         return self._staged
 
+    def finish_staging(self) -> None:
+        """Nothing to do: the bytes are served as they came."""
+
     def swap(self) -> None:
         """Make `staging` current; what was current becomes `staging`."""
         staged = self.staging()
@@ -54,10 +74,5 @@ class TorchWeights:
         return torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=self._device)
 
     def _point_at(self, buffer: Tensor) -> None:
-        offset = 0
-        for parameter, spec in zip(self._parameters, self.layout.parameters, strict=True):
-            part = buffer[offset : offset + spec.num_bytes]
-            # Only a layout of mixed dtypes can leave a parameter off its element's boundary: that one is copied.
-            part = part if offset % spec.dtype.itemsize == 0 else part.clone()
-            parameter.data = part.view(parameter.dtype).view(spec.shape)
-            offset += spec.num_bytes
+        for name, values in parameters_in(buffer, self.layout):
+            self._parameters[name].data = values

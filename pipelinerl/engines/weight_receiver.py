@@ -1,6 +1,6 @@
 """`WeightReceiver`: the engine's side of a weight update, for any engine that offers a `WeightTarget`.
 
-    PREPARE ─ check manifest ─▶ armed: a thread receives into the staging buffer, decode goes on
+    PREPARE ─ check manifest ─▶ armed: a thread receives into the staging buffer and finishes it, decode goes on
     COMMIT  ─ wait for the bytes ─ compare digests ─▶ target.commit: the swap, between two decode steps
     ABORT   ─▶ what was staged is dropped
 
@@ -11,19 +11,18 @@ and the next one works. The engine is *dirty* only if `target.commit` itself bro
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | every rank to join | the ranks | the request's timeout |
-| the bytes | rank 0 sends, leaves or dies | PREPARE's timeout |
+| the bytes | rank 0, or a parameter server, sends, leaves or dies | PREPARE's timeout |
 | COMMIT for the bytes | the receiving thread | COMMIT's timeout |
-| the next PREPARE for a dropped receive | rank 0 leaves the group | its own timeout |
+| the next PREPARE for a dropped receive | rank 0 leaves the group; a pull stops | its own timeout |
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Protocol, final
+from typing import final
 
 from inference_contract.errors import (
     ContractError,
@@ -43,47 +42,14 @@ from inference_contract.schemas import (
     Transport,
     UpdatePhase,
     UpdateStatus,
-    WeightLayout,
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
 from pipelinerl.engines.group_member import GroupMember, as_contract
-from pipelinerl.errors import PipelineError
-from pipelinerl.weights.background import in_background, settled
-from pipelinerl.weights.digest import WeightDigest
-from pipelinerl.weights.layout import describe_bucket
-
-
-class WeightTarget(Protocol):
-    """The weights of an engine, as seen by whoever receives new ones."""
-
-    @property
-    def layout(self) -> WeightLayout:
-        """The model's parameters in the order in which they are received."""
-        ...
-
-    def staging(self) -> Any:
-        """Flat uint8 [layout.num_bytes], numpy or torch, that the model does not read until `commit`."""
-        ...
-
-    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
-        """Serve what `staging` holds from the next decode step on; returns the pause in seconds.
-
-        A `ContractError` says that the old weights still serve; any other error leaves the engine dirty.
-        """
-        ...
-
-    def serving(self) -> tuple[int, int]:
-        """(epoch, version) of the weights that serve."""
-        ...
-
-
-class PullSource(Protocol):
-    """Fetches weights that wait elsewhere, for transport `pull`; blocks, on a thread of its own."""
-
-    def fetch(self, source: str, *, epoch: int, version: int, layout: WeightLayout, into: Any, deadline: float) -> None:
-        """Fill `into`, flat uint8 [layout.num_bytes]. Raises `PipelineError`; `deadline` is monotonic seconds."""
-        ...
+from pipelinerl.engines.weight_arrival import Arrival, Received
+from pipelinerl.engines.weight_target import WeightTarget
+from pipelinerl.weights.background import settled
+from pipelinerl.weights.pull import PullSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +62,6 @@ class ReceiverTotals:
     last_receive_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Received:
-    digest: str
-    seconds: float
-
-
 class _Stage(StrEnum):
     RECEIVING = "receiving"
     COMMITTING = "committing"
@@ -110,12 +70,13 @@ class _Stage(StrEnum):
 
 @dataclass(slots=True)
 class _Update:
-    request: WeightUpdateRequest
-    deadline: float
-    receiving: Future[_Received]
-    progress: list[str]
+    arrival: Arrival
     stage: _Stage = _Stage.RECEIVING
-    committing: asyncio.Task[float] | None = field(default=None)
+    committing: asyncio.Task[float] | None = None
+
+    @property
+    def request(self) -> WeightUpdateRequest:
+        return self.arrival.request
 
     @property
     def key(self) -> tuple[int, int]:
@@ -130,8 +91,7 @@ class _Update:
         """Nobody waits for it any more: dropped, broken, or received and never committed."""
         if self.stage is _Stage.COMMITTING:
             return False
-        broken = self.receiving.done() and self.receiving.exception() is not None
-        return self.dropped or broken or time.monotonic() > self.deadline
+        return self.dropped or self.arrival.failed or time.monotonic() > self.arrival.deadline
 
 
 @final
@@ -168,6 +128,7 @@ class WeightReceiver:
         self._member.leave()
         if self._update is not None and self._update.stage is _Stage.RECEIVING:
             self._update.stage = _Stage.DROPPED
+            self._update.arrival.give_up()
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
         """Join the weight group; a new membership drops what the one before had staged.
@@ -219,11 +180,10 @@ class WeightReceiver:
             )
 
     def _check_transport(self, request: WeightUpdateRequest) -> None:
-        if request.transport is Transport.PULL:
-            if self._pull is None:
-                raise InvalidRequest("transport pull is not offered by this engine; use broadcast", param="transport")
-            return
-        self._member.check(group=request.group, generation=request.generation)
+        if request.transport is not Transport.PULL:
+            self._member.check(group=request.group, generation=request.generation)
+        elif self._pull is None:
+            raise InvalidRequest("transport pull is not offered by this engine; use broadcast", param="transport")
 
     def _serves(self, request: WeightUpdateRequest) -> bool:
         """Is this version served already? A dirty engine takes even the same version again.
@@ -241,21 +201,15 @@ class WeightReceiver:
 
     async def _end_of_receive(self, update: _Update, timeout_s: float) -> None:
         """The staging buffer has one writer: a dropped receive must have ended before the next begins."""
-        if not await settled(update.receiving, timeout_s=timeout_s):
+        if not await settled(update.arrival.received, timeout_s=timeout_s):
             raise UpdateInProgress(
-                f"the dropped update {_named(update.request)} still waits for rank 0 of its group to send or leave"
+                f"the dropped update {_named(update.request)} still waits for {update.arrival.unblock}"
             )
 
     def _armed(self, request: WeightUpdateRequest) -> _Update:
-        deadline = time.monotonic() + request.timeout_s
-        layout, staging, pull = self._target.layout, self._target.staging(), self._pull
-        progress = [f"0 of {layout.num_bytes} bytes"]
-        if request.transport is Transport.PULL and pull is not None:
-            receive = lambda: _pulled(pull, request, layout, staging, deadline)  # noqa: E731
-        else:
-            group = self._member.collective()
-            receive = lambda: _received(group, request, layout, staging, deadline, progress)  # noqa: E731
-        return _Update(request, deadline, in_background(f"receive-{_named(request)}", receive), progress)
+        if request.transport is Transport.PULL and self._pull is not None:
+            return _Update(Arrival.by_pull(request, self._target, self._pull))
+        return _Update(Arrival.by_broadcast(request, self._target, self._member))
 
     async def _commit(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
         update = self._update
@@ -294,23 +248,23 @@ class WeightReceiver:
             )
         return self._answer(UpdateStatus.ALREADY_SERVING)
 
-    async def _bytes(self, update: _Update, timeout_s: float) -> _Received:
-        if not await settled(update.receiving, timeout_s=timeout_s):
+    async def _bytes(self, update: _Update, timeout_s: float) -> Received:
+        arrival = update.arrival
+        if not await settled(arrival.received, timeout_s=timeout_s):
             raise DeadlineExceeded(
-                f"update {_named(update.request)}: rank 0 has not sent all within {timeout_s:g} s, came so far: "
-                f"{update.progress[0]}"
+                f"update {_named(update.request)}: {arrival.sender} has not sent all within {timeout_s:g} s, came so "
+                f"far: {arrival.progress}"
             )
-        error = update.receiving.exception()
+        error = arrival.received.exception()
         if error is None:
-            return update.receiving.result()
+            return arrival.received.result()
         if update.stage is _Stage.RECEIVING:
             self._fail(update)
-            self._member.leave()
+            arrival.give_up()
         raise as_contract(error)
 
     async def _swap(self, update: _Update, on_update: OnUpdate) -> float:
-        received, known = update.receiving.result(), False
-        request = update.request
+        received, request, known = update.arrival.received.result(), update.request, False
         try:
             pause_s = await self._target.commit(
                 version=request.version, epoch=request.epoch, digest=received.digest, on_update=on_update
@@ -334,14 +288,13 @@ class WeightReceiver:
         if update is None or update.key != (request.epoch, request.version) or update.stage is not _Stage.RECEIVING:
             raise NotPrepared(f"update {_named(request)} is not staged here; nothing to abort")
         update.stage = _Stage.DROPPED
-        if not update.receiving.done() or update.receiving.exception() is not None:
-            self._member.leave()
+        if not update.arrival.received.done() or update.arrival.failed:
+            update.arrival.give_up()
         return self._answer(UpdateStatus.ABORTED)
 
     def _fail(self, update: _Update) -> None:
         update.stage = _Stage.DROPPED
-        totals = self._totals
-        self._totals = ReceiverTotals(totals.updates, totals.failures + 1, totals.last_pause_s, totals.last_receive_s)
+        self._totals = replace(self._totals, failures=self._totals.failures + 1)
 
     def _answer(self, status: UpdateStatus, *, pause_s: float = 0.0) -> WeightUpdateResponse:
         epoch, version = self._target.serving()
@@ -359,41 +312,3 @@ class WeightReceiver:
 
 def _named(request: WeightUpdateRequest) -> str:
     return f"{request.epoch}.{request.version}"
-
-
-def _received(
-    group: Any, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, deadline: float, progress: list[str]
-) -> _Received:
-    """Receive bucket after bucket into `staging`; on a thread of its own."""
-    from pipelinerl.weights.collective import shared_tensor
-
-    digest, began = WeightDigest(), time.monotonic()
-    flat = shared_tensor(staging)
-    bounds = layout.buckets(request.bucket_bytes)
-    for bucket, (start, end) in enumerate(bounds):
-        try:
-            group.broadcast(flat[start:end], deadline=deadline)
-        except PipelineError as error:
-            where = f"update {_named(request)}, {describe_bucket(layout, bucket, bounds)} from rank 0"
-            raise type(error)(f"{where}: {error}; the old weights still serve") from error
-        if bucket == 0:
-            began = time.monotonic()
-        digest.update(flat[start:end])
-        progress[0] = f"{end} of {layout.num_bytes} bytes"
-    return _Received(digest.hexdigest(), time.monotonic() - began)
-
-
-def _pulled(
-    pull: PullSource, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, deadline: float
-) -> _Received:
-    digest, began = WeightDigest(), time.monotonic()
-    pull.fetch(
-        str(request.source),
-        epoch=request.epoch,
-        version=request.version,
-        layout=layout,
-        into=staging,
-        deadline=deadline,
-    )
-    digest.update(staging)
-    return _Received(digest.hexdigest(), time.monotonic() - began)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
+#: What is loaded: the language model, or its layers alone, whose output is the last hidden states.
+Part = Literal["causal_lm", "trunk"]
 
 
 def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "tokenizer.json")) -> None:
@@ -61,8 +63,10 @@ def check_weights(path: Path) -> PreTrainedModel:
     return _load(path, device_map="meta")
 
 
-def load_model(path: Path, *, dtype: DTypeName = "float32", attention: str | None = None) -> PreTrainedModel:
-    """The causal LM of a local directory, on CPU, in eval mode.
+def load_model(
+    path: Path, *, dtype: DTypeName = "float32", attention: str | None = None, part: Part = "causal_lm"
+) -> PreTrainedModel:
+    """The causal LM of a local directory (or its `part`), on CPU, in eval mode.
 
     Args:
         attention: name of a function registered with transformers' `AttentionInterface`; None takes the model's own.
@@ -72,7 +76,7 @@ def load_model(path: Path, *, dtype: DTypeName = "float32", attention: str | Non
     """
     import torch
 
-    model = _load(path, dtype=getattr(torch, dtype))
+    model = _load(path, part=part, dtype=getattr(torch, dtype))
     if attention is not None:
         if not getattr(model, "_supports_attention_backend", False):
             raise ModelError(f"{type(model).__name__} does not use transformers' attention interface")
@@ -80,16 +84,17 @@ def load_model(path: Path, *, dtype: DTypeName = "float32", attention: str | Non
     return model.eval()
 
 
-def _load(path: Path, **options: Any) -> PreTrainedModel:
+def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrainedModel:
     check_directory(path, needs=["config.json"])
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # a line for each parameter in a server's log
     transformers_logging.set_verbosity_error()  # its tables of what does not fit; the first of it is said below
+    factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = factory.from_pretrained(
             str(path),
             local_files_only=True,
             trust_remote_code=False,

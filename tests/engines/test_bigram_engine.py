@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
 from pipelinerl.engines.batching.runner import RowState
 from pipelinerl.engines.bigram_engine import from_options, sample_rows
-from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -41,8 +42,8 @@ async def test_it_serves_its_directory(options: EngineOptions) -> None:
     assert answers[0] == answers[1], "without a seed in the request the engine's own seed decides"
 
 
-@pytest.mark.parametrize("wrong", [{"dtype": "bfloat16"}, {"device": "cuda"}])
-def test_what_it_cannot_honour_is_refused(options: EngineOptions, wrong: dict[str, str]) -> None:
+@pytest.mark.parametrize("wrong", [{"dtype": "bfloat16"}, {"device": "cuda"}, {"weights": WeightFormat.INT8}])
+def test_what_it_cannot_honour_is_refused(options: EngineOptions, wrong: dict[str, Any]) -> None:
     from dataclasses import replace
 
     with pytest.raises(ModelError, match="float32 on the cpu"):

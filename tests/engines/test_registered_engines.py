@@ -8,10 +8,11 @@ import pytest
 
 from inference_contract.conformance import Outcome, run
 from pipelinerl.engines.http_server import create_app
-from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES, load
+from pipelinerl.weights.puller import WeightPuller
 from tests.fakes.served import in_thread
 
 CONTEXT = 512
@@ -29,10 +30,20 @@ def _directory(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENGINES.items() if entry.installed])
-def test_it_keeps_the_contract(name: str, tmp_path: Path) -> None:
+#: vLLM's engine runs the kit in `test_vllm_engine`, with what else needs it: it starts slowly.
+INSTALLED = [(name, WeightFormat.NATIVE) for name, entry in ENGINES.items() if entry.installed and name != "vllm"]
+
+
+@pytest.mark.parametrize(("name", "weights"), [*INSTALLED, ("torch", WeightFormat.INT8)])
+def test_it_keeps_the_contract(name: str, weights: WeightFormat, tmp_path: Path) -> None:
     options = EngineOptions(
-        model_path=_directory(name, tmp_path), model_id=name, slots=16, max_waiting=256, context_length=CONTEXT
+        model_path=_directory(name, tmp_path),
+        model_id=name,
+        slots=16,
+        max_waiting=256,
+        context_length=CONTEXT,
+        weights=weights,
+        pull=WeightPuller(token="secret"),
     )
     engine = load("engine", ENGINES, name)(options)
     with in_thread(create_app(engine, token="secret")) as url:

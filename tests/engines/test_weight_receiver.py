@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,11 @@ from inference_contract.schemas import (
     WeightUpdateRequest,
 )
 from pipelinerl.engines.weight_receiver import WeightReceiver
-from pipelinerl.errors import DeadlineError
+from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.weights.background import in_background
 from pipelinerl.weights.collective import Collective, Rendezvous
 from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.pull import PullOrder
 
 LAYOUT = WeightLayout(
     parameters=(
@@ -58,6 +60,7 @@ class Target:
         self.error: BaseException | None = None
         self.takes_s = 0.0
         self.on_update: OnUpdate | None = None
+        self.finished: list[bytes] = []
 
     @property
     def layout(self) -> WeightLayout:
@@ -65,6 +68,9 @@ class Target:
 
     def staging(self) -> Any:
         return self._staged
+
+    def finish_staging(self) -> None:
+        self.finished.append(self._staged.tobytes())
 
     def serving(self) -> tuple[int, int]:
         return self._serving
@@ -154,6 +160,7 @@ async def test_bytes_digest_and_totals(setting: Setting) -> None:
     assert not setting.target.current.any(), "before COMMIT the old weights serve"
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
     assert np.array_equal(setting.target.current, BYTES)
+    assert setting.target.finished == [BYTES.tobytes()], "finished once, with every byte there, before the commit"
     assert setting.target.on_update is OnUpdate.RECOMPUTE_KV, "COMMIT that does not name on_update takes PREPARE's"
     totals = setting.receiver.totals
     assert (totals.updates, totals.failures, totals.last_pause_s) == (1, 0, 0.001)
@@ -310,32 +317,89 @@ async def test_the_loop_is_free_while_a_join_waits(setting: Setting) -> None:
 
 
 class _Pull:
-    """A source of weights that fills the buffer, or is too late."""
+    """A source of weights that fills the buffer, fails, or waits until it is given up."""
 
-    def __init__(self, *, late: bool = False) -> None:
-        self._late = late
+    def __init__(self, failure: Exception | None = None, *, waits: bool = False) -> None:
+        self._failure = failure
+        self._waits = waits
+        self.orders: list[PullOrder] = []
 
-    def fetch(self, source: str, *, epoch: int, version: int, layout: Any, into: Any, deadline: float) -> None:
-        if self._late:
-            raise DeadlineError(f"{source} did not answer")
+    def fetch(self, order: PullOrder, *, into: Any, came: Callable[[int], None]) -> str:
+        self.orders.append(order)
+        into[: len(into) // 2] = BYTES[: len(into) // 2]
+        came(len(into) // 2)
+        if self._waits and order.given_up.wait(order.deadline - time.monotonic()):
+            raise UpdateError("it was given up")
+        if self._failure is not None:
+            raise self._failure
         into[:] = BYTES
+        return _digest(into)
 
 
-async def test_weights_are_pulled(setting: Setting) -> None:
-    receiver = setting.receiver = WeightReceiver(setting.target, pull=_Pull())
-    await setting.phase(UpdatePhase.PREPARE, transport=Transport.PULL, source="store")
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+PULL: dict[str, Any] = {
+    "transport": Transport.PULL,
+    "sources": ("http://store:1",),
+    "digest": _digest(BYTES),
+    "group": None,
+    "generation": None,
+}
+
+
+async def test_weights_are_pulled_without_a_group(setting: Setting) -> None:
+    pull = _Pull()
+    receiver = setting.receiver = WeightReceiver(setting.target, pull=pull)
+    await setting.phase(UpdatePhase.PREPARE, epoch=3, **PULL)
+    assert await setting.phase(UpdatePhase.COMMIT, epoch=3) is UpdateStatus.COMMITTED
     assert receiver.digest == _digest(BYTES)
+    (order,) = pull.orders
+    assert (order.sources, order.epoch, order.version) == (("http://store:1",), 3, 1)
+    assert setting.target.finished == [BYTES.tobytes()]
 
 
-async def test_a_pull_that_fails_leaves_the_old_weights(setting: Setting) -> None:
-    setting.receiver = WeightReceiver(setting.target, pull=_Pull(late=True))
-    await setting.phase(UpdatePhase.PREPARE, transport=Transport.PULL, source="store")
-    with pytest.raises(DeadlineExceeded, match="store did not answer"):
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (DeadlineError("store did not answer"), DeadlineExceeded),
+        (UpdateError("store did not answer"), PeerLost),
+        (DigestMismatch("store did not answer"), DigestMismatch),
+    ],
+)
+async def test_a_pull_that_fails_leaves_the_old_weights_and_the_next_works(
+    setting: Setting, failure: Exception, raised: type[ContractError]
+) -> None:
+    setting.receiver = WeightReceiver(setting.target, pull=_Pull(failure))
+    await setting.phase(UpdatePhase.PREPARE, **PULL)
+    with pytest.raises(raised, match="store did not answer"):
         await setting.phase(UpdatePhase.COMMIT)
-    assert not setting.target.current.any()
+    assert not setting.target.current.any() and setting.target.finished == []
+    assert setting.receiver.totals.failures == 1 and setting.receiver.dirty is None
+    setting.receiver = WeightReceiver(setting.target, pull=_Pull())
+    await setting.phase(UpdatePhase.PREPARE, version=2, **PULL)
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_pull_without_a_source_is_refused(setting: Setting) -> None:
+async def test_commit_names_how_far_a_pull_came(setting: Setting) -> None:
+    setting.receiver = WeightReceiver(setting.target, pull=_Pull(waits=True))
+    await setting.phase(UpdatePhase.PREPARE, **PULL)
+    with pytest.raises(DeadlineExceeded, match=r"the parameter server has not sent all within 0.2 s, .* 64 of 128"):
+        await setting.phase(UpdatePhase.COMMIT, timeout_s=0.2)
+    assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
+
+
+async def test_an_abort_ends_a_pull_so_that_the_next_has_the_buffer(setting: Setting) -> None:
+    pull = _Pull(waits=True)
+    setting.receiver = WeightReceiver(setting.target, pull=pull)
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=60, **PULL)
+    with pytest.raises(UpdateInProgress):
+        await setting.phase(UpdatePhase.PREPARE, version=2, **PULL)
+    assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
+    assert pull.orders[0].given_up.is_set()
+    with pytest.raises(NotPrepared):
+        await setting.phase(UpdatePhase.COMMIT)
+    await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.3, **PULL)
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_pull_that_is_not_offered_is_refused(setting: Setting) -> None:
     with pytest.raises(InvalidRequest, match="transport pull is not offered"):
-        await setting.phase(UpdatePhase.PREPARE, transport=Transport.PULL, source="store")
+        await setting.phase(UpdatePhase.PREPARE, **PULL)

@@ -1,9 +1,9 @@
-"""`BatchingEngine`: a continuous-batching engine over any `ModelRunner`; satisfies `inference_contract.engine.Engine`.
+"""`BatchingEngine`: an engine over any `SampleLoop`; satisfies `inference_contract.engine.Engine`.
 
-The event loop validates, tokenises and answers; a `DecodeLoop` thread owns the model. Between them goes one call per
-request and one per step with news, so that HTTP costs decoding little. Weight updates go through a `WeightReceiver`,
-whose target this engine is: bytes arrive in the runner's second buffer while decoding goes on, and the swap re-points
-parameters between two steps.
+The event loop validates, tokenises and answers; the loop's thread owns the model: a `DecodeLoop` over a `ModelRunner`,
+unless another is given. Between them goes one call per request and one per step with news, so that HTTP costs decoding
+little. Weight updates go through a `WeightReceiver`, whose target this engine is: bytes arrive in a second buffer while
+decoding goes on, and the swap happens between two steps.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from inference_contract.schemas import (
 )
 from pipelinerl import rng
 from pipelinerl.engines.batching import answers
-from pipelinerl.engines.batching.decode_loop import DecodeLoop, Delivery
+from pipelinerl.engines.batching.decode_loop import DecodeLoop
+from pipelinerl.engines.batching.delivery import Delivery
 from pipelinerl.engines.batching.runner import ModelRunner
+from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.scheduler import Scheduler
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.batching.text import Detokenizer, TextWindow
-from pipelinerl.engines.weight_receiver import PullSource, WeightReceiver
+from pipelinerl.engines.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError
+from pipelinerl.weights.pull import PullSource
 
 
 class Tokenizer(Protocol):
@@ -86,31 +89,33 @@ class BatchingSettings:
 
 @final
 class BatchingEngine:
-    """An engine. Args: `load` builds the runner, on the decode thread; `pull` offers the transport `pull`."""
+    """An engine.
+
+    Args:
+        load: builds the runner, on the decode thread; or `loop`, which builds what samples instead of a `DecodeLoop`.
+        pull: offers the transport `pull`.
+    """
 
     def __init__(
         self,
         settings: BatchingSettings,
         *,
-        load: Callable[[], ModelRunner],
+        load: Callable[[], ModelRunner] | None = None,
+        loop: LoopBuilder | None = None,
         tokenizer: Tokenizer,
         pull: PullSource | None = None,
     ) -> None:
+        if (load is None) == (loop is None):
+            raise ValueError("expected exactly one of load and loop")
         self._settings = settings
         self._tokenizer = tokenizer
-        self._loop = DecodeLoop(
-            load=load,
-            scheduler=lambda runner: Scheduler(
-                slots=runner.slots, max_waiting=settings.max_waiting, prefill_tokens=settings.prefill_tokens
-            ),
-            stop_ids=tokenizer.eos_token_ids,
-            deliver=self._deliver_from_thread,
-            serving=settings.serving,
-        )
+        build = loop if load is None else _decode_loop(settings, load, tokenizer.eos_token_ids)
+        assert build is not None
+        self._loop: SampleLoop = build(self._deliver_from_thread)
         self._receiver = WeightReceiver(self, pull=pull)
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
-        self._runner: ModelRunner | None = None
+        self._model: ServedModel | None = None
         self._events: asyncio.AbstractEventLoop
 
     # --- life ----------------------------------------------------------------------------------------------------
@@ -118,11 +123,11 @@ class BatchingEngine:
     async def start(self) -> None:
         """Load the model; what `load` raises is raised here."""
         self._events = asyncio.get_running_loop()
-        self._runner = await asyncio.wrap_future(self._loop.start())
+        self._model = await asyncio.wrap_future(self._loop.start())
 
     async def close(self) -> None:
         """Stop; running requests are answered with `EngineStopped`. Closing twice is a no-op."""
-        if self._runner is None:
+        if self._model is None:
             return
         self._receiver.close()
         ended = await asyncio.to_thread(self._loop.stop, self._settings.stop_timeout_s)
@@ -174,13 +179,13 @@ class BatchingEngine:
 
     def _work(self, asked: ChatCompletionRequest, *, streams: bool) -> Request:
         """The request as the decode loop knows it. Raises `InvalidRequest`, `UnknownModel`, `Dirty`."""
-        runner = self._started()
+        model = self._started()
         if self._receiver.dirty is not None:
             raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
         if asked.model is not None and asked.model != self._settings.model_id:
             raise UnknownModel(f"this engine serves {self._settings.model_id!r}, got {asked.model!r}", param="model")
         prompt = asked.prompt_token_ids or self._encoded(asked.messages or [])
-        room = _room(prompt, runner, "prompt_token_ids" if asked.prompt_token_ids else "messages")
+        room = _room(prompt, model, "prompt_token_ids" if asked.prompt_token_ids else "messages")
         number = next(self._numbers)
         work = Request(
             request_id=f"chatcmpl-{number}",
@@ -249,6 +254,10 @@ class BatchingEngine:
         """Flat uint8 [layout.num_bytes] that the model does not read until `commit`."""
         return self._started().staging()
 
+    def finish_staging(self) -> None:
+        """`staging` is filled; called on the receiving thread, before `commit`."""
+        self._started().finish_staging()
+
     async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
         """Serve what `staging` holds from the next decode step on; returns the pause in seconds.
 
@@ -264,34 +273,34 @@ class BatchingEngine:
 
     def model_card(self) -> ModelCard:
         """The served model, its version and layout."""
-        runner = self._started()
+        model = self._started()
         epoch, version = self._loop.serving
         return ModelCard(
             id=self._settings.model_id,
             model_version=version,
             epoch=epoch,
-            context_length=runner.context_length,
-            layout=runner.layout,
-            layout_id=runner.layout.layout_id,
+            context_length=model.context_length,
+            layout=model.layout,
+            layout_id=model.layout.layout_id,
             digest=self._receiver.digest,
         )
 
     def health(self) -> Health:
         """State without waiting."""
         state = EngineState.READY if self._receiver.dirty is None else EngineState.DIRTY
-        if self._runner is None or not self._loop.is_alive:
+        if self._model is None or not self._loop.is_alive:
             state = EngineState.STOPPED
         epoch, version = self._loop.serving
         return Health(state=state, model_version=version, epoch=epoch)
 
     def metrics(self) -> EngineMetrics:
         """Load and totals without waiting."""
-        runner, totals, updates = self._started(), self._loop.totals, self._receiver.totals
+        model, totals, updates = self._started(), self._loop.totals, self._receiver.totals
         epoch, version = self._loop.serving
         return EngineMetrics(
             running_sequences=self._loop.num_running,
             waiting_sequences=self._loop.num_waiting,
-            slots=runner.slots,
+            slots=model.slots,
             generated_tokens_total=totals.generated_tokens,
             prompt_tokens_total=totals.prompt_tokens,
             finished_sequences_total=totals.finished_sequences,
@@ -302,31 +311,43 @@ class BatchingEngine:
             weight_update_failures_total=updates.failures,
             last_update_pause_s=updates.last_pause_s,
             last_update_receive_s=updates.last_receive_s,
-            weight_bytes=runner.layout.num_bytes,
-            cache_bytes=runner.cache_bytes,
+            weight_bytes=model.layout.num_bytes,
+            cache_bytes=model.cache_bytes,
             model_version=version,
             epoch=epoch,
         )
 
-    def _started(self) -> ModelRunner:
-        if self._runner is None:
+    def _started(self) -> ServedModel:
+        if self._model is None:
             raise EngineStopped("the engine has not been started")
-        return self._runner
+        return self._model
 
 
-def _room(prompt: list[int], runner: ModelRunner, param: str) -> int:
+def _decode_loop(settings: BatchingSettings, load: Callable[[], ModelRunner], stop_ids: frozenset[int]) -> LoopBuilder:
+    return lambda deliver: DecodeLoop(
+        load=load,
+        scheduler=lambda runner: Scheduler(
+            slots=runner.slots, max_waiting=settings.max_waiting, prefill_tokens=settings.prefill_tokens
+        ),
+        stop_ids=stop_ids,
+        deliver=deliver,
+        serving=settings.serving,
+    )
+
+
+def _room(prompt: list[int], model: ServedModel, param: str) -> int:
     """Tokens that may follow `prompt`. Raises `InvalidRequest` when there is none, or the prompt is no prompt."""
-    room = runner.context_length - len(prompt)
+    room = model.context_length - len(prompt)
     if not prompt:
         raise InvalidRequest("the prompt must have at least one token, got none", param=param)
     if room < 1:
         raise InvalidRequest(
-            f"the prompt must leave room for a token in the context of {runner.context_length} tokens, it has "
+            f"the prompt must leave room for a token in the context of {model.context_length} tokens, it has "
             f"{len(prompt)}; shorten it",
             param=param,
         )
     lowest, highest = min(prompt), max(prompt)
-    if lowest < 0 or highest >= runner.vocab_size:
+    if lowest < 0 or highest >= model.vocab_size:
         wrong = lowest if lowest < 0 else highest
-        raise InvalidRequest(f"token ids must be in [0, {runner.vocab_size}), got {wrong}", param=param)
+        raise InvalidRequest(f"token ids must be in [0, {model.vocab_size}), got {wrong}", param=param)
     return room

@@ -22,46 +22,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import final
 
-from inference_contract.errors import ContractError, EngineStopped, UpdateInProgress
+from inference_contract.errors import EngineStopped, UpdateInProgress
 from inference_contract.schemas import FinishReason, OnUpdate
+from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, aborted, deliveries, sampled
 from pipelinerl.engines.batching.runner import ModelRunner, Prefill, RowState
+from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.scheduler import Admission, Moves, Scheduler
 from pipelinerl.engines.batching.sequence import Request, Sequence, extend
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """What one step added to one sample of a streamed request; `token_id` is None when it ended without a token."""
-
-    index: int
-    text: str
-    token_id: int | None
-    logprob: float
-    version: int
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """News of one request: streamed tokens, its end (`is_last`), or the error that ended it."""
-
-    request: Request
-    tokens: tuple[SampledToken, ...] = ()
-    is_last: bool = False
-    error: ContractError | None = None
-
-
-@final
-@dataclass(slots=True)
-class LoopTotals:
-    """Counts since the start; written by the thread, read by anyone."""
-
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    finished_sequences: int = 0
-    aborted_sequences: int = 0
-    decode_steps: int = 0
-    occupied_slot_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -95,7 +62,7 @@ class DecodeLoop:
     ) -> None:
         self.totals = LoopTotals()
         self.serving = serving
-        self.ready: Future[ModelRunner] = Future()
+        self.ready: Future[ServedModel] = Future()
         self._load = load
         self._build_scheduler = scheduler
         self._stop_ids = stop_ids
@@ -111,7 +78,7 @@ class DecodeLoop:
 
     # --- called from the event loop ------------------------------------------------------------------------------
 
-    def start(self) -> Future[ModelRunner]:
+    def start(self) -> Future[ServedModel]:
         """Start the thread; the future is done when the model is loaded."""
         self._thread.start()
         return self.ready
@@ -253,12 +220,12 @@ class DecodeLoop:
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
         self.totals.generated_tokens += len(running)
-        streamed = [_sampled(sequence) for sequence in running if sequence.request.streams] if self._streams else []
+        streamed = [sampled(sequence) for sequence in running if sequence.request.streams] if self._streams else []
         finished: list[Request] = []
         if ended:
             self.totals.finished_sequences += len(ended)
             finished = self._finish(ended)
-        self._report(streamed, finished)
+        self._report(deliveries(streamed, finished))
 
     def _finish(self, rows: list[int]) -> list[Request]:
         """Book the samples in `rows` as ended and free them; returns the requests that have ended with them."""
@@ -274,16 +241,10 @@ class DecodeLoop:
         self._move(moves)
         return finished
 
-    def _report(self, streamed: list[tuple[Request, SampledToken]], finished: list[Request]) -> None:
-        """Hand over one step's news: at most one delivery per request, and one call for all of them."""
-        tokens: dict[str, list[SampledToken]] = {}
-        for request, token in streamed:
-            tokens.setdefault(request.request_id, []).append(token)
-        requests = {request.request_id: request for request, _ in streamed}
-        requests.update((request.request_id, request) for request in finished)
-        last = {request.request_id for request in finished}
-        if requests:
-            self._deliver([Delivery(r, tuple(tokens.get(i, ())), i in last) for i, r in requests.items()])
+    def _report(self, news: list[Delivery]) -> None:
+        """Hand over one step's news in one call."""
+        if news:
+            self._deliver(news)
 
     def _move(self, moves: Moves) -> None:
         if moves.sources:
@@ -314,8 +275,8 @@ class DecodeLoop:
         for sequence in running:
             sequence.finish_reason = FinishReason.ABORT
         self.totals.aborted_sequences += len(running)
-        streamed = [_aborted(sequence) for sequence in running if sequence.request.streams]
-        self._report(streamed, self._finish(list(range(len(running)))))
+        streamed = [aborted(sequence) for sequence in running if sequence.request.streams]
+        self._report(deliveries(streamed, self._finish(list(range(len(running))))))
 
     def _end(self) -> None:
         with self._changed:
@@ -328,41 +289,6 @@ class DecodeLoop:
         stopped = EngineStopped("the engine closed while it worked on this request; send it to another one")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
-
-
-def _sampled(sequence: Sequence) -> tuple[Request, SampledToken]:
-    """The last token of a streamed sample, with the text that it made certain."""
-    position = len(sequence.token_ids) - 1
-    token = SampledToken(
-        index=sequence.index,
-        text=_certain_text(sequence),
-        token_id=sequence.token_ids[position],
-        logprob=sequence.logprobs[position],
-        version=sequence.version_of(position),
-        finish_reason=sequence.finish_reason,
-    )
-    return sequence.request, token
-
-
-def _aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
-    """The end of a streamed sample that was aborted."""
-    token = SampledToken(
-        index=sequence.index,
-        text=_certain_text(sequence),
-        token_id=None,
-        logprob=0.0,
-        version=sequence.newest_version,
-        finish_reason=FinishReason.ABORT,
-    )
-    return sequence.request, token
-
-
-def _certain_text(sequence: Sequence) -> str:
-    if sequence.text is None:
-        return ""
-    if sequence.finish_reason is not None:
-        sequence.text.close()
-    return sequence.text.take()
 
 
 def _prefill(admission: Admission) -> Prefill:

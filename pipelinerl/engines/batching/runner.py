@@ -5,7 +5,7 @@ are always 0..B-1 without holes, so that one decode step is one dense batch of B
 alone: `prefill` computes the cache of everything *before* a row's next token, and the row then joins the next step.
 One function therefore serves prompts, samples that join their group late, and recomputation after a weight update.
 
-Every call comes from one thread, except `staging`, which may be called from any.
+Every call comes from one thread, except `staging` and `finish_staging`, which may be called from any.
 """
 
 from __future__ import annotations
@@ -99,6 +99,10 @@ class ModelRunner(Protocol):
         """The buffer for the next weights: flat uint8 [layout.num_bytes], not read by the model."""
         ...
 
+    def finish_staging(self) -> None:
+        """`staging` is filled; called before each `swap`, beside decoding, to make of the bytes what will be served."""
+        ...
+
     def swap(self) -> None:
-        """Make the staged weights current; the cost does not depend on their size. The old ones become `staging`."""
+        """Make the staged weights current; the cost does not depend on their size. The old ones may be overwritten."""
         ...

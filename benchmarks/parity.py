@@ -1,0 +1,252 @@
+"""Parity: do engine and trainer give the same log-prob to the same token under the same weights?
+
+The real engine samples groups that share their prompts, at several temperatures, and gets new weights in flight; the
+real trainer recomputes every token with the weights that sampled it. fp32 must agree to 1e-5 for every token, bf16 to
+0.01 at P95. Tokens that followed the update in a sample that had begun before it read a fresh cache here
+(`recompute_kv`), so that every difference is numerics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.measure import Row, print_table, write_record
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, OnUpdate
+from pipelinerl.config import MODELS
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch_engine import from_options
+from pipelinerl.models.checkpoint import load_model, save_model
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.numerics.mismatch import Mismatch, mismatch
+from pipelinerl.objective.presets import resolve
+from pipelinerl.rng import generator
+from pipelinerl.trainers.torch_trainer import TorchTrainer
+from pipelinerl.training.packing import WeightedRollout, pack
+from pipelinerl.types import Outcome, Rollout, Turn, Verdict, VersionSpan
+from trainer_contract.types import Device, HeadPrecision, MicroBatch, Precision, TrainerSpec
+
+TINY = MODELS / "tiny_speller"
+TEMPERATURES = (0.7, 1.0, 1.5)
+GROUP = 8
+#: Accepted, and hoped for.
+FP32_MAX, BF16_P95, BF16_GOAL = 1e-5, 0.01, 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """What engine and trainer compute in."""
+
+    precision: Precision
+    head: HeadPrecision
+
+    @property
+    def name(self) -> str:
+        """For tables and records."""
+        return f"{self.precision}, head {self.head}"
+
+    @property
+    def dtype(self) -> Any:
+        """Of the model directory, and so of the engine."""
+        return "float32" if self.precision is Precision.FP32 else "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """What one arm found, engine against trainer.
+
+    Attributes:
+        all_tokens: of both model versions. versions: by model version.
+        bit_equal: share of the tokens whose log-probs have the same bits.
+        switched: samples that the update reached in flight.
+    """
+
+    all_tokens: Mismatch
+    versions: dict[int, Mismatch]
+    bit_equal: float
+    switched: int
+
+
+def measure(model: Path, arm: Arm, *, prompts: int, seed: int = 0) -> Parity:
+    """Sample, update in flight, recompute.
+
+    Args:
+        model: directory in the arm's dtype.
+        prompts: groups of `GROUP` samples each; their temperatures take turns.
+    """
+    spec = TrainerSpec(model_path=model, precision=arm.precision, device=Device.CPU, head_precision=arm.head)
+    rollouts = _sample_with_update(model, arm, spec, prompts=prompts, seed=seed)
+    batches = _packed(rollouts)
+    ours: dict[int, list[NDArray[np.float32]]] = {}
+    theirs: dict[int, list[NDArray[np.float32]]] = {}
+    for version in (0, 1):
+        trainer = _trainer(spec, steps=version)
+        for batch in batches:
+            assert batch.behavior_versions is not None
+            tokens = batch.loss_mask & (batch.behavior_versions == version)
+            ours.setdefault(version, []).append(trainer.forward(batch)[tokens])
+            theirs.setdefault(version, []).append(batch.behavior_logprobs[tokens])
+        trainer.close()
+    pairs = {version: (np.concatenate(ours[version]), np.concatenate(theirs[version])) for version in ours}
+    every = [np.concatenate(side) for side in zip(*pairs.values(), strict=True)]
+    return Parity(
+        all_tokens=mismatch(every[0], every[1]),
+        versions={version: mismatch(*pair) for version, pair in pairs.items()},
+        bit_equal=float((every[0] == every[1]).mean()),
+        switched=sum(map(_is_switched, rollouts)),
+    )
+
+
+def _is_switched(rollout: Rollout) -> bool:
+    return rollout.oldest_version != rollout.newest_version
+
+
+def _sample_with_update(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, seed: int) -> list[Rollout]:
+    """`_sample`, again if the machine was so busy that every sample had ended before the update came."""
+    for attempt in range(5):
+        rollouts = asyncio.run(_sample(model, arm, spec, prompts=prompts, seed=seed + attempt))
+        if any(map(_is_switched, rollouts)):
+            return rollouts
+    raise RuntimeError(f"no update reached any of {prompts * GROUP} samples in flight; give more prompts")
+
+
+async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, seed: int) -> list[Rollout]:
+    """Groups over two model versions: the second is committed once the first group has ended."""
+    options = EngineOptions(
+        model_path=model,
+        model_id="m",
+        slots=2 * GROUP,
+        max_waiting=4096,
+        context_length=64,
+        dtype=arm.dtype,
+        device="cpu",
+        threads=1,
+        head_precision=arm.head,
+    )
+    engine = cast(BatchingEngine, from_options(options))
+    await engine.start()
+    trainer = _trainer(spec, steps=1)
+    staged = [(tensor.contiguous().view(-1).view(torch.uint8)) for _, tensor in trainer.gather_weights()]
+    engine.staging()[:] = torch.cat(staged)
+    engine.finish_staging()
+    trainer.close()
+    requests = list(itertools.islice(_requests(model, seed), prompts))
+    answers = [asyncio.create_task(engine.complete(request)) for request in requests]
+    await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+    await engine.commit(version=1, epoch=1, digest="parity", on_update=OnUpdate.RECOMPUTE_KV)
+    done = await asyncio.gather(*answers)
+    await engine.close()
+    return [rollout for pair in zip(requests, done, strict=True) for rollout in _rollouts(*pair)]
+
+
+def _requests(model: Path, seed: int) -> Iterator[ChatCompletionRequest]:
+    """Prompts of random tokens: what a model is unsure of, it samples for long."""
+    vocab = ChatTokenizer.load(model).vocab_size
+    for number in itertools.count():
+        draw = generator(seed, "parity", number)
+        yield ChatCompletionRequest(
+            prompt_token_ids=draw.integers(5, vocab, int(draw.integers(3, 24))).tolist(),
+            n=GROUP,
+            max_tokens=36,
+            temperature=TEMPERATURES[number % len(TEMPERATURES)],
+            seed=number,
+            return_token_ids=True,
+        )
+
+
+def _rollouts(request: ChatCompletionRequest, answer: ChatCompletion) -> list[Rollout]:
+    return [
+        Rollout(
+            turns=(
+                Turn(
+                    context_token_ids=np.array(request.prompt_token_ids, np.int32),
+                    token_ids=np.array(choice.token_ids, np.int32),
+                    behavior_logprobs=np.array(choice.token_logprobs, np.float32),
+                    spans=tuple(VersionSpan(*span) for span in choice.version_spans or ()),
+                ),
+            ),
+            verdict=Verdict(outcome=Outcome.CORRECT, reward=1.0),
+            finish_reason="stop",
+            temperature=request.temperature,
+        )
+        for choice in answer.choices
+    ]
+
+
+def _packed(rollouts: Sequence[Rollout]) -> list[MicroBatch]:
+    weighted = [
+        WeightedRollout(rollout=rollout, advantages=np.ones(rollout.num_sampled_tokens), token_weight=1e-3)
+        for rollout in rollouts
+    ]
+    return [packed.micro_batch for packed in pack(weighted, token_budget=2048)]
+
+
+def _trainer(spec: TrainerSpec, *, steps: int) -> TorchTrainer:
+    """A trainer `steps` optimizer steps behind the model; equal calls give equal bits, so it is the same each time."""
+    trainer = TorchTrainer()
+    trainer.init_worker(spec)
+    draw = generator(0, "parity step")
+    for _ in range(steps):
+        turn = Turn(
+            context_token_ids=draw.integers(5, 50, 8).astype(np.int32),
+            token_ids=draw.integers(5, 50, 40).astype(np.int32),
+            behavior_logprobs=np.full(40, -2.0, np.float32),
+            spans=(VersionSpan(0, 40),),
+        )
+        verdict = Verdict(outcome=Outcome.CORRECT, reward=1.0)
+        (batch,) = _packed([Rollout(turns=(turn,), verdict=verdict, finish_reason="stop", temperature=1.0)])
+        trainer.backward(batch, resolve("reinforce"))
+        trainer.optimizer_step(learning_rate=3e-3)
+    return trainer
+
+
+def model_in(folder: Path, dtype: Any) -> Path:
+    """The shipped model, converted to `dtype`, below `folder`."""
+    if dtype == "float32":
+        return TINY
+    path = folder / dtype
+    if not path.exists():
+        save_model(load_model(TINY, dtype=dtype), ChatTokenizer.load(TINY), path)
+    return path
+
+
+def run(quick: bool = False) -> None:
+    """Measure, print, record."""
+    arms = [Arm(precision=precision, head=head) for precision in Precision for head in HeadPrecision]
+    rows, record = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for arm in arms:
+            found = measure(model_in(Path(folder), arm.dtype), arm, prompts=12 if quick else 60)
+            p95, largest = found.all_tokens.p95, found.all_tokens.max
+            if arm.precision is Precision.FP32:
+                rows.append(Row(f"{arm.name}: max |Δ log-prob|", largest, "<= 1e-5", largest <= FP32_MAX))
+            else:
+                target = f"<= {BF16_P95:g} (goal {BF16_GOAL:g})"
+                rows.append(Row(f"{arm.name}: P95 |Δ log-prob|", p95, target, p95 <= BF16_P95))
+                rows.append(Row("  max", largest))
+            rows.append(Row("  tokens with equal bits", f"{found.bit_equal:.1%} of {found.all_tokens.num_tokens:,}"))
+            record[arm.name] = {
+                **asdict(found.all_tokens),
+                "bit_equal": found.bit_equal,
+                "by_version": {version: asdict(each) for version, each in found.versions.items()},
+                "samples_updated_in_flight": found.switched,
+            }
+    print_table("parity of engine and trainer, tiny_speller on the CPU", rows)
+    write_record("parity", {"arms": record, "temperatures": TEMPERATURES, "group_size": GROUP})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer prompts")
+    run(quick=parser.parse_args().quick)

@@ -1,0 +1,62 @@
+"""`Buckets`: the few shapes that a JAX engine runs, since XLA compiles a program for each.
+
+    rows of a step      16, 32, 64, … slots
+    lengths             128, 256, 512, … context: what a step attends to, a prompt is padded to, a copy moves
+    prompts at once     1, 4, 16, … of a length, as far as the prefill's budget of padded tokens goes
+
+Doubling wastes less than half of a step's rows and lengths; prompts, which cost once, get by with fewer sizes. The
+number of programs grows with the logarithms of slots and context, and `num_programs` bounds it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Final, Self, final
+
+_LEAST_ROWS: Final = 16
+_LEAST_LENGTH: Final = 128
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Sizes, ascending; `prompts[i]` are those for `lengths[i]`."""
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, *, slots: int, context: int, prefill_tokens: int) -> Self:
+        """For `slots` rows of `context` tokens, and prefills of at most `prefill_tokens` padded ones."""
+        lengths = _doubling(_LEAST_LENGTH, context)
+        at_once = [max(1, min(slots, prefill_tokens // length)) for length in lengths]
+        prompts = tuple(tuple(4**i for i in range((most.bit_length() + 1) // 2)) for most in at_once)
+        return cls(_doubling(_LEAST_ROWS, slots), lengths, prompts)
+
+    @property
+    def num_programs(self) -> int:
+        """Most programs that are ever compiled: steps, sampling with and without truncation, prefills, copies."""
+        steps = len(self.rows) * len(self.lengths) + 2 * len(self.rows)
+        return steps + sum(map(len, self.prompts)) + len(self.lengths)
+
+    def rows_for(self, rows: int) -> int:
+        """The rows of a step that runs `rows`."""
+        return self.rows[bisect_left(self.rows, rows)]
+
+    def length_for(self, length: int) -> int:
+        """The length that holds `length` tokens."""
+        return self.lengths[bisect_left(self.lengths, length)]
+
+    def prompts_at(self, length: int) -> tuple[int, ...]:
+        """How many prompts padded to `length`, which is one of `lengths`, may run at once."""
+        return self.prompts[self.lengths.index(length)]
+
+
+def _doubling(least: int, most: int) -> tuple[int, ...]:
+    """least, 2 · least, … as far as they are below `most`, and last `most` itself."""
+    sizes = [least]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    return (*sizes[:-1], most)

@@ -1,0 +1,79 @@
+"""Sampling a batch of logits in JAX: temperature, top-k, top-p, inverse-CDF, and the log-probs of what was sampled.
+
+Promises: a row's token is a function of its logits, parameters and noise alone; its log-prob is fp32 and that of the
+distribution sampled from; for equal logits the token is that of every other engine, since noise and cumulative sums are
+fp64 (which a TPU emulates). Whether any row truncates is known to the caller and chooses between two programs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+#: Width of the blocks in which the cumulative distribution of a large vocabulary is built: the block is found first.
+_BLOCK: Final = 1024
+
+
+def sample(
+    logits: Array, *, temperature: Any, top_k: Any, top_p: Any, noise: Any, truncates: bool
+) -> tuple[Array, Array]:
+    """Token ids i32 [B] and log-probs f32 [B].
+
+    Temperature first, then the `top_k` likeliest, then of these, renormalised, the fewest that reach `top_p`.
+
+    Args:
+        logits: f32 [B, V].
+        temperature: f32 [B], 0 is greedy, which reports the whole distribution at temperature 1.
+        top_k: i32 [B], 0 keeps every token. top_p: f32 [B], 1 keeps every token.
+        noise: f64 [B] in [0, 1).
+        truncates: does any row have a top-k or top-p that could drop a token?
+    """
+    with jax.enable_x64(True):  # for this thread and this call; else JAX would make fp32 of fp64
+        return _sample(logits, temperature, top_k, top_p, noise, truncates=truncates)
+
+
+@partial(jax.jit, static_argnames="truncates")
+def _sample(
+    logits: Array, temperature: Array, top_k: Array, top_p: Array, noise: Array, *, truncates: bool
+) -> tuple[Array, Array]:
+    greedy = temperature == 0
+    logprobs = jax.nn.log_softmax(logits / jnp.where(greedy, 1.0, temperature)[:, None], axis=-1)
+    if truncates:
+        drops = ((top_k > 0) | (top_p < 1)) & ~greedy
+        logprobs = jnp.where(drops[:, None], _truncated(logprobs, top_k, top_p), logprobs)
+    token_ids = jnp.where(greedy, logprobs.argmax(axis=-1), _inverse_cdf(logprobs, noise))
+    chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
+    return token_ids.astype(jnp.int32), chosen
+
+
+def _truncated(logprobs: Array, top_k: Array, top_p: Array) -> Array:
+    """Log-probs [B, V] with the tokens outside top-k and top-p at -inf, renormalised; ties go to the lower id."""
+    order = jnp.argsort(logprobs, axis=-1, descending=True, stable=True)
+    ordered = jnp.take_along_axis(logprobs, order, axis=1)
+    kept = (jnp.arange(logprobs.shape[1]) < top_k[:, None]) | (top_k == 0)[:, None]
+    mass = jnp.where(kept, jnp.exp(ordered.astype(jnp.float64)), 0.0)
+    before = mass.cumsum(axis=-1) - mass
+    # A top-p of 1 keeps all, also where rounding lets the mass before the last tokens reach 1.
+    kept &= (before < top_p.astype(jnp.float64)[:, None] * mass.sum(axis=-1, keepdims=True)) | (top_p >= 1)[:, None]
+    ordered = jnp.where(kept, ordered, -jnp.inf)
+    ordered = ordered - jax.nn.logsumexp(ordered, axis=-1, keepdims=True)
+    return jnp.put_along_axis(logprobs, order, ordered, axis=1, inplace=False)
+
+
+def _inverse_cdf(logprobs: Array, noise: Array) -> Array:
+    """For each row the first token whose cumulative probability exceeds `noise` times the total. Sums are fp64."""
+    batch, vocab = logprobs.shape
+    width = min(_BLOCK, vocab)
+    probs = jnp.pad(jnp.exp(logprobs), ((0, 0), (0, -vocab % width))).reshape(batch, -1, width)
+    ends = probs.sum(axis=-1, dtype=jnp.float64).cumsum(axis=-1)
+    target = noise[:, None] * ends[:, -1:]
+    block = jnp.sum(ends <= target, axis=-1, keepdims=True)
+    before = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0), axis=1), 0.0)
+    inner = jnp.take_along_axis(probs, block[:, :, None], axis=1)[:, 0].astype(jnp.float64).cumsum(axis=-1)
+    # The two sums may round apart at a block's end: stay within the tokens that have a probability.
+    rest = jnp.minimum(target - before, jnp.nextafter(inner[:, -1:], jnp.zeros_like(before)))
+    return block[:, 0] * width + jnp.sum(inner <= rest, axis=-1)

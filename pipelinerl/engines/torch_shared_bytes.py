@@ -1,0 +1,55 @@
+"""`SharedBytes`: a flat buffer that processes of one machine map, so that weights pass between them without a copy.
+
+It has a name only until the other side has attached: from then on it lives exactly as long as the processes that map
+it, whatever kills them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Final, Self, final
+
+import torch
+from torch import Tensor
+
+#: Memory that has a file's name; elsewhere the page cache does the same, with the disk behind it.
+_MEMORY: Final = Path("/dev/shm")
+
+
+@final
+class SharedBytes:
+    """uint8 [num_bytes] in memory that others can map by `path`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Reserve the memory.
+
+        Raises:
+            OSError: there is not as much.
+        """
+        descriptor, path = tempfile.mkstemp(prefix="pipelinerl-", dir=_MEMORY if _MEMORY.is_dir() else None)
+        self.path = Path(path)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            self.tensor = attach(self.path, num_bytes)
+        except BaseException:
+            self.forget_name()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def forget_name(self) -> None:
+        """Nobody else will attach. Twice is a no-op."""
+        self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget_name()
+
+
+def attach(path: Path, num_bytes: int) -> Tensor:
+    """The buffer that another process has named `path`, u8 [num_bytes]."""
+    return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)

@@ -1,0 +1,237 @@
+"""`DecoderConfig`: what a Llama-family decoder is, read from `config.json`; and the table of its parameters.
+
+Llama, Mistral, Qwen2 and Qwen3 differ in biases and norms alone, so one description holds them all. Promises: a feature
+that the decoder does not compute (sliding windows in use, other rotary scalings, experts, quantisation) is refused in
+one sentence, never ignored. No array library but numpy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.errors import ModelError
+
+#: Stands for the layer's number in names.
+LAYER: Final = "model.layers.*."
+EMBEDDING: Final = "model.embed_tokens.weight"
+NORM: Final = "model.norm.weight"
+HEAD: Final = "lm_head.weight"
+
+#: By model_type: whether queries, keys and values have biases (None: as `attention_bias` says), and norms of their own.
+_FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
+    "llama": (None, False),
+    "mistral": (False, False),
+    "qwen2": (True, False),
+    "qwen3": (None, True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """Rotary position embedding; `factor` stretches it (`linear`), for low frequencies alone if these bounds are given.
+
+    `original_positions`, `low_freq_factor`, `high_freq_factor` are those of Llama 3.1's scaling (`llama3`).
+    """
+
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_positions: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def frequencies(self, head_dim: int) -> NDArray[np.float32]:
+        """Radians per position, f32 [head_dim / 2]."""
+        plain = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        if self.original_positions is None:
+            return (plain / self.factor).astype(np.float32)
+        # Where a wave fits the original context more than `high` times it stays; fewer than `low` times, it stretches.
+        turns = self.original_positions * plain / (2 * np.pi)
+        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+        return (plain * (kept + (1 - kept) / self.factor)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter, or the stack of one parameter over all layers.
+
+    Attributes:
+        name: Hugging Face's; a `*` stands for the layer's number.
+        shape: of one layer's, in Hugging Face's order [out, in].
+        axes: the mesh axis (`tensor`, `fsdp` or none) along which each dimension of `shape` is divided.
+        layers: how many are stacked along a leading dimension; None for a parameter outside the layers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    layers: int | None = None
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """With the leading dimension of layers."""
+        return self.shape if self.layers is None else (self.layers, *self.shape)
+
+    @property
+    def stacked_axes(self) -> tuple[str | None, ...]:
+        """Of `stacked_shape`; layers are never divided."""
+        return self.axes if self.layers is None else (None, *self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Hugging Face's names, layer by layer."""
+        return (self.name,) if self.layers is None else tuple(self.name_at(layer) for layer in range(self.layers))
+
+    def name_at(self, layer: int) -> str:
+        """Hugging Face's name in one layer."""
+        return self.name.replace("*", str(layer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and switches of one decoder; the names are Hugging Face's, shortened."""
+
+    model_type: str
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rotary: Rotary
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: str
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All of them, in the order in which they are gathered: embedding, layers, norm, head."""
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        table = [Parameter(EMBEDDING, (self.vocab, self.hidden), ("tensor", "fsdp"))]
+
+        def within(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> None:
+            table.append(Parameter(LAYER + name, shape, axes, self.layers))
+
+        def linear(name: str, rows: int, columns: int, axes: tuple[str, str], *, bias: bool) -> None:
+            within(f"{name}.weight", (rows, columns), axes)
+            if bias:
+                within(f"{name}.bias", (rows,), (axes[0] if axes[0] == "tensor" else None,))
+
+        into, out_of = ("tensor", "fsdp"), ("fsdp", "tensor")
+        linear("self_attn.q_proj", wide, self.hidden, into, bias=self.qkv_bias)
+        linear("self_attn.k_proj", narrow, self.hidden, into, bias=self.qkv_bias)
+        linear("self_attn.v_proj", narrow, self.hidden, into, bias=self.qkv_bias)
+        linear("self_attn.o_proj", self.hidden, wide, out_of, bias=self.output_bias)
+        if self.qk_norm:
+            within("self_attn.q_norm.weight", (self.head_dim,), (None,))
+            within("self_attn.k_norm.weight", (self.head_dim,), (None,))
+        linear("mlp.gate_proj", self.intermediate, self.hidden, into, bias=self.mlp_bias)
+        linear("mlp.up_proj", self.intermediate, self.hidden, into, bias=self.mlp_bias)
+        linear("mlp.down_proj", self.hidden, self.intermediate, out_of, bias=self.mlp_bias)
+        within("input_layernorm.weight", (self.hidden,), (None,))
+        within("post_attention_layernorm.weight", (self.hidden,), (None,))
+        table.append(Parameter(NORM, (self.hidden,), (None,)))
+        if not self.tied:
+            table.append(Parameter(HEAD, (self.vocab, self.hidden), ("tensor", "fsdp")))
+        return tuple(table)
+
+
+def read_config(path: Path) -> DecoderConfig:
+    """The decoder that `config.json` in the directory `path` describes.
+
+    Raises:
+        ModelError: it is missing or damaged, of an unknown architecture, or asks for what the decoder does not compute.
+    """
+    try:
+        table = json.loads((path / "config.json").read_text())
+        return _parsed(table, where=path / "config.json")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"a model directory with config.json is needed at {path}: {error}; copy it again") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path / 'config.json'} lacks or garbles {error}; copy it again") from error
+
+
+def _parsed(table: Mapping[str, Any], *, where: Path) -> DecoderConfig:
+    model_type = table.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _FAMILY:
+        known = ", ".join(_FAMILY)
+        raise ModelError(f"{where}: the architecture {model_type!r} is not known to the JAX decoder; it knows {known}")
+    _refuse_unsupported(table, where)
+    always_bias, qk_norm = _FAMILY[model_type]
+    heads, hidden = int(table["num_attention_heads"]), int(table["hidden_size"])
+    attention_bias = bool(table.get("attention_bias", False)) if always_bias is None else False
+    return DecoderConfig(
+        model_type=model_type,
+        vocab=int(table["vocab_size"]),
+        hidden=hidden,
+        intermediate=int(table["intermediate_size"]),
+        layers=int(table["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(table.get("num_key_value_heads") or heads),
+        head_dim=int(table.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)),
+        norm_eps=float(table.get("rms_norm_eps", 1e-6)),
+        rotary=_rotary(table, where),
+        tied=bool(table.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or bool(always_bias),
+        output_bias=attention_bias,
+        mlp_bias=bool(table.get("mlp_bias", False)) and model_type == "llama",
+        qk_norm=qk_norm,
+        dtype=str(table.get("dtype") or table.get("torch_dtype") or "float32"),
+    )
+
+
+def _refuse_unsupported(table: Mapping[str, Any], where: Path) -> None:
+    """Raise ModelError for the first setting that would change the result and is not computed."""
+    layers, window = int(table["num_hidden_layers"]), table.get("sliding_window")
+    if table["model_type"] != "mistral":  # the others have a switch beside the width
+        window = window if table.get("use_sliding_window", False) else None
+    kinds = table.get("layer_types")
+    if kinds is None and table["model_type"] != "mistral":
+        window = window if int(table.get("max_window_layers", 0)) < layers else None
+    findings = {
+        "a sliding window": window is not None if kinds is None else any(kind != "full_attention" for kind in kinds),
+        "quantised weights": table.get("quantization_config") is not None,
+        "rotary embeddings of a part of each head": float(_rope_table(table).get("partial_rotary_factor", 1.0)) != 1.0,
+        f"the activation {table.get('hidden_act')!r}": table.get("hidden_act", "silu") != "silu",
+    }
+    for what, found in findings.items():
+        if found:
+            raise ModelError(f"{where} asks for {what}, which the JAX decoder does not compute; choose another model")
+
+
+def _rope_table(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Rotary settings in today's place (`rope_parameters`) or the older ones (`rope_theta`, `rope_scaling`)."""
+    scaling = table.get("rope_parameters") or table.get("rope_scaling") or {}
+    return {name: table[name] for name in ("rope_theta", "partial_rotary_factor") if table.get(name)} | dict(scaling)
+
+
+def _rotary(table: Mapping[str, Any], where: Path) -> Rotary:
+    rope = _rope_table(table)
+    kind, theta = rope.get("rope_type") or rope.get("type") or "default", float(rope.get("rope_theta", 10_000.0))
+    if kind == "default":
+        return Rotary(theta=theta)
+    if kind == "linear":
+        return Rotary(theta=theta, factor=float(rope["factor"]))
+    if kind == "llama3":
+        return Rotary(
+            theta=theta,
+            factor=float(rope["factor"]),
+            original_positions=int(rope["original_max_position_embeddings"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+        )
+    raise ModelError(
+        f"{where} asks for the rotary scaling {kind!r}, which the JAX decoder does not compute; it computes default, "
+        "linear and llama3"
+    )

@@ -1,0 +1,110 @@
+"""Weights of a Hugging Face directory as sharded JAX arrays, and back, one parameter at a time.
+
+Promises: each device's part is read from the files by itself, so the host never holds more than one part of one
+parameter beside what the operating system caches; a tensor that is missing, misshapen or unknown is named in one
+sentence; what is exported has the names, shapes and order of `config.parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
+from safetensors import SafetensorError, safe_open
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.decoder_config import HEAD, DecoderConfig, Parameter
+
+Place = Callable[[Parameter], Sharding]
+
+
+def load_weights(path: Path, config: DecoderConfig, *, place: Place, dtype: Any = np.float32) -> dict[str, jax.Array]:
+    """Every parameter, stacked over layers, divided as `place` says.
+
+    Args:
+        path: a directory with `*.safetensors`, whole or in shards.
+        place: the sharding of `parameter.stacked_shape`.
+        dtype: of the arrays; the files' own is converted.
+
+    Raises:
+        ModelError: a file is damaged, or a tensor is missing, of another shape, or not the decoder's.
+    """
+    try:
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(safe_open(str(file), framework="np")) for file in sorted(path.glob("*.safetensors"))
+            ]
+            holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            _check(holder, config, path)
+            return {
+                parameter.name: _divided(parameter, place(parameter), holder, np.dtype(dtype))
+                for parameter in config.parameters
+            }
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"the weights in {path} are damaged: {error}; copy them again") from error
+
+
+def export_weights(
+    config: DecoderConfig, weights: Mapping[str, jax.Array], *, dtype: Any
+) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """(name, host array) under Hugging Face's names, layer by layer; gathers and holds one parameter at a time.
+
+    With several hosts every one must iterate, since gathering is collective.
+    """
+    for parameter, layer in export_order(config):
+        array = weights[parameter.name]
+        sharding = array.sharding
+        everywhere = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
+        gathered = _gathered(array, 0 if layer is None else layer, layer is not None, np.dtype(dtype), everywhere)
+        yield parameter.name_at(layer or 0), np.asarray(gathered.addressable_data(0))
+
+
+def export_order(config: DecoderConfig) -> Iterator[tuple[Parameter, int | None]]:
+    """Every parameter with its layer, in the order of `export_weights`: embedding, layer by layer, norm, head."""
+    first, *rest = (parameter for parameter in config.parameters if parameter.layers is None)
+    stacked = [parameter for parameter in config.parameters if parameter.layers is not None]
+    yield first, None
+    yield from ((parameter, layer) for layer in range(config.layers) for parameter in stacked)
+    yield from ((parameter, None) for parameter in rest)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _gathered(array: jax.Array, layer: int, stacked: bool, dtype: np.dtype[Any], everywhere: Sharding) -> jax.Array:
+    """One layer's part, or all, in `dtype` on every device."""
+    one = lax.dynamic_index_in_dim(array, layer, keepdims=False) if stacked else array
+    return lax.with_sharding_constraint(one.astype(dtype), everywhere)
+
+
+def _check(holder: Mapping[str, Any], config: DecoderConfig, path: Path) -> None:
+    shapes = {name: parameter.shape for parameter in config.parameters for name in parameter.names}
+    for name, shape in shapes.items():
+        if name not in holder:
+            raise ModelError(f"{path}: the tensor {name!r} is missing from its safetensors files; copy them again")
+        found = tuple(holder[name].get_slice(name).get_shape())
+        if found != shape:
+            raise ModelError(f"{path}: the tensor {name!r} must have the shape {shape} by config.json, got {found}")
+    # A tied head may be stored again, and old files store the rotary table; anything else would go unused.
+    extra = sorted(name for name in holder.keys() - shapes if name != HEAD and not name.endswith("rotary_emb.inv_freq"))
+    if extra:
+        raise ModelError(f"{path}: the tensor {extra[0]!r} is no part of a {config.model_type} by its config.json")
+
+
+def _divided(parameter: Parameter, sharding: Sharding, holder: Mapping[str, Any], dtype: np.dtype[Any]) -> jax.Array:
+    """Read and place each device's part."""
+    shape = parameter.stacked_shape
+
+    def part(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        within = index if parameter.layers is None else index[1:]
+        read = [holder[name].get_slice(name)[within].astype(dtype, copy=False) for name in parameter.names]
+        return read[0] if parameter.layers is None else np.stack(read)
+
+    parts = sharding.addressable_devices_indices_map(shape)
+    placed = [jax.device_put(part(index), device) for device, index in parts.items() if index is not None]
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)

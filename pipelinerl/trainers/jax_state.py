@@ -1,0 +1,142 @@
+"""State of a `JaxTrainer` on disk: sharded arrays through TensorStore, exact to the bit, restored onto any mesh.
+
+    trainer.json                          format, model_version, architecture, mesh
+    arrays/<weights|mean|square>/<name>/  zarr 3: one file for each part of the array, with a CRC-32C of its own
+
+Each host writes the parts that lie on its devices and reads the parts that it needs, so nothing is ever whole on one
+host, and the mesh that restores need not be the one that saved. A part that is missing, cut short or altered is an
+error, never zeros. Durability, and the rename that makes a checkpoint appear, are the caller's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import jax
+import numpy as np
+import tensorstore
+from jax.sharding import NamedSharding
+
+from pipelinerl.models.decoder_config import DecoderConfig
+from trainer_contract.errors import StateError
+
+_FORMAT: Final = 1
+#: Arrays by name, by kind: the master weights and Adam's two moments.
+Kinds = Mapping[str, Mapping[str, jax.Array]]
+KINDS: Final = ("weights", "mean", "square")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A state whose record was read and checked; its arrays are read by `restore`."""
+
+    path: Path
+    model_version: int
+
+    def restore(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, dict[str, jax.Array]]:
+        """The arrays of every kind, placed as `like` (name → shape, dtype, sharding) says.
+
+        Raises:
+            StateError: an array is missing, damaged or of another shape.
+        """
+        return {kind: {name: self._array(kind, name, wanted) for name, wanted in like.items()} for kind in KINDS}
+
+    def _array(self, kind: str, name: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        sharding = wanted.sharding
+        assert isinstance(sharding, NamedSharding)
+        parts = sharding.addressable_devices_indices_map(wanted.shape)
+        try:
+            store = tensorstore.open(_spec(self.path, kind, name), open=True).result()
+            if tuple(store.shape) != wanted.shape:
+                raise ValueError(f"its shape is {list(store.shape)}, expected {list(wanted.shape)}")
+            reading = [(device, store[index].read()) for device, index in parts.items() if index is not None]
+            placed = [jax.device_put(np.asarray(part.result(), wanted.dtype), device) for device, part in reading]
+        except (ValueError, OSError) as error:
+            reason = str(error).partition("\n")[0][:300]
+            raise StateError(
+                f"the array {kind}/{name} of the trainer state in {self.path} is missing or damaged: {reason}; restore "
+                "another checkpoint"
+            ) from error
+        return jax.make_array_from_single_device_arrays(wanted.shape, sharding, placed)
+
+
+def save(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int) -> None:
+    """Write the state below the existing directory `path`; with several hosts, a shared one."""
+    writing = [
+        write
+        for kind, named in arrays.items()
+        for name, array in named.items()
+        for write in _write(_spec(path, kind, name), array)
+    ]
+    for write in writing:
+        write.result()
+    if jax.process_index() == 0:
+        sharding = next(iter(arrays["weights"].values())).sharding
+        mesh = dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {}
+        record = {
+            "format": _FORMAT,
+            "model_version": model_version,
+            "architecture": _architecture(config),
+            "mesh": mesh,
+        }
+        (path / "trainer.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load(path: Path, *, expected: DecoderConfig) -> SavedState:
+    """Read the record of a state and check that it is of the model `expected`.
+
+    Raises:
+        StateError: it is missing, damaged, or of another model.
+    """
+    try:
+        record = json.loads((path / "trainer.json").read_text())
+        version, architecture, found = int(record["model_version"]), record["architecture"], record["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(
+            f"the trainer state in {path} is missing or damaged: {error}; restore another checkpoint"
+        ) from error
+    if found != _FORMAT:
+        raise StateError(f"the trainer state in {path} has format {found!r}, expected {_FORMAT}")
+    if architecture != _architecture(expected):
+        raise StateError(
+            f"the trainer state in {path} is of another model than model_path ({expected.model_type}); "
+            "start from the model it was saved with"
+        )
+    return SavedState(path, version)
+
+
+def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutures]:
+    """Begin to write the parts that lie on this host, each once; a part is a file."""
+    store = tensorstore.open(
+        spec,
+        create=True,
+        open=True,
+        dtype=tensorstore.dtype(array.dtype.name),
+        shape=array.shape,
+        chunk_layout=tensorstore.ChunkLayout(chunk_shape=array.sharding.shard_shape(array.shape)),
+    ).result()
+    return [store[part.index].write(np.asarray(part.data)) for part in array.addressable_shards if part.replica_id == 0]
+
+
+def _spec(path: Path, kind: str, name: str) -> dict[str, Any]:
+    folder = path.absolute() / "arrays" / kind / name.replace(".*", "")
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{folder}/"},
+        "context": {"file_io_sync": False},
+        "metadata": {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]},
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def _architecture(config: DecoderConfig) -> str:
+    """Digest of what makes the model the model it is; the dtype of its directory does not."""
+    fields = {name: value for name, value in asdict(config).items() if name != "dtype"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,50 @@
+"""Real runs with the JAX trainer and a torch engine: they learn what the torch trainer learns, and outlive its death.
+
+In lockstep with the ratio over recomputed log-probs a run on a CPU is a function of its seed, so a trainer that was
+killed and restored from its checkpoint must draw the same curve, bit by bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fakes.live_run import LiveRun, launched, new_run
+
+STEPS = 8
+LOCKSTEP = (
+    f"run.steps={STEPS}",
+    "checkpoint.interval_steps=4",
+    "staleness.j=1",
+    "staleness.k=1",
+    "objective.grad1.over=old",
+    "launch.start_timeout_s=240",
+)
+
+Curve = dict[int, tuple[float, ...]]
+
+
+def curve(run: LiveRun) -> Curve:
+    """What a run learned from, step by step; of a step that was made twice, the later."""
+    measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
+    return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_a_jax_trainer_in_the_place_of_a_torch_trainer(tmp_path: Path) -> None:
+    curves = {}
+    for kind in ("torch", "jax"):
+        with launched(new_run(tmp_path / kind, *LOCKSTEP, f"trainer.type={kind}"), tmp_path / kind) as run:
+            assert run.end(180) == 0, run.story()
+            curves[kind] = curve(run)
+    first = (curves["jax"][1], curves["torch"][1])
+    np.testing.assert_allclose(*first, rtol=1e-4, atol=1e-6, err_msg="the first step, on the same rollouts")
+
+    with launched(new_run(tmp_path / "killed", *LOCKSTEP, "trainer.type=jax"), tmp_path / "killed") as run:
+        run.until_step(5, timeout_s=180)
+        run.role("trainer").kill()
+        assert run.end(240) == 0, run.story()
+        assert curve(run) == curves["jax"]

@@ -1,0 +1,109 @@
+"""What a config.json says of a decoder: today's keys and older ones, and each feature that is refused by name."""
+
+import json
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.decoder_config import Parameter, Rotary, read_config
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+OLD_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, **SIZES}
+
+
+def read(folder, table):
+    (folder / "config.json").write_text(json.dumps(table))
+    return read_config(folder)
+
+
+def test_families(tmp_path):
+    found = {}
+    for config in (Qwen2Config(**SIZES), Qwen3Config(**SIZES), LlamaConfig(**SIZES, attention_bias=True)):
+        config.save_pretrained(tmp_path)
+        decoder = read_config(tmp_path)
+        switches = (decoder.qkv_bias, decoder.output_bias, decoder.qk_norm, decoder.head_dim, decoder.tied)
+        found[decoder.model_type] = switches
+    assert found == {
+        "qwen2": (True, False, False, 8, False),
+        "qwen3": (False, False, True, 128, False),
+        "llama": (True, True, False, 8, False),
+    }
+
+
+def test_parameters_in_order_with_their_shapes(tmp_path):
+    first, query, *_, norm, head = read(tmp_path, OLD_LLAMA).parameters
+    assert first == Parameter("model.embed_tokens.weight", (48, 32), ("tensor", "fsdp"))
+    assert query == Parameter("model.layers.*.self_attn.q_proj.weight", (32, 32), ("tensor", "fsdp"), 3)
+    assert query.stacked_shape == (3, 32, 32) and query.stacked_axes == (None, "tensor", "fsdp")
+    assert query.names[2] == "model.layers.2.self_attn.q_proj.weight"
+    assert (norm.name, head.name) == ("model.norm.weight", "lm_head.weight")
+    assert read(tmp_path, OLD_LLAMA | {"tie_word_embeddings": True}).parameters[-1].name == "model.norm.weight"
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "rotary"),
+    [
+        ({}, Rotary()),
+        ({"rope_theta": 1e6}, Rotary(theta=1e6)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, Rotary(theta=5e5, factor=4.0)),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}},
+            Rotary(theta=5e5, factor=8.0, original_positions=64, low_freq_factor=1.0, high_freq_factor=4.0),
+        ),
+    ],
+)
+def test_rotary_settings_old_and_new(table, rotary, tmp_path):
+    assert read(tmp_path, OLD_LLAMA | table).rotary == rotary
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"model_type": "gpt2"}, "the architecture 'gpt2' is not known to the JAX decoder; it knows llama, mistral"),
+        ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not known"),
+        ({"model_type": "mistral", "sliding_window": 5}, "a sliding window"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5}, "a sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "the rotary scaling 'yarn'"),
+        ({"partial_rotary_factor": 0.5}, "a part of each head"),
+        ({"hidden_act": "gelu"}, "the activation 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights"),
+        ({"vocab_size": None}, "lacks or garbles"),
+    ],
+)
+def test_refusals(table, sentence, tmp_path):
+    with pytest.raises(ModelError, match=sentence):
+        read(tmp_path, OLD_LLAMA | table)
+
+
+def test_windows_that_are_not_in_use_are_accepted(tmp_path):
+    for table in (
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096},
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3},
+    ):
+        assert read(tmp_path, OLD_LLAMA | table).layers == 3
+
+
+def test_a_missing_key_and_a_missing_file(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json is needed"):
+        read_config(tmp_path)
+    with pytest.raises(ModelError, match="lacks or garbles 'hidden_size'"):
+        read(tmp_path, {name: value for name, value in OLD_LLAMA.items() if name != "hidden_size"})

@@ -1,0 +1,146 @@
+"""The JAX decoder against Hugging Face's own, in fp32; loading and exporting, and directories that do not fit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.decoder_config import read_config
+from pipelinerl.models.jax_checkpoint import export_weights, load_weights
+from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, output_embedding
+from pipelinerl.rng import generator
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
+    "llama": lambda: LlamaConfig(**SIZES),
+    "llama3": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
+    "mistral": lambda: MistralConfig(**SIZES, head_dim=8, sliding_window=None),
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """name → a random model with large weights, biases and norms that matter, and its directory."""
+
+    def make(name):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(5.0)
+                else:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path)
+        return model, tmp_path
+
+    return make
+
+
+def loaded(path, **options):
+    config = read_config(path)
+    everywhere = SingleDeviceSharding(jax.devices("cpu")[0])
+    return config, load_weights(path, config, place=lambda _: everywhere, **options)
+
+
+def causal(query, key, value, state):
+    length = query.shape[1]
+    return grouped_attention(query, key, value, jnp.tril(jnp.ones((length, length), bool))[None]), state
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logprobs_are_hugging_faces(name, saved):
+    model, path = saved(name)
+    tokens = generator(0, name).integers(0, 48, (2, 60))
+    config, weights = loaded(path)
+    positions = jnp.broadcast_to(jnp.arange(60), (2, 60))
+    hidden, _ = hidden_states(config, weights, jnp.asarray(tokens), positions, causal)
+    ours = jax.nn.log_softmax(hidden @ output_embedding(weights).T)
+    theirs = torch.log_softmax(model(torch.from_numpy(tokens)).logits, -1).detach().numpy()
+    assert np.abs(np.asarray(ours) - theirs).max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_what_is_exported_is_what_was_saved(name, saved):
+    model, path = saved(name)
+    config, weights = loaded(path)
+    exported = dict(export_weights(config, weights, dtype=np.float32))
+    parameters = dict(model.named_parameters())
+    assert exported.keys() == parameters.keys()
+    assert all(np.array_equal(exported[name], parameters[name].detach().numpy()) for name in exported)
+    layers = [name.split(".")[2] for name in exported if name.startswith("model.layers.")]
+    assert layers == sorted(layers), "layer by layer"
+
+
+def test_files_in_several_shards_and_in_bfloat16(saved):
+    model, path = saved("llama")
+    model.to(torch.bfloat16).save_pretrained(path, max_shard_size="10KB")
+    assert len(list(path.glob("model-*.safetensors"))) > 1
+    (path / "model.safetensors").unlink(missing_ok=True)
+    config, weights = loaded(path)
+    exported = dict(export_weights(config, weights, dtype=jnp.dtype(config.dtype)))
+    assert config.dtype == "bfloat16" and {str(array.dtype) for array in exported.values()} == {"bfloat16"}
+    for name, parameter in model.named_parameters():
+        assert np.array_equal(exported[name].astype(np.float32), parameter.float().detach().numpy())
+
+
+def test_a_tied_head_that_is_stored_again_is_the_embedding(saved):
+    _, path = saved("qwen2")
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path / "model.safetensors")
+    config, weights = loaded(path)
+    assert "lm_head.weight" not in weights and config.tied
+
+
+def without(tensors, name):
+    return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+BROKEN = {
+    f"the tensor '{UP}' is missing": lambda tensors: without(tensors, UP),
+    rf"'{UP}' must have the shape \(40, 32\) by config.json, got \(32, 40\)": lambda tensors: (
+        tensors | {UP: np.ascontiguousarray(tensors[UP].T)}
+    ),
+    "'model.layers.0.self_attn.q_proj.bias' is no part of a llama": lambda tensors: (
+        tensors | {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", BROKEN)
+def test_weights_that_do_not_fit(sentence, saved):
+    _, path = saved("llama")
+    save_file(BROKEN[sentence](load_file(path / "model.safetensors")), path / "model.safetensors")
+    with pytest.raises(ModelError, match=sentence):
+        loaded(path)
+
+
+def test_a_damaged_file(saved):
+    _, path = saved("llama")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="damaged"):
+        loaded(path)

@@ -30,9 +30,6 @@ knobs_app = typer.Typer(help="Show or change the knobs of a live run.", no_args_
 conformance_app = typer.Typer(help="Check an engine or a trainer against its contract.", no_args_is_help=True)
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(conformance_app, name="conformance")
-app.command()(mismatch)
-app.command()(explain)
-app.command()(replay)
 
 ROLES: Final = "Roles (each is one process; `run` starts them all)"
 
@@ -198,6 +195,11 @@ Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the 
 
 LOCAL_REDIS: Final = "redis://127.0.0.1:6379/0"
 LOCAL_CONTROLLER: Final = "http://127.0.0.1:8000"
+
+
+app.command()(mismatch)
+app.command()(explain)
+app.command()(replay)
 
 
 @app.command(rich_help_panel=ROLES)

@@ -74,7 +74,7 @@ class EngineSection(Section):
     """How linear layers are kept: as they come, or quantised (`int8`)."""
     device: Device = Device.AUTO
     devices: int = Field(default=1, ge=1)
-    """How many devices share one engine's model (type jax)."""
+    """How many devices share one engine's model (types jax and vllm)."""
     on_update: OnUpdate = OnUpdate.CONTINUE
 
 

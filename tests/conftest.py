@@ -10,7 +10,7 @@ import pytest
 
 #: Read when JAX is first used in a process: as many CPU devices, so that meshes can be tried, and machine code that is
 #: quicker to make than to run, since a test runs a program a few times only.
-_XLA_FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+_XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS)
 
 

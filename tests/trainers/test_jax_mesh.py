@@ -12,7 +12,7 @@ from trainer_contract.types import Device, TrainerSpec
 OBJECTIVE = resolve("pipelinerl")
 ONE = {}
 MESHES = [{"fsdp": 2}, {"fsdp": 2, "tensor": 2}]
-MORE_MESHES = [{"data": 2}, {"tensor": 2}, {"fsdp": 4}, {"data": 2, "fsdp": 2}, {"data": 4}]
+MORE_MESHES = [{"data": 2}, {"tensor": 2}, {"fsdp": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "fsdp": 4}]
 
 
 def started(path, mesh, **fields):

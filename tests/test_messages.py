@@ -42,8 +42,17 @@ WIRE: list[tuple[Message, dict[str, Any]]] = [
         {"report_id": "ready-a", "incarnation": "a", "model_version": 5, "consumed": ACCOUNT},
     ),
     (
-        StepDone(report_id="e1-step-6", epoch=1, model_version=6, consumed=CONSUMED, stats={"loss": 0.5}),
-        {"report_id": "e1-step-6", "epoch": 1, "model_version": 6, "consumed": ACCOUNT, "stats": {"loss": 0.5}},
+        StepDone(
+            report_id="e1-step-6", epoch=1, model_version=6, consumed=CONSUMED, stats={"loss": 0.5}, orders=[4, 8]
+        ),
+        {
+            "report_id": "e1-step-6",
+            "epoch": 1,
+            "model_version": 6,
+            "consumed": ACCOUNT,
+            "stats": {"loss": 0.5},
+            "orders": [4, 8],
+        },
     ),
     (
         StepSkipped(

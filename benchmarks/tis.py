@@ -52,6 +52,9 @@ FIGURE: Final = Path(__file__).parent.parent / "docs" / "tis.png"
 _DEADLINE_S: Final = 3600.0
 _QUICK: Final = ("run.steps=24", "evaluation.interval_steps=12", "evaluation.problems=64")
 
+#: Of a curve in the record.
+_POINTS: Final = 200
+
 _OVER_OLD: Final = "objective.grad1.over=old"
 _OLD_OVER_BEHAVIOR: Final = 'kind = "token_ratio", numerator = "old", denominator = "behavior"'
 #: What each objective changes of the recipe.
@@ -184,8 +187,14 @@ def outcome(arm: Arm, seed: int, story: Story, *, trained: float, completed: boo
         clipped=fmean(steps("clip_fraction").y),
         truncated=fmean(steps("truncated_fraction").y),
         entropy=fmean(entropy.y[-max(1, len(entropy.y) // 10) :]),
-        curves={name: (series.x, series.y) for name, series in curves.items()},
+        curves={name: _thinned(series) for name, series in curves.items()},
     )
+
+
+def _thinned(series: Series) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """As many points as a figure shows, in as many digits."""
+    every = max(1, len(series.x) // _POINTS)
+    return series.x[::every], tuple(float(f"{y:.4g}") for y in series.y[::every])
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

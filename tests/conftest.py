@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ import pytest
 #: quicker to make than to run, since a test runs a program a few times only.
 _XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS)
+
+# A shell's background job ignores Ctrl-C and hands that down; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

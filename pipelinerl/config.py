@@ -12,11 +12,11 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from inference_contract.schemas import OnUpdate, Transport
+from inference_contract.schemas import Transport
 from pipelinerl.config_learning import (
     CriticSection,
     KLControlSection,
@@ -24,164 +24,29 @@ from pipelinerl.config_learning import (
     RewardSection,
     TrainingSection,
 )
-from pipelinerl.config_sections import LaunchSection, ParameterServerSection, Section, WeightsSection
-from pipelinerl.engines.options import WeightFormat
+from pipelinerl.config_sections import (
+    MODELS,
+    ActorSection,
+    CheckpointSection,
+    EngineSection,
+    EvaluationSection,
+    LaunchSection,
+    ModelSection,
+    OptimizerSection,
+    ParameterServerSection,
+    RunSection,
+    SamplingSection,
+    Section,
+    StalenessSection,
+    StreamsSection,
+    TrainerSection,
+    WeightsSection,
+)
 from pipelinerl.errors import RecipeError
-from pipelinerl.staleness import PRESETS, StalenessBounds
-from trainer_contract.types import Device, HeadPrecision, Precision
+
+__all__ = ["MODELS", "RECIPES", "RunConfig", "load", "parse", "to_table"]
 
 RECIPES = Path(__file__).resolve().parent.parent / "launch" / "recipes"
-MODELS = Path(__file__).resolve().parent / "models"
-
-
-class RunSection(Section):
-    """What the run is called, where it writes and when it ends."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
-    directory: Path = Path("runs")
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    steps: int = Field(default=100, ge=1)
-    until_accuracy: float | None = Field(default=None, gt=0, le=1)
-    """End early once an evaluation reaches this held-out accuracy."""
-    stall_s: float = Field(default=120.0, gt=0)
-    """When nothing has got on for so long, an event and the controller's log say what the run waits for."""
-
-
-class ModelSection(Section):
-    """The policy to start from: a local Hugging Face directory, or `shipped:<name>`."""
-
-    path: str
-    head_precision: HeadPrecision = HeadPrecision.MODEL
-    """Arithmetic of the output layer, in engine and trainer alike: as the rest, or `fp32` (MiniMax-M1)."""
-
-    @property
-    def resolved(self) -> Path:
-        """The directory."""
-        name = self.path.removeprefix("shipped:")
-        return MODELS / name if name != self.path else Path(self.path).expanduser()
-
-
-class EngineSection(Section):
-    """Inference servers."""
-
-    type: str = "torch"
-    count: int = Field(default=1, ge=1)
-    slots: int = Field(default=128, ge=1)
-    max_waiting: int = Field(default=4096, ge=1)
-    context_length: int = Field(default=512, ge=2)
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    weights: WeightFormat = WeightFormat.NATIVE
-    """How linear layers are kept: as they come, or quantised (`int8`)."""
-    device: Device = Device.AUTO
-    devices: int = Field(default=1, ge=1)
-    """How many devices share one engine's model (types jax and vllm)."""
-    on_update: OnUpdate = OnUpdate.CONTINUE
-
-
-class ActorSection(Section):
-    """Loops around the engines."""
-
-    count: int = Field(default=1, ge=1)
-    groups_in_flight: int = Field(default=32, ge=1)
-    attempts: int = Field(default=4, ge=1)
-    timeout_s: float = Field(default=300.0, gt=0)
-
-
-class SamplingSection(Section):
-    """How training rollouts are sampled."""
-
-    group_size: int = Field(default=16, ge=1)
-    temperature: float = Field(default=1.0, gt=0, le=100)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    max_tokens: int = Field(default=256, ge=1)
-    stop: tuple[str, ...] = ()
-
-
-#: At least 0 and below 1.
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerSection(Section):
-    """AdamW and the learning-rate schedule."""
-
-    learning_rate: float = Field(default=1e-6, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_fraction: float = Field(default=0.0, ge=0, le=1)
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: float = Field(default=1.0, ge=0)
-
-
-class TrainerSection(Section):
-    """The training backend."""
-
-    type: str = "torch"
-    precision: Precision = Precision.FP32
-    device: Device = Device.AUTO
-    gradient_checkpointing: bool = False
-    micro_batch_tokens: int = Field(default=16384, ge=2)
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Of this type of trainer alone, which checks them: for jax, `mesh` and what else `JaxOptions` lists."""
-
-
-class StalenessSection(Section):
-    """The bounds j and k (RLAX §4.2), by preset or by number."""
-
-    preset: str | None = None
-    j: int | None = None
-    k: float | None = Field(default=None, allow_inf_nan=True)
-
-    @property
-    def bounds(self) -> StalenessBounds:
-        """The pair, a number given here taking precedence over the preset's."""
-        base = PRESETS[self.preset or "pipeline"]
-        return StalenessBounds(base.j if self.j is None else self.j, base.k if self.k is None else self.k)
-
-    @model_validator(mode="after")
-    def _resolvable(self) -> Self:
-        if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"staleness.preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
-        try:
-            _ = self.bounds
-        except RecipeError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-
-class EvaluationSection(Section):
-    """Greedy accuracy on problems never trained on; choose hyper-parameters on `validation`, report `held_out`."""
-
-    split: Literal["held_out", "validation"] = "held_out"
-    interval_steps: int = Field(default=50, ge=1)
-    problems: int = Field(default=512, ge=0)
-    max_tokens: int | None = Field(default=None, ge=1)
-
-
-class CheckpointSection(Section):
-    """When to checkpoint, and how many to keep."""
-
-    interval_steps: int = Field(default=100, ge=1)
-    keep: int = Field(default=2, ge=1)
-
-
-class StreamsSection(Section):
-    """Where the streams live; without `redis_url` the launcher starts an embedded server."""
-
-    redis_url: str | None = None
-    max_groups: int = Field(default=4096, ge=1)
-    """Most groups issued and not yet accounted for: the bound of every stream."""
-
-    @field_validator("redis_url")
-    @classmethod
-    def _of_a_server(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(
-            ("redis://", "rediss://", "unix://")
-        ):  # not shown: it may hold a secret
-            raise ValueError("must begin with redis://, rediss:// or unix://; leave it out for an embedded server")
-        return url
 
 
 class DomainSection(Section):

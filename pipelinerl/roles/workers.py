@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import final
 
 from pipelinerl import registry
-from pipelinerl.config import ModelSection, RunConfig
+from pipelinerl.config import RunConfig
 from pipelinerl.config_learning import CriticSection, ReferenceSection
+from pipelinerl.config_sections import ModelSection
 from pipelinerl.errors import ModelError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -67,21 +67,23 @@ class CheckpointStore:
         *,
         layout: Iterable[ParameterInfo],
         weights: Iterable[tuple[str, Any]],
-        save_trainer: Callable[[Path], None],
-        save_critic: Callable[[Path], None] | None = None,
+        parts: Mapping[str, Callable[[Path], None]],
     ) -> Path:
-        """Write a checkpoint; returns its directory once it is durable."""
+        """Write a checkpoint; returns its directory once it is durable.
+
+        Args:
+            parts: what writes its state into a directory of its own, by that directory's name.
+        """
         final_path = self.directory / f"step-{state.model_version:06d}"
         for abandoned in self.directory.glob(".*-step-*"):  # a trainer was killed while it wrote or replaced this one
             shutil.rmtree(abandoned)
         temporary = self.directory / f".writing-{final_path.name}"
-        (temporary / "trainer").mkdir(parents=True)
+        temporary.mkdir(parents=True)
         self._copy_model_files(temporary)
         _write_safetensors(temporary / "model.safetensors", layout, weights)
-        save_trainer(temporary / "trainer")
-        if save_critic is not None:
-            (temporary / "critic").mkdir()
-            save_critic(temporary / "critic")
+        for name, save in parts.items():
+            (temporary / name).mkdir()
+            save(temporary / name)
         manifest = {"format": _FORMAT, "state": asdict(state), "files": _digests(temporary)}
         (temporary / _MANIFEST).write_text(json.dumps(manifest | {"digest": _manifest_digest(manifest)}, indent=1))
         _sync_tree(temporary)

@@ -366,8 +366,7 @@ class TrainingLoop:
                 state,
                 layout=self._trainer.weight_layout(),
                 weights=self._trainer.gather_weights(),
-                save_trainer=self._trainer.save_state,
-                save_critic=self._step.critic.worker.save_state if self._step.critic else None,
+                parts=self._step.parts(),
             )
         )
         await self._intake.trim(await asyncio.to_thread(self._checkpoints.oldest_kept_offsets))

@@ -9,8 +9,9 @@ gradient is left behind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -52,6 +53,11 @@ class TrainStep:
     @property
     def _policy(self) -> Trainer:
         return self.passes.policy
+
+    def parts(self) -> dict[str, Callable[[Path], None]]:
+        """What a checkpoint holds of the workers: who writes it, by the name of its directory."""
+        parts = {"trainer": self._policy.save_state}
+        return parts | ({"critic": self.critic.worker.save_state} if self.critic else {})
 
     def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated | Poison:
         """Forward passes for the columns that are needed, advantages, then backward for each micro-batch."""

@@ -99,8 +99,7 @@ def test_a_resumed_run_continues_all_three_to_the_bit(config: RunConfig, tmp_pat
         ),
         layout=first.policy.weight_layout(),
         weights=first.policy.gather_weights(),
-        save_trainer=first.policy.save_state,
-        save_critic=first.critic.worker.save_state,
+        parts={"trainer": first.policy.save_state, "critic": first.critic.worker.save_state},
     )
     undisturbed = steps(config, first, objective, range(3, 6)), weights(first)
     first.close()

@@ -54,7 +54,7 @@ def save(store: CheckpointStore, version: int, *, epoch: int = 1) -> Path:
         state(version, epoch=epoch),
         layout=[ParameterInfo("bigram.logits", (5, 5), "float32")],
         weights=[("bigram.logits", table)],
-        save_trainer=lambda path: (path / "optimizer").write_bytes(bytes(100)) and None,
+        parts={"trainer": lambda path: (path / "optimizer").write_bytes(bytes(100)) and None},
     )
 
 
@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_the_checkpoints_as_they_were(store: CheckpointStore)
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        store.save(state(4), layout=[], weights=[], save_trainer=full)
+        store.save(state(4), layout=[], weights=[], parts={"trainer": full})
     assert latest(store) == state(2)
     assert latest(store) is not None and save(store, 4).name == "step-000004"
 
@@ -220,7 +220,7 @@ def test_transformers_loads_a_checkpoint_as_it_lies(tmp_path: Path) -> None:
         state(0),
         layout=trainer.weight_layout(),
         weights=trainer.gather_weights(),
-        save_trainer=trainer.save_state,
+        parts={"trainer": trainer.save_state},
     )
     trainer.close()
     loaded, original = (AutoModelForCausalLM.from_pretrained(p, local_files_only=True) for p in (path, SHIPPED))

@@ -56,7 +56,7 @@ class TrainStep:
 
     def parts(self) -> dict[str, Callable[[Path], None]]:
         """What a checkpoint holds of the workers: who writes it, by the name of its directory."""
-        parts = {"trainer": self._policy.save_state}
+        parts: dict[str, Callable[[Path], None]] = {"trainer": self._policy.save_state}
         return parts | ({"critic": self.critic.worker.save_state} if self.critic else {})
 
     def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated | Poison:

@@ -27,33 +27,24 @@ comes out here is what is reported.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Final
 
+from benchmarks.comparison import Column, by_arm, table
+from benchmarks.finished_run import FinishedRun, Points, steps_of, thinned, train
 from benchmarks.measure import write_record
-from benchmarks.trl_arm import HeldOut, Judge
 from pipelinerl.config import load, to_table
 from pipelinerl.engines.options import WeightFormat
-from pipelinerl.models.checkpoint import load_model
-from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.observability.events import read_events
-from pipelinerl.observability.story import Series, Story, tell
-from pipelinerl.roles.parts import checkpoints_of
 
 RECIPE: Final = "tiny"
 FIGURE: Final = Path(__file__).parent.parent / "docs" / "tis.png"
-_DEADLINE_S: Final = 3600.0
 _QUICK: Final = ("run.steps=24", "evaluation.interval_steps=12", "evaluation.problems=64")
-
-#: Of a curve in the record.
-_POINTS: Final = 200
 
 _OVER_OLD: Final = "objective.grad1.over=old"
 _OLD_OVER_BEHAVIOR: Final = 'kind = "token_ratio", numerator = "old", denominator = "behavior"'
@@ -103,21 +94,20 @@ class Outcome:
     clipped: float
     truncated: float
     entropy: float
-    curves: dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
+    curves: dict[str, Points]
 
 
-#: Columns of the table: heading, field of `Outcome`, format.
-_COLUMNS: Final = (
-    ("trained", "trained", ".3f"),
-    ("served", "served", ".3f"),
-    ("mismatch", "mismatch", ".2g"),
-    ("its max", "mismatch_max", ".2g"),
-    ("of numerics", "numerics", ".2g"),
-    ("max Δp of a response", "response_max", ".2g"),
-    ("ESS", "ess", ".4f"),
-    ("clipped", "clipped", ".2%"),
-    ("truncated", "truncated", ".2%"),
-    ("entropy", "entropy", ".3f"),
+COLUMNS: Final = (
+    Column("trained", "trained", ".3f"),
+    Column("served", "served", ".3f"),
+    Column("mismatch", "mismatch", ".2g"),
+    Column("its max", "mismatch_max", ".2g"),
+    Column("of numerics", "numerics", ".2g"),
+    Column("max Δp of a response", "response_max", ".2g"),
+    Column("ESS", "ess", ".4f"),
+    Column("clipped", "clipped", ".2%"),
+    Column("truncated", "truncated", ".2%"),
+    Column("entropy", "entropy", ".3f"),
 )
 
 
@@ -129,46 +119,22 @@ def arms(weights: Sequence[WeightFormat]) -> list[Arm]:
 
 
 def trained(arm: Arm, *, seed: int, overrides: Sequence[str]) -> Outcome:
-    """One `pipelinerl run`, and what came of it; a run that broke down is told by its last checkpoint.
+    """One `pipelinerl run`, and what came of it.
 
     Raises:
         RuntimeError: it ended before it had an evaluation and a checkpoint.
     """
-    with tempfile.TemporaryDirectory(prefix="pipelinerl-tis-") as folder:
-        named = (f"run.seed={seed}", f"run.directory={folder}", "run.name=arm")
-        changes = [*overrides, *arm.changes, *named]
-        done = subprocess.run(
-            [sys.executable, "-m", "pipelinerl.cli", "run", RECIPE, *changes],
-            text=True,
-            capture_output=True,
-            timeout=_DEADLINE_S,
-        )
-        config = load(RECIPE, changes)
-        log = config.run_directory / "events.jsonl"
-        story = tell(read_events(log) if log.exists() else [])
-        checkpoint = checkpoints_of(config, config.run_directory).latest()
-        if checkpoint is None or not story.evaluations or not story.steps:
-            said = (done.stdout + done.stderr)[-3000:]
-            raise RuntimeError(f"{arm.name}, seed {seed}, ended with {done.returncode} and nothing to measure:\n{said}")
-        model = load_model(checkpoint[0])
-        with Judge(config) as judge:
-            accuracy = HeldOut(config, judge, ChatTokenizer.load(checkpoint[0])).accuracy(model)
-    return outcome(arm, seed, story, trained=accuracy, completed=len(story.steps) >= config.run.steps)
+    return outcome(arm, seed, train(RECIPE, [*overrides, *arm.changes], seed=seed))
 
 
-def outcome(arm: Arm, seed: int, story: Story, *, trained: float, completed: bool) -> Outcome:
-    """The figures of a run's events.
+def outcome(arm: Arm, seed: int, run: FinishedRun) -> Outcome:
+    """The figures of a run.
 
     Raises:
         ValueError: its steps do not report one of them.
     """
-
-    def steps(field: str) -> Series:
-        series = story.by_step(field)
-        if not series:
-            raise ValueError(f"expected steps of {arm.name} to report {field}, got {sorted(story.steps[0])}")
-        return series
-
+    story = run.story
+    steps = partial(steps_of, story)
     mismatch, ess, entropy = steps("logprob_difference_mean"), steps("ess"), steps("entropy")
     accuracy = story.series(story.evaluations, "accuracy", x="model_version")
     curves = {"accuracy": accuracy, "ess": ess.smoothed(), "mismatch": mismatch.smoothed()}
@@ -176,8 +142,8 @@ def outcome(arm: Arm, seed: int, story: Story, *, trained: float, completed: boo
         arm=arm.name,
         seed=seed,
         steps=len(story.steps),
-        completed=completed,
-        trained=trained,
+        completed=run.completed,
+        trained=run.accuracy,
         served=accuracy.y[-1],
         mismatch=fmean(mismatch.y),
         mismatch_max=max(steps("logprob_difference_max").y),
@@ -187,37 +153,8 @@ def outcome(arm: Arm, seed: int, story: Story, *, trained: float, completed: boo
         clipped=fmean(steps("clip_fraction").y),
         truncated=fmean(steps("truncated_fraction").y),
         entropy=fmean(entropy.y[-max(1, len(entropy.y) // 10) :]),
-        curves={name: _thinned(series) for name, series in curves.items()},
+        curves={name: thinned(series) for name, series in curves.items()},
     )
-
-
-def _thinned(series: Series) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """As many points as a figure shows, in as many digits."""
-    every = max(1, len(series.x) // _POINTS)
-    return series.x[::every], tuple(float(f"{y:.4g}") for y in series.y[::every])
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: a row for each arm, the mean over its seeds, and their range in brackets where they differ."""
-    lines = ["| arm | " + " | ".join(heading for heading, _, _ in _COLUMNS) + " |", "|---" * (len(_COLUMNS) + 1) + "|"]
-    for name, runs in _by_arm(outcomes).items():
-        cells = [_cell([getattr(run, field) for run in runs], form) for _, field, form in _COLUMNS]
-        broken = sum(not run.completed for run in runs)
-        mark = f" ({broken} of {len(runs)} broke down)" if broken else ""
-        lines.append(f"| {name}{mark} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(values: Sequence[float], form: str) -> str:
-    mean, low, high = (format(value, form) for value in (fmean(values), min(values), max(values)))
-    return mean if low == high else f"{mean} [{low}, {high}]"
-
-
-def _by_arm(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    by_arm: dict[str, list[Outcome]] = {}
-    for each in outcomes:
-        by_arm.setdefault(each.arm, []).append(each)
-    return by_arm
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> Path:
@@ -230,7 +167,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> Path:
     FigureCanvasAgg(figure)
     served, final, ess, mismatch = figure.subplots(2, 2).flat
     panels = {"accuracy": served, "ess": ess, "mismatch": mismatch}
-    runs_of = _by_arm(outcomes)
+    runs_of = by_arm(outcomes)
     colours = ["#1f2430", "#9aa3b2", *colormaps["tab10"].colors]  # type: ignore[attr-defined]  # native ones in grey
     for number, (name, runs) in enumerate(runs_of.items()):
         colour = colours[number]
@@ -278,7 +215,8 @@ def _seed(seed: int, chosen: Sequence[Arm], *, overrides: Sequence[str]) -> list
 
 
 def _tell(outcomes: Sequence[Outcome]) -> None:
-    print(f"\ntis: the {RECIPE} recipe on quantised rollouts; mean over the seeds [least, greatest]\n{table(outcomes)}")
+    print(f"\ntis: the {RECIPE} recipe on quantised rollouts; mean over the seeds [least, greatest]")
+    print(table(outcomes, COLUMNS))
 
 
 def main() -> None:

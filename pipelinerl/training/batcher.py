@@ -43,6 +43,8 @@ class Batcher:
         self._teaches = teaches
         self._waiting: dict[int, RolloutGroup] = {}
         self.duplicates = 0
+        self.stale_tokens = 0
+        """Sampled tokens of the groups that were dropped as stale."""
         self._abandoned: list[int] = []
 
     @property
@@ -101,5 +103,5 @@ class Batcher:
     def _drop_stale(self, *, producing: int, bounds: StalenessBounds) -> None:
         stale = [index for index, group in self._waiting.items() if is_stale(group, producing=producing, bounds=bounds)]
         for index in stale:
-            del self._waiting[index]
+            self.stale_tokens += sum(r.num_sampled_tokens for r in self._waiting.pop(index).rollouts)
         self.ledger.settle(stale, Fate.STALE)

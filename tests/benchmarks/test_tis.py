@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.tis import RECIPE, Arm, Outcome, arms, draw, outcome, table
+from benchmarks.comparison import table
+from benchmarks.finished_run import FinishedRun
+from benchmarks.tis import COLUMNS, RECIPE, Arm, Outcome, arms, draw, outcome
 from pipelinerl.config import RunConfig, load
 from pipelinerl.engines.options import WeightFormat
 from pipelinerl.numerics import causes
@@ -105,7 +107,7 @@ def _events(steps: int) -> list[Event]:
 
 
 def _outcome(name: str, *, seed: int = 0, trained: float = 0.5, completed: bool = True) -> Outcome:
-    return outcome(Arm(name, ()), seed, tell(_events(4)), trained=trained, completed=completed)
+    return outcome(Arm(name, ()), seed, FinishedRun(story=tell(_events(4)), accuracy=trained, completed=completed))
 
 
 def test_the_figures_are_those_of_the_steps() -> None:
@@ -123,13 +125,13 @@ def test_the_figures_are_those_of_the_steps() -> None:
 
 def test_a_figure_that_steps_do_not_report_is_named() -> None:
     events = [{key: value for key, value in event.items() if key != "ess"} for event in _events(2)]
-    with pytest.raises(ValueError, match="of native to report ess"):
-        outcome(Arm("native", ()), 0, tell(events), trained=0.5, completed=True)
+    with pytest.raises(ValueError, match="to report ess"):
+        outcome(Arm("native", ()), 0, FinishedRun(story=tell(events), accuracy=0.5, completed=True))
 
 
 def test_the_table_has_a_row_for_each_arm_and_says_which_broke_down() -> None:
     runs = [_outcome("native"), _outcome("int8 PPO", completed=False), _outcome("native", seed=1, trained=0.75)]
-    heading, rule, native, ppo = table(runs).splitlines()
+    heading, rule, native, ppo = table(runs, COLUMNS).splitlines()
     assert heading.count("|") == rule.count("|") == native.count("|")
     assert native.startswith("| native | 0.625 [0.500, 0.750] | 0.400 | 0.25 | 1.5 | 1.2 |")
     assert ppo.startswith("| int8 PPO (1 of 1 broke down) | 0.500 |")

@@ -46,10 +46,12 @@ def test_the_freshest_go_first_whatever_the_order_of_arrival() -> None:
 
 def test_what_aged_while_it_waited_is_dropped_as_stale() -> None:
     waiting = batcher()
-    waiting.offer(group(0, version=0))
+    old = group(0, version=0)
+    waiting.offer(old)
     waiting.offer(group(1, version=2))
     assert waiting.take(StepBudget(rollouts=8), producing=5, bounds=BOUNDS) is None
     assert (waiting.num_waiting, waiting.ledger.counts[Fate.STALE]) == (1, 1)
+    assert waiting.stale_tokens == sum(rollout.num_sampled_tokens for rollout in old.rollouts)
 
 
 def test_what_abandoned_weights_sampled_does_not_end_its_order() -> None:

@@ -19,24 +19,28 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 from inference_contract.schemas import OnUpdate, WeightLayout
-from pipelinerl.errors import DeadlineError, DivergedError
+from pipelinerl.errors import DeadlineError, DivergedError, FencedError, UpdateError
 from pipelinerl.messages import (
+    REPORTS,
     SKIPS_THAT_END,
     Checkpointed,
     Consumed,
     Directive,
+    Message,
     Progress,
+    Published,
     Starving,
     StepDone,
     StepSkipped,
     TrainerReady,
     TrainerStopped,
+    encode,
 )
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.objective import PolicyObjective
@@ -49,15 +53,15 @@ from pipelinerl.training.admission import Fate, Ledger, Lineage, has_signal, is_
 from pipelinerl.training.batch import TrainBatch, build, learns_from_equals
 from pipelinerl.training.batcher import Batcher, StepBudget
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
-from pipelinerl.training.conversation import PATIENCE_S, Conversation
 from pipelinerl.training.guard import Poison
 from pipelinerl.training.intake import Intake
-from pipelinerl.training.publishing import Publishing
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step import TrainStep
-from pipelinerl.weights.publisher import Publisher
+from pipelinerl.weights.publisher import Publication, Publisher, PublishReport
 
 log = logging.getLogger("pipelinerl")
+#: What is silent for longer is asked, or told, again.
+_PATIENCE_S: Final = 5.0
 T = TypeVar("T")
 
 
@@ -95,10 +99,13 @@ class TrainingLoop:
         self._settings = settings
         self._step = step
         self._trainer = step.passes.policy
+        self._layout = layout
         self._objective = AdaptiveObjective(
             objective, controller=settings.kl, restored=restored.kl_coefficient if restored else None
         )
         self._skipped = 0
+        self._stream = stream
+        self._publisher = publisher
         self._checkpoints = checkpoints
         self._at = at
         ledger = Ledger.from_record(restored.ledger) if restored else Ledger()
@@ -109,24 +116,14 @@ class TrainingLoop:
             teaches=is_judged if learns_from_equals(objective, settings.shaping) else has_signal,
         )
         self._intake = Intake(stream, offsets=restored.offsets if restored else {})
-        self._talk = Conversation(stream, deadline_s=settings.deadline_s, obey=self._obey)
-        self._publishing = Publishing(
-            publisher,
-            weights=self._trainer.gather_weights,
-            layout=layout,
-            on_update=settings.on_update,
-            report=self._talk.report,
-        )
+        self._directive: Directive | None = None
+        self._publishing: asyncio.Task[None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._reported = Consumed()
 
     @property
     def _version(self) -> int:
         return self._trainer.model_version
-
-    @property
-    def _current(self) -> Directive:
-        return self._talk.current
 
     async def run(self) -> int:
         """Train until a directive says stop.
@@ -136,7 +133,7 @@ class TrainingLoop:
         """
         await self._intake.start()
         incarnation = uuid.uuid4().hex[:12]
-        await self._talk.ask(
+        await self._ask(
             TrainerReady(
                 report_id=f"ready-{incarnation}",
                 incarnation=incarnation,
@@ -145,7 +142,6 @@ class TrainingLoop:
             ),
             self._intake.read_orders,
         )
-        self._batcher.lineage = Lineage(self._current.epoch, self._version)
         while not self._current.stop:
             started = time.monotonic()
             batch = await self._collect()
@@ -172,14 +168,14 @@ class TrainingLoop:
                 stats=stats,
                 orders=[group.index for group in batch.groups],
             )
-            await self._talk.ask(step_done, self._read)
-        await self._publishing.finish()
-        await self._talk.report(TrainerStopped(epoch=self._current.epoch, model_version=self._version))
+            await self._ask(step_done, self._read)
+        await self._finish_publication()
+        await self._report(TrainerStopped(epoch=self._current.epoch, model_version=self._version))
         return self._version
 
     async def close(self) -> None:
         """Leave the weight group and end the worker thread."""
-        await self._publishing.close()
+        await self._publisher.close()
         self._worker.shutdown()
 
     # --- collect ---------------------------------------------------------------------------------------------------
@@ -208,14 +204,14 @@ class TrainingLoop:
                 )
             waiting = self._batcher.waiting
             for directive in await self._read(block_s=1.0):
-                await self._talk.hear(directive)
+                await self._hear(directive)
             await self._report_progress()
             if self._current.stop:
                 return None
             if self._batcher.waiting != waiting:
                 heard_at = time.monotonic()
-            elif time.monotonic() - heard_at > PATIENCE_S:
-                await self._talk.report(Starving(epoch=self._current.epoch, model_version=self._version, held=waiting))
+            elif time.monotonic() - heard_at > _PATIENCE_S:
+                await self._report(Starving(epoch=self._current.epoch, model_version=self._version, held=waiting))
                 heard_at = time.monotonic()
 
     async def _read(self, *, block_s: float) -> list[Directive]:
@@ -229,7 +225,7 @@ class TrainingLoop:
 
     async def _train(self, batch: TrainBatch) -> dict[str, float] | Poison:
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
-        await self._publishing.finish()
+        await self._finish_publication()
         if isinstance(accumulated, Poison):
             return accumulated
         rate = self._current.knobs.learning_rate * self._settings.schedule.factor(self._version)
@@ -254,9 +250,9 @@ class TrainingLoop:
             groups=poison.groups,
             in_a_row=self._skipped,
         )
-        await self._talk.ask(report, self._read)
+        await self._ask(report, self._read)
         if self._current.stop and self._skipped >= SKIPS_THAT_END:
-            await self._publishing.finish()
+            await self._finish_publication()
             raise DivergedError(
                 f"step {step} was skipped {self._skipped} times in a row, the last time since {poison} was not finite; "
                 "the state before it is saved: mend that, or lower the learning rate, then go on with --resume"
@@ -264,13 +260,98 @@ class TrainingLoop:
 
     # --- obey ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _current(self) -> Directive:
+        assert self._directive is not None, "the loop obeys a directive before anything else"
+        return self._directive
+
+    async def _ask(
+        self, question: TrainerReady | StepDone | StepSkipped, read: Callable[..., Awaitable[list[Directive]]]
+    ) -> None:
+        """Report, and again every few seconds (the server may have lost it, or its answer), until it is answered.
+
+        The answer is obeyed, and so is what was said unasked, in its order.
+        """
+        deadline = time.monotonic() + self._settings.deadline_s
+        asked_at = float("-inf")
+        while (now := time.monotonic()) < deadline:
+            if now - asked_at >= _PATIENCE_S:
+                await self._report(question)
+                asked_at = now
+            awaited = question.report_id
+            for directive in await read(block_s=1.0):
+                if await self._hear(directive, awaited):
+                    awaited = ""
+            if not awaited:
+                return
+        raise DeadlineError(
+            f"the trainer waited {self._settings.deadline_s:.0f} s for the controller to answer {question.report_id}; "
+            "is the controller running, with an engine that has joined?"
+        )
+
+    async def _hear(self, directive: Directive, awaited: str = "") -> bool:
+        """Obey a directive that answers `awaited`, or that answers nobody; True when it was the answer.
+
+        Raises:
+            FencedError: it is meant for a trainer that came after this one.
+        """
+        if self._directive is not None and directive.epoch > self._directive.epoch:
+            raise FencedError(
+                f"epoch {directive.epoch} has taken over from epoch {self._directive.epoch}: another trainer is "
+                "running; this one stops"
+            )
+        questions = ("ready-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")
+        unasked = not directive.answers.startswith(questions)
+        is_answer = directive.answers == awaited
+        if is_answer or (unasked and self._directive is not None):
+            await self._obey(directive)
+        return is_answer
+
     async def _obey(self, directive: Directive) -> None:
+        if self._directive is None:
+            self._batcher.lineage = Lineage(directive.epoch, self._version)
+        elif directive.epoch < self._directive.epoch:
+            return
+        self._directive = directive
         ledger = self._batcher.ledger
         ledger.settle([index for index in directive.failed if not ledger.has(index)], Fate.FAILED)
         if directive.publish_to:
-            await self._publishing.begin(self._version, directive)
+            await self._finish_publication()
+            self._publishing = asyncio.create_task(self._publish(directive))
         if directive.checkpoint and directive.controller_state is not None:
             await self._checkpoint(directive, directive.controller_state)
+
+    async def _publish(self, directive: Directive) -> None:
+        publication = Publication(
+            version=self._version,
+            epoch=directive.epoch,
+            layout=self._layout,
+            weights=self._trainer.gather_weights,
+            engines=directive.publish_to,
+            membership=directive.membership,
+            on_update=self._settings.on_update,
+        )
+        try:
+            report = await self._publisher.publish(publication)
+        except UpdateError as error:
+            log.error("publication of version %d failed: %s", publication.version, error)
+            report = PublishReport.failure(publication, str(error))
+        await self._report(
+            Published(
+                epoch=report.epoch,
+                model_version=report.version,
+                membership=directive.membership,
+                pauses_s=dict(report.pauses_s),
+                failed=dict(report.failed),
+                send_s=report.send_s,
+                total_s=report.total_s,
+            )
+        )
+
+    async def _finish_publication(self) -> None:
+        if self._publishing is not None:
+            task, self._publishing = self._publishing, None
+            await task
 
     async def _checkpoint(self, directive: Directive, controller: dict[str, Any]) -> None:
         state = TrainingState(
@@ -290,7 +371,7 @@ class TrainingLoop:
             )
         )
         await self._intake.trim(await asyncio.to_thread(self._checkpoints.oldest_kept_offsets))
-        await self._talk.report(Checkpointed(epoch=directive.epoch, model_version=self._version, path=str(path)))
+        await self._report(Checkpointed(epoch=directive.epoch, model_version=self._version, path=str(path)))
 
     # --- report ----------------------------------------------------------------------------------------------------
 
@@ -307,9 +388,12 @@ class TrainingLoop:
         """Tell the controller of groups that ended without a step, or must come again, so that it may issue orders."""
         before, again = self._reported, self._batcher.take_abandoned()
         if self._consumed() != before or again:
-            await self._talk.report(
+            await self._report(
                 Progress(epoch=self._current.epoch, model_version=self._version, consumed=self._reported, again=again)
             )
+
+    async def _report(self, message: Message) -> None:
+        await self._stream.append(REPORTS, [encode(message)])
 
     async def _in_worker(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, call)

@@ -32,7 +32,7 @@ from typing import Any, Final
 
 import tomli_w
 
-from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
+from benchmarks.measure import RESULTS, Interval, Row, bootstrap_median, print_table, write_record
 from pipelinerl.config import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
@@ -80,6 +80,10 @@ class Arm:
     def seconds_per_step(self) -> float:
         """Of the whole training."""
         return self.curve[-1][1] / self.curve[-1][0]
+
+
+#: Ours and TRL's, by seed.
+Pairs = Mapping[int, tuple[Arm, Arm]]
 
 
 def curve_of(events: Sequence[Event]) -> Curve:
@@ -156,17 +160,21 @@ def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval,
     return ratio, all(mine.reached for mine, _ in crossings)
 
 
-def measure(recipe: Path, *, seeds: int, targets: Sequence[float]) -> dict[str, Any]:
-    """All runs, the table, and the record's payload."""
+def measure(recipe: Path, *, seeds: Sequence[int], targets: Sequence[float], known: Pairs) -> dict[str, Any]:
+    """All runs, the table, and the record's payload; `known` are pairs of earlier runs, which new ones replace."""
     threading, tried = fastest_threading(recipe)
-    until, pairs = max(targets), []
-    for seed in range(seeds):
+    until, by_seed = max(targets), dict(known)
+    for seed in seeds:
         arms = {
             "ours": lambda seed=seed: ours(recipe, seed=seed, until=until),
             "TRL": lambda seed=seed: theirs(recipe, seed=seed, until=until, threading=threading),
         }
         done = {name: arms[name]() for name in (list(arms) if seed % 2 == 0 else list(arms)[::-1])}
-        pairs.append((done["ours"], done["TRL"]))
+        by_seed[seed] = (done["ours"], done["TRL"])
+        for name, arm in done.items():
+            crossings = ", ".join(f"{target:g}: {_shown(arm.crossing(target))}" for target in targets)
+            print(f"trl: seed {seed}, {name}: {crossings}; load {arm.load:.1f}", file=sys.stderr, flush=True)
+    pairs = [by_seed[seed] for seed in sorted(by_seed)]
     rows, ratios = [], {}
     for target in targets:
         ratio, arrived = compared(pairs, target)
@@ -187,6 +195,7 @@ def measure(recipe: Path, *, seeds: int, targets: Sequence[float]) -> dict[str, 
         "targets": ratios,
         "seconds_per_step": per_step.as_dict(),
         "threading": {"chosen": threading, "seconds_per_step": tried},
+        "seeds": sorted(by_seed),
         "ours": [asdict(mine) for mine, _ in pairs],
         "trl": [asdict(other) for _, other in pairs],
     }
@@ -196,14 +205,34 @@ def _shown(crossing: Crossing) -> str:
     return f"{crossing.step} @ {crossing.seconds:.0f}" + ("" if crossing.reached else " (not reached)")
 
 
-def run(quick: bool = False) -> dict[str, Any]:
-    """Measure, print, record."""
-    payload = _on_two_cores(1 if quick else 3, targets=TARGETS, overrides=())
+def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> dict[str, Any]:
+    """Measure, print, record; given `seeds`, these alone, beside what the record has of the others."""
+    known = recorded(RESULTS / "trl.json") if seeds else {}
+    payload = _on_two_cores(seeds or range(1 if quick else 3), targets=TARGETS, overrides=(), known=known)
     write_record("trl", {"quick": quick, **payload})
     return payload
 
 
-def _on_two_cores(seeds: int, *, targets: Sequence[float], overrides: Sequence[str]) -> dict[str, Any]:
+def recorded(record: Path) -> Pairs:
+    """The pairs of a record, by seed.
+
+    Raises:
+        ValueError: they are of another recipe.
+    """
+    table = json.loads(record.read_text())
+    if table["recipe"] != json.loads(json.dumps(to_table(load(RECIPE)))):
+        raise ValueError(f"{record} is of another recipe than {RECIPE} is now: measure all seeds again")
+
+    def arm(entry: dict[str, Any]) -> Arm:
+        return Arm([(step, seconds, accuracy) for step, seconds, accuracy in entry["curve"]], entry["load"])
+
+    pairs = [(arm(mine), arm(other)) for mine, other in zip(table["ours"], table["trl"], strict=True)]
+    return dict(zip(table["seeds"], pairs, strict=True))
+
+
+def _on_two_cores(
+    seeds: Sequence[int], *, targets: Sequence[float], overrides: Sequence[str], known: Pairs
+) -> dict[str, Any]:
     if importlib.util.find_spec("trl") is None:
         raise RuntimeError("TRL is not installed; `make bench NAME=trl` installs it into the environment and runs this")
     table = to_table(load(RECIPE, overrides))
@@ -213,7 +242,7 @@ def _on_two_cores(seeds: int, *, targets: Sequence[float], overrides: Sequence[s
         with tempfile.TemporaryDirectory() as folder:
             recipe = Path(folder) / "recipe.toml"  # one file for all arms, whatever happens to the shipped one
             recipe.write_text(tomli_w.dumps(table))
-            return {"recipe": table, **measure(recipe, seeds=seeds, targets=targets)}
+            return {"recipe": table, **measure(recipe, seeds=seeds, targets=targets, known=known)}
     finally:
         os.sched_setaffinity(0, allowed)
 
@@ -225,12 +254,15 @@ def main() -> None:
         "overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="changes of the recipe, for both arms"
     )
     parser.add_argument("--quick", action="store_true", help="one seed")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=(), help="run these again, and keep the record's others"
+    )
     parser.add_argument("--targets", type=float, nargs="+", default=TARGETS)
     given = parser.parse_args()
     if given.overrides or given.targets != TARGETS:
-        _on_two_cores(1, targets=given.targets, overrides=given.overrides)
+        _on_two_cores(given.seeds or [0], targets=given.targets, overrides=given.overrides, known={})
     else:
-        run(quick=given.quick)
+        run(quick=given.quick, seeds=given.seeds)
 
 
 if __name__ == "__main__":

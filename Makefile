@@ -6,6 +6,7 @@ VLLM   ?= .venv-vllm
 RECIPE ?= tiny
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+SITE   := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 # On few cores, threads of numerical libraries that spin while they wait take the core from those that work.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
@@ -21,14 +22,14 @@ install: $(VENV)/.installed ## create the environment, once
 run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out
+test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out; WITH_VLLM=1, the short form of test-vllm
 	@$(QUIET_THREADS) $(BIN)/python -m pytest -m "not gpu and not slow and not chaos and not vllm" $(ARGS)
+	@$(if $(WITH_VLLM),$(MAKE) --no-print-directory test-vllm MARK="vllm and not slow and not chaos" ARGS=)
 
-test-vllm: ## the vLLM engine, in an environment of its own, .venv-vllm
-	@$(MAKE) --no-print-directory VENV=$(VLLM) $(VLLM)/.installed-vllm
-	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest -m vllm $(ARGS)
+test-vllm: $(VLLM)/.installed ## the vLLM engine and adapter, in an environment of its own, .venv-vllm
+	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest -m "$(or $(MARK),vllm and not chaos)" $(ARGS)
 
-chaos: $(VENV)/.installed-dev ## live runs whose processes are killed; takes minutes
+chaos: $(VENV)/.installed-dev ## every fault by its many seeds, and live runs whose processes are killed; takes an hour
 	@$(QUIET_THREADS) $(BIN)/python -m pytest -m chaos $(ARGS)
 
 check: $(VENV)/.installed-dev ## formatting, lint, types, architecture
@@ -75,7 +76,13 @@ $(VENV)/.installed-bench: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) --editable '.[dev,bench]'
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
-$(VENV)/.installed-vllm: constraints-vllm.txt $(VENV)/.installed-dev
-	@echo "make: installing vLLM into $(VENV)" >&2
-	@$(PIP) --no-deps --requirement constraints-vllm.txt
+# vLLM lies beside the packages of $(VENV), which this environment sees as well: nothing is there twice, least of all torch.
+$(VLLM)/.installed: constraints-vllm.txt $(VENV)/.installed-dev
+	@echo "make: installing vLLM into $(VLLM)" >&2
+	@$(BIN)/python -m venv --clear --without-pip $(VLLM)
+	@beside=$$($(BIN)/$(SITE)) && echo "import site; site.addsitedir('$$beside')" > $$($(VLLM)/bin/$(SITE))/beside.pth
+	@$(BIN)/python -m pip --python $(VLLM)/bin/python install --disable-pip-version-check --quiet --no-deps \
+	  --requirement constraints-vllm.txt
+	@sed '1s|.*|#!$(abspath $(VLLM))/bin/python|' $(BIN)/pipelinerl > $(VLLM)/bin/pipelinerl
+	@chmod +x $(VLLM)/bin/pipelinerl
 	@touch $@

@@ -6,8 +6,9 @@ receiving thread: each arm ends with the bytes in one preallocated buffer and th
     memcpy      copying the bytes once between two warm private buffers, no digest
     memory      a pull out of the server's mapped segment
     http        a pull over two HTTP/1.1 streams on loopback
+    …, 2 shards the same with two servers, each of which holds half
     broadcast   receiving a gloo broadcast of the same bytes in the same buckets as an engine does
-    push        what the trainer spends to put the version there, memory made by an earlier one
+    push        what the trainer spends to put the version there, memory made by an earlier one; also by HTTP
 
 A segment is mapped by the first pull from it and then kept, which the rounds do not see: `first` is that once. The
 decode loop is not running, and nothing else is: on two cores each arm has one for each of its two processes.
@@ -20,9 +21,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from pipelinerl.weights.collective import Collective, Rendezvous
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.parameter_server import ParameterServer, create_app
 from pipelinerl.weights.publisher import Publication
-from pipelinerl.weights.pull import PullOrder
+from pipelinerl.weights.pull import PullOrder, Shard
 from pipelinerl.weights.puller import WeightPuller
 from pipelinerl.weights.push import Placement
 from pipelinerl.weights.version_table import VersionTable
@@ -92,23 +93,14 @@ def _measure(megabytes: int, rounds: int) -> tuple[dict[str, Interval], dict[str
     layout = _layout(megabytes)
     source = rng.generator(0, "weights").integers(0, 256, layout.num_bytes, dtype=np.uint8)
     into = np.zeros_like(source)
-    versions = iter(range(1, 10**6))
     rendezvous = Rendezvous("127.0.0.1")
-    with (
-        _process(_server) as server,
-        _process(_sender, rendezvous.port, layout.num_bytes) as sender,
-        closing(_placement(server)) as placement,
-    ):
-        url, group = placement.url, _joined(rendezvous.port, rank=1)
-        newest = placement.place(layout, source, next(versions))
+    with ExitStack() as stack:
+        sender = stack.enter_context(_process(_sender, rendezvous.port, layout.num_bytes))
+        group = _joined(rendezvous.port, rank=1)
 
-        def pull(puller: WeightPuller) -> None:
-            version, digest = newest
-            puller.fetch(_order(url, version, digest), into=into)
-
-        def push() -> None:
-            nonlocal newest
-            newest = placement.place(layout, source, next(versions))
+        def trainer(shards: int, *, shared_memory: bool = True) -> _Trainer:
+            urls = [_url(stack.enter_context(_process(_server))) for _ in range(shards)]
+            return stack.enter_context(closing(_Trainer(layout, source, urls, shared_memory=shared_memory)))
 
         def broadcast() -> None:
             sender.send(True)
@@ -119,26 +111,35 @@ def _measure(megabytes: int, rounds: int) -> tuple[dict[str, Interval], dict[str
                 digest.update(part)
             digest.hexdigest()
 
-        by_memory, by_http = WeightPuller(token=None), WeightPuller(token=None, shared_memory=False)
-        first = seconds_of(lambda: pull(by_memory))()
-        for _ in range(2):  # both of the server's segments are made, and mapped
-            push()
-            pull(by_memory)
+        whole, halves = trainer(1), trainer(2)
+        whole_by_http, halves_by_http = trainer(1, shared_memory=False), trainer(2, shared_memory=False)
+        first = seconds_of(lambda: whole.pull(into))()
+        for placed in (whole, halves, whole_by_http, halves_by_http):
+            for _ in range(2):  # both of a server's segments are made, and mapped
+                placed.push()
+                placed.pull(into)
         arms = {
             "memcpy": seconds_of(lambda: np.copyto(into, source)),
-            "memory": seconds_of(lambda: pull(by_memory)),
-            "http": seconds_of(lambda: pull(by_http)),
+            "memory": seconds_of(lambda: whole.pull(into)),
+            "memory, 2 shards": seconds_of(lambda: halves.pull(into)),
+            "http": seconds_of(lambda: whole_by_http.pull(into)),
+            "http, 2 shards": seconds_of(lambda: halves_by_http.pull(into)),
             "broadcast": seconds_of(broadcast),
-            "push": seconds_of(push),
+            "push": seconds_of(whole.push),
+            "push, 2 shards": seconds_of(halves.push),
+            "push by http": seconds_of(whole_by_http.push),
+            "push by http, 2 shards": seconds_of(halves_by_http.push),
         }
         timings = paired(arms, rounds=rounds)
         sender.send(False)
     rendezvous.close()
     ratios = {arm: timings.ratio(arm, "memcpy") for arm in arms if arm != "memcpy"}
+    sharded = {arm: timings.ratio(f"{arm}, 2 shards", arm) for arm in ("memory", "http", "push", "push by http")}
     gigabytes = {arm: layout.num_bytes / timings.median(arm) / 1e9 for arm in arms}
     record = {
         "num_bytes": layout.num_bytes,
         "ratio_to_memcpy": {arm: ratio.as_dict() for arm, ratio in ratios.items()},
+        "ratio_of_two_shards_to_one": {arm: ratio.as_dict() for arm, ratio in sharded.items()},
         "broadcast_over_memory": timings.ratio("broadcast", "memory").as_dict(),
         "broadcast_over_http": timings.ratio("broadcast", "http").as_dict(),
         "gigabytes_per_s": gigabytes,
@@ -148,44 +149,63 @@ def _measure(megabytes: int, rounds: int) -> tuple[dict[str, Interval], dict[str
     return ratios, record
 
 
-class _Placement:
-    """A trainer with one server."""
+@final
+class _Trainer:
+    """A trainer, its servers, each with a shard, and an engine's puller."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._placement = Placement([url], token=None)
+    def __init__(
+        self, layout: WeightLayout, source: np.ndarray[Any, Any], urls: list[str], *, shared_memory: bool
+    ) -> None:
+        self._layout = layout
+        self._source = source
+        self._placement = Placement(urls, shards=len(urls), token=None, shared_memory=shared_memory)
+        self._puller = WeightPuller(token=None, shared_memory=shared_memory)
+        self._version = 0
+        self.push()
 
-    def place(self, layout: WeightLayout, source: np.ndarray[Any, Any], version: int) -> tuple[int, str]:
-        """Push these bytes as that version; returns it with its digest."""
-
-        def weights() -> Iterator[tuple[str, Any]]:
-            at = 0
-            for spec in layout.parameters:
-                yield spec.name, source[at : at + spec.num_bytes].view(np.float32).reshape(spec.shape)
-                at += spec.num_bytes
-
+    def push(self) -> None:
+        """Put the bytes there as the next version."""
+        self._version += 1
         publication = Publication(
-            version=version, epoch=1, layout=layout, weights=weights, engines=(), membership=0, timeout_s=_PATIENCE_S
+            version=self._version,
+            epoch=1,
+            layout=self._layout,
+            weights=self._weights,
+            engines=(),
+            membership=0,
+            timeout_s=_PATIENCE_S,
         )
-        placed = self._placement.place(publication, {}, deadline=time.monotonic() + _PATIENCE_S)
-        return version, placed.digest
+        self._placed = self._placement.place(publication, {}, deadline=time.monotonic() + _PATIENCE_S)
+
+    def pull(self, into: np.ndarray[Any, Any]) -> None:
+        """Fetch the newest."""
+        sources = self._placed.sources
+        ranges = self._layout.shards(len(sources), self._placed.bucket_bytes)
+        order = PullOrder(
+            shards=tuple(Shard(urls, tuple(held)) for urls, held in zip(sources, ranges, strict=True)),
+            epoch=1,
+            version=self._version,
+            digest=self._placed.digest,
+            deadline=time.monotonic() + _PATIENCE_S,
+            given_up=threading.Event(),
+        )
+        self._puller.fetch(order, into=into)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         self._placement.close()
 
+    def _weights(self) -> Iterator[tuple[str, Any]]:
+        at = 0
+        for spec in self._layout.parameters:
+            yield spec.name, self._source[at : at + spec.num_bytes].view(np.float32).reshape(spec.shape)
+            at += spec.num_bytes
 
-def _placement(server: Connection) -> _Placement:
+
+def _url(server: Connection) -> str:
     if not server.poll(_PATIENCE_S):
         raise RuntimeError(f"the parameter server did not start within {_PATIENCE_S:g} s")
-    return _Placement(f"http://127.0.0.1:{server.recv()}")
-
-
-def _order(url: str, version: int, digest: str) -> PullOrder:
-    deadline = time.monotonic() + _PATIENCE_S
-    return PullOrder(
-        sources=(url,), epoch=1, version=version, digest=digest, deadline=deadline, given_up=threading.Event()
-    )
+    return f"http://127.0.0.1:{server.recv()}"
 
 
 def run(*, quick: bool = False) -> dict[str, Any]:
@@ -198,6 +218,8 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         payload[f"{megabytes} MB"] = record
         speeds = record["gigabytes_per_s"]
         rows.append(Row(f"{megabytes} MB: memcpy, GB/s", speeds["memcpy"]))
+        for arm, two in record["ratio_of_two_shards_to_one"].items():
+            rows.append(Row(f"{megabytes} MB: {arm}, 2 shards ÷ 1", f"{Interval(**two)}"))
         for arm, ratio in ratios.items():
             rows.append(Row(f"{megabytes} MB: {arm} ÷ memcpy", f"{ratio}   ({speeds[arm]:.2f} GB/s)"))
     print_table("parameter_server: fetching weights against copying them", rows)

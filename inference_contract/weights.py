@@ -6,9 +6,12 @@ Readers import these names from `schemas`, where the whole contract is in one pl
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
+from bisect import bisect_right
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Annotated, Self
 
@@ -17,6 +20,10 @@ from pydantic import Field, StringConstraints, model_validator
 from inference_contract.wire import Wire
 
 # --- process group -----------------------------------------------------------------------------------------------
+
+
+#: Text that errors may repeat.
+ShortText = Annotated[str, StringConstraints(max_length=128)]
 
 
 class Backend(StrEnum):
@@ -35,11 +42,11 @@ class InitProcessGroupRequest(Wire):
 
     group: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     backend: Backend
-    rendezvous_host: str
+    rendezvous_host: Annotated[str, StringConstraints(max_length=256)]
     rendezvous_port: int = Field(ge=1, le=65535)
     rank: int = Field(ge=1)
     world_size: int = Field(ge=2)
-    generation: int = Field(ge=0)
+    generation: int = Field(ge=0, lt=2**63)
     timeout_s: float = Field(default=60.0, gt=0, le=3600)
 
     @model_validator(mode="after")
@@ -73,14 +80,17 @@ class DType(StrEnum):
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[self.value]
+        return _ITEM_BYTES[self]
+
+
+_ITEM_BYTES = {DType.FLOAT64: 8, DType.FLOAT32: 4, DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.INT8: 1}
 
 
 class ParameterSpec(Wire):
     """One parameter under its Hugging Face name."""
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=512)]
-    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    shape: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field(max_length=16)
     dtype: DType
 
     @property
@@ -109,9 +119,14 @@ class WeightLayout(Wire):
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()[:32]
 
     @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Where the bytes of each parameter end."""
+        return tuple(accumulate(parameter.num_bytes for parameter in self.parameters))
+
+    @property
     def num_bytes(self) -> int:
         """Size of the whole model on the wire."""
-        return sum(parameter.num_bytes for parameter in self.parameters)
+        return self.ends[-1]
 
     def buckets(self, bucket_bytes: int) -> list[tuple[int, int]]:
         """Byte ranges [start, end) that travel as one collective each.
@@ -119,16 +134,28 @@ class WeightLayout(Wire):
         Whole parameters are gathered until `bucket_bytes` is reached; a larger parameter makes a bucket of its own.
         Both sides derive the same ranges from the layout, so they are never sent.
         """
-        ranges: list[tuple[int, int]] = []
-        start = end = 0
-        for parameter in self.parameters:
-            if end > start and end - start + parameter.num_bytes > bucket_bytes:
-                ranges.append((start, end))
-                start = end
-            end += parameter.num_bytes
-        if end > start:
-            ranges.append((start, end))
+        ends, ranges, start = self.ends, [], 0
+        while start < self.num_bytes:
+            following = bisect_right(ends, start)  # the first parameter that is not empty
+            last = max(bisect_right(ends, start + bucket_bytes) - 1, following)
+            ranges.append((start, ends[last]))
+            start = ends[last]
         return ranges
+
+    def shards(self, count: int, bucket_bytes: int) -> list[list[tuple[int, int]]]:
+        """Byte ranges [start, end) that each of `count` servers holds, in order; together they are the whole.
+
+        The ranges of `buckets`, the largest first (of equals, the one in front), each go to the shard that has the
+        fewest bytes so far (of equals, the first). So no parameter is cut, shards are about equal, and a sender that
+        goes through the layout in order keeps all of them busy. Ranges that touch are one.
+        """
+        owned: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        least = [(0, number) for number in range(count)]
+        for start, end in sorted(self.buckets(bucket_bytes), key=lambda bucket: bucket[0] - bucket[1]):
+            filled, number = least[0]
+            heapq.heapreplace(least, (filled + end - start, number))
+            owned[number].append((start, end))
+        return [_joined(sorted(ranges)) for ranges in owned]
 
     def difference(self, other: WeightLayout) -> str | None:
         """One sentence on the first difference of `other` from this layout; None when they are equal."""
@@ -150,6 +177,15 @@ class WeightLayout(Wire):
         return None
 
 
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in order, those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        first = joined.pop()[0] if joined and joined[-1][1] == start else start
+        joined.append((first, end))
+    return joined
+
+
 class UpdatePhase(StrEnum):
     """A weight update takes two exchanges, so that no engine enters a collective that another has refused."""
 
@@ -160,6 +196,10 @@ class UpdatePhase(StrEnum):
 
 #: Where a server answers: no path, no query, no secret.
 BaseUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^/?#@\s]+$", max_length=256)]
+
+
+#: Servers that hold the same bytes, the one to ask first in front.
+Sources = Annotated[tuple[BaseUrl, ...], Field(min_length=1, max_length=256)]
 
 
 class Transport(StrEnum):
@@ -190,27 +230,33 @@ class WeightUpdateRequest(Wire):
     the digest of the bytes sent and answers when the new weights serve. `abort` drops what was staged; if its broadcast
     had not ended, rank 0 leaves the group, which ends the receive, and the next update needs a higher generation.
 
+    `timeout_s` bounds how long the phase waits for others; that of PREPARE, how long a pull may take, or how long no
+    bucket of a broadcast may come.
+
     The broadcast, from rank 0: one collective of uint8 per range of `WeightLayout.buckets(bucket_bytes)`, in order.
     `digest` is XXH3-128, in hexadecimal, of those bytes.
 
     The pull: `sources` are base URLs of servers that hold the same bytes, the one to ask first in front; when one
     fails, the engine asks the next. It begins to fetch as it answers `prepare`, from `routes.WEIGHTS` below a source,
     whole or in ranges (`Range: bytes=a-b`, answered with 206), with the bearer token that it wants itself. `prepare`
-    then names the digest, too, and needs no group; after an `abort` nothing else is needed.
+    then names the digest, too, and needs no group; after an `abort` nothing else is needed. With `shards` in place of
+    `sources`, no server holds everything: those of shard i hold the ranges `WeightLayout.shards(n, bucket_bytes)[i]`,
+    which are asked for by their place in the whole; `digest` is still that of the whole.
     """
 
     phase: UpdatePhase
-    version: int = Field(ge=0)
-    epoch: int = Field(default=0, ge=0)
+    version: int = Field(ge=0, lt=2**63)
+    epoch: int = Field(default=0, ge=0, lt=2**63)
     transport: Transport = Transport.BROADCAST
-    group: str | None = None
+    group: ShortText | None = None
     generation: int | None = None
-    sources: tuple[BaseUrl, ...] | None = Field(default=None, min_length=1, max_length=256)
+    sources: Sources | None = None
+    shards: tuple[Sources, ...] | None = Field(default=None, min_length=1, max_length=256)
     layout: WeightLayout | None = None
-    layout_id: str | None = None
+    layout_id: ShortText | None = None
     bucket_bytes: int = Field(default=16 * 2**20, ge=1)
     on_update: OnUpdate = OnUpdate.CONTINUE
-    digest: str | None = None
+    digest: ShortText | None = None
     timeout_s: float = Field(default=120.0, gt=0, le=3600)
 
     @model_validator(mode="after")
@@ -220,8 +266,10 @@ class WeightUpdateRequest(Wire):
                 raise ValueError("prepare needs exactly one of layout and layout_id")
             if self.transport is Transport.BROADCAST and (self.group is None or self.generation is None):
                 raise ValueError("prepare with transport broadcast needs group and generation")
-            if self.transport is Transport.PULL and (self.sources is None or self.digest is None):
-                raise ValueError("prepare with transport pull needs sources and digest")
+            if self.transport is Transport.PULL and self.digest is None:
+                raise ValueError("prepare with transport pull needs digest")
+            if self.transport is Transport.PULL and (self.sources is None) == (self.shards is None):
+                raise ValueError("prepare with transport pull needs exactly one of sources and shards")
         if self.phase is UpdatePhase.COMMIT and self.digest is None:
             raise ValueError("commit needs digest")
         return self

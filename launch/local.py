@@ -10,6 +10,8 @@ What it waits for, and how long:
 | backing off | ½, 1, 2, 4, … seconds                    | –                 | starting                       |
 | stopping    | exit after SIGTERM, by `stop_order`      | `grace_s` each    | SIGKILL to the group           |
 
+The set may change while the run is up: `add` starts a process, `dismiss` stops one for good.
+
 Promises: no process of the run outlives the supervisor, however it ends (see `leash` and `reaper`); Ctrl-C or SIGTERM
 stops in order, a second one at once; the result says what happened and how to go on. It must run in the main thread:
 signals arrive there, and the kernel ties the children to the thread that started them.
@@ -30,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, final
 
-from launch.plan import OnExit, Plan
+from launch.plan import OnExit, Plan, ProcessSpec
 from launch.process import Process, State, exit_words
 
 _REAPER = Path(__file__).with_name("reaper.py")
@@ -40,6 +42,8 @@ _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 #: A process that was up this long has earned its restart budget back.
 _STEADY_S = 300.0
+#: One that was up this long is no crash loop: it is started again as if it were its first death.
+_SETTLED_S = 10.0
 #: The exit status of an error of the user's: another try would end the same.
 _USER_ERROR = 2
 
@@ -110,6 +114,30 @@ class Supervisor:
         assert self._result is not None  # _watch returns with one, or raises what on_tick raised
         return self._result
 
+    def knows(self, name: str) -> bool:
+        """Is there, or was there, a process of this name?"""
+        return name in self._processes
+
+    def add(self, spec: ProcessSpec) -> None:
+        """Run this process too, from the next tick on; called by `on_tick`."""
+        if self.knows(spec.name):
+            raise ValueError(f"process names must be unique, got {spec.name!r} again")
+        self._announce(f"starting {spec.name}")
+        self._processes[spec.name] = Process(spec, self._run_dir / "logs")
+
+    def dismiss(self, name: str) -> None:
+        """Stop this process for good, if it runs; called by `on_tick`, again and again if one likes."""
+        process = self._processes.get(name)
+        if process is None or process.state in (State.STOPPING, State.ENDED):
+            return
+        if process.exit_status() is not None or process.pid is None:
+            self._forget(process)
+            process.state = State.ENDED
+            return
+        self._announce(f"stopping {name}")
+        process.ask_to_stop()
+        process.state, process.due = State.STOPPING, time.monotonic() + self._grace_s
+
     @property
     def pids(self) -> dict[str, int]:
         """Process ids of what runs now, by name."""
@@ -139,6 +167,10 @@ class Supervisor:
         elif process.state is State.BACKING_OFF:
             if now >= process.due:
                 self._start(process, now)
+        elif process.state is State.STOPPING:
+            if process.exit_status() is not None or now >= process.due:
+                self._forget(process)
+                process.state = State.ENDED
         elif (status := process.exit_status()) is not None:
             self._exited(process, status, now)
         elif process.state is State.STARTING:
@@ -159,10 +191,8 @@ class Supervisor:
         if process.answers():
             process.state = State.HEALTHY
         elif now - process.started_at > self._start_timeout_s:
-            self._end(
-                Outcome.FAILED,
-                f"{name} did not answer {process.spec.health} within {self._start_timeout_s:g} s of its start; its log "
-                f"{process.log} ends:\n{process.last_lines()}",
+            self._fail(
+                process, f"{name} did not answer {process.spec.health} within {self._start_timeout_s:g} s of its start"
             )
         self._probed_at[name] = time.monotonic()
 
@@ -178,12 +208,23 @@ class Supervisor:
         words = f"{spec.name} ended ({exit_words(status)})"
         if status == _USER_ERROR or process.deaths >= spec.restarts:
             spent = f" after {process.deaths} restarts, its whole budget" if process.deaths else ""
-            self._end(Outcome.FAILED, f"{words}{spent}; its log {process.log} ends:\n{process.last_lines()}")
+            self._fail(process, words + spent)
             return
-        wait_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**process.deaths)
+        settled = now - process.started_at > _SETTLED_S
+        wait_s = _FIRST_BACKOFF_S if settled else min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**process.deaths)
         process.deaths += 1
         process.state, process.due = State.BACKING_OFF, now + wait_s
         self._announce(f"{words}; starting it again in {wait_s:g} s ({process.deaths} of {spec.restarts})")
+
+    def _fail(self, process: Process, words: str) -> None:
+        """A process is beyond help, and so is the run unless it can do without."""
+        words = f"{words}; its log {process.log} ends:\n{process.last_lines()}"
+        if process.spec.on_exit is OnExit.SPARE:
+            self._announce(f"the run goes on without {process.spec.name}: {words}")
+            self._forget(process)
+            process.state = State.ENDED
+        else:
+            self._end(Outcome.FAILED, words)
 
     def _end(self, outcome: Outcome, message: str) -> None:
         self._result = RunResult(outcome, message)

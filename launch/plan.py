@@ -39,6 +39,8 @@ class OnExit(StrEnum):
     """Status 0 is the end of its work, while the run goes on; any other is a death, as above."""
     COMPLETE = "complete"
     """Status 0 completes the run; any other is a death, as above."""
+    SPARE = "spare"
+    """Started again within its budget, like any other; after that the run goes on without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,50 @@ class Ports:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What all processes of one launch are told, on this machine, whose usable cores are `cores`."""
+
+    config: RunConfig
+    run_dir: Path
+    ports: Ports
+    token_file: Path
+    cores: Sequence[int]
+    python: str = sys.executable
+
+    def spec(
+        self, name: str, role: str, *, port: int | None = None, told: Sequence[str] = (), **rest: object
+    ) -> ProcessSpec:
+        """A process in its role; `told` are arguments of its own."""
+        config, ports = self.config, self.ports
+        argv = [self.python, "-m", "pipelinerl.cli", role, "--recipe", str(self.run_dir / "recipe.toml")]
+        argv += ["--run-dir", str(self.run_dir), "--name", name, "--token-file", str(self.token_file)]
+        argv += ["--redis-url", config.streams.redis_url or f"redis://{_LOOPBACK}:{ports.redis}/0"]
+        argv += ["--controller-url", f"http://{_LOOPBACK}:{ports.controller}"]
+        argv += [] if port is None else ["--port", str(port)]
+        argv += told
+        env = {
+            "OMP_NUM_THREADS": str(config.launch.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+        health = {} if port is None or role == "redis" else {"health": f"http://{_LOOPBACK}:{port}/health"}
+        restarts = config.launch.restarts
+        return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=restarts, **{**health, **rest})  # type: ignore[arg-type]
+
+    def engine(self, name: str, *, port: int, type: str | None = None) -> ProcessSpec:
+        """An engine; one of a `type` was hired while the run is live, which does not fail with it."""
+        engine_cores, _ = _pinning(self.config, self.cores)
+        number = int(name.rpartition("-")[2])
+        cpu = engine_cores[number % len(engine_cores)] if engine_cores else None
+        told = () if type is None else ("--type", type)
+        on_exit = OnExit.RESTART if type is None else OnExit.SPARE
+        return self.spec(
+            name, "engine", port=port, told=told, after=("controller",), stop_order=2, cpu=cpu, on_exit=on_exit
+        )
+
+
 def plan(
     config: RunConfig,
     *,
@@ -135,26 +181,15 @@ def plan(
     python: str = sys.executable,
 ) -> Plan:
     """The processes of a run of `config` on this machine, whose usable cores are `cores`."""
-    redis_url = config.streams.redis_url or f"redis://{_LOOPBACK}:{ports.redis}/0"
-    controller_url = f"http://{_LOOPBACK}:{ports.controller}"
-    env = {
-        "OMP_NUM_THREADS": str(config.launch.threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
+    return processes_of(
+        Launch(config=config, run_dir=run_dir, ports=ports, token_file=token_file, cores=cores, python=python)
+    )
 
-    def spec(name: str, role: str, *, port: int | None = None, told: str | None = None, **rest: object) -> ProcessSpec:
-        argv = [python, "-m", "pipelinerl.cli", role, "--recipe", str(run_dir / "recipe.toml")]
-        argv += ["--run-dir", str(run_dir), "--name", name, "--token-file", str(token_file)]
-        argv += ["--redis-url", redis_url, "--controller-url", controller_url]
-        argv += [] if port is None else ["--port", str(port)]
-        argv += [] if told is None else ["--set", told]
-        health = {} if port is None or role == "redis" else {"health": f"http://{_LOOPBACK}:{port}/health"}
-        restarts = config.launch.restarts
-        return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=restarts, **{**health, **rest})  # type: ignore[arg-type]
 
-    engine_cores, trainer_cores = _pinning(config, cores)
+def processes_of(launch: Launch) -> Plan:
+    """The processes with which a run begins."""
+    config, ports, spec = launch.config, launch.ports, launch.spec
+    _, trainer_cores = _pinning(config, launch.cores)
     embedded = ports.redis is not None
     specs = []
     if embedded:
@@ -164,12 +199,10 @@ def plan(
     complete = OnExit.COMPLETE
     specs.append(spec("controller", "controller", port=ports.controller, after=after, on_exit=complete, stop_order=4))
     after = ("controller",)
-    for number, port in enumerate(ports.engines):
-        cpu = engine_cores[number % len(engine_cores)] if engine_cores else None
-        specs.append(spec(f"engine-{number}", "engine", port=port, after=after, stop_order=2, cpu=cpu))
+    specs += [launch.engine(f"engine-{number}", port=port) for number, port in enumerate(ports.engines)]
     servers = {f"parameter-server-{number}": port for number, port in enumerate(ports.parameter_servers)}
     specs += [spec(name, "parameter-server", port=port, after=after, stop_order=3) for name, port in servers.items()]
-    told = _servers_setting(ports.parameter_servers) if servers else None
+    told = ("--set", _servers_setting(ports.parameter_servers)) if servers else ()
     before = (*after, *servers)
     done = OnExit.DONE
     specs.append(spec("trainer", "trainer", told=told, after=before, on_exit=done, stop_order=1, cpu=trainer_cores))

@@ -35,6 +35,8 @@ class State(StrEnum):
     HEALTHY = "healthy"
     BACKING_OFF = "backing_off"
     """died; is started again at `due`"""
+    STOPPING = "stopping"
+    """was dismissed while the run goes on; is killed at `due`"""
     ENDED = "ended"
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -17,9 +18,10 @@ from rich.console import Console
 
 from launch import run_directory
 from launch.local import Outcome, Supervisor
-from launch.plan import Ports, plan
+from launch.plan import Launch, Ports, processes_of
 from launch.ports import free_ports
 from launch.run_directory import RunDirectory
+from launch.staff import Staff
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
@@ -32,9 +34,9 @@ from pipelinerl.observability.summary import summary
 POLL_S = 0.5
 
 
-def start(config: RunConfig) -> int:
-    """Run a recipe from its beginning; returns the exit status."""
-    return _launch(run_directory.create(config))
+def start(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda config: True) -> int:
+    """Run a recipe from its beginning; returns the exit status. `claim` is `run_directory.create`'s."""
+    return _launch(run_directory.create(config, claim=claim))
 
 
 def resume(path: Path) -> int:
@@ -61,23 +63,26 @@ def _launch(directory: RunDirectory) -> int:
         config = directory.config
         ports = Ports.of(config, free_ports(Ports.count(config)))
         cores = sorted(os.sched_getaffinity(0))
-        processes = plan(config, run_dir=directory.path, ports=ports, token_file=directory.tokens, cores=cores)
+        launch = Launch(config=config, run_dir=directory.path, ports=ports, token_file=directory.tokens, cores=cores)
         token = json.loads(directory.tokens.read_text())["token"]
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
         with Progress(console) as progress, _StatusReader(ports.controller, token) as reader:
 
-            def show() -> None:
+            def follow() -> None:
                 if (status := reader.take()) is not None:
                     progress.show(status)
+                    staff.follow(status)
 
-            result = Supervisor(
-                processes,
+            supervisor = Supervisor(
+                processes_of(launch),
                 directory.path,
                 start_timeout_s=config.launch.start_timeout_s,
                 grace_s=config.launch.grace_s,
                 announce=lambda text: progress.console.print(text, highlight=False, soft_wrap=True),
-                on_tick=show,
-            ).run()
+                on_tick=follow,
+            )
+            staff = Staff(supervisor, launch)
+            result = supervisor.run()
     if directory.events.is_file():
         page, picture = report(directory.path)
         story = tell(read_events(directory.events))

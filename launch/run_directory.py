@@ -15,7 +15,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +77,11 @@ class RunDirectory:
             os.close(file)
 
 
-def create(config: RunConfig) -> RunDirectory:
+def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda config: True) -> RunDirectory:
     """Make the directory of a new run. A name that is taken gets a number: tiny, tiny-2, tiny-3, …
+
+    Args:
+        claim: takes the name wherever else the run will write; False when it is taken there.
 
     Raises:
         UserError: the directory cannot be made.
@@ -88,13 +91,16 @@ def create(config: RunConfig) -> RunDirectory:
     while True:
         name = wanted if number == 1 else f"{wanted}-{number}"
         chosen = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+        number += 1
         try:
             chosen.run_directory.mkdir(parents=True, exist_ok=False)
-            break
         except FileExistsError:
-            number += 1
+            continue
         except OSError as error:
             raise UserError(f"run.directory: {chosen.run_directory} cannot be made: {error}") from None
+        if claim(chosen):
+            break
+        chosen.run_directory.rmdir()
     directory = RunDirectory(chosen.run_directory.resolve(), chosen)
     directory.recipe.write_text(tomli_w.dumps(to_table(chosen)))
     return directory

@@ -15,6 +15,8 @@ import typer
 from pipelinerl import config as recipes
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import PipelineError, RecipeError, UserError
+from pipelinerl.roles.chaos_command import chaos
+from pipelinerl.roles.engines_command import engines_app
 from pipelinerl.roles.explain_command import explain
 from pipelinerl.roles.mismatch_command import mismatch
 from pipelinerl.roles.replay_command import replay
@@ -29,6 +31,7 @@ app = typer.Typer(
 knobs_app = typer.Typer(help="Show or change the knobs of a live run.", no_args_is_help=True)
 conformance_app = typer.Typer(help="Check an engine or a trainer against its contract.", no_args_is_help=True)
 app.add_typer(knobs_app, name="knobs")
+app.add_typer(engines_app, name="engines")
 app.add_typer(conformance_app, name="conformance")
 
 ROLES: Final = "Roles (each is one process; `run` starts them all)"
@@ -42,19 +45,20 @@ RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as run
 def run(
     recipe: Annotated[str | None, typer.Argument(help="Recipe file, or name of a shipped one [default: tiny].")] = None,
     overrides: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run from its newest checkpoint.")] = None,
+    resume: Annotated[str | None, typer.Option(help="Go on with the run in this directory, or at this URL.")] = None,
 ) -> None:
     """Train: start every role on this machine, show progress, write the report."""
     from launch import run as launching
+    from pipelinerl.roles import resumption
     from pipelinerl.roles.dry_run import refuse
 
     if resume is not None:
         if recipe is not None:
             raise UserError(f"--resume goes on by the recipe in {resume}; change its recipe.toml, or start another run")
-        raise typer.Exit(launching.resume(resume))
+        raise typer.Exit(launching.resume(resumption.directory_of(resume)))
     config = recipes.load(recipe or "tiny", overrides or [])
     refuse(config)
-    raise typer.Exit(launching.start(config))
+    raise typer.Exit(launching.start(config, claim=resumption.claim))
 
 
 @app.command()
@@ -200,6 +204,7 @@ LOCAL_CONTROLLER: Final = "http://127.0.0.1:8000"
 app.command()(mismatch)
 app.command()(explain)
 app.command()(replay)
+app.command()(chaos)
 
 
 @app.command(rich_help_panel=ROLES)

@@ -136,7 +136,7 @@ class RunConfig(Section):
     def servers_to_start(self) -> int:
         """Parameter servers that the launcher starts: where weights are pulled, and none is named."""
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
-        return self.parameter_server.replicas if wanted else 0
+        return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
 
     @property
     def evaluation_max_tokens(self) -> int:

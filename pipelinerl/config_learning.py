@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,8 +24,9 @@ class TrainingSection(Section):
     """Groups whose rewards are all equal: part of their step (`train`), or replaced by others (`filter`). Left out, it
     is what the objective's preset does: DAPO filters."""
     old_logprobs: OldLogprobs = OldLogprobs.RECOMPUTE
-    """Where an objective's `old_logprobs` come from: a pass at the weights that the step starts from (`recompute`), or
-    the sampler (`behavior`)."""
+    """Where an objective's `old_logprobs` come from: a pass at the weights that sampled each token (`sampling_weights`,
+    which keeps about k/j versions in host memory), one at those that the step starts from (`recompute`), or the sampler
+    (`behavior`)."""
     deadline_s: float = Field(default=300.0, gt=0)
     """How long a step may wait for rollouts before the run says so and stops."""
 
@@ -73,7 +74,13 @@ class CriticSection(Section):
     path: str | None = None
     """Directory of a value model or a language model to start from; by default the policy's."""
     learning_rate: float | None = Field(default=None, gt=0)
-    """By default the policy's peak; it has no schedule."""
+    """At its peak; by default the policy's."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the rate over the run's steps, as [optimizer] has one for the policy's."""
+    rate_warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the rate rises to its peak."""
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Of the peak, at the last step; without a meaning for a constant rate."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the critic learns and the policy stands still; they count as steps of the run."""
     clip: float = Field(default=0.2, gt=0, allow_inf_nan=True)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from inference_contract.schemas import OnUpdate
 from inference_contract.weights import BaseUrl, Transport
+from pipelinerl.controller.evaluation import Pin
 from pipelinerl.engines.options import WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
@@ -64,6 +65,8 @@ class EngineSection(Section):
     device: Device = Device.AUTO
     devices: int = Field(default=1, ge=1)
     """How many devices share one engine's model (types jax and vllm)."""
+    servers: tuple[BaseUrl, ...] = ()
+    """Base URLs of the servers that engines of the types vllm_server and sglang_server stand for, one for each."""
     on_update: OnUpdate = OnUpdate.CONTINUE
 
 
@@ -141,19 +144,54 @@ class StalenessSection(Section):
 
 
 class EvaluationSection(Section):
-    """Greedy accuracy on problems never trained on; choose hyper-parameters on `validation`, report `held_out`."""
+    """Accuracy on problems never trained on; choose hyper-parameters on `validation`, report `held_out`."""
 
     split: Literal["held_out", "validation"] = "held_out"
     interval_steps: int = Field(default=50, ge=1)
     problems: int = Field(default=512, ge=0)
     max_tokens: int | None = Field(default=None, ge=1)
+    samples: int = Field(default=1, ge=1)
+    """Of each problem; more than one need a temperature."""
+    temperature: float = Field(default=0.0, ge=0, le=100)
+    """0 is greedy."""
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """The k of pass@k, each at most `samples`."""
+    pin: Pin = Pin.AUTO
+    """How it is seen to that one version answers; see docs/evaluation.md."""
+    hold_s: float = Field(default=60.0, gt=0)
+    """Longest that pin = gate postpones updates of the weights."""
+
+    @model_validator(mode="after")
+    def _can_be_estimated(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"evaluation.samples ({self.samples}) of one problem are all the same at evaluation.temperature = 0; "
+                "give it a temperature, such as that of training, or take one sample"
+            )
+        if beyond := [k for k in self.pass_at if k > self.samples]:
+            raise ValueError(
+                f"evaluation.pass_at names {', '.join(map(str, beyond))}, but pass@k can be estimated only from "
+                f"evaluation.samples ({self.samples}) of k or more; raise samples, or leave it out"
+            )
+        if len(set(self.pass_at)) != len(self.pass_at):
+            raise ValueError("evaluation.pass_at must name each k once")
+        return self
 
 
 class CheckpointSection(Section):
-    """When to checkpoint, and how many to keep."""
+    """When to checkpoint, how many to keep, and where copies go."""
 
     interval_steps: int = Field(default=100, ge=1)
     keep: int = Field(default=2, ge=1)
+    """The newest, to go on from; the streams keep what they would read again."""
+    keep_best: int = Field(default=0, ge=0)
+    """Beside them, those with the highest accuracy in the evaluation of their version, however old."""
+    location: str | None = None
+    """Directory, or URL that fsspec knows, of copies: `run --resume <location>/<name>` goes on from them anywhere."""
+
+    def url_of(self, name: str) -> str | None:
+        """Where the copies of the run `name` lie."""
+        return None if self.location is None else f"{self.location.rstrip('/')}/{name}"
 
 
 class StreamsSection(Section):
@@ -183,10 +221,12 @@ class WeightsSection(Section):
 class ParameterServerSection(Section):
     """Servers that hold versions of the weights in memory, for the transport `pull`."""
 
+    shards: int = Field(default=1, ge=1, le=64)
+    """Into how many parts of about equal size each version is cut; each has servers of its own."""
     replicas: int = Field(default=1, ge=1, le=64)
-    """How many the launcher starts, each with everything; engines are spread over them."""
+    """How many servers the launcher starts for each shard, which hold the same; engines are spread over them."""
     urls: tuple[BaseUrl, ...] = ()
-    """Servers that run already, here or elsewhere; with any, the launcher starts none."""
+    """Servers that run already, here or elsewhere, shard after shard; with any, the launcher starts none."""
     versions: int = Field(default=3, ge=2)
     """Most that a server holds: one that serves, one that comes, and one that may still be being saved."""
     copies: str | None = None
@@ -196,6 +236,11 @@ class ParameterServerSection(Section):
     def _each_once(self) -> Self:
         if len(set(self.urls)) != len(self.urls):
             raise ValueError("parameter_server.urls must name each server once")
+        if len(self.urls) % self.shards:
+            raise ValueError(
+                f"parameter_server.urls must name as many servers for each of the {self.shards} shards, got "
+                f"{len(self.urls)} in all"
+            )
         return self
 
 

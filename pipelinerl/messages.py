@@ -3,9 +3,9 @@
 Reports go to the controller, which alone decides; directives go to the trainer, which waits for the one that answers
 its report. Every message has a deterministic id, so that repeating it is a no-op.
 
-    trainer ── TrainerReady, StepDone, StepSkipped, Progress, Starving, Published, Checkpointed,
-               TrainerStopped ──▶ controller
-    actor   ── GroupFailed, EvaluationDone, ActorAlive ──▶ controller
+    trainer ── TrainerReady, StepDone, StepSkipped, Progress, Starving, Published, Proved, Checkpointed,
+               CheckpointDelayed, TrainerStopped ──▶ controller
+    actor   ── GroupFailed, GroupOutdated, EvaluationDone, ActorAlive ──▶ controller
     controller ── Directive ──▶ trainer
 """
 
@@ -109,12 +109,36 @@ class Published(Message, frozen=True):
     total_s: float
 
 
+class Proved(Message, frozen=True):
+    """What became of the engines that had to prove the weights just published to them (base URL).
+
+    `worst` holds, of those that did, the largest difference between their log-probs and the trainer's, in nats;
+    `refuted` says how the others' answers were wrong, `failed` why there was none.
+    """
+
+    epoch: int
+    model_version: int
+    membership: int
+    worst: dict[str, float]
+    refuted: dict[str, str] = {}
+    failed: dict[str, str] = {}
+
+
 class Checkpointed(Message, frozen=True):
-    """A checkpoint is durable."""
+    """A checkpoint is durable; training stood still for it for `stall_s`."""
 
     epoch: int
     model_version: int
     path: str
+    stall_s: float = 0.0
+
+
+class CheckpointDelayed(Message, frozen=True):
+    """The checkpoint of `model_version` cannot be written yet, for a reason that may pass; it is tried again."""
+
+    epoch: int
+    model_version: int
+    reason: str
 
 
 class TrainerStopped(Message, frozen=True):
@@ -133,16 +157,29 @@ class GroupFailed(Message, frozen=True):
     reason: str
 
 
-class EvaluationDone(Message, frozen=True):
-    """One held-out problem, answered greedily."""
+class GroupOutdated(Message, frozen=True):
+    """An actor has given an order up: sampling began at `oldest`, and at version `current` it could train no step."""
 
     order_id: str
     index: int
-    correct: bool
-    judged: bool
+    oldest: int
+    current: int
+
+
+class EvaluationDone(Message, frozen=True):
+    """The samples of one held-out problem: how many have a verdict, and how many are right.
+
+    The versions are those of the oldest and the newest of all their tokens, `epoch` the oldest that began one.
+    """
+
+    order_id: str
+    index: int
+    correct: int
+    judged: int
     oldest_version: int
     newest_version: int
     num_tokens: int
+    epoch: int = 0
 
 
 class ActorAlive(Message, frozen=True):
@@ -166,7 +203,8 @@ class Directive(Message, frozen=True):
     """The controller's answer to `TrainerReady`, `StepDone` or `StepSkipped`.
 
     `publish_to` lists the engines to be given the trainer's weights now (empty: none are due); `membership` numbers
-    the set, so that a changed set forms a new group. `failed` lists orders that ended without a group.
+    the set, so that a changed set forms a new group; those in `prove` have to prove what they are given. `failed` and
+    `stale` list orders that ended without a group.
     """
 
     answers: str
@@ -178,6 +216,8 @@ class Directive(Message, frozen=True):
     checkpoint: bool
     stop: bool
     controller_state: dict[str, Any] | None = None
+    prove: list[str] = []
+    stale: list[int] = []
 
 
 Report = (
@@ -187,15 +227,18 @@ Report = (
     | Progress
     | Starving
     | Published
+    | Proved
     | Checkpointed
+    | CheckpointDelayed
     | TrainerStopped
     | GroupFailed
+    | GroupOutdated
     | EvaluationDone
     | ActorAlive
 )
 
 #: Reports that an actor makes; the others are the trainer's.
-FROM_ACTORS = (GroupFailed, EvaluationDone, ActorAlive)
+FROM_ACTORS = (GroupFailed, GroupOutdated, EvaluationDone, ActorAlive)
 
 _REPORTS = msgspec.msgpack.Decoder(Report)
 _DIRECTIVES = msgspec.msgpack.Decoder(Directive)

@@ -32,8 +32,13 @@ ENGINES: Final[Mapping[str, Entry]] = {
     "torch": Entry("pipelinerl.engines.torch_engine:from_options", ("torch", "transformers")),
     "jax": Entry("pipelinerl.engines.jax_engine:from_options", ("jax",)),
     "vllm": Entry("pipelinerl.engines.vllm_engine:from_options", ("vllm", "torch", "transformers")),
+    "vllm_server": Entry("pipelinerl.engines.stock_server:vllm_server", ("torch", "transformers")),
+    "sglang_server": Entry("pipelinerl.engines.stock_server:sglang_server", ("torch", "transformers")),
     "bigram": Entry("pipelinerl.engines.bigram_engine:from_options"),
 }
+
+#: Engines that stand for a server that somebody runs (`engine.servers`).
+SERVER_ENGINES: Final = frozenset({"vllm_server", "sglang_server"})
 
 #: A class without arguments that satisfies `Trainer`.
 TRAINERS: Final[Mapping[str, Entry]] = {

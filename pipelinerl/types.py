@@ -58,7 +58,7 @@ class PromptOrder:
     """The controller's order to sample one problem G times.
 
     `order_id` is deterministic (`prompt-000123`, `eval-40-000007`): repeating an order is a no-op. `index` is its
-    position in its sequence; `seed` keys the sampling noise.
+    position in its sequence; `seed` keys the sampling noise. An `engine` (base URL) that is named answers alone.
     """
 
     order_id: str
@@ -67,6 +67,7 @@ class PromptOrder:
     problem: Problem
     sampling: Sampling
     seed: int
+    engine: str = ""
 
 
 class VersionSpan(NamedTuple):

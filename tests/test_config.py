@@ -51,6 +51,9 @@ def refusal(*overrides: str) -> str:
         ("training.rollouts_per_step=12", "training.rollouts_per_step (12) must be a multiple of sampling.group_size"),
         ("streams.max_groups=4", "streams.max_groups (4) must be at least the 32 groups of a step"),
         ("sampling.max_tokens=32", "sampling.max_tokens (32) must be below engine.context_length (32)"),
+        ("evaluation.samples=4", "evaluation.samples (4) of one problem are all the same at evaluation.temperature ="),
+        ("evaluation.pass_at=[1,4]", "evaluation.pass_at names 4, but pass@k can be estimated only from"),
+        ("evaluation.pin=train", "evaluation.pin: Input should be 'auto', 'none', 'engine' or 'gate', got 'train'"),
         ("evaluation.max_tokens=99", "evaluation.max_tokens (99) must be below engine.context_length (32)"),
         ("domains=[]", "domains: must be one or more with names of their own, got none"),
         ("run.steps", "an override must read section.key=value, got 'run.steps'"),
@@ -81,6 +84,10 @@ def test_parameter_servers_are_started_where_weights_are_pulled_and_none_is_name
     assert config.load("tiny").servers_to_start == 0
     pulled = ["weights.transport=pull", "parameter_server.replicas=3"]
     assert config.load("tiny", pulled).servers_to_start == 3
+    assert config.load("tiny", [*pulled, "parameter_server.shards=2"]).servers_to_start == 6
+    assert refusal("parameter_server.shards=2", 'parameter_server.urls=["http://a:1"]') == (
+        "parameter_server.urls must name as many servers for each of the 2 shards, got 1 in all"
+    )
     assert config.load("tiny", [*pulled, 'parameter_server.urls=["http://a:1"]']).servers_to_start == 0
 
 

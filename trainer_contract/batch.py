@@ -24,6 +24,7 @@ _OPTIONAL = {
     "ref_logprobs": np.float32,
     "values": np.float32,
     "returns": np.float32,
+    "kl_coefficients": np.float32,
     "behavior_versions": np.int32,
 }
 

@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from trainer_contract.errors import BatchError, NonFiniteError, ProtocolError, SpecError, StateError
+from trainer_contract.forward_checks import FORWARD_AT
 from trainer_contract.head_checks import steps_may_stand_still, values_precede_their_tokens
 from trainer_contract.probes import (
     LINEAR,
@@ -359,6 +360,7 @@ CHECKS: Final[tuple[Callable[[Subject, Path], None], ...]] = (
     segments_are_independent,
     forward_is_causal,
     forward_leaves_no_trace,
+    *FORWARD_AT,
     loss_is_of_forward,
     gradient_is_of_the_loss,
     clipping_bounds_the_norm,

@@ -3,7 +3,7 @@
     TrainerError
     ├── SpecError           the spec cannot be satisfied: model, precision, device or head missing or unknown
     ├── BatchError          a micro-batch breaks the layout that `types.MicroBatch` promises
-    ├── StateError          a saved state is missing, damaged or of another model
+    ├── StateError          a saved state, or weights that were given, are missing, damaged or of another model
     ├── ProtocolError       verbs called in an order that has no meaning (optimizer_step without backward)
     └── NonFiniteError      loss, gradient or log-probs are not finite; nothing was applied
 
@@ -24,7 +24,7 @@ class BatchError(TrainerError):
 
 
 class StateError(TrainerError):
-    """A saved state cannot be restored."""
+    """A saved state cannot be restored, or weights that were given are not this model's."""
 
 
 class ProtocolError(TrainerError):

@@ -46,7 +46,7 @@ class LinearObjective:
         """See `types.Objective`."""
         return -(predictions * columns["weights"] * columns["advantages"]).sum()
 
-    def logprob_gradient(self, predictions: Any, columns: Columns, /) -> Any:
+    def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
         """See `types.Objective`."""
         return -(predictions * 0 + columns["weights"] * columns["advantages"])
 

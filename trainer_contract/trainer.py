@@ -1,6 +1,6 @@
 """`Trainer`: the five verbs and the state. The training loop calls them in this order and from one thread:
 
-    init_worker → ( forward* → backward+ → optimizer_step → gather_weights? → save_state? )* → close
+    init_worker → ( forward* → forward_at* → backward+ → optimizer_step → gather_weights? → save_state? )* → close
 
 Promises: `backward` called on the parts of a batch accumulates the gradient of the whole; `optimizer_step` is the only
 verb that changes weights; `save_state` then `init_worker(restore_from)` continues bit for bit; every rank gathers the
@@ -9,12 +9,13 @@ same parameters in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer_contract.types import (
     Float32,
+    HostWeights,
     LossStats,
     MicroBatch,
     Objective,
@@ -45,6 +46,18 @@ class Trainer(Protocol):
         """Predictions f32 [T], without gradient; 0 at segment starts.
 
         Log-probs of the tokens at their temperatures, or values of the states before them, as `spec.head` says.
+        """
+        ...
+
+    def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+        """`forward` of each micro-batch with these weights in place of the trainer's own, whose state is untouched.
+
+        It is the same computation, on the same devices, as of a trainer that had loaded them; while it lasts there is
+        one more copy of the model there. The weights are what `gather_weights` once yielded, copied to the host
+        (`host_weights.copied`): those that engines were given, where masters are rounded for them.
+
+        Raises:
+            StateError: the weights are not those of `weight_layout`.
         """
         ...
 

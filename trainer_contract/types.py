@@ -105,10 +105,12 @@ class MicroBatch:
         weights: f32 [T], the aggregation weight of each token, computed on the whole batch; 0 outside the mask.
         behavior_logprobs: f32 [T], the sampler's; 0 outside the mask.
         temperatures: f32 [T], of sampling; log-probs are those of softmax(logits / temperature).
-        old_logprobs: f32 [T] or None, recomputed at the sampling weights.
+        old_logprobs: f32 [T] or None, recomputed by the trainer; 0 or anything outside the mask.
         ref_logprobs: f32 [T] or None, of the frozen reference.
         values: f32 [T] or None, of a critic when the step began; 0 at segment starts.
         returns: f32 [T] or None, what a critic is to predict; 0 outside the mask.
+        kl_coefficients: f32 [T] or None, factors of the KL penalty's coefficient where it moves from step to step; a
+            column, so that what a backend has compiled for the objective holds for each of its values.
         behavior_versions: i32 [T] or None, of the weights that sampled each token; 0 outside the mask. No trainer
             reads them: they tell staleness from numerics.
         num_segments: S.
@@ -126,6 +128,7 @@ class MicroBatch:
     ref_logprobs: Float32 | None = None
     values: Float32 | None = None
     returns: Float32 | None = None
+    kl_coefficients: Float32 | None = None
     behavior_versions: Int32 | None = None
     num_segments: int
 
@@ -147,16 +150,20 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns it reads: any of `old_logprobs`, `ref_logprobs`, `values`, `returns`."""
+        """Optional columns it cannot do without: any of `old_logprobs`, `ref_logprobs`, `values`, `returns`."""
         ...
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
         """Scalar loss to minimise (−J) of [T] predictions, differentiable where the array library differentiates."""
         ...
 
-    def logprob_gradient(self, predictions: Any, columns: Columns, /) -> Any:
+    def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
         """Closed form of d loss / d predictions, [T]: for backends without automatic differentiation, and for tests."""
         ...
+
+
+#: All parameters in host memory, by name: of each the bytes u8 [n], in the dtype of `weight_layout` and in C order.
+HostWeights = Mapping[str, NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,13 +60,37 @@ def pull_asks_the_next_source(session: Session) -> None:
         assert good.requests, "the last source must have been asked"
 
 
+def pull_of_shards_is_served(session: Session) -> None:
+    """A version in two shards is fetched from both servers, each of which has only its own bytes, and then serves."""
+    from inference_contract.conformance.trainer import digest, weights
+
+    trainer = kit_trainer(session)
+    bucket_bytes = max(trainer.layout.num_bytes // 8, 1)
+    ranges = trainer.layout.shards(2, bucket_bytes)
+    with WeightServer(session.host, session.token) as first, WeightServer(session.host, session.token) as second:
+        _pulled(session, first, tag=34)
+        before = session.greedy()
+        _pulled(session, first, tag=35)
+        version, data = trainer.next_version(), weights(trainer.layout, 34).numpy().tobytes()
+        for server, held in zip((first, second), ranges, strict=True):
+            only = bytearray(len(data))
+            for start, end in held:
+                only[start:end] = data[start:end]
+            server.hold(trainer.epoch, version, bytes(only))
+        announced = digest(weights(trainer.layout, 34))
+        shards = [[first.url], [second.url]]
+        _prepared(session, version, digest=announced, shards=shards, bucket_bytes=bucket_bytes)
+        trainer.accepted(_commit(session, version, digest=announced), "committed")
+        assert session.greedy() == before, "the bytes of two shards must serve as they do from one server"
+
+
 def pull_with_wrong_bytes_is_refused(session: Session) -> None:
     """If the bytes fetched do not have the digest, the old weights serve on, and the next pull works."""
     with WeightServer(session.host, session.token) as server:
         serving = _pulled(session, server, tag=26)
         before, version = session.greedy(), kit_trainer(session).next_version()
         _held(session, server, tag=27, version=version)
-        _prepared(session, version, [server], digest="f" * 32)
+        _prepared(session, version, sources=[server.url], digest="f" * 32)
         refused(_commit(session, version, digest="f" * 32), 502, code="digest_mismatch")
         _assert_serves(session, serving, before, "after wrong bytes")
         _pulled(session, server, tag=27)
@@ -84,7 +108,7 @@ def broken_pull_leaves_old_weights(session: Session) -> None:
         data = _held(session, server, tag=29, version=version)
         server.breaks_at = len(data) // 2
         announced = digest(weights(trainer.layout, 29))
-        _prepared(session, version, [server], digest=announced)
+        _prepared(session, version, sources=[server.url], digest=announced)
         error = refused(_commit(session, version, digest=announced), 502, 504, 409)
         assert error["code"] in ("peer_lost", "deadline_exceeded", "not_prepared"), f"got the code {error['code']!r}"
         _assert_serves(session, serving, before, "after half a pull")
@@ -103,7 +127,7 @@ def aborted_pull_leaves_old_weights(session: Session) -> None:
         before, version = session.greedy(), trainer.next_version()
         server.open.clear()
         _held(session, server, tag=31, version=version)
-        _prepared(session, version, [server], digest=digest(weights(trainer.layout, 31)))
+        _prepared(session, version, sources=[server.url], digest=digest(weights(trainer.layout, 31)))
         trainer.accepted(trainer.update("abort", version), "aborted")
         server.open.set()
         _assert_serves(session, serving, before, "after an abort")
@@ -140,17 +164,14 @@ def _held(session: Session, server: WeightServer, *, tag: int, version: int) -> 
     return data
 
 
-def _prepared(session: Session, version: int, servers: list[WeightServer], *, digest: str) -> None:
-    """PREPARE, accepted.
+def _prepared(session: Session, version: int, *, digest: str, **where: Any) -> None:
+    """PREPARE, accepted; `where` are its `sources` or its `shards`.
 
     Raises:
         Unsupported: the engine says that it does not pull.
     """
     trainer = kit_trainer(session)
-    sources = [server.url for server in servers]
-    response = trainer.update(
-        "prepare", version, transport="pull", sources=sources, digest=digest, group=None, generation=None
-    )
+    response = trainer.update("prepare", version, transport="pull", digest=digest, group=None, generation=None, **where)
     if response.status_code == 400 and response.json().get("error", {}).get("param") == "transport":
         raise Unsupported("the engine does not offer the transport pull")
     trainer.accepted(response, "prepared")
@@ -175,7 +196,7 @@ def _pulled(
     version = trainer.next_version() if version is None else version
     _held(session, server, tag=tag, version=version)
     announced = digest(weights(trainer.layout, tag))
-    _prepared(session, version, [*before, server], digest=announced)
+    _prepared(session, version, sources=[each.url for each in (*before, server)], digest=announced)
     answer = trainer.accepted(_commit(session, version, digest=announced), "committed")
     assert (answer["epoch"], answer["version"]) == (trainer.epoch, version), "COMMIT must name the version served"
     return version
@@ -190,6 +211,7 @@ CHECKS = (
     pull_is_served,
     pull_and_broadcast_take_turns,
     pull_asks_the_next_source,
+    pull_of_shards_is_served,
     pull_with_wrong_bytes_is_refused,
     broken_pull_leaves_old_weights,
     aborted_pull_leaves_old_weights,

@@ -8,8 +8,9 @@
 
 Promises: at most `groups_in_flight` orders are held; an order is acknowledged only after its group is appended, so one
 that a dead actor held is claimed again by another; the second copy that this can make is dropped by the trainer, by
-group id. Every order ends as a group, an evaluation answer, or a failure with its reason; one that cannot be read goes
-to the dead letters. An actor ends by cancellation, at once.
+group id. Every order ends as a group, an evaluation answer, a failure with its reason, or is given up since its group
+would be stale (`freshness.py`); one that cannot be read goes to the dead letters. The samples of a group are asked for
+in one request, so that one engine computes their prompt once. An actor ends by cancellation, at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Protocol, final
 from inference_contract.errors import ContractError
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
 from pipelinerl.actor.assembly import Answer, assemble
+from pipelinerl.actor.freshness import Freshness, Held
 from pipelinerl.actor.room import Room
 from pipelinerl.engines.engine_pool import Answered
 from pipelinerl.errors import PipelineError, RecordError
@@ -34,6 +36,7 @@ from pipelinerl.messages import (
     ActorAlive,
     EvaluationDone,
     GroupFailed,
+    GroupOutdated,
     Message,
     encode,
 )
@@ -49,8 +52,13 @@ log = logging.getLogger("pipelinerl")
 class Sampler(Protocol):
     """Where completions come from: an `EnginePool`."""
 
-    async def complete(self, request: ChatCompletionRequest) -> Answered:
-        """The answer of some engine, after retries; raises when all of them failed."""
+    async def complete(
+        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = ""
+    ) -> Answered:
+        """The answer of some engine, or of that one, after retries; raises when all of them failed.
+
+        `begun` is called at each try.
+        """
         ...
 
 
@@ -100,6 +108,7 @@ class Actor:
         self._outbox = _Outbox()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = Room(settings.groups_in_flight)
+        self._freshness = Freshness()
         self._dead_letters = DeadLetters(stream)
         self._groups_done = 0
         self._resampled = 0
@@ -107,6 +116,10 @@ class Actor:
     def resize(self, groups_in_flight: int) -> None:
         """Hold at most so many orders from now on."""
         self._room.resize(groups_in_flight)
+
+    def follow(self, *, model_version: int, k: float) -> None:
+        """The trainer's version and bound: groups that cannot be fresh any more are given up."""
+        self._freshness.follow(current=model_version, k=k)
 
     async def run(self) -> None:
         """Work until cancelled; the orders in flight then are left to the next life of this actor, or to another."""
@@ -156,7 +169,10 @@ class Actor:
 
     async def _fulfil(self, order: PromptOrder) -> None:
         try:
-            group = assemble(order, await self._sample(order), actor=self.settings.name)
+            answers = await self._sampled_in_time(order)
+            if answers is None:
+                return
+            group = assemble(order, answers, actor=self.settings.name)
         except (ContractError, PipelineError) as error:
             self._outbox.reports.append(
                 GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason=str(error))
@@ -168,12 +184,31 @@ class Actor:
         else:
             self._outbox.reports.append(_evaluation(order, group))
 
-    async def _sample(self, order: PromptOrder) -> list[Answer]:
+    async def _sampled_in_time(self, order: PromptOrder) -> list[Answer] | None:
+        """G verified answers; None when the group was given up, and that is reported. No evaluation is too late."""
+        if order.purpose is not Purpose.TRAINING:
+            return await self._sample(order, begun=lambda: None)
+        held = Held(asyncio.timeout(None))
+        try:
+            async with held.scope:
+                with self._freshness.watched(held):
+                    return await self._sample(order, begun=held.begin)
+        except TimeoutError:
+            if held.began is None or not held.scope.expired():
+                raise
+        current = self._freshness.current
+        self._outbox.reports.append(
+            GroupOutdated(order_id=order.order_id, index=order.index, oldest=held.began, current=current)
+        )
+        return None
+
+    async def _sample(self, order: PromptOrder, *, begun: Callable[[], None]) -> list[Answer]:
         """G verified answers; those that an `abort` update cut short are sampled anew."""
         verifier = self._verifier_of(order.problem.domain)
         answers: list[Answer] = []
         for attempt in range(self.settings.attempts):
-            answered = await self._sampler.complete(self._request(order, missing=len(answers), attempt=attempt))
+            request = self._request(order, missing=len(answers), attempt=attempt)
+            answered = await self._sampler.complete(request, begun=begun, engine=order.engine)
             completion = answered.completion
             for choice in completion.choices:
                 if choice.finish_reason != "abort":
@@ -236,13 +271,14 @@ class Actor:
 
 
 def _evaluation(order: PromptOrder, group: RolloutGroup) -> EvaluationDone:
-    rollout = group.rollouts[0]
+    outcomes = [rollout.verdict.outcome for rollout in group.rollouts]
     return EvaluationDone(
         order_id=order.order_id,
         index=order.index,
-        correct=rollout.verdict.outcome is Outcome.CORRECT,
-        judged=rollout.verdict.outcome.is_judgement,
-        oldest_version=rollout.oldest_version,
-        newest_version=rollout.newest_version,
-        num_tokens=rollout.num_sampled_tokens,
+        correct=sum(outcome is Outcome.CORRECT for outcome in outcomes),
+        judged=sum(outcome.is_judgement for outcome in outcomes),
+        oldest_version=group.oldest_version,
+        newest_version=max(rollout.newest_version for rollout in group.rollouts),
+        num_tokens=sum(rollout.num_sampled_tokens for rollout in group.rollouts),
+        epoch=group.epoch,
     )

@@ -24,6 +24,8 @@ class Account:
     """Indices below the cursor that nobody works on and that are to be issued again; ascending."""
     failed: set[int] = field(default_factory=set)
     """Orders that failed: all of them, since a trainer that goes on from a checkpoint may have to be told again."""
+    outdated: set[int] = field(default_factory=set)
+    """Orders that an actor gave up, since their groups would have been stale; all of them, likewise."""
     consumed: Consumed = field(default_factory=Consumed)
 
     @property
@@ -34,12 +36,17 @@ class Account:
     @property
     def in_flight(self) -> int:
         """Orders issued and not ended."""
-        return self.cursor - len(self.reissue) - self.ended - len(self.unsettled)
+        return self.cursor - len(self.reissue) - self.ended - len(self.unsettled) - len(self.unsettled_stale)
 
     @property
     def unsettled(self) -> list[int]:
         """Orders that failed and that the trainer has not taken into its account yet; ascending."""
         return self._open(sorted(self.failed))
+
+    @property
+    def unsettled_stale(self) -> list[int]:
+        """The same of orders that were given up as stale."""
+        return self._open(sorted(self.outdated))
 
     def next_index(self) -> int:
         """Issue the next order: its index."""
@@ -50,9 +57,11 @@ class Account:
 
     def fail(self, index: int) -> None:
         """The order ended without a group."""
-        if index < self.cursor and not self._is_consumed(index):
-            self.failed.add(index)
-            self.reissue = [other for other in self.reissue if other != index]
+        self._end(index, self.failed)
+
+    def give_up(self, index: int) -> None:
+        """The order ended without a group, which would have been stale."""
+        self._end(index, self.outdated)
 
     def update(self, consumed: Consumed) -> None:
         """Take the trainer's account, which says how an order that we called failed really ended.
@@ -68,7 +77,7 @@ class Account:
 
     def lost(self, indices: Iterable[int]) -> list[int]:
         """Orders without a group to come: those of them that are in flight are to be issued again, and returned."""
-        known = {*self.reissue, *self.failed}
+        known = {*self.reissue, *self.failed, *self.outdated}
         again = self._open([index for index in indices if index < self.cursor and index not in known])
         self.reissue = sorted({*self.reissue, *again})
         return again
@@ -77,18 +86,29 @@ class Account:
         """Raises LedgerError when the account does not balance."""
         if self.in_flight < 0:
             raise LedgerError(
-                f"issued {self.cursor - len(self.reissue)} orders but {self.ended} ended and {len(self.unsettled)} "
-                "more failed: the account does not balance; keep the run directory and report it"
+                f"issued {self.cursor - len(self.reissue)} orders but {self.ended} ended, {len(self.unsettled)} more "
+                f"failed and {len(self.unsettled_stale)} more were given up: the account does not balance; keep the "
+                "run directory and report it"
             )
 
     def to_record(self) -> dict[str, Any]:
         """Plain values for a snapshot."""
-        return {"cursor": self.cursor, "failed": sorted(self.failed), "reissue": list(self.reissue)}
+        return {
+            "cursor": self.cursor,
+            "failed": sorted(self.failed),
+            "reissue": list(self.reissue),
+            "outdated": sorted(self.outdated),
+        }
 
     @classmethod
     def resume(cls, record: dict[str, Any], consumed: Consumed) -> Self:
         """The account after a restart of everything: whatever was in flight is to be issued again."""
-        account = cls(cursor=int(record["cursor"]), failed=set(record["failed"]), consumed=consumed)
+        account = cls(
+            cursor=int(record["cursor"]),
+            failed=set(record["failed"]),
+            outdated=set(record.get("outdated", ())),
+            consumed=consumed,
+        )
         account.lost(range(consumed.frontier, account.cursor))
         return account
 
@@ -98,7 +118,7 @@ class Account:
             "issued": self.cursor - len(self.reissue),
             "trained": self.consumed.trained,
             "filtered": self.consumed.filtered,
-            "stale": self.consumed.stale,
+            "stale": len(self.unsettled_stale) + self.consumed.stale,
             "failed": len(self.unsettled) + self.consumed.failed,
             "in_flight": self.in_flight,
         }
@@ -107,6 +127,12 @@ class Account:
         """Those that the trainer does not account for."""
         beyond = set(self.consumed.beyond)
         return [index for index in indices if index >= self.consumed.frontier and index not in beyond]
+
+    def _end(self, index: int, fate: set[int]) -> None:
+        """An order ends once, whoever says so first."""
+        if index < self.cursor and not self._is_consumed(index) and index not in self.failed | self.outdated:
+            fate.add(index)
+            self.reissue = [other for other in self.reissue if other != index]
 
     def _is_consumed(self, index: int) -> bool:
         return index < self.consumed.frontier or index in self.consumed.beyond

@@ -8,6 +8,7 @@
     StepSkipped                trainer   a Directive, which stops the run after the third in a row
     Progress, Published        trainer   prompts
     Starving                   trainer   the lost orders again, if no actor works on any
+    Proved                     trainer   prompts, for engines that serve now (`engine_decisions.py`)
     GroupFailed, Evaluation…   actor     prompts; an evaluation's result
     knobs, engine comes/goes   API, poll a Directive when the trainer must publish without waiting for a step
 
@@ -18,26 +19,18 @@ What it waits for, and who unblocks it: `waiting_for` says so in words. Prompts 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, final
+from typing import Any, final
 
 import msgspec
 
+from pipelinerl.controller import engine_decisions
 from pipelinerl.controller.account import Account
 from pipelinerl.controller.directives import directive, ending
 from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Record, Send
-from pipelinerl.controller.evaluation import Evaluation
-from pipelinerl.controller.inputs import (
-    AnyInput,
-    EngineOffered,
-    EngineRemoved,
-    EngineRestarted,
-    EngineReturned,
-    EngineSilent,
-    Heard,
-    KnobsPatched,
-    StopAsked,
-    Ticked,
-)
+from pipelinerl.controller.engine_decisions import engine_input
+from pipelinerl.controller.evaluation import EvaluationResult
+from pipelinerl.controller.evaluator import Evaluator, comes_first, holds_updates
+from pipelinerl.controller.inputs import AnyInput, Heard, KnobsPatched, StopAsked, Ticked
 from pipelinerl.controller.knobs import KnobChange
 from pipelinerl.controller.order_book import OrderBook
 from pipelinerl.controller.settings import ControllerSettings
@@ -47,11 +40,14 @@ from pipelinerl.messages import (
     FROM_ACTORS,
     SKIPS_THAT_END,
     ActorAlive,
+    CheckpointDelayed,
     Checkpointed,
     Directive,
     EvaluationDone,
     GroupFailed,
+    GroupOutdated,
     Progress,
+    Proved,
     Published,
     Report,
     Starving,
@@ -61,8 +57,6 @@ from pipelinerl.messages import (
     TrainerStopped,
 )
 from pipelinerl.types import Problem, PromptOrder, Purpose
-
-_REMOVED: Final = "removed by an operator"
 
 
 @final
@@ -82,10 +76,11 @@ class Controller:
         self._orders = OrderBook(
             seed=settings.seed,
             sampling=settings.sampling,
-            evaluation_max_tokens=settings.evaluation_max_tokens,
+            evaluation=settings.evaluation,
             training_problem=training_problem,
             held_out_problem=held_out_problem,
         )
+        self._evaluator = Evaluator(settings.evaluation, self._orders)
 
     def decide(self, given: AnyInput) -> list[Effect]:
         """Take one input and return what is to be done, in order. Equal inputs on an equal state decide equally.
@@ -95,6 +90,7 @@ class Controller:
             LedgerError: the trainer's account does not balance with ours.
         """
         effects = self._decide(given)
+        effects += self._evaluate(now=given.now)
         mark = progress_mark(self.state)
         if list(mark) != list(self.state.progress):
             self.state.progress, self.state.progressed_at, self.state.stall_told = mark, given.now, False
@@ -103,26 +99,19 @@ class Controller:
     def _decide(self, given: AnyInput) -> list[Effect]:
         match given:
             case Heard(report=report, now=now):
-                if not isinstance(report, FROM_ACTORS):
+                abandoned = getattr(report, "epoch", self.state.epoch) != self.state.epoch
+                if not (isinstance(report, FROM_ACTORS) or abandoned):
                     self.state.trainer_heard = (type(report).__name__, now)
                 return self.handle(report, now=now)
             case KnobsPatched(changes=changes, who=who, time=time):
                 return self.patch(changes, who=who, time=time)
-            case EngineOffered(url=url, incarnation=incarnation, now=now):
-                return self._engine_offered(url, incarnation, now=now)
-            case EngineReturned(url=url):
-                return self._engine_joined(url) if self.state.fleet.returned(url) else []
-            case EngineRestarted(url=url):
-                return self._engine_joined(url) if self.state.fleet.restarted(url) else []
-            case EngineSilent(url=url, reason=reason):
-                return self._engine_lost(url, reason) if self.state.fleet.silent(url, reason) else []
-            case EngineRemoved(url=url):
-                self.state.fleet.expel(url, _REMOVED)
-                return self._engine_lost(url, _REMOVED)
             case StopAsked(reason=reason):
                 return self.stop(reason)
             case Ticked(now=now):
                 return self.tick(now=now)
+            case _:
+                told = engine_input(self.state, given, engines_expected=self.settings.engines_expected)
+                return told + self._fleet_changed(now=given.now)
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -142,15 +131,19 @@ class Controller:
             case Starving() if report.epoch == self.state.epoch:
                 return self._starving(report)
             case Published() if report.epoch == self.state.epoch:
-                return self._published(report, now=now)
-            case Checkpointed():
-                return [Record("checkpoint", {"path": report.path, "model_version": report.model_version})]
+                return self._published(report)
+            case Proved() if report.epoch == self.state.epoch:
+                return self._proved(report, now=now)
+            case Checkpointed() | CheckpointDelayed() if report.epoch == self.state.epoch:
+                return self._checkpoint_told(report)
             case TrainerStopped() if report.epoch == self.state.epoch:
-                return self._trainer_stopped(now=now)
+                return self._trainer_stopped()
             case GroupFailed():
                 return self._group_failed(report, now=now)
+            case GroupOutdated():
+                return self._group_outdated(report)
             case EvaluationDone():
-                return self._evaluated(report.order_id, report.index, report, now=now)
+                return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
             case ActorAlive():
                 self.state.actors[report.name] = (report, now)
                 return []
@@ -181,11 +174,8 @@ class Controller:
     def tick(self, *, now: float) -> list[Effect]:
         """Time has passed: publish to engines that wait for weights, give up on answers that do not come, and say it
         when nothing at all gets on."""
-        effects = self.reload_if_due()
-        evaluation = self.state.evaluation
-        if evaluation is not None and now - evaluation.heard_at > self.settings.evaluation_patience_s:
-            effects += self._close_evaluation(evaluation, now=now)
-        still_s = now - self.state.progressed_at
+        effects = engine_decisions.overdue(self.state, now=now) + self.reload_if_due()
+        still_s = now - self.state.progressed_at if self.state.progress else 0.0
         if still_s > self.settings.stall_s and not self.state.stall_told and self.state.phase is not Phase.FINISHED:
             self.state.stall_told = True
             effects.append(Record("stalled", {"still_s": still_s, "waits_for": waiting_for(self.state, now=now)}))
@@ -199,13 +189,11 @@ class Controller:
         return ending(self.state, self.settings)
 
     def reload_if_due(self) -> list[Effect]:
-        """Ask the trainer to publish between steps when an engine waits for weights; once for each membership."""
+        """Ask the trainer to publish between steps when an engine waits for weights; once for each membership. So, too,
+        when a publication was postponed and the evaluation that it waited for has ended."""
         key = (self.state.epoch, self.state.fleet.membership)
-        if (
-            self.state.phase is Phase.STARTING
-            or key == self.state.reload_asked
-            or not self.state.fleet.awaits_weights()
-        ):
+        waits = key != self.state.reload_asked and self.state.fleet.awaits_weights(self.state.version)
+        if self.state.phase is Phase.STARTING or holds_updates(self.state) or not (waits or self.state.postponed):
             return []
         self.state.reload_asked = key
         return [Send(self._directive(f"reload-e{self.state.epoch}-{self.state.version}-m{key[1]}", publish=True))]
@@ -213,11 +201,7 @@ class Controller:
     def issue(self) -> list[Effect]:
         """Prompt orders that can still be fresh at their earliest step (RLAX §4.2; pacing before dropping)."""
         loaded = self.state.fleet.oldest_loaded()
-        if (
-            self.state.phase is not Phase.TRAINING
-            or loaded is None
-            or (self.state.evaluation is not None and self.state.version == 0)
-        ):
+        if self.state.phase is not Phase.TRAINING or loaded is None or comes_first(self.state):
             return []
         orders: list[PromptOrder] = []
         while self.state.account.in_flight < self.settings.max_groups and self.state.knobs.bounds.may_issue(
@@ -233,30 +217,24 @@ class Controller:
             )
         return [IssuePrompts(orders)] if orders else []
 
-    # --- engines ---------------------------------------------------------------------------------------------------
-
-    def _engine_offered(self, url: str, incarnation: str, *, now: float) -> list[Effect]:
-        if not self.state.fleet.join(url, incarnation):
-            return []
+    def _fleet_changed(self, *, now: float) -> list[Effect]:
+        """What follows from who is there: the trainer may have waited for an engine, or an engine waits for it."""
         if self.state.pending_ready is not None:
-            return [Record("engine_joined", {"url": url}), *self._trainer_ready(self.state.pending_ready, now=now)]
-        return self._engine_joined(url)
-
-    def _engine_joined(self, url: str) -> list[Effect]:
-        return [Record("engine_joined", {"url": url}), *self.reload_if_due()]
-
-    def _engine_lost(self, url: str, reason: str) -> list[Effect]:
-        return [Record("engine_lost", {"url": url, "reason": reason})]
+            return self._trainer_ready(self.state.pending_ready, now=now)
+        return self.reload_if_due() + self.issue()
 
     # --- details ---------------------------------------------------------------------------------------------------
 
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
         if report.report_id in self.state.answers:
             return [Send(self.state.answers[report.report_id])]
+        if report.report_id in self.state.begun:
+            return []  # an earlier trainer's, said again before it was answered: its epoch is over
         if len(self.state.fleet.members()) < self.settings.engines_expected and self.state.phase is Phase.STARTING:
             self.state.pending_ready = report
             return []
         self.state.pending_ready = None
+        self.state.begun = [*self.state.begun, report.report_id]
         self.state.epoch += 1
         self.state.version = report.model_version
         self.state.stop_sent = False
@@ -265,11 +243,14 @@ class Controller:
             self.state.account = Account.resume(self.state.resumed_account, report.consumed)
             self.state.resumed_account = None
         self.state.account.update(report.consumed)
+        self.state.stepped = report.consumed
         effects: list[Effect] = [
             Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
         ]
         if self.state.phase is Phase.STARTING:
             self.state.phase = Phase.TRAINING
+        if self.state.version == 0 and not self.state.results:
+            self._evaluator.want(self.state)
         self.state.first_version = self.state.version
         self.state.training_since = now
         self.state.reload_asked = (self.state.epoch, self.state.fleet.membership)
@@ -280,6 +261,7 @@ class Controller:
             return [Send(self.state.answers[report.report_id])]
         self.state.version = report.model_version
         self.state.account.update(report.consumed)
+        self.state.stepped = report.consumed
         self.state.last_step = report.stats
         effects: list[Effect] = [
             Record(
@@ -290,9 +272,12 @@ class Controller:
         ]
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
-        effects.append(self._answer(report.report_id, publish=due or self.state.fleet.awaits_weights()))
         if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
-            effects += self._evaluate(now=now)
+            self._evaluator.want(self.state)
+        publish = (
+            due or self.state.fleet.awaits_weights(self.state.version) or self._evaluator.needs_weights(self.state)
+        )
+        effects.append(self._answer(report.report_id, publish=publish))
         return effects + self.issue()
 
     def _step_skipped(self, report: StepSkipped) -> list[Effect]:
@@ -306,10 +291,8 @@ class Controller:
         told = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
         return [Record("step_skipped", told), self._answer(report.report_id, publish=False), *self.issue()]
 
-    def _published(self, report: Published, *, now: float) -> list[Effect]:
-        for url in report.pauses_s:
-            self.state.fleet.published(url, report.model_version)
-        lost = [item for item in report.failed.items() if self.state.fleet.publish_failed(*item)]
+    def _published(self, report: Published) -> list[Effect]:
+        lost = engine_decisions.published(self.state, report)
         self.state.last_publish = report
         record = Record(
             "publish",
@@ -322,65 +305,69 @@ class Controller:
                 "failed": report.failed,
             },
         )
-        effects: list[Effect] = [record, *(effect for item in lost for effect in self._engine_lost(*item))]
-        first = self.state.version == 0 and not self.state.results and self.state.evaluation is None
-        if first and self.ending is None and report.pauses_s:
-            effects += self._evaluate(now=now)
+        return [record, *lost, *self.reload_if_due(), *self.issue()]
+
+    def _proved(self, report: Proved, *, now: float) -> list[Effect]:
+        effects = engine_decisions.proved(self.state, report, now=now)
         return effects + self.reload_if_due() + self.issue()
 
     def _starving(self, report: Starving) -> list[Effect]:
         """Orders that no actor works on while the trainer waits for them went with the stream server's last second."""
         idle = self.state.actors and not any(alive.groups_in_flight for alive, _ in self.state.actors.values())
-        if self.state.evaluation is not None or not idle or not self.state.fleet.serving():
+        if self.state.evaluation is not None or not idle or not self.state.fleet.proven():
             return []
         lost = self.state.account.lost(set(range(self.state.account.cursor)) - set(report.held))
         return [Record("orders_lost", {"orders": len(lost)}), *self.issue()] if lost else []
 
-    def _trainer_stopped(self, *, now: float) -> list[Effect]:
+    def _checkpoint_told(self, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
+        """A delay is told again and again: it is an event once, and part of what the run waits for while it lasts."""
+        version = report.model_version
+        if isinstance(report, Checkpointed):
+            self.state.unsaved = ""
+            told = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
+            return [Record("checkpoint", told)]
+        is_new = not self.state.unsaved
+        self.state.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
+        told = {"model_version": version, "reason": report.reason}
+        return [Record("checkpoint_delayed", told)] if is_new else []
+
+    def _trainer_stopped(self) -> list[Effect]:
         self.state.phase = Phase.FINISHING
-        self.state.evaluation = None
-        return self._evaluate(now=now) or self._finish()
+        return self._evaluator.want_last(self.state)
 
     def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
         if report.purpose == Purpose.EVALUATION:
-            return self._evaluated(report.order_id, report.index, None, now=now)
+            return self._evaluator.heard(self.state, report.order_id, report.index, None, now=now)
         self.state.account.fail(report.index)
         failed = Record("group_failed", {"order_id": report.order_id, "reason": report.reason})
         return [failed, *self.issue()]
 
+    def _group_outdated(self, report: GroupOutdated) -> list[Effect]:
+        self.state.account.give_up(report.index)
+        told = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
+        return [Record("group_outdated", told), *self.issue()]
+
     def _evaluate(self, *, now: float) -> list[Effect]:
-        if (
-            self.state.evaluation is not None
-            or self.settings.evaluation_problems == 0
-            or not self.state.fleet.serving()
-        ):
-            return []
-        self.state.evaluation = Evaluation(self.state.version, self.settings.evaluation_problems, now)
-        orders = [
-            self._orders.evaluation(i, version=self.state.version) for i in range(self.settings.evaluation_problems)
-        ]
-        return [IssuePrompts(orders)]
+        """What follows for evaluations from what was just decided, and what from a result."""
+        effects = self._evaluator.advance(self.state, now=now)
+        result = self._evaluator.closed(self.state)
+        if result is not None:
+            return effects + self._evaluated(result, now=now)
+        if self.state.phase is Phase.FINISHING and self.state.evaluation is None:
+            return effects + self._finish()  # nobody is left to be asked, or nothing is to be
+        return effects
 
-    def _evaluated(self, order_id: str, index: int, answer: EvaluationDone | None, *, now: float) -> list[Effect]:
-        evaluation = self.state.evaluation
-        if evaluation is None or not order_id.startswith(f"eval-{evaluation.model_version}-"):
-            return []
-        evaluation.add(index, answer, now=now)
-        return self._close_evaluation(evaluation, now=now) if evaluation.complete else []
-
-    def _close_evaluation(self, evaluation: Evaluation, *, now: float) -> list[Effect]:
-        self.state.evaluation = None
+    def _evaluated(self, result: EvaluationResult, *, now: float) -> list[Effect]:
         if not self.state.results:
             self.state.training_since = now
-        result = evaluation.result()
         self.state.results.append(result)
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
         if self.state.phase is Phase.FINISHING:
             return effects + self._finish()
         target = self.settings.until_accuracy
-        if target is not None and result.accuracy >= target:
+        if target is not None and result.accuracy >= target and not result.incomplete:
             effects += self.stop(f"held-out accuracy {result.accuracy:.3f} has reached {target:g}")
-        return effects + self.issue()
+        return effects + self.reload_if_due() + self.issue()
 
     def _finish(self) -> list[Effect]:
         self.state.phase = Phase.FINISHED
@@ -393,6 +380,8 @@ class Controller:
         return Send(directive)
 
     def _directive(self, answers: str, *, publish: bool) -> Directive:
-        made = directive(self.state, self.settings, answers=answers, publish=publish)
+        wanted, held = publish or self.state.postponed, holds_updates(self.state)
+        self.state.postponed = wanted and held
+        made = directive(self.state, self.settings, answers=answers, publish=wanted and not held)
         self.state.stop_sent = self.state.stop_sent or made.stop
         return made

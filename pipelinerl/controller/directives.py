@@ -17,6 +17,7 @@ def ending(state: RunState, settings: ControllerSettings) -> str | None:
 def directive(state: RunState, settings: ControllerSettings, *, answers: str, publish: bool) -> Directive:
     """The answer to the report `answers`, or what is said unasked under that name."""
     stop = ending(state, settings) is not None
+    members = sorted([*state.fleet.members(), *(state.fleet.pinned() if stop else [])])  # the last weights are for all
     stepped = answers.startswith(f"e{state.epoch}-step-")
     checkpoint = stop or (stepped and state.version % settings.checkpoint_interval_steps == 0)
     return Directive(
@@ -27,9 +28,11 @@ def directive(state: RunState, settings: ControllerSettings, *, answers: str, pu
             learning_rate=state.knobs.learning_rate,
             rollouts_per_step=state.knobs.rollouts_per_step,
         ),
-        publish_to=state.fleet.members() if publish or stop else [],
+        publish_to=members if publish or stop else [],
+        prove=state.fleet.to_prove() if publish or stop else [],
         membership=state.fleet.membership,
         failed=state.account.unsettled,
+        stale=state.account.unsettled_stale,
         checkpoint=checkpoint,
         stop=stop,
         controller_state=state.checkpoint_record() if checkpoint else None,

@@ -14,13 +14,17 @@ from inference_contract.schemas import EngineMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Of one engine, by its last answer; rates are over the time between the last two."""
+    """Of one engine, by its last answer; rates are over the time between the last two.
+
+    `idle_since` is when it was first found with nothing to do; None while it has something.
+    """
 
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     tokens_per_s: float = 0.0
     occupancy: float = 0.0
     polled_at: float = 0.0
     missed_polls: int = 0
+    idle_since: float | None = None
 
 
 @final
@@ -47,8 +51,10 @@ class EngineWatch:
         busy = metrics.occupied_slot_steps_total - previous.occupied_slot_steps_total
         fresh = restarted or known.polled_at == 0.0 or seconds <= 0
         rate = 0.0 if fresh else (metrics.generated_tokens_total - previous.generated_tokens_total) / seconds
+        idle = not metrics.running_sequences and not metrics.waiting_sequences
         self._loads[url] = EngineLoad(
             metrics=metrics,
+            idle_since=(known.idle_since or now) if idle else None,
             polled_at=now,
             tokens_per_s=rate,
             occupancy=busy / (steps * metrics.slots) if steps > 0 and metrics.slots and not fresh else 0.0,

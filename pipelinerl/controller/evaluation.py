@@ -1,17 +1,94 @@
-"""One evaluation: N held-out problems answered greedily, and the accuracy with its interval."""
+"""One evaluation: N held-out problems, n samples of each, by weights of one version where that is asked for.
+
+An answer is all n samples of a problem. With a pin it counts only if every token of it was sampled by the pinned
+version, as its version spans say; else it is discarded whole and asked for again with the same seed. What is sampled is
+a function of seed and weights, so that asking again does not favour answers that are short or lucky.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import final
 
+from pipelinerl import rng
+from pipelinerl.controller.estimates import estimate, pass_at_k
 from pipelinerl.messages import EvaluationDone
+
+
+class Pin(StrEnum):
+    """How it is seen to that one version answers."""
+
+    AUTO = "auto"
+    """`engine` while two or more engines serve, else `gate`."""
+    NONE = "none"
+    """Not at all: updates go on, and answers may mix versions."""
+    ENGINE = "engine"
+    """One engine answers alone and is left out of updates until the end; training goes on with the others."""
+    GATE = "gate"
+    """Updates are postponed until the end, at most `hold_s`; training goes on as far as staleness allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPlan:
+    """What is asked at each evaluation; `temperature` 0 is greedy.
+
+    Attributes:
+        problems: how many held-out problems; 0: no evaluations.
+        pass_at: the k of pass@k, each at most `samples`.
+        hold_s: longest that `gate` postpones updates; then what has been answered is all.
+        patience_s: an evaluation that gets no answer for so long ends with those it has.
+        attempts: how often a problem is asked whose answers are of other versions.
+        restarts: how often an evaluation begins anew whose pin has broken.
+    """
+
+    problems: int
+    max_tokens: int
+    samples: int = 1
+    temperature: float = 0.0
+    pass_at: tuple[int, ...] = ()
+    pin: Pin = Pin.AUTO
+    hold_s: float = 60.0
+    patience_s: float = 120.0
+    attempts: int = 4
+    restarts: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDue:
+    """An evaluation that begins once `version`, or a later one, is served."""
+
+    version: int
+    restarts: int = 0
+    discarded: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassAt:
+    """pass@k: the mean over the problems with at least k judged samples, and its 95 % interval."""
+
+    k: int
+    value: float
+    low: float
+    high: float
+    problems: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Accuracy over the judged problems, with the 95 % Wilson interval, and which weights answered."""
+    """Accuracy over the judged problems with its 95 % interval, and which weights answered.
+
+    Attributes:
+        accuracy: mean over problems of the share of their samples that is right (pass@1).
+        unjudged: problems without any verdict.
+        version_min, version_max: of all tokens that count; equal when `one_version`.
+        one_version: was it made sure that every token is of `model_version`?
+        pin, engine: how; the engine that answered alone.
+        incomplete: why not every problem was waited for (then quick answers weigh too much); empty: all were.
+        discarded: answers that did not count, since a token was of another version.
+        restarts: how often it began anew.
+        steps_meanwhile: by how many steps the trainer was ahead at its end.
+    """
 
     model_version: int
     accuracy: float
@@ -21,52 +98,110 @@ class EvaluationResult:
     unjudged: int
     version_min: int
     version_max: int
+    one_version: bool = False
+    pin: Pin = Pin.NONE
+    engine: str = ""
+    samples: int = 1
+    temperature: float = 0.0
+    pass_at: list[PassAt] = field(default_factory=list)
+    incomplete: str = ""
+    discarded: int = 0
+    restarts: int = 0
+    steps_meanwhile: int = 0
 
 
 @final
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """Collects answers until every problem has one, or failed."""
+    """Collects answers until every problem has one, or failed.
+
+    `asked` counts questions by problem; those from `next_index` on have not been asked yet.
+    """
 
     model_version: int
-    problems: int
-    heard_at: float
+    plan: EvaluationPlan
+    epoch: int = 0
+    pin: Pin = Pin.NONE
+    engine: str = ""
+    began_at: float = 0.0
+    heard_at: float = 0.0
     """When it began or last got an answer, on the controller's clock."""
+    restarts: int = 0
+    discarded: int = 0
+    given_up: str = ""
+    """Why it ends with the answers that it has; empty while it goes on."""
+    next_index: int = 0
+    asked: dict[int, int] = field(default_factory=dict)
     answers: dict[int, EvaluationDone | None] = field(default_factory=dict)
 
-    def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> None:
-        """An answer, or None for a problem that failed; a repetition changes nothing."""
-        self.heard_at = now
-        self.answers.setdefault(index, answer)
+    @property
+    def problems(self) -> int:
+        """How many problems it has."""
+        return self.plan.problems
 
     @property
     def complete(self) -> bool:
         """Has every problem ended?"""
-        return len(self.answers) >= self.problems
+        return len(self.answers) >= self.plan.problems
 
-    def result(self) -> EvaluationResult:
-        """The figures so far."""
+    def concerns(self, order_id: str) -> bool:
+        """Is this order one of its questions?"""
+        return order_id.startswith(f"eval-{self.model_version}-")
+
+    def accepts(self, answer: EvaluationDone) -> bool:
+        """Is every token of it of the pinned version? Without a pin, all are welcome."""
+        found = (answer.epoch, answer.oldest_version, answer.newest_version)
+        return self.pin is Pin.NONE or found == (self.epoch, self.model_version, self.model_version)
+
+    def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
+        """An answer, or None for a problem that failed; a repetition changes nothing. True: it must be asked again."""
+        self.heard_at = now
+        if index in self.answers:
+            return False
+        if answer is not None and not self.accepts(answer):
+            self.discarded += 1
+            if self.asked.get(index, 1) < self.plan.attempts:
+                self.asked[index] = self.asked.get(index, 1) + 1
+                return True
+            answer = None
+        self.answers[index] = answer
+        return False
+
+    def to_ask(self, window: int) -> list[int]:
+        """The next problems, so that at most `window` are out; they count as asked."""
+        first, out = self.next_index, self.next_index - len(self.answers)
+        self.next_index = max(first, min(self.plan.problems, first + window - out))
+        return list(range(first, self.next_index))
+
+    def result(self, *, version: int | None = None, seed: int = 0) -> EvaluationResult:
+        """The figures so far, at the trainer's `version`; `seed` is that of the intervals."""
         done = [answer for answer in self.answers.values() if answer is not None]
         judged = [answer for answer in done if answer.judged]
-        correct = sum(answer.correct for answer in judged)
-        low, high = wilson_interval(correct, len(judged))
+
+        seed = rng.key(seed, self.model_version)
+        accuracy = estimate([answer.correct / answer.judged for answer in judged], seed=seed)
+        pass_at = []
+        for k in self.plan.pass_at:
+            chances = [pass_at_k(each.judged, each.correct, k) for each in judged if each.judged >= k]
+            found = estimate(chances, seed=rng.key(seed, k))
+            pass_at.append(PassAt(k=k, value=found.value, low=found.low, high=found.high, problems=found.problems))
         return EvaluationResult(
             model_version=self.model_version,
-            accuracy=correct / len(judged) if judged else 0.0,
-            low=low,
-            high=high,
-            problems=self.problems,
-            unjudged=self.problems - len(judged),
+            accuracy=accuracy.value,
+            low=accuracy.low,
+            high=accuracy.high,
+            problems=self.plan.problems,
+            unjudged=self.plan.problems - len(judged),
             version_min=min((answer.oldest_version for answer in done), default=self.model_version),
             version_max=max((answer.newest_version for answer in done), default=self.model_version),
+            one_version=self.pin is not Pin.NONE,
+            pin=self.pin,
+            engine=self.engine,
+            samples=self.plan.samples,
+            temperature=self.plan.temperature,
+            pass_at=pass_at,
+            incomplete="" if self.complete else self.given_up,
+            discarded=self.discarded,
+            restarts=self.restarts,
+            steps_meanwhile=(self.model_version if version is None else version) - self.model_version,
         )
-
-
-def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval for a proportion (Wilson 1927); (0, 1) without trials."""
-    if trials == 0:
-        return 0.0, 1.0
-    p = successes / trials
-    centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
-    return max(0.0, centre - half), min(1.0, centre + half)

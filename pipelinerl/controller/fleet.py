@@ -1,79 +1,153 @@
 """The engines of a run as the controller sees them: who is there, what they serve, who may be given work.
 
-    joining ──published──▶ healthy ──silence, or an update failed──▶ dead ──answers──▶ joining
-       ▲                                     └──too often in a row──▶ expelled
-       └──── a new life of it, or an operator ◀──────────────────────────┘
+    joining ──weights, then proof──▶ healthy ◀──answers── suspect ──silence──▶ dead ──answers──▶ joining
+       ▲ ◀──answers── dirty ◀── an update or the proof failed     └─misses a poll─▲
+       └── a new life, an operator ── expelled ◀── failed too often, removed, drained
 
-Only a healthy engine gets work, and only a successful publication makes one healthy: an engine that was away, or whose
-update failed, must first be given the current weights. The membership number grows whenever the set changes, since a
-process group cannot lose or gain a rank.
+| event           | joining         | healthy  | suspect  | draining | dirty    | dead     | expelled |
+|-----------------|-----------------|----------|----------|----------|----------|----------|----------|
+| `join` new life | joining         | joining  | joining  | expelled | joining  | joining  | joining  |
+| `published`     | has its weights | healthy  | suspect  | draining | –        | –        | –        |
+| `proved`        | healthy         | –        | –        | –        | –        | –        | –        |
+| `unproven`      | dirty, expelled | –        | –        | –        | –        | –        | –        |
+| `publish_failed`| dirty, expelled | dirty, … | dirty, … | expelled | –        | –        | –        |
+| `missed`        | –               | suspect  | –        | –        | –        | –        | –        |
+| `answered`      | –               | –        | healthy  | –        | joining  | joining  | –        |
+| `silent`        | dead            | dead     | dead     | expelled | –        | –        | –        |
+| `restarted`     | joining         | joining  | joining  | expelled | –        | –        | –        |
+| `drain`         | draining        | draining | draining | –        | expelled | expelled | –        |
+| `expel`         | expelled        | expelled | expelled | expelled | expelled | expelled | –        |
+| `begin_epoch`   | joining         | joining  | joining  | draining | dirty    | dead     | expelled |
+
+Only a healthy engine is given work, and the only way to become healthy is `published`, then `proved` of that version:
+an engine that was away, or failed, must first be given the current weights whole, and show that it computes with them
+what the trainer does. The membership number grows whenever the set that a publication must reach changes, since a
+process group cannot lose or gain a rank; what is reported of an older set says nothing of an engine that joined later.
+
+A healthy engine may be pinned for a while: it keeps the weights it has, and answers only those who ask for it by name.
+Whatever ends its being healthy or suspect ends that, too; released, it joins anew unless its weights are the newest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import final
+from typing import Any, Final, final
 
 
 class Standing(StrEnum):
     """May this engine be given work?"""
 
     JOINING = "joining"
+    """It waits for weights, or has them and has yet to prove them."""
     HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    """It missed a poll: it gets no new work until it answers, and keeps what it has."""
+    DRAINING = "draining"
+    """It ends what it has, and then goes; until then its weights are kept up to date."""
+    DIRTY = "dirty"
+    """An update or its proof failed: what it serves is not to be trusted. It joins anew once it answers."""
     DEAD = "dead"
     EXPELLED = "expelled"
-    """It failed too many updates in a row, or an operator took it out: what it offers in this life is not heard."""
+    """It failed too often in a row, or an operator took it out: what it offers in this life is not heard."""
 
     @property
     def is_alive(self) -> bool:
         """Must a publication reach it?"""
-        return self in (Standing.JOINING, Standing.HEALTHY)
+        return self in (Standing.JOINING, Standing.HEALTHY, Standing.SUSPECT, Standing.DRAINING)
+
+
+#: Those whose weights were proven and are kept up to date.
+_PROVEN: Final = (Standing.HEALTHY, Standing.SUSPECT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """One engine; `loaded` is the version last published to it in this epoch."""
+    """One engine.
+
+    Attributes:
+        incarnation: one life of it; empty when only an operator has named it.
+        name, type: as it calls itself; empty likewise.
+        joined_at: the membership that begins with it.
+        loaded: the version last published to it in this epoch; −1 when none was.
+        refused: the version whose proof failed last; that one is not published to it again while others serve.
+        draining_since, drain_by: when an operator asked, and how long what it has may run; on the controller's clock.
+        dismissed: an operator took it out: whoever started its process may end it.
+        pinned: it is left out of publications, and out of what others may be given.
+    """
 
     url: str
     incarnation: str = ""
+    name: str = ""
+    type: str = ""
     standing: Standing = Standing.JOINING
+    joined_at: int = 0
     loaded: int = -1
+    refused: int = -1
     failed_updates: int = 0
+    failed_proofs: int = 0
+    draining_since: float = 0.0
+    drain_by: float = 0.0
+    dismissed: bool = False
+    pinned: bool = False
     last_error: str = ""
 
 
 @final
 @dataclass(slots=True)
 class Fleet:
-    """Records by base URL. Pure: observations come in as arguments."""
+    """Records by base URL. Pure: observations come in as arguments. A method that returns a bool says: that is news."""
 
     by_url: dict[str, EngineRecord] = field(default_factory=dict)
     membership: int = 0
     updates_to_expulsion: int = 5
+    proofs_to_expulsion: int = 2
 
     def records(self) -> list[EngineRecord]:
         """All engines, by URL."""
         return [self.by_url[url] for url in sorted(self.by_url)]
 
     def members(self) -> list[str]:
-        """Engines that a publication must reach: all that are alive."""
-        return [record.url for record in self.records() if record.standing.is_alive]
+        """Engines that a publication must reach: all that are alive, and not pinned."""
+        return [record.url for record in self.records() if record.standing.is_alive and not record.pinned]
 
     def serving(self) -> list[str]:
         """Engines that may be given work."""
-        return [record.url for record in self.records() if record.standing is Standing.HEALTHY]
+        return self._in(Standing.HEALTHY)
+
+    def finishing(self) -> list[str]:
+        """Engines that get no new work and may end what they have; what any other has is handed over."""
+        return sorted({*self._in(Standing.JOINING, Standing.SUSPECT, Standing.DRAINING), *self.pinned()})
+
+    def proven(self) -> list[str]:
+        """Engines on which work can be counted: those that serve, or will once they answer again."""
+        return self._in(*_PROVEN)
+
+    def pinned(self) -> list[str]:
+        """Engines that keep the weights they have, and work only for those who ask for them by name."""
+        return [record.url for record in self.records() if record.pinned]
+
+    def to_prove(self) -> list[str]:
+        """Engines that must prove the weights which the next publication gives them."""
+        return self._in(Standing.JOINING)
+
+    def is_draining(self, url: str) -> bool:
+        """Does it end what it has?"""
+        return self._standing(url) is Standing.DRAINING
 
     def oldest_loaded(self) -> int | None:
-        """The oldest version that a healthy engine samples from; None without one."""
-        return min((r.loaded for r in self.by_url.values() if r.standing is Standing.HEALTHY), default=None)
+        """The oldest version that a proven engine samples from; None without one."""
+        return min((self.by_url[url].loaded for url in self.proven()), default=None)
 
-    def awaits_weights(self) -> bool:
-        """Is an engine alive that has not been given the weights of this epoch?"""
-        return any(record.standing is Standing.JOINING for record in self.by_url.values())
+    def awaits_weights(self, version: int) -> bool:
+        """Is an engine alive that has no weights of this epoch, and can `version` be what it needs?"""
+        waiting = [r for r in self.by_url.values() if r.standing is Standing.JOINING and r.loaded < 0]
+        return any(record.refused != version for record in waiting) or bool(waiting and not self.proven())
 
-    def join(self, url: str, incarnation: str = "") -> bool:
-        """Add an engine, or bring one back that was expelled; True when the set changed. The dead return by an answer.
+    # --- coming ----------------------------------------------------------------------------------------------------
+
+    def join(self, url: str, incarnation: str = "", *, name: str = "", type: str = "") -> bool:
+        """Add an engine, or bring one back that was expelled. The dead return by an answer.
 
         An engine repeats its offer as long as it lives. `incarnation` tells its lives apart, since a new one has lost
         its weights; it is empty when an operator asks.
@@ -83,70 +157,183 @@ class Fleet:
             same_life = known.incarnation in ("", incarnation)
             repeated = same_life if incarnation else known.standing is not Standing.EXPELLED
             if repeated:
-                self.by_url[url] = replace(known, incarnation=known.incarnation or incarnation)
+                self._change(
+                    url,
+                    incarnation=known.incarnation or incarnation,
+                    name=known.name or name,
+                    type=known.type or type,
+                )
                 return False
-        self.by_url[url] = EngineRecord(url=url, incarnation=incarnation)
+            if known.standing is Standing.DRAINING:
+                self._change(url, incarnation=incarnation)
+                return self.expel(url, "it restarted while it was drained", dismissed=True)
         self.membership += 1
+        self.by_url[url] = EngineRecord(
+            url=url, incarnation=incarnation, name=name, type=type, joined_at=self.membership
+        )
         return True
-
-    def expel(self, url: str, reason: str) -> None:
-        """Give an engine no more work and no more weights."""
-        record = self.by_url[url]
-        self.membership += record.standing.is_alive
-        self.by_url[url] = replace(record, standing=Standing.EXPELLED, loaded=-1, last_error=reason)
 
     def begin_epoch(self) -> None:
         """A new trainer: nobody has its weights, and its group must be formed anew."""
+        for url, record in list(self.by_url.items()):
+            if record.standing in (Standing.JOINING, *_PROVEN):
+                self._rejoin(url, record.last_error)
+                self._change(url, refused=-1)
+            elif record.standing is Standing.DRAINING:
+                self._change(url, loaded=-1)
         self.membership += 1
-        for url, record in self.by_url.items():
-            if record.standing is Standing.HEALTHY:
-                self.by_url[url] = replace(record, standing=Standing.JOINING, loaded=-1)
 
-    def published(self, url: str, version: int) -> None:
-        """The engine serves `version` now."""
-        if url in self.by_url:
-            self.by_url[url] = replace(
-                self.by_url[url],
-                standing=Standing.HEALTHY,
-                loaded=version,
-                failed_updates=0,
-                last_error="",
-            )
+    # --- weights ---------------------------------------------------------------------------------------------------
 
-    def publish_failed(self, url: str, reason: str) -> bool:
+    def published(self, url: str, version: int, *, membership: int) -> None:
+        """The engine serves `version` now, by a publication to that membership."""
+        if self._was_member(url, membership):
+            self._change(url, loaded=version, failed_updates=0)
+
+    def publish_failed(self, url: str, reason: str, *, membership: int) -> bool:
         """The engine did not take an update, and is tried again once it answers, unless it failed too often.
 
-        True when it is lost by that. Not to ask it at once keeps one that died from disturbing the others' group.
+        Not to ask it at once keeps one that died from disturbing the others' group.
         """
-        if url not in self.members():
+        if not self._was_member(url, membership):
             return False
-        record = self.by_url[url]
-        failures = record.failed_updates + 1
-        standing = Standing.EXPELLED if failures >= self.updates_to_expulsion else Standing.DEAD
-        self.by_url[url] = replace(record, standing=standing, loaded=-1, failed_updates=failures, last_error=reason)
-        self.membership += 1
+        failures = self.by_url[url].failed_updates + 1
+        self._change(url, failed_updates=failures)
+        return self._soil(url, reason, spent=failures >= self.updates_to_expulsion)
+
+    def proved(self, url: str, version: int, *, membership: int) -> bool:
+        """The engine computes with `version` what the trainer does."""
+        record = self.by_url.get(url)
+        if record is None or not self._was_member(url, membership):
+            return False
+        if record.standing is not Standing.JOINING or record.loaded != version:
+            return False
+        self._change(url, standing=Standing.HEALTHY, refused=-1, failed_proofs=0, last_error="")
         return True
 
-    def returned(self, url: str) -> bool:
-        """A dead engine answers: it joins anew. True when that changed the set."""
-        return self._rejoin(url, Standing.DEAD, "")
+    def unproven(self, url: str, version: int, reason: str, *, membership: int) -> bool:
+        """The engine has `version` and does not compute with it what the trainer does."""
+        record = self.by_url.get(url)
+        if record is None or not self._was_member(url, membership) or record.standing is not Standing.JOINING:
+            return False
+        failures = record.failed_proofs + 1
+        self._change(url, refused=version, failed_proofs=failures)
+        return self._soil(url, reason, spent=failures >= self.proofs_to_expulsion)
 
-    def restarted(self, url: str) -> bool:
-        """A healthy engine began anew behind our back and lost its weights: it joins anew."""
-        return self._rejoin(url, Standing.HEALTHY, "it restarted")
+    def pin(self, url: str) -> None:
+        """A healthy engine keeps the weights it has."""
+        self._change(url, pinned=True)
+        self.membership += 1
+
+    def release(self, url: str, *, version: int) -> None:
+        """Pinned no longer: it serves at once with the newest `version`, else it must first be given that."""
+        record = self.by_url.get(url)
+        if record is None or not record.pinned:
+            return
+        self._change(url, pinned=False)
+        if record.loaded != version:
+            self._rejoin(url, record.last_error)
+        self.membership += 1
+
+    # --- polls -----------------------------------------------------------------------------------------------------
+
+    def missed(self, url: str) -> bool:
+        """A healthy engine did not answer a poll."""
+        if self._standing(url) is not Standing.HEALTHY:
+            return False
+        self._change(url, standing=Standing.SUSPECT)
+        return True
+
+    def answered(self, url: str) -> bool:
+        """One that was not trusted answers again: a suspect goes on, the dead and the dirty join anew."""
+        match self._standing(url):
+            case Standing.SUSPECT:
+                self._change(url, standing=Standing.HEALTHY)
+            case Standing.DEAD | Standing.DIRTY:
+                self._rejoin(url, self.by_url[url].last_error)
+                self.membership += 1
+            case _:
+                return False
+        return True
 
     def silent(self, url: str, reason: str) -> bool:
-        """The engine has not answered for too long; True when that is news."""
-        if url not in self.members():
+        """The engine has not answered for too long."""
+        return self._lost(url, reason, Standing.DEAD)
+
+    def restarted(self, url: str) -> bool:
+        """An engine began anew behind our back and lost its weights: it joins anew."""
+        record = self.by_url.get(url)
+        if record is None or record.loaded < 0:
             return False
-        self.by_url[url] = replace(self.by_url[url], standing=Standing.DEAD, loaded=-1, last_error=reason)
-        self.membership += 1
+        return self._lost(url, "it restarted", Standing.JOINING)
+
+    # --- going -----------------------------------------------------------------------------------------------------
+
+    def drain(self, url: str, *, now: float, by: float) -> bool:
+        """Give the engine no more work; what it has may run until `by`."""
+        standing = self._standing(url)
+        if standing in (Standing.DRAINING, Standing.EXPELLED, None):
+            return False
+        if not standing.is_alive:
+            return self.expel(url, "drained: it had no work", dismissed=True)
+        self._change(url, standing=Standing.DRAINING, draining_since=now, drain_by=by)
         return True
 
-    def _rejoin(self, url: str, standing: Standing, reason: str) -> bool:
-        record = self.by_url.get(url)
-        if record is None or record.standing is not standing:
+    def expel(self, url: str, reason: str, *, dismissed: bool = False) -> bool:
+        """Give an engine no more work and no more weights."""
+        standing = self._standing(url)
+        if standing is None:
             return False
-        self.by_url[url] = replace(record, standing=Standing.JOINING, loaded=-1, last_error=reason)
+        self.membership += standing.is_alive
+        dismissed = dismissed or self.by_url[url].dismissed
+        self._change(url, standing=Standing.EXPELLED, loaded=-1, last_error=reason, dismissed=dismissed)
+        return standing is not Standing.EXPELLED
+
+    # --- details ---------------------------------------------------------------------------------------------------
+
+    def _in(self, *standings: Standing) -> list[str]:
+        return [record.url for record in self.records() if record.standing in standings and not record.pinned]
+
+    def _standing(self, url: str) -> Standing | None:
+        record = self.by_url.get(url)
+        return None if record is None else record.standing
+
+    def _change(self, url: str, **fields: Any) -> None:
+        if fields.get("standing", Standing.HEALTHY) not in _PROVEN:
+            fields["pinned"] = False
+        self.by_url[url] = replace(self.by_url[url], **fields)
+
+    def _was_member(self, url: str, membership: int) -> bool:
+        record = self.by_url.get(url)
+        return record is not None and record.standing.is_alive and record.joined_at <= membership
+
+    def _rejoin(self, url: str, reason: str) -> None:
+        """It has no weights from the next membership on."""
+        self._change(
+            url,
+            standing=Standing.JOINING,
+            loaded=-1,
+            joined_at=self.membership + 1,
+            last_error=reason,
+        )
+
+    def _soil(self, url: str, reason: str, *, spent: bool) -> bool:
+        draining = self.by_url[url].standing is Standing.DRAINING
+        self.membership += 1
+        standing = Standing.EXPELLED if spent or draining else Standing.DIRTY
+        self._change(url, standing=standing, loaded=-1, last_error=reason, dismissed=draining)
+        return True
+
+    def _lost(self, url: str, reason: str, becomes: Standing) -> bool:
+        """A member has lost its weights, or itself; a draining one has nothing left to end."""
+        standing = self._standing(url)
+        if standing is None or not standing.is_alive:
+            return False
+        if standing is Standing.DRAINING:
+            return self.expel(url, f"drained: {reason}", dismissed=True)
+        if becomes is Standing.JOINING:
+            self._rejoin(url, reason)
+        else:
+            self._change(url, standing=becomes, loaded=-1, last_error=reason)
         self.membership += 1
         return True

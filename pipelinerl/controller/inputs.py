@@ -34,14 +34,22 @@ class KnobsPatched(Input, frozen=True):
 
 
 class EngineOffered(Input, frozen=True):
-    """An engine offers itself; without `incarnation`, an operator offers it."""
+    """An engine offers itself, with what it calls itself; without `incarnation`, an operator offers it."""
 
     url: str
     incarnation: str = ""
+    name: str = ""
+    type: str = ""
 
 
-class EngineReturned(Input, frozen=True):
-    """A dead engine answers again."""
+class EngineMissed(Input, frozen=True):
+    """A healthy engine did not answer a poll."""
+
+    url: str
+
+
+class EngineAnswered(Input, frozen=True):
+    """An engine that was suspect, dirty or dead answers."""
 
     url: str
 
@@ -59,10 +67,35 @@ class EngineSilent(Input, frozen=True):
     reason: str
 
 
-class EngineRemoved(Input, frozen=True):
-    """An operator takes an engine out."""
+class EngineIdle(Input, frozen=True):
+    """An engine that is being drained has had nothing to do for a while."""
 
     url: str
+
+
+class EnginesHired(Input, frozen=True):
+    """An operator wants more engines, started by whoever starts this run's processes.
+
+    With `replaces` (a URL), that engine is drained once the new one serves, within `patience_s`.
+    """
+
+    type: str
+    count: int = 1
+    replaces: str = ""
+    patience_s: float = 60.0
+
+
+class EngineDrainAsked(Input, frozen=True):
+    """An operator takes an engine out once it has ended what it has, or after `patience_s`."""
+
+    url: str
+    patience_s: float
+
+
+class EngineRemoved(Input, frozen=True):
+    """An operator takes an engine out at once: by URL, or by the name under which it was hired."""
+
+    engine: str
 
 
 class StopAsked(Input, frozen=True):
@@ -75,14 +108,16 @@ class Ticked(Input, frozen=True):
     """Time has passed."""
 
 
-AnyInput = (
-    Heard
-    | KnobsPatched
-    | EngineOffered
-    | EngineReturned
+#: What changes the fleet.
+EngineInput = (
+    EngineOffered
+    | EngineMissed
+    | EngineAnswered
     | EngineRestarted
     | EngineSilent
+    | EngineIdle
+    | EnginesHired
+    | EngineDrainAsked
     | EngineRemoved
-    | StopAsked
-    | Ticked
 )
+AnyInput = Heard | KnobsPatched | StopAsked | Ticked | EngineInput

@@ -14,13 +14,13 @@ from typing import Any, Final, Self
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
-_FIXED: Final = frozenset({"group_size", "max_groups"})
+_FIXED: Final = frozenset({"group_size", "max_groups", "k_finite"})
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """Everything that may change while the run is live; `group_size` and `max_groups` are what the run fixes."""
+    """Everything that may change while the run is live, and after it what the run fixes, from `group_size` on."""
 
     j: int
     k: float
@@ -35,9 +35,16 @@ class Knobs:
     group_size: int
     max_groups: int = 2**31
     """Most groups in flight: a step of more could never be filled."""
+    k_finite: bool = False
+    """Must k be a number? The trainer then keeps the weights of every version that a rollout may come from."""
 
     def __post_init__(self) -> None:
         StalenessBounds(self.j, self.k)
+        if self.k_finite and math.isinf(self.k):
+            raise RecipeError(
+                "staleness.k must be a number with training.old_logprobs = sampling_weights, got inf: the weights of "
+                "every version that a rollout may come from are kept, and inf sets no bound"
+            )
         positive = {
             "temperature": self.temperature,
             "learning_rate": self.learning_rate,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from pipelinerl import rng
+from pipelinerl.controller.evaluation import EvaluationPlan
 from pipelinerl.types import Problem, PromptOrder, Purpose, Sampling
 
 
@@ -17,7 +18,7 @@ class OrderBook:
 
     seed: int
     sampling: Sampling
-    evaluation_max_tokens: int
+    evaluation: EvaluationPlan
     training_problem: Callable[[int, Mapping[str, float]], Problem]
     held_out_problem: Callable[[int], Problem]
 
@@ -32,10 +33,19 @@ class OrderBook:
             seed=rng.key(self.seed, "sampling", index),
         )
 
-    def evaluation(self, index: int, *, version: int) -> PromptOrder:
-        """Held-out problem `index`, greedily, for the evaluation that begins at `version`."""
+    def asking(self, index: int, *, version: int, engine: str = "") -> PromptOrder:
+        """Held-out problem `index` for the evaluation of `version`, to be answered by `engine` alone if one is named.
+
+        Equal at each asking but for the engine: a sample is a function of its seed and of the weights.
+        """
+        plan = self.evaluation
         sampling = replace(
-            self.sampling, num_samples=1, temperature=0.0, top_p=1.0, top_k=0, max_tokens=self.evaluation_max_tokens
+            self.sampling,
+            num_samples=plan.samples,
+            temperature=plan.temperature,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=plan.max_tokens,
         )
         return PromptOrder(
             order_id=f"eval-{version}-{index:06d}",
@@ -44,4 +54,5 @@ class OrderBook:
             problem=self.held_out_problem(index),
             sampling=sampling,
             seed=rng.key(self.seed, "evaluation", index),
+            engine=engine,
         )

@@ -26,8 +26,17 @@ from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.engine_watch import EngineWatch
-from pipelinerl.controller.fleet import Standing
-from pipelinerl.controller.inputs import AnyInput, EngineRestarted, EngineReturned, EngineSilent, Heard, Ticked
+from pipelinerl.controller.fleet import EngineRecord, Standing
+from pipelinerl.controller.inputs import (
+    AnyInput,
+    EngineAnswered,
+    EngineIdle,
+    EngineMissed,
+    EngineRestarted,
+    EngineSilent,
+    Heard,
+    Ticked,
+)
 from pipelinerl.controller.journal import Decision, Journal, Recovered
 from pipelinerl.controller.statement import run_status
 from pipelinerl.errors import PipelineError, RecordError
@@ -43,6 +52,8 @@ log = logging.getLogger("pipelinerl")
 
 #: A trainer reads every directive at once; older ones serve whoever looks into the stream.
 _DIRECTIVES_KEPT: Final = 64
+#: A drained engine must have been idle for so long: by then every actor knows that it gets no work (`REFRESH_S`).
+_IDLE_S: Final = 2.0
 #: More entries than a bounded stream holds.
 _ALL: Final = 2**31
 
@@ -202,7 +213,7 @@ class ControllerService:
     async def _poll(self) -> None:
         while True:
             records = self.controller.state.fleet.records()
-            await asyncio.gather(*(self._ask(record.url, record.standing) for record in records))
+            await asyncio.gather(*(self._ask(record) for record in records))
             await self.perform(Ticked(now=self._clock()))
             async with self._turn:
                 if not await self._journal.whole():
@@ -220,20 +231,28 @@ class ControllerService:
                 )
             await asyncio.sleep(self._poll_s)
 
-    async def _ask(self, url: str, standing: Standing) -> None:
+    async def _ask(self, record: EngineRecord) -> None:
+        """Poll one engine; what is news becomes an input."""
+        url = record.url
         try:
             found = await self._probe.metrics(url)
             known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
             metrics = EngineMetrics.model_validate(known)
         except (ContractError, PipelineError, ValidationError) as error:
-            if self.watch.missed(url) and standing.is_alive:
+            if self.watch.missed(url) and record.standing.is_alive:
                 await self.perform(EngineSilent(now=self._clock(), url=url, reason=str(error)))
+            elif record.standing is Standing.HEALTHY:
+                await self.perform(EngineMissed(now=self._clock(), url=url))
             return
         now = self._clock()
         if self.watch.answered(url, metrics, now):
             await self.perform(EngineRestarted(now=now, url=url))
-        elif standing is Standing.DEAD:
-            await self.perform(EngineReturned(now=now, url=url))
+        elif record.standing in (Standing.SUSPECT, Standing.DIRTY, Standing.DEAD):
+            await self.perform(EngineAnswered(now=now, url=url))
+        elif record.standing is Standing.DRAINING:
+            idle_since = self.watch.load(url).idle_since
+            if idle_since is not None and now - max(idle_since, record.draining_since) >= _IDLE_S:
+                await self.perform(EngineIdle(now=now, url=url))
 
     # --- effects ---------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipelinerl.controller.evaluation import EvaluationPlan
 from pipelinerl.types import Sampling
 
 
@@ -16,10 +17,7 @@ class ControllerSettings:
     until_accuracy: float | None
     max_groups: int
     sampling: Sampling
-    evaluation_problems: int
-    evaluation_max_tokens: int
-    evaluation_patience_s: float = 120.0
-    """An evaluation that gets no answer for so long ends with those it has."""
+    evaluation: EvaluationPlan
     stall_s: float = 120.0
     """The watchdog speaks when nothing has got on for so long."""
     checkpoint_interval_steps: int

@@ -13,10 +13,10 @@ from typing import Any, final
 import msgspec
 
 from pipelinerl.controller.account import Account
-from pipelinerl.controller.evaluation import Evaluation, EvaluationResult
+from pipelinerl.controller.evaluation import Evaluation, EvaluationDue, EvaluationResult
 from pipelinerl.controller.fleet import Fleet
 from pipelinerl.controller.knobs import KnobChange, Knobs
-from pipelinerl.messages import ActorAlive, Directive, Published, TrainerReady
+from pipelinerl.messages import ActorAlive, Consumed, Directive, Published, TrainerReady
 
 
 class Phase(StrEnum):
@@ -28,20 +28,38 @@ class Phase(StrEnum):
     FINISHED = "finished"
 
 
+class Hire(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that an operator wants to be started, and whether it is still wanted.
+
+    With `replaces` (a URL), that one is drained once this one serves.
+    """
+
+    name: str
+    type: str
+    replaces: str = ""
+    patience_s: float = 0.0
+    wanted: bool = True
+
+
 @final
 class RunState(msgspec.Struct, kw_only=True):
     """State of a run; changed by `Controller` alone.
 
     Attributes:
         first_domain_weights: those that the recipe gives.
+        hires: engines beyond the recipe's, in the order in which they were asked for; a run resumed begins without.
         actors: last heartbeat of each, and when it came.
         first_version, training_since: where and when this trainer began to train, for the estimate of the end.
         pending_ready: the trainer's question, while engines that are expected have not joined.
+        begun: the trainers' reports with which an epoch has begun; none begins another.
         answers: the last directive by the report that it answers, since a report may be repeated.
+        evaluation_due: one that waits for weights to be served; postponed: a publication that waits for one to end.
         stop_reason, stop_sent: why the run is to end before its last step, and whether the trainer has been told.
         reload_asked: (epoch, membership) for which a publication between steps was asked last.
         resumed_account: of a checkpoint, until the trainer's own account arrives.
+        stepped: the trainer's account as of the last step (or of its start): what ended since then was not trained.
         trainer_heard: kind of the trainer's last report, and when it came.
+        unsaved: in words, why a checkpoint cannot be written yet; training waits once the next one is due.
         progress, progressed_at, stall_told: the watchdog's: see `waiting.py`.
     """
 
@@ -49,11 +67,14 @@ class RunState(msgspec.Struct, kw_only=True):
     knob_log: list[KnobChange] = []
     first_domain_weights: dict[str, float]
     fleet: Fleet = msgspec.field(default_factory=Fleet)
+    hires: list[Hire] = []
     account: Account = msgspec.field(default_factory=Account)
     phase: Phase = Phase.STARTING
     epoch: int = 0
     version: int = 0
     evaluation: Evaluation | None = None
+    evaluation_due: EvaluationDue | None = None
+    postponed: bool = False
     results: list[EvaluationResult] = []
     last_step: dict[str, float] = {}
     last_publish: Published | None = None
@@ -61,12 +82,15 @@ class RunState(msgspec.Struct, kw_only=True):
     training_since: float = 0.0
     first_version: int = 0
     pending_ready: TrainerReady | None = None
+    begun: list[str] = []
     answers: dict[str, Directive] = {}
     stop_reason: str | None = None
     stop_sent: bool = False
     reload_asked: tuple[int, int] = (-1, -1)
     resumed_account: dict[str, Any] | None = None
+    stepped: Consumed = Consumed()
     trainer_heard: tuple[str, float] | None = None
+    unsaved: str = ""
     progress: tuple[Any, ...] = ()
     progressed_at: float = 0.0
     stall_told: bool = False
@@ -93,5 +117,5 @@ class RunState(msgspec.Struct, kw_only=True):
         self.epoch = int(record["epoch"])
         self.knobs = self.knobs.patched(record["knobs"])
         self.knob_log = [KnobChange(**change) for change in record["knob_log"]]
-        self.results = [EvaluationResult(**result) for result in record["evaluations"]]
+        self.results = msgspec.convert(record["evaluations"], list[EvaluationResult])
         self.resumed_account = dict(record["account"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.controller.controller import Controller
+from pipelinerl.controller.engine_decisions import dismissed
 from pipelinerl.controller.engine_watch import EngineLoad, EngineWatch
 from pipelinerl.controller.fleet import EngineRecord, Standing
 from pipelinerl.controller.state import Phase, RunState
@@ -36,6 +37,14 @@ def run_status(
         held_out_accuracy=last.accuracy if last else None,
         held_out_low=last.low if last else None,
         held_out_high=last.high if last else None,
+        held_out_version=last.model_version if last else None,
+        held_out_one_version=last.one_version if last else False,
+        held_out_incomplete=last.incomplete if last else "",
+        pass_at=tuple(
+            status.PassAtStatus(k=each.k, value=each.value, low=each.low, high=each.high)
+            for each in (last.pass_at if last else ())
+        ),
+        evaluating=_evaluating(state),
         first_accuracy=results[0].accuracy if results else None,
         best_accuracy=max((result.accuracy for result in results), default=None),
         tokens_per_s=sum(load.tokens_per_s for load in loads.values()),
@@ -45,6 +54,8 @@ def run_status(
         last_update_pause_s=max(publish.pauses_s.values(), default=0.0) if publish else 0.0,
         engine_occupancy=sum(load.occupancy for load in healthy) / len(healthy) if healthy else 0.0,
         engines=tuple(_engine(record, loads[record.url]) for record in records),
+        hired=tuple(status.HiredEngine(name=hire.name, type=hire.type) for hire in state.hires if hire.wanted),
+        dismissed=tuple(dismissed(state)),
         actors=tuple(
             status.ActorStatus(name=alive.name, groups_in_flight=alive.groups_in_flight, silent_s=now - heard)
             for alive, heard in state.actors.values()
@@ -65,6 +76,21 @@ def _phase(state: RunState) -> status.Phase:
     return status.Phase(state.phase.value)
 
 
+def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
+    evaluation = state.evaluation
+    if evaluation is None:
+        return None
+    return status.EvaluatingStatus(
+        model_version=evaluation.model_version,
+        pin=evaluation.pin.value,
+        engine=evaluation.engine,
+        answered=len(evaluation.answers),
+        problems=evaluation.problems,
+        discarded=evaluation.discarded,
+        restarts=evaluation.restarts,
+    )
+
+
 def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
     if state.trainer_heard is None:
         return None
@@ -75,7 +101,9 @@ def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
 def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
     return status.EngineStatus(
         url=record.url,
-        state=record.standing.value,
+        state="pinned" if record.pinned else record.standing.value,
+        name=record.name,
+        type=record.type,
         version=max(record.loaded, 0),
         running=load.metrics.running_sequences,
         waiting=load.metrics.waiting_sequences,

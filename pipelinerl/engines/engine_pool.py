@@ -2,18 +2,21 @@
 
 Promises: a request is tried until it is answered or its deadline passes, on another engine if there is one, with the
 same seed, so an answer does not depend on how often it was tried; a refusal of the request itself is raised at once.
+All samples of a request are one engine's, which computes their prompt once. What runs at an engine that is no longer
+part of the run is handed over: cancelled there and tried elsewhere.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | an engine that is not suspect | its suspicion ends, or `update` | the pool's deadline |
-| the completion | the engine | the pool's deadline |
+| the completion | the engine, or `update` without it | the pool's deadline |
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
@@ -87,6 +90,9 @@ class EnginePool:
         self._min_epoch = min_epoch
         self._outstanding: dict[str, int] = {}
         self._suspect_until: dict[str, float] = {}
+        self._running: dict[str, set[asyncio.Timeout]] = {}
+        self._finishing: frozenset[str] = frozenset()
+        self._named: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self.update(urls)
 
@@ -95,47 +101,73 @@ class EnginePool:
         """Tokens asked for and not yet answered, by engine."""
         return dict(self._outstanding)
 
-    def update(self, urls: Iterable[str]) -> None:
-        """Use these engines from now on. Requests that run elsewhere are left to end or fail there."""
+    def update(self, urls: Iterable[str], *, finishing: Iterable[str] = ()) -> None:
+        """Use these engines from now on; those that are `finishing` may end what they have, others may not."""
         self._outstanding = {url: self._outstanding.get(url, 0) for url in urls}
+        self._finishing = frozenset(finishing)
+        for url in self._running.keys() - self._outstanding.keys() - self._finishing:
+            for scope in self._running.pop(url):
+                if not scope.expired():
+                    scope.reschedule(asyncio.get_running_loop().time())
         self._suspect_until = {url: at for url, at in self._suspect_until.items() if url in self._outstanding}
         self._changed.set()
 
-    async def complete(self, request: ChatCompletionRequest) -> Answered:
-        """Answer `request`; give it a seed, or each try draws its own noise.
+    async def complete(
+        self, request: ChatCompletionRequest, *, begun: Callable[[], None] = lambda: None, engine: str = ""
+    ) -> Answered:
+        """Answer `request`; give it a seed, or each try draws its own noise. `begun` is called at each try.
+
+        With `engine` (base URL), by that one alone, which is left to such requests while there are any.
 
         Raises:
             ContractError: the request itself was refused.
+            EngineUnreachable: `engine` neither may be given work, nor may it finish what it has.
             DeadlineError: no engine answered in time; the message names the last failure.
         """
         deadline = time.monotonic() + self._deadline_s
         pause_s, last = _FIRST_PAUSE_S, "no engine is known"
         while (remaining := deadline - time.monotonic()) > 0:
-            url = pick(self._outstanding, self._suspect_until, now=time.monotonic())
+            url = pick(self._choice(engine), self._suspect_until, now=time.monotonic())
             if url is None:
                 await self._change(min(pause_s, remaining))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
+            begun()
             try:
-                async with asyncio.timeout(remaining):
-                    return Answered(await self._tried(url, request), url)
+                self._named[engine] += 1
+                async with asyncio.timeout(remaining) as scope:
+                    return Answered(await self._tried(url, request, scope), url)
             except _ELSEWHERE as error:
                 last = f"{url}: {error}"
                 self._suspect_until[url] = time.monotonic() + _suspicion(error, self._suspect_s, pause_s)
             except TimeoutError:
-                last = f"{url} had not answered after {remaining:.1f} s"
+                taken_out = "was taken out while it worked" if url not in self._outstanding else ""
+                last = f"{url} {taken_out or f'had not answered after {remaining:.1f} s'}"
+            finally:
+                self._named[engine] -= 1
         known = ", ".join(self._outstanding) or "none"
         raise DeadlineError(
             f"no engine completed the request within {self._deadline_s:g} s (engines: {known}); last: {last}"
         )
 
-    async def _tried(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+    def _choice(self, engine: str) -> Mapping[str, int]:
+        """Outstanding tokens of the engines that may answer: the one that is named, or all that nobody names now."""
+        if not engine:
+            return {url: tokens for url, tokens in self._outstanding.items() if not self._named[url]}
+        if (known := self._outstanding.keys() | self._finishing) and engine not in known:
+            raise EngineUnreachable(f"{engine}, which alone may answer, is not part of the run any more")
+        return {engine: 0} if known else {}
+
+    async def _tried(self, url: str, request: ChatCompletionRequest, scope: asyncio.Timeout) -> ChatCompletion:
         tokens = cost(request)
-        self._outstanding[url] += tokens
+        if url in self._outstanding:
+            self._outstanding[url] += tokens
+        self._running.setdefault(url, set()).add(scope)
         try:
             completion = await self._client.chat(url, request)
         finally:
-            if url in self._outstanding:
+            self._running.get(url, set()).discard(scope)
+            if url in self._outstanding:  # the engines may have changed meanwhile
                 self._outstanding[url] = max(self._outstanding[url] - tokens, 0)
         if completion.epoch < self._min_epoch:
             raise Dirty(f"it serves weights of epoch {completion.epoch}, not those of this run: has it restarted?")

@@ -40,6 +40,7 @@ class EngineOptions:
         threads: CPU threads for the model; None leaves the library's default.
         seed: keys the noise of requests that name no seed.
         pull: fetches weights from parameter servers; None does not offer the transport `pull`.
+        server: base URL of the server that the engine stands for; of engine types whose model runs elsewhere.
     """
 
     model_path: Path
@@ -55,6 +56,7 @@ class EngineOptions:
     threads: int | None = None
     seed: int = 0
     pull: PullSource | None = None
+    server: str | None = None
 
     def check_one_device(self, engine: str) -> None:
         """Raise `ModelError` if the model is to be shared by several devices, which `engine` cannot."""

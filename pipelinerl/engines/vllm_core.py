@@ -6,9 +6,9 @@ here already, and what it leaves out is the version of the weights behind each s
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, final
@@ -17,18 +17,21 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.executor import Executor
 
 from inference_contract.schemas import OnUpdate, WeightLayout
-from pipelinerl.engines.batching.sequence import Sequence
+from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.engine_core import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.engines.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import ModelError
 
 #: How long the core's process may take to end before it is killed: nothing in it is worth waiting for.
 _CORE_ENDS_S: Final = 1.0
+
+#: Most tokens of a step on CPU, unless a prompt alone is longer.
+_CPU_STEP: Final = 4096
 
 _PAUSES: Final = {
     OnUpdate.CONTINUE: "keep",
@@ -58,27 +61,9 @@ class CoreSettings:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a step did to one sample; `ended` when the core will not go on with it, whatever the reason."""
-
-    sample_id: str
-    token_ids: Items[int]
-    logprobs: Items[float]
-    ended: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a step brought; `serving` is (epoch, version) of the weights that ran it, None when none ran."""
-
-    serving: tuple[int, int] | None
-    samples: list[Sampled]
-
-
 @final
 class VllmCore:
-    """A running core. Used from the event loop in which it was started.
+    """A running core; satisfies `EngineCore`.
 
     Every method but `close` raises vLLM's `EngineDeadError` when the core's process has died.
     """
@@ -111,43 +96,25 @@ class VllmCore:
             core = cls(client, staged)
             sizes = await core._in_workers("pipelinerl_attach", str(staged.path), layout.model_dump_json(), os.getpid())
         core.cache_bytes = sum(sizes)
-        await core.name_version(*serving)
+        await client.set_weight_version_async(label_of(*serving))
         return core
 
-    def close(self) -> None:
-        """End the core's process; blocks until it has ended."""
+    async def close(self) -> None:
+        """End the core's process; blocks the event loop until it has ended."""
         self._client.shutdown(timeout=_CORE_ENDS_S)
 
     # --- samples -------------------------------------------------------------------------------------------------
 
-    async def add(self, sample_id: str, sequence: Sequence, *, stop_ids: frozenset[int], salt: str) -> None:
-        """Begin a sample. Samples of one prompt and one `salt` share their prompt's cache."""
-        request = sequence.request
-        params = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=sequence.noise_key,
-            max_tokens=request.token_limit,
-            stop_token_ids=sorted(stop_ids),
-            logprobs=0,  # of the sampled token alone
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            watermarking=False,
-        )
-        await self._client.add_request_async(
-            EngineCoreRequest(
-                request_id=sample_id,
-                prompt_token_ids=request.prompt_token_ids,
-                mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=salt,
-                data_parallel_rank=None,
-            )
-        )
+    def check(self, request: Request) -> None:
+        """vLLM can do whatever the contract asks for."""
+
+    async def add(self, sequences: list[Sequence], *, stop_ids: frozenset[int], salt: str) -> None:
+        """Begin the samples of one request, in one step: alone on the engine it is computed alike each time."""
+        requests = [self._client.add_request_async(_order(each, stop_ids, salt)) for each in sequences]
+        if len(requests) > 1:
+            # The core obeys in order and at once, but may answer a pause that is over only when it is idle.
+            requests = [self.pause(OnUpdate.CONTINUE), *requests, self.resume()]
+        await asyncio.gather(*requests)
 
     async def abort(self, sample_ids: list[str]) -> None:
         """Free what these samples hold; nothing more comes of them."""
@@ -159,8 +126,7 @@ class VllmCore:
         label = outputs.weight_version
         serving = None
         if label is not None:
-            epoch, _, version = label.partition(".")
-            serving = int(epoch), int(version)
+            serving = named_by(label)
         return Step(serving, [_sampled(output) for output in outputs.outputs])
 
     # --- weights -------------------------------------------------------------------------------------------------
@@ -173,13 +139,10 @@ class VllmCore:
         """Go on."""
         await self._client.resume_scheduler_async()
 
-    async def load_staged(self) -> None:
-        """Every worker loads the staged weights; the core must be paused."""
+    async def load_staged(self, epoch: int, version: int) -> None:
+        """Every worker loads the staged weights, which sample from the next step on; the core must be paused."""
         await self._in_workers("pipelinerl_commit")
-
-    async def name_version(self, epoch: int, version: int) -> None:
-        """The weights that sample from the next step on."""
-        await self._client.set_weight_version_async(f"{epoch}.{version}")
+        await self._client.set_weight_version_async(label_of(epoch, version))
 
     async def forget_cache(self) -> None:
         """Prompts, and what has been sampled, are computed anew when the core resumes."""
@@ -193,13 +156,45 @@ class VllmCore:
 def _sampled(output: EngineCoreOutput) -> Sampled:
     chosen = output.new_logprobs
     logprobs = [] if chosen is None else chosen.logprobs[:, 0].tolist()
-    return Sampled(output.request_id, output.new_token_ids, logprobs, output.finish_reason is not None)
+    tokens = output.new_token_ids
+    return Sampled(output.request_id, tokens, logprobs, len(tokens), output.finish_reason is not None)
+
+
+def _order(sequence: Sequence, stop_ids: frozenset[int], salt: str) -> EngineCoreRequest:
+    request = sequence.request
+    params = SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=sequence.noise_key,
+        max_tokens=request.token_limit,
+        stop_token_ids=sorted(stop_ids),
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        watermarking=False,
+    )
+    return EngineCoreRequest(
+        request_id=sample_id(sequence),
+        prompt_token_ids=request.prompt_token_ids,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
 
 
 def _check_heads(head_dim: int, path: Path) -> None:
     """On CPU vLLM finds this out at the first request, and dies of it."""
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
     known = CPUAttentionBackend.get_supported_head_sizes()
-    if current_platform.is_cpu() and head_dim not in known:
+    if head_dim not in known:
         raise ModelError(
             f"vLLM's CPU attention knows heads of {', '.join(map(str, known))} dimensions, {path} has {head_dim}; use "
             "the torch engine, or a model with such heads"
@@ -214,6 +209,9 @@ def _arguments(settings: CoreSettings) -> AsyncEngineArgs:
         seed=settings.seed,
         max_model_len=settings.context_length,
         max_num_seqs=settings.slots,
+        # A prompt in parts would end vLLM on CPU: it takes back the noise of a part, which no generator there can.
+        enable_chunked_prefill=not current_platform.is_cpu(),
+        max_num_batched_tokens=max(settings.context_length, _CPU_STEP) if current_platform.is_cpu() else None,
         tensor_parallel_size=settings.devices,
         kv_cache_memory_bytes=settings.cache_bytes,
         enable_prefix_caching=True,

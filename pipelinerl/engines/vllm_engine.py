@@ -14,11 +14,12 @@ from typing import Any, Final
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
+from pipelinerl.engines.core_loop import CoreLoop
+from pipelinerl.engines.engine_core import CoreModel, EngineCore
 from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.torch_skeleton import skeleton
 from pipelinerl.engines.torch_weights import layout_of
-from pipelinerl.engines.vllm_loop import VllmLoop, VllmModel
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import check_weights
 from pipelinerl.models.tokenizer import ChatTokenizer
 from trainer_contract.types import HeadPrecision
 
@@ -45,7 +46,7 @@ def from_options(options: EngineOptions) -> Engine:
     check_version(_installed()[1])
     settings = BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed)
     tokenizer = ChatTokenizer.load(options.model_path)
-    loop = _loop(options, settings, tokenizer.eos_token_ids)
+    loop = loop_of(options, settings, tokenizer.eos_token_ids)
     return BatchingEngine(settings, loop=loop, tokenizer=tokenizer, pull=options.pull)
 
 
@@ -69,9 +70,11 @@ def _built_for_cpu() -> bool:
     return "cpu" in "".join(_installed())
 
 
-def _loop(options: EngineOptions, settings: BatchingSettings, stop_ids: frozenset[int]) -> LoopBuilder:
-    async def start_core() -> tuple[Any, VllmModel]:
-        model = _skeleton(options)
+def loop_of(options: EngineOptions, settings: BatchingSettings, stop_ids: frozenset[int]) -> LoopBuilder:
+    """Samples by a core of vLLM's, which is started with the loop; `stop_ids` end a sample."""
+
+    async def start_core() -> tuple[EngineCore, CoreModel]:
+        model = skeleton(options)
         layout = layout_of(model)
         text: Any = model.config.get_text_config()
         _prepare_environment(options)
@@ -88,7 +91,7 @@ def _loop(options: EngineOptions, settings: BatchingSettings, stop_ids: frozense
             seed=options.seed % 2**31,
         )
         core = await VllmCore.start(core_settings, layout, settings.serving)
-        return core, VllmModel(
+        return core, CoreModel(
             slots=options.slots,
             context_length=options.context_length,
             vocab_size=int(text.vocab_size),
@@ -97,19 +100,13 @@ def _loop(options: EngineOptions, settings: BatchingSettings, stop_ids: frozense
             staged=core.staged.tensor,
         )
 
-    return lambda deliver: VllmLoop(
+    return lambda deliver: CoreLoop(
         start_core=start_core,
         max_waiting=settings.max_waiting,
         stop_ids=stop_ids,
         deliver=deliver,
         serving=settings.serving,
     )
-
-
-def _skeleton(options: EngineOptions) -> Any:
-    """The model as transformers names and orders its parameters, which is how a trainer sends them; no values."""
-    model: Any = check_weights(options.model_path)
-    return {"float32": model.float, "bfloat16": model.bfloat16, "float16": model.half}[options.dtype]()
 
 
 def _prepare_environment(options: EngineOptions) -> None:

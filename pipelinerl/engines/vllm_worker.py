@@ -68,12 +68,20 @@ class StagedWeights:
         Raises:
             RuntimeError: a parameter of the model was given no values; the model must not serve.
         """
-        model: Any = self.model_runner.get_model()
-        with torch.no_grad():
-            loaded = model.load_weights(parameters_in(self._pipelinerl_staging, self._pipelinerl_layout))
-        missing = {name for name, _ in model.named_parameters()} - loaded if loaded is not None else set()
-        if missing:
-            raise RuntimeError(f"the update gives no values to {len(missing)} parameters, first {min(missing)}")
+        load_into(self.model_runner.get_model(), self._pipelinerl_staging, self._pipelinerl_layout)
+
+
+def load_into(model: Any, staged: Tensor, layout: WeightLayout) -> None:
+    """Load the parameters that lie in `staged` into `model`, in place.
+
+    Raises:
+        RuntimeError: a parameter of the model was given no values; the model must not serve.
+    """
+    with torch.no_grad():
+        loaded = model.load_weights(parameters_in(staged, layout))
+    missing = {name for name, _ in model.named_parameters()} - loaded if loaded is not None else set()
+    if missing:
+        raise RuntimeError(f"the update gives no values to {len(missing)} parameters, first {min(missing)}")
 
 
 def _end_with(owner: int) -> None:

@@ -1,8 +1,8 @@
 """`Arrival`: the bytes of one update on their way into an engine's staging buffer, broadcast to it or pulled by it.
 
-They come on a thread of their own, are hashed as they come, and end at the deadline of the PREPARE that asked for them,
-whatever the other side does. `give_up` ends them earlier: a pull within moments, a broadcast as soon as rank 0 sends
-or leaves. The buffer is free for the next update once `received` is done.
+They come on a thread of their own, are hashed as they come, and end whatever the other side does: a pull by the
+deadline of its PREPARE, a broadcast once no bucket has come for as long. `give_up` ends them earlier: a pull within
+moments, a broadcast as soon as rank 0 sends or leaves. The buffer is free for the next update once `received` is done.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, final
 
 from inference_contract.schemas import WeightLayout, WeightUpdateRequest
@@ -21,7 +21,7 @@ from pipelinerl.errors import PipelineError
 from pipelinerl.weights.background import in_background
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.layout import describe_bucket
-from pipelinerl.weights.pull import PullOrder, PullSource
+from pipelinerl.weights.pull import PullOrder, PullSource, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,18 @@ class Received:
     seconds: float
 
 
+@dataclass(slots=True)
+class _Progress:
+    """How much has come, and when the last of it did; written by the receiving thread."""
+
+    all_bytes: int
+    num_bytes: int = 0
+    at: float = field(default_factory=time.monotonic)
+
+    def came(self, num_bytes: int) -> None:
+        self.num_bytes, self.at = num_bytes, time.monotonic()
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -39,24 +51,27 @@ class Arrival:
 
     Attributes:
         request: the PREPARE that asked for it.
-        deadline: when it ends at the latest, in monotonic seconds.
         sender: who sends, and `unblock` what ends a wait for them, as errors name them.
         received: the outcome.
         give_up: end it as soon as can be; called when nobody wants it any more, and after a failure.
     """
 
     request: WeightUpdateRequest
-    deadline: float
     sender: str
     unblock: str
     received: Future[Received]
     give_up: Callable[[], None]
-    _progress: list[str]
+    _progress: _Progress
 
     @property
     def progress(self) -> str:
         """How far it has come, in words."""
-        return self._progress[0]
+        return f"{self._progress.num_bytes} of {self._progress.all_bytes} bytes"
+
+    @property
+    def silent(self) -> bool:
+        """Has nothing come for as long as its PREPARE allows?"""
+        return time.monotonic() - self._progress.at > self.request.timeout_s
 
     @property
     def failed(self) -> bool:
@@ -66,34 +81,27 @@ class Arrival:
     @classmethod
     def by_broadcast(cls, request: WeightUpdateRequest, target: WeightTarget, member: GroupMember) -> Self:
         """Receive from rank 0 of the group that is joined."""
-        collective, deadline = member.collective(), time.monotonic() + request.timeout_s
-        layout, staging, progress = target.layout, target.staging(), _none_of(target)
-        bring = lambda: _broadcast(collective, request, layout, staging, deadline, progress)  # noqa: E731
-        received = _started(request, target, bring)
-        return cls(
-            request, deadline, "rank 0", "rank 0 of its group to send or leave", received, member.leave, progress
-        )
+        collective, layout, staging = member.collective(), target.layout, target.staging()
+        progress = _Progress(layout.num_bytes)
+        received = _started(request, target, lambda: _broadcast(collective, request, layout, staging, progress))
+        return cls(request, "rank 0", "rank 0 of its group to send or leave", received, member.leave, progress)
 
     @classmethod
     def by_pull(cls, request: WeightUpdateRequest, target: WeightTarget, source: PullSource) -> Self:
         """Fetch from the parameter servers that the request names."""
-        given_up, deadline = threading.Event(), time.monotonic() + request.timeout_s
-        staging, progress = target.staging(), _none_of(target)
+        given_up, progress, staging = threading.Event(), _Progress(target.layout.num_bytes), target.staging()
+        groups = request.shards or (request.sources or (),)
+        ranges = target.layout.shards(len(groups), request.bucket_bytes)
         order = PullOrder(
-            sources=request.sources or (),
+            shards=tuple(Shard(sources, tuple(held)) for sources, held in zip(groups, ranges, strict=True)),
             epoch=request.epoch,
             version=request.version,
             digest=request.digest or "",
-            deadline=deadline,
+            deadline=time.monotonic() + request.timeout_s,
             given_up=given_up,
         )
-        bring = lambda: _pulled(source, order, staging, progress)  # noqa: E731
-        received = _started(request, target, bring)
-        return cls(request, deadline, "the parameter server", "its pull to end", received, given_up.set, progress)
-
-
-def _none_of(target: WeightTarget) -> list[str]:
-    return [f"0 of {target.layout.num_bytes} bytes"]
+        received = _started(request, target, lambda: _pulled(source, order, staging, progress))
+        return cls(request, "the parameter server", "its pull to end", received, given_up.set, progress)
 
 
 def _started(request: WeightUpdateRequest, target: WeightTarget, bring: Callable[[], Received]) -> Future[Received]:
@@ -106,9 +114,13 @@ def _started(request: WeightUpdateRequest, target: WeightTarget, bring: Callable
 
 
 def _broadcast(
-    group: Any, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, deadline: float, progress: list[str]
+    group: Any, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _Progress
 ) -> Received:
-    """Receive bucket after bucket; the time is counted from the first on, since the trainer may come later."""
+    """Receive bucket after bucket; the time is counted from the first on, since the trainer may come later.
+
+    Each may take the request's timeout, which is what a rank may be silent: one that stands still between rank 0 and
+    this one keeps it waiting no longer than that, and it is free for the next generation of the group.
+    """
     from pipelinerl.weights.collective import shared_tensor
 
     digest, began = WeightDigest(), time.monotonic()
@@ -116,24 +128,21 @@ def _broadcast(
     bounds = layout.buckets(request.bucket_bytes)
     for bucket, (start, end) in enumerate(bounds):
         try:
-            group.broadcast(flat[start:end], deadline=deadline)
+            group.broadcast(flat[start:end], deadline=time.monotonic() + request.timeout_s)
         except PipelineError as error:
             where = f"update {request.epoch}.{request.version}, {describe_bucket(layout, bucket, bounds)} from rank 0"
             raise type(error)(f"{where}: {error}; the old weights still serve") from error
         if bucket == 0:
             began = time.monotonic()
         digest.update(flat[start:end])
-        progress[0] = f"{end} of {layout.num_bytes} bytes"
+        progress.came(end)
     return Received(digest.hexdigest(), time.monotonic() - began)
 
 
-def _pulled(source: PullSource, order: PullOrder, staging: Any, progress: list[str]) -> Received:
-    def came(num_bytes: int) -> None:
-        progress[0] = f"{num_bytes} of {len(staging)} bytes"
-
+def _pulled(source: PullSource, order: PullOrder, staging: Any, progress: _Progress) -> Received:
     began = time.monotonic()
     try:
-        digest = source.fetch(order, into=staging, came=came)
+        digest = source.fetch(order, into=staging, came=progress.came)
     except PipelineError as error:
         raise type(error)(f"update {order.epoch}.{order.version}: {error}; the old weights still serve") from error
     return Received(digest, time.monotonic() - began)

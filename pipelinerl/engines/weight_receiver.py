@@ -11,7 +11,7 @@ and the next one works. The engine is *dirty* only if `target.commit` itself bro
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | every rank to join | the ranks | the request's timeout |
-| the bytes | rank 0, or a parameter server, sends, leaves or dies | PREPARE's timeout |
+| the bytes | rank 0, or a parameter server, sends, leaves or dies | PREPARE's timeout, for a bucket or a pull |
 | COMMIT for the bytes | the receiving thread | COMMIT's timeout |
 | the next PREPARE for a dropped receive | rank 0 leaves the group; a pull stops | its own timeout |
 """
@@ -19,10 +19,9 @@ and the next one works. The engine is *dirty* only if `target.commit` itself bro
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import final
+from typing import Any, final
 
 from inference_contract.errors import (
     ContractError,
@@ -36,6 +35,7 @@ from inference_contract.errors import (
     UpdateInProgress,
 )
 from inference_contract.schemas import (
+    Backend,
     InitProcessGroupRequest,
     OnUpdate,
     ProcessGroupStatus,
@@ -91,7 +91,7 @@ class _Update:
         """Nobody waits for it any more: dropped, broken, or received and never committed."""
         if self.stage is _Stage.COMMITTING:
             return False
-        return self.dropped or self.arrival.failed or time.monotonic() > self.arrival.deadline
+        return self.dropped or self.arrival.failed or self.arrival.silent
 
 
 @final
@@ -103,6 +103,7 @@ class WeightReceiver:
         self._pull = pull
         self._member = GroupMember()
         self._update: _Update | None = None
+        self._epoch = 0
         self._arming = asyncio.Lock()
         self._digest: str | None = None
         self._dirty: str | None = None
@@ -126,6 +127,9 @@ class WeightReceiver:
     def close(self) -> None:
         """Leave the group and drop what is staged."""
         self._member.leave()
+        self._drop()
+
+    def _drop(self) -> None:
         if self._update is not None and self._update.stage is _Stage.RECEIVING:
             self._update.stage = _Stage.DROPPED
             self._update.arrival.give_up()
@@ -134,8 +138,15 @@ class WeightReceiver:
         """Join the weight group; a new membership drops what the one before had staged.
 
         Raises:
+            InvalidRequest: the backend carries bytes from device to device, and this engine receives into the host's.
             StaleGeneration, DeadlineExceeded, PeerLost: see `GroupMember.join`.
         """
+        if request.backend is Backend.NCCL and not _on_gpu(self._target.staging()):
+            raise InvalidRequest(
+                "backend must be gloo for this engine, which receives weights into host memory, got nccl, which "
+                "carries them from GPU to GPU",
+                param="backend",
+            )
         if self._member.replaced_by(request):
             self.close()
         return await self._member.join(request)
@@ -156,6 +167,7 @@ class WeightReceiver:
         if self._serves(request):
             return self._answer(UpdateStatus.ALREADY_SERVING)
         self._check_transport(request)
+        self._take_over(request)
         update = self._update
         if update is not None and not update.replaceable:
             if update.key == (request.epoch, request.version) and update.stage is _Stage.RECEIVING:
@@ -167,6 +179,21 @@ class WeightReceiver:
             await self._end_of_receive(update, request.timeout_s)
         self._update = self._armed(request)
         return self._answer(UpdateStatus.PREPARED)
+
+    def _take_over(self, request: WeightUpdateRequest) -> None:
+        """A trainer of a later epoch ends what one before has under way, and shuts it out from then on.
+
+        Raises:
+            StaleVersion: a later epoch has prepared an update here, whether or not it was committed.
+        """
+        if request.epoch < self._epoch:
+            raise StaleVersion(
+                f"epoch {self._epoch} has taken over from the epoch of {_named(request)}; its trainer must stop",
+                param="epoch",
+            )
+        if self._update is not None and self._update.request.epoch < request.epoch:
+            self._drop()
+        self._epoch = request.epoch
 
     def _check_layout(self, request: WeightUpdateRequest) -> None:
         ours = self._target.layout
@@ -308,6 +335,10 @@ class WeightReceiver:
             receive_s=self._totals.last_receive_s if committed else 0.0,
             num_bytes=self._target.layout.num_bytes if committed else 0,
         )
+
+
+def _on_gpu(staging: Any) -> bool:
+    return str(getattr(staging, "device", "cpu")).startswith("cuda")
 
 
 def _named(request: WeightUpdateRequest) -> str:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import HEAD, DecoderConfig, Parameter
+from trainer_contract.types import HostWeights
 
 Place = Callable[[Parameter], Sharding]
 
@@ -64,6 +65,30 @@ def export_weights(
         everywhere = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
         gathered = _gathered(array, 0 if layer is None else layer, layer is not None, np.dtype(dtype), everywhere)
         yield parameter.name_at(layer or 0), np.asarray(gathered.addressable_data(0))
+
+
+def place_weights(
+    config: DecoderConfig, weights: HostWeights, *, like: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Inverse of `export_weights`: host bytes in the dtype of the model directory, stacked, as arrays like `like`.
+
+    Each device is given its own part; dtype and sharding are those of `like`, so that programs compiled for it serve.
+    """
+    dtype = jax.numpy.dtype(config.dtype)
+
+    def placed(parameter: Parameter) -> jax.Array:
+        model = like[parameter.name]
+        layers = [weights[name].view(dtype).reshape(parameter.shape) for name in parameter.names]
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
+            assert index is not None
+            if parameter.layers is None:
+                return layers[0][index].astype(model.dtype)
+            return np.stack([layer[index[1:]].astype(model.dtype) for layer in layers[index[0]]])
+
+        return jax.make_array_from_callback(parameter.stacked_shape, model.sharding, part)
+
+    return {parameter.name: placed(parameter) for parameter in config.parameters}
 
 
 def export_order(config: DecoderConfig) -> Iterator[tuple[Parameter, int | None]]:

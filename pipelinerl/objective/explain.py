@@ -120,7 +120,7 @@ def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> li
     }
     tokens = Tokens.of(given["logprobs"], columns)
     importance, truncated = objective.is_weight.weight(tokens), objective.is_weight.truncated(tokens)
-    clipped, slope = objective.grad1.clipped(tokens), -objective.logprob_gradient(given["logprobs"], columns)
+    clipped, slope = objective.grad1.clipped(tokens), -objective.prediction_gradient(given["logprobs"], columns)
     places = [(i, t, text) for i, one in enumerate(rollouts) for t, text in enumerate(one.tokens)]
     return [
         TokenFactors(

@@ -75,7 +75,10 @@ class Estimator(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class KLPenalty:
-    """−beta·KL(π_θ ‖ π_ref). With beta = 0 the reference is not asked for at all."""
+    """−beta·KL(π_θ ‖ π_ref). With beta = 0 the reference is not asked for at all.
+
+    A column `kl_coefficients` [T], where there is one, multiplies beta: see `kl_control.as_column`.
+    """
 
     beta: float = 0.04
     estimator: Estimator = Estimator.K3
@@ -96,21 +99,27 @@ class KLPenalty:
         if not self.beta:
             return tokens.xp.zeros_like(tokens.current)
         difference = tokens.log_ratio(Policy.REFERENCE, Policy.CURRENT)
+        beta = self._coefficient(tokens)
         if self.estimator is Estimator.K1:
-            return self.beta * difference
+            return beta * difference
         if self.estimator is Estimator.K2:
-            return -self.beta * 0.5 * difference * difference
-        return -self.beta * (tokens.xp.expm1(difference) - difference)
+            return -beta * 0.5 * difference * difference
+        return -beta * (tokens.xp.expm1(difference) - difference)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """−beta (K1), beta·d (K2) or beta·(e^d − 1) (K3), times the cotangent: d falls as log π_θ rises."""
         if not self.beta:
             return tokens.xp.zeros_like(cotangent)
+        beta = self._coefficient(tokens)
         if self.estimator is Estimator.K1:
-            return -self.beta * cotangent
+            return -beta * cotangent
         difference = tokens.log_ratio(Policy.REFERENCE, Policy.CURRENT)
         slope = difference if self.estimator is Estimator.K2 else tokens.xp.expm1(difference)
-        return self.beta * slope * cotangent
+        return beta * slope * cotangent
+
+    def _coefficient(self, tokens: Tokens) -> Array | float:
+        factors = tokens.columns.get("kl_coefficients")
+        return self.beta if factors is None else self.beta * tokens.blanked(factors)
 
 
 @final

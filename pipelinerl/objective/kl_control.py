@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from pipelinerl.objective.adv import GAE, RewardToGo
 from pipelinerl.objective.grad2 import KLPenalty
@@ -55,9 +55,6 @@ def kl_coefficient(objective: PolicyObjective) -> float | None:
 def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObjective:
     """The objective with another β in the place that `kl_coefficient` reads.
 
-    Where β is in the rewards (Ziegler's place for it) only numpy sees it change. In `grad2` it is part of what a
-    compiling trainer compiles, which then compiles anew.
-
     Raises:
         ValueError: the objective has no KL term.
     """
@@ -68,3 +65,22 @@ def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObject
     raise ValueError(
         "expected an objective with a KL term to control, got one without: set grad2 to kind 'kl', or adv.kl"
     )
+
+
+class InColumn(NamedTuple):
+    """An objective whose β is 1, and the β that the column `kl_coefficients` is to hold; None where nobody reads it."""
+
+    objective: PolicyObjective
+    coefficient: float | None
+
+
+def as_column(objective: PolicyObjective) -> InColumn:
+    """The same objective in two parts: what a backend may compile, which is one for every β, and β.
+
+    Where β is in the rewards (Ziegler's place for it) it is used up when backends see the advantages.
+    """
+    beta = kl_coefficient(objective)
+    if beta is None:
+        return InColumn(objective, None)
+    read = isinstance(objective.grad2, KLPenalty) and bool(objective.grad2.beta)
+    return InColumn(with_kl_coefficient(objective, 1.0), beta if read else None)

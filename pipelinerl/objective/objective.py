@@ -28,9 +28,9 @@ from trainer_contract.types import Columns
 class PolicyObjective:
     """One algorithm; satisfies `trainer_contract.types.Objective`.
 
-    Columns [T] that `evaluate` and `logprob_gradient` read: `loss_mask`, `advantages`, `weights`, `behavior_logprobs`,
-    `segment_ids`, the number `num_segments`, and whatever `needs` names. Positions outside the mask may be left out of
-    all of them: the result is the same.
+    Columns [T] that `evaluate` and `prediction_gradient` read: `loss_mask`, `advantages`, `weights`,
+    `behavior_logprobs`, `segment_ids`, the number `num_segments`, and whatever `needs` names. Positions outside the
+    mask may be left out of all of them: the result is the same.
     """
 
     agg: Aggregation
@@ -66,7 +66,7 @@ class PolicyObjective:
         steered = ((outer * tokens.advantages) * self.grad1.value(tokens)).sum()
         return -steered if self._is_free else -(steered + (outer * self.grad2.value(tokens)).sum())
 
-    def logprob_gradient(self, logprobs: Array, columns: Columns) -> Array:
+    def prediction_gradient(self, logprobs: Array, columns: Columns) -> Array:
         """d loss / d logprobs, [T], in closed form."""
         tokens = Tokens.of(logprobs, columns)
         outer = self._outer(tokens)

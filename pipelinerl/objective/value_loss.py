@@ -41,7 +41,7 @@ class ValueLoss:
         square = xp.where(error * error >= clipped * clipped, error * error, clipped * clipped)
         return (0.5 * _inside(columns["weights"], columns) * square).sum()
 
-    def logprob_gradient(self, values: Array, columns: Columns, /) -> Array:
+    def prediction_gradient(self, values: Array, columns: Columns, /) -> Array:
         """d loss / d values, [T]: w·(V − R), and 0 where the maximum is the clipped error, which knows no V."""
         xp = namespace(values)
         error, clipped = self._errors(values, columns)

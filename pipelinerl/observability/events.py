@@ -7,8 +7,9 @@ the middle of a line leaves a torn tail, which readers ignore and the next write
 ever changed. One process writes a log. `Sync` says what a machine that loses power may lose.
 
 Kinds that the controller writes, each with `elapsed_s`: run_started, step, publish, evaluation, engines, knobs,
-checkpoint, engine_joined, engine_lost, stalled, controller_returned, run_finished. What follows from a decision
-carries its number as `decision`.
+checkpoint, checkpoint_delayed, evaluation_began, evaluation_restarted, engines_hired, engine_joined, engine_proven,
+engine_unproven, engine_suspect, engine_back, engine_draining, engine_lost, group_outdated, stalled,
+controller_returned, run_finished. What follows from a decision carries its number as `decision`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.observability.status import EngineStatus, Phase, RunStatus, format_duration
+from pipelinerl.observability.status import EngineStatus, EvaluatingStatus, Phase, RunStatus, format_duration
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLE = {Phase.FINISHED: "bold green", Phase.FAILED: "bold red", Phase.STARTING: "bold yellow"}
@@ -85,6 +85,8 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
         parts.append(Text.assemble(("reward so far  ", "dim"), (sparkline(rewards, width=min(60, width - 16)), "cyan")))
     if len(status.engines) > 1:
         parts.append(_engines(status.engines))
+    if status.evaluating is not None:
+        parts.append(Text(_evaluating(status.evaluating), style="dim"))
     if status.waiting_for:
         parts.append(Text.assemble(("waits for ", "yellow"), status.waiting_for))
     return Group(*parts)
@@ -102,6 +104,8 @@ def line(status: RunStatus) -> str:
         f"engines {status.engine_occupancy:.0%}",
         f"{format_duration(status.elapsed_s)}, {_eta(status)}",
     ]
+    if status.evaluating is not None:
+        parts.append(_evaluating(status.evaluating))
     if status.waiting_for:
         parts.append(f"waits for {status.waiting_for}")
     return " · ".join(parts)
@@ -186,9 +190,21 @@ def _share(value: float | None) -> str:
 def _accuracy(status: RunStatus) -> str:
     if status.held_out_accuracy is None:
         return "–"
-    if status.held_out_low is None or status.held_out_high is None:
-        return f"{status.held_out_accuracy:.1%}"
-    return f"{status.held_out_accuracy:.1%} ±{(status.held_out_high - status.held_out_low) / 2:.1%}"
+    said = f"{status.held_out_accuracy:.1%}"
+    if status.held_out_low is not None and status.held_out_high is not None:
+        said += f" ±{(status.held_out_high - status.held_out_low) / 2:.1%}"
+    if status.pass_at:
+        best = status.pass_at[-1]
+        said += f", pass@{best.k} {best.value:.1%}"
+    if status.held_out_incomplete:
+        said += ", incomplete"
+    return said + (f" of v{status.held_out_version}" if status.held_out_one_version else "")
+
+
+def _evaluating(evaluating: EvaluatingStatus) -> str:
+    where = f" on {evaluating.engine}" if evaluating.engine else ""
+    again = f", {evaluating.discarded} answers of other versions discarded" if evaluating.discarded else ""
+    return f"evaluating v{evaluating.model_version}{where}: {evaluating.answered}/{evaluating.problems}{again}"
 
 
 def _milliseconds(seconds: float) -> str:

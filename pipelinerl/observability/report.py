@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg
+from pipelinerl.observability.evaluations import HEAD, evaluation_rows, pass_at_lines
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.picture import draw
 from pipelinerl.observability.status import format_duration
@@ -58,6 +59,7 @@ def render(story: Story, recipe: str) -> str:
         learning=_learning(story),
         charts="".join(_figure(*figure) for figure in _figures(story)),
         summary=_table(("", ""), summary_rows(story)),
+        evaluations=_evaluations(story),
         knobs=_knobs(story),
         incidents=_incidents(story),
         recipe=escape(recipe.strip() or "(no recipe beside the events)"),
@@ -70,6 +72,7 @@ def _tiles(story: Story) -> list[tuple[str, str, str]]:
     evaluation, first = story.last_evaluation, story.first_accuracy
     if evaluation is not None and first is not None:
         tiles.append(("held-out accuracy", f"{evaluation['accuracy']:.1%}", f"from {first:.1%}"))
+        tiles += [(f"pass@{each['k']}", f"{each['value']:.1%}", "held out") for each in evaluation.get("pass_at") or ()]
     if story.last_reward is not None and story.first_reward is not None:
         tiles.append(("reward", f"{story.last_reward:.3f}", f"from {story.first_reward:.3f}"))
     if story.steps:
@@ -123,6 +126,7 @@ def _figures(story: Story) -> list[tuple[str, Chart]]:
         return Line(series=series, label=label, colour=colour)
 
     figures = [
+        ("pass@k, held out", Chart(lines=pass_at_lines(story), x_label=x, percent=True, y_max=1.0)),
         (
             "Staleness, in versions",
             Chart(lines=(one(steps("staleness_mean"), "mean"), one(steps("staleness_max"), "max", 2)), x_label=x),
@@ -197,6 +201,11 @@ def _knobs(story: Story) -> str:
         )
         rows.append((_when(event), str(event.get("step", "")), str(said), str(event.get("who", ""))))
     return _table(("time", "step", "changed", "by"), rows) if rows else "<p class=none>No knob was turned.</p>"
+
+
+def _evaluations(story: Story) -> str:
+    rows = evaluation_rows(story)
+    return _table(HEAD, rows) if rows else "<p class=none>Nothing was evaluated.</p>"
 
 
 def _incidents(story: Story) -> str:

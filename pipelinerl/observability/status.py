@@ -29,16 +29,25 @@ class Phase(StrEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: `state` is the contract's (`ready`, `dirty`, `stopped`), `lost` when it does not answer."""
+    """One engine: `state` is its standing in the fleet, `healthy` when it is given work."""
 
     url: str
     state: str
+    name: str = ""
+    type: str = ""
     version: int = 0
     running: int = 0
     waiting: int = 0
     slots: int = 0
     tokens_per_s: float = 0.0
     last_error: str = ""
+
+
+class HiredEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that the launcher is to start."""
+
+    name: str
+    type: str
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +63,30 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     groups_in_flight: int = 0
     silent_s: float = 0.0
+
+
+class PassAtStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """pass@k of the last evaluation, with its 95 % interval."""
+
+    k: int
+    value: float
+    low: float
+    high: float
+
+
+class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The evaluation under way: of which version, on which engine alone, and how far it is.
+
+    `pin` is how one version is seen to (`engine`, `gate`, `none`), `discarded` counts answers of other versions.
+    """
+
+    model_version: int
+    pin: str
+    engine: str = ""
+    answered: int = 0
+    problems: int = 0
+    discarded: int = 0
+    restarts: int = 0
 
 
 class LedgerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,10 +106,13 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         reward: mean over the rollouts of the last step.
         held_out_accuracy: of the last evaluation, with its 95 % interval; `first_accuracy` before training began.
+        held_out_version, held_out_one_version: of which weights that is, and whether every token is of them.
+        held_out_incomplete: why not every problem was waited for; empty when all were.
         tokens_per_s: tokens sampled per second, over all engines.
         staleness_mean, staleness_max: over the rollouts of the last step, in versions.
         last_update_pause_s: the longest time that an engine stood still for the last weight update.
         engine_occupancy: share of the engines' slots that work, 0..1.
+        hired, dismissed: engines beyond the recipe's that are to run; names of those, of any, that are to end.
         waiting_for: what the run waits for now, in words; empty when it waits for nothing.
         still_s: for how long nothing at all has got on.
         eta_s: None until a step has been taken.
@@ -92,6 +128,11 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     held_out_accuracy: float | None = None
     held_out_low: float | None = None
     held_out_high: float | None = None
+    held_out_version: int | None = None
+    held_out_one_version: bool = False
+    held_out_incomplete: str = ""
+    pass_at: tuple[PassAtStatus, ...] = ()
+    evaluating: EvaluatingStatus | None = None
     first_accuracy: float | None = None
     best_accuracy: float | None = None
     tokens_per_s: float = 0.0
@@ -101,6 +142,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_update_pause_s: float = 0.0
     engine_occupancy: float = 0.0
     engines: tuple[EngineStatus, ...] = ()
+    hired: tuple[HiredEngine, ...] = ()
+    dismissed: tuple[str, ...] = ()
     actors: tuple[ActorStatus, ...] = ()
     ledger: LedgerStatus = LedgerStatus()
     knobs: dict[str, Any] = {}

@@ -132,7 +132,9 @@ def tell(events: Sequence[Event]) -> Story:
     # A resume writes another `run_started`: what finished before it was not the end.
     last_start = max((number for number, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
     ends = [event for event in events[last_start + 1 :] if event["kind"] == "run_finished"]
-    incidents = [e for e in events if e["kind"] in ("engine_joined", "engine_lost", "checkpoint")]
+    incidents = [
+        e for e in events if e["kind"] in ("engine_joined", "engine_lost", "evaluation_restarted", "checkpoint")
+    ]
     return Story(
         started=next(iter(by_kind.get("run_started", [])), {}),
         finished=ends[-1] if ends else None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from pipelinerl.observability.evaluations import note, pass_at_words, weights
 from pipelinerl.observability.status import format_duration
 from pipelinerl.observability.story import Story
 
@@ -20,6 +21,9 @@ def summary_rows(story: Story) -> list[tuple[str, str]]:
         interval = f" (95 %: {low:.1%} to {high:.1%})" if low is not None and high is not None else ""
         problems = f" on {evaluation['problems']:,} problems" if evaluation.get("problems") else ""
         rows.append(("held-out accuracy", f"{first:.1%} → {evaluation['accuracy']:.1%}{interval}{problems}"))
+        details = (pass_at_words(evaluation), weights(evaluation), note(evaluation))
+        if said := "; ".join(detail for detail in details if detail):
+            rows.append(("last evaluation", said))
     if story.first_reward is not None and story.last_reward is not None:
         rows.append(("mean reward", f"{story.first_reward:.3f} → {story.last_reward:.3f}"))
     if story.steps and story.duration_s > 0:

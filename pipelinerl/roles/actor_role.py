@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 
 import httpx
 
@@ -56,7 +57,7 @@ async def run(identity: Identity) -> None:
 
 
 async def _follow_controller(identity: Identity, pool: EnginePool, actor: Actor) -> None:
-    """Keep engines and concurrency as the controller says; an unreachable controller changes nothing."""
+    """Keep engines, concurrency and freshness as the controller says; an unreachable controller changes nothing."""
     headers = {"authorization": f"Bearer {identity.token}"} if identity.token else {}
     async with httpx.AsyncClient(base_url=identity.controller_url, headers=headers, timeout=5.0) as http:
         while True:
@@ -65,6 +66,7 @@ async def _follow_controller(identity: Identity, pool: EnginePool, actor: Actor)
                 if answer.status_code == httpx.codes.UNAUTHORIZED:
                     raise AddressError(f"the controller at {identity.controller_url} refuses this actor's token")
                 said = answer.raise_for_status().json()
-                pool.update(said["serving"])
+                pool.update(said["serving"], finishing=said["finishing"])
                 actor.resize(said["groups_in_flight"])
+                actor.follow(model_version=said["model_version"], k=math.inf if said["k"] is None else said["k"])
             await asyncio.sleep(REFRESH_S)

@@ -10,6 +10,7 @@ from pathlib import Path
 from pipelinerl.config import RunConfig
 from pipelinerl.controller.api import create_api
 from pipelinerl.controller.controller import Controller
+from pipelinerl.controller.evaluation import EvaluationPlan
 from pipelinerl.controller.service import ControllerService, Start
 from pipelinerl.controller.settings import ControllerSettings
 from pipelinerl.controller.state import RunState
@@ -52,8 +53,15 @@ def settings_of(config: RunConfig) -> ControllerSettings:
             max_tokens=sampling.max_tokens,
             stop=sampling.stop,
         ),
-        evaluation_problems=config.evaluation.problems,
-        evaluation_max_tokens=config.evaluation_max_tokens,
+        evaluation=EvaluationPlan(
+            problems=config.evaluation.problems,
+            max_tokens=config.evaluation_max_tokens,
+            samples=config.evaluation.samples,
+            temperature=config.evaluation.temperature,
+            pass_at=config.evaluation.pass_at,
+            pin=config.evaluation.pin,
+            hold_s=config.evaluation.hold_s,
+        ),
         stall_s=config.run.stall_s,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
@@ -65,14 +73,17 @@ async def run(identity: Identity, *, start: Start) -> None:
 
     Afresh, it goes on from the run's newest checkpoint; from its journal, where a controller that died left off.
     """
-    latest = checkpoints_of(identity.config, identity.run_dir).latest()
+    checkpoints = checkpoints_of(identity.config, identity.run_dir)
+    latest = checkpoints.latest()
     log = identity.run_dir / "events.jsonl"
     age_s = _age(log)
     with listen(identity.host, identity.port) as listener, EventLog(log) as events:
         stream = await identity.stream()
         client = EngineClient(token=identity.token)
+        controller = build_controller(identity.config, latest[1] if latest else None)
+        controller.state.epoch = max(controller.state.epoch, checkpoints.claimed_epoch)
         service = ControllerService(
-            build_controller(identity.config, latest[1] if latest else None),
+            controller,
             name=identity.config.run.name,
             stream=stream,
             probe=client,

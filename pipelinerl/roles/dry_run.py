@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 
 from pipelinerl import registry
 from pipelinerl.config import RunConfig
+from pipelinerl.controller.knobs import Knobs
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import check_directory, check_weights, model_type
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.roles.parts import knobs_of, objective_of
+from pipelinerl.roles.parts import knobs_of, objective_of, servers_of
 from pipelinerl.roles.sources import held_out_problems, training_problems
+from pipelinerl.training.passes import OldLogprobs
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import Verifier
 
@@ -29,6 +32,7 @@ def refuse(config: RunConfig) -> None:
     """
     check_directory(config.model.resolved)
     registry.find("engine.type", registry.ENGINES, config.engine.type)
+    servers_of(config)
     registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
     objective_of(config)
     knobs_of(config)
@@ -52,6 +56,8 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "objective", f"needs {', '.join(sorted(needs)) or 'nothing beyond the rollouts'}"
     knobs = knobs_of(config)
     yield "staleness", f"j = {knobs.j}, k = {knobs.k:g}"
+    if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
+        yield "old log-probs", _weight_history(config, knobs)
     for domain in config.domains:
         alone = config.model_copy(update={"domains": (domain,)})
         verifier: Verifier = registry.load(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)()
@@ -61,6 +67,16 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("held out", held_out_problems(config), config.evaluation.problems, config.evaluation_max_tokens),
     ):
         yield name, _look_at(mixture, count, tokenizer, room=config.engine.context_length - answer)
+
+
+def _weight_history(config: RunConfig, knobs: Knobs) -> str:
+    """What old log-probs at the sampling weights take: k versions may train, and one in j is published."""
+    each = sum(file.stat().st_size for file in config.model.resolved.glob("*.safetensors")) / 2**20
+    versions = math.ceil(knobs.k / knobs.j)
+    return (
+        f"{versions} versions of the weights, {versions * each:,.0f} MiB of the trainer's host memory and of each "
+        f"checkpoint ({knobs.k * each:,.0f} MiB at most, if engines join at every step)"
+    )
 
 
 def _check_model(config: RunConfig) -> None:

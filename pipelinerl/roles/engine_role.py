@@ -11,9 +11,11 @@ import time
 import httpx
 
 from inference_contract.engine import Engine
+from inference_contract.schemas import EngineState
 from pipelinerl import registry
 from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.errors import EngineUnreachable, RecipeError
 from pipelinerl.http_service import listen, serve_until
 from pipelinerl.roles.process import Identity
 from pipelinerl.weights.puller import WeightPuller
@@ -22,6 +24,8 @@ log = logging.getLogger("pipelinerl")
 
 #: How often an engine offers itself; the controller takes a repetition for nothing new.
 OFFER_S = 2.0
+#: How often it is seen to that an engine still runs.
+WATCH_S = 0.5
 
 
 def build_engine(identity: Identity) -> Engine:
@@ -43,30 +47,67 @@ def build_engine(identity: Identity) -> Engine:
             threads=config.launch.threads,
             seed=config.run.seed,
             pull=WeightPuller(token=identity.token),
+            server=_server_of(identity),
         )
     )
     return engine
 
 
+def _server_of(identity: Identity) -> str | None:
+    """The server that this engine stands for: engine-2 for the third of `engine.servers`."""
+    if identity.config.engine.type not in registry.SERVER_ENGINES:
+        return None  # whatever the recipe's other engines are: one may be swapped for another type
+    servers = identity.config.engine.servers
+    number = identity.name.rpartition("-")[2]
+    index = int(number) if number.isdecimal() else 0
+    if index >= len(servers):
+        raise RecipeError(
+            f"engine.servers must name a server for {identity.name}, number {index}, got {len(servers)} of them; each "
+            "engine stands for a server of its own"
+        )
+    return servers[index]
+
+
 async def run(identity: Identity) -> None:
-    """Serve until the process is told to stop."""
+    """Serve until the process is told to stop.
+
+    Raises:
+        EngineUnreachable: the engine has stopped by itself; another process may do better, so this one ends.
+    """
     with listen(identity.host, identity.port) as listener:
-        app = create_app(build_engine(identity), token=identity.token)
+        engine = build_engine(identity)
+        app = create_app(engine, token=identity.token)
         host, port = listener.getsockname()[:2]
         offer = asyncio.create_task(_offer(identity, f"http://{host}:{port}")) if identity.controller_url else None
+        stopped = asyncio.create_task(_stopped(engine))
         try:
-            await serve_until(app, listener)
+            await serve_until(app, listener, over=stopped)
+            if stopped.done():
+                raise EngineUnreachable("the engine has stopped by itself; what ended it is said above")
         finally:
-            if offer is not None:
-                offer.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await offer
+            for task in (stopped, offer):
+                if task is not None:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+
+
+async def _stopped(engine: Engine) -> None:
+    """Return once the engine, which has served, does so no more."""
+    for waits_for_end in (False, True):
+        while (engine.health().state is EngineState.STOPPED) is not waits_for_end:
+            await asyncio.sleep(WATCH_S)
 
 
 async def _offer(identity: Identity, url: str) -> None:
     """Say to the controller, again and again, that this engine is there, once it is."""
     headers = {"authorization": f"Bearer {identity.token}"} if identity.token else {}
-    offer = {"url": url, "incarnation": f"{os.getpid()}-{time.time_ns()}"}
+    offer = {
+        "url": url,
+        "incarnation": f"{os.getpid()}-{time.time_ns()}",
+        "name": identity.name,
+        "type": identity.config.engine.type,
+    }
     async with httpx.AsyncClient(headers=headers, timeout=5.0) as http:
         reachable = True
         while True:

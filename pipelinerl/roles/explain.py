@@ -9,15 +9,17 @@ JSON file:
 
 `group` is 0, `judged` true, and `logprobs` are the sampler's where they are left out; the other columns are wanted only
 by objectives that read them. All rollouts given together are taken as one step's batch. A record holds the sampler's
-log-probs alone: the current policy, and the recomputed one, are taken to agree with them.
+log-probs alone: the current policy, and the recomputed one, are taken to agree with them. So it is with `--run`, which
+takes the groups of a step from the run's own streams.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 from rich.console import Console
 from rich.table import Table
@@ -25,12 +27,16 @@ from rich.text import Text
 
 from pipelinerl import config as recipes
 from pipelinerl.errors import RecordError, UserError
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.explain import COSTS, FIELDS, FORMULA, ScoredRollout, factors, slot_lines
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
 from pipelinerl.objective.signal import NoSignal
+from pipelinerl.roles.recorded_run import recorded_groups, recorded_step
 from pipelinerl.streams.records import decode_group
+from pipelinerl.training.replay import trained_groups
+from pipelinerl.types import RolloutGroup
 
 _RECORD: Final = b"PLRL"
 _COLUMNS: Final = ("behavior_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "values")
@@ -44,11 +50,29 @@ def catalogue(console: Console) -> None:
     console.print(table)
 
 
-def show(choice: str, overrides: Sequence[str], files: Sequence[Path], console: Console) -> None:
-    """Print an objective, by preset or recipe, and what it makes of the rollouts in `files`.
+@final
+@dataclass(frozen=True, slots=True)
+class OfRun:
+    """The rollouts that a step of a run was made of; of `group`, an order of it, alone the tokens are shown."""
+
+    run_dir: Path
+    step: int
+    group: int | None = None
+
+    @property
+    def recipe(self) -> Path:
+        """The run's own."""
+        return self.run_dir / "recipe.toml"
+
+
+def show(
+    choice: str, overrides: Sequence[str], files: Sequence[Path], console: Console, *, of_run: OfRun | None = None
+) -> None:
+    """Print an objective, by preset or recipe, and what it makes of the rollouts in `files`, or of a run's step.
 
     Raises:
-        UserError: the choice is neither, a file is no such file, or lacks a column that the objective reads.
+        UserError: the choice is neither, a file is no such file, or lacks a column that the objective reads; the step
+            is not recorded, or its rollouts are not kept any more.
     """
     given, no_signal = _objective_of(choice, overrides)
     objective, preset = resolve(given), PRESETS[preset_of(given)]
@@ -64,6 +88,10 @@ def show(choice: str, overrides: Sequence[str], files: Sequence[Path], console: 
     if files:
         console.print()
         console.print(_factors(objective, [one for number, file in enumerate(files) for one in read(file, number)]))
+    if of_run is not None:
+        rollouts, shown = _trained(of_run)
+        console.print(f"\nstep {of_run.step} of {of_run.run_dir}; groups are named by their orders", highlight=False)
+        console.print(_factors(objective, rollouts, shown=shown))
 
 
 def read(path: Path, group: int = 0) -> list[ScoredRollout]:
@@ -111,12 +139,19 @@ def _slots(objective: PolicyObjective) -> Table:
     return table
 
 
-def _factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> Table:
+def _factors(
+    objective: PolicyObjective, rollouts: Sequence[ScoredRollout], *, shown: Collection[int] | None = None
+) -> Table:
+    """Of every token, or those of the groups `shown`; the rollouts are one batch in any case."""
     table = Table(box=None, pad_edge=False)
-    for name in ("rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"):
+    for name in ("group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
     for row in factors(objective, rollouts):
+        group = rollouts[row.rollout].group
+        if shown is not None and group not in shown:
+            continue
         table.add_row(
+            str(group),
             str(row.rollout),
             str(row.position),
             Text(repr(row.token)),
@@ -129,17 +164,38 @@ def _factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> T
     return table
 
 
+def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None]:
+    """The rollouts of the step, tokens as text, and the groups of which to show them."""
+    config = recipes.load(str(of_run.recipe))
+    step = recorded_step(of_run.run_dir, of_run.step)
+    if of_run.group is not None and of_run.group not in step.orders:
+        raise UserError(
+            f"step {step.version} of {of_run.run_dir} did not train on the group of order {of_run.group}; its orders "
+            f"are {', '.join(map(str, step.orders))}"
+        )
+    try:
+        groups = trained_groups(step, recorded_groups(config, of_run.run_dir))
+    except RecordError as error:
+        raise UserError(str(error)) from None
+    tokenizer = ChatTokenizer.load(config.model.resolved)
+    rollouts = [one for each in groups for one in _scored(each, each.index, lambda token: tokenizer.decode([token]))]
+    return rollouts, None if of_run.group is None else [of_run.group]
+
+
 def _of_record(path: Path, content: bytes, group: int) -> list[ScoredRollout]:
     try:
-        stored = decode_group(content)
+        return _scored(decode_group(content), group, str)
     except RecordError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def _scored(stored: RolloutGroup, group: int, text_of: Callable[[int], str]) -> list[ScoredRollout]:
     rollouts = []
     for one in stored.rollouts:
         logprobs = tuple(float(value) for turn in one.turns for value in turn.behavior_logprobs)
         rollouts.append(
             ScoredRollout(
-                tokens=tuple(str(token) for turn in one.turns for token in turn.token_ids),
+                tokens=tuple(text_of(token) for turn in one.turns for token in turn.token_ids.tolist()),
                 reward=one.verdict.reward,
                 group=group,
                 judged=one.verdict.outcome.is_judgement,

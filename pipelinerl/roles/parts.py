@@ -14,12 +14,29 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.tokens import Policy
 from pipelinerl.training.checkpoint import CheckpointStore
+from pipelinerl.training.checkpoint_copies import CheckpointCopies
+from pipelinerl.training.checkpoint_retention import Retention
 from pipelinerl.training.passes import OldLogprobs
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
-    """The checkpoints below the run's directory."""
-    return CheckpointStore(run_dir / "checkpoints", keep=config.checkpoint.keep, model_directory=config.model.resolved)
+    """The checkpoints below the run's directory, copied to the recipe's location."""
+    return CheckpointStore(
+        run_dir / "checkpoints",
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        model_directory=config.model.resolved,
+        copies=copies_of(config, run_dir),
+    )
+
+
+def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
+    """The copies of the run's checkpoints, if its recipe names a location."""
+    url = config.checkpoint.url_of(config.run.name)
+    if url is None:
+        return None
+    retention = Retention(config.checkpoint.keep, config.checkpoint.keep_best)
+    return CheckpointCopies(url, retention=retention, run_files=(run_dir / "recipe.toml", run_dir / "events.jsonl"))
 
 
 def objective_of(config: RunConfig) -> PolicyObjective:
@@ -47,14 +64,14 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
         yield 'reference: the objective reads no ref_logprobs; remove the section, or set objective.grad2 = "kl"'
     if config.kl_control is not None and kl_coefficient(objective) is None:
         yield 'kl_control: the objective has no KL term to control; remove the section, or set objective.grad2 = "kl"'
-    if config.training.old_logprobs is OldLogprobs.BEHAVIOR:
-        if "old_logprobs" not in passes:
-            yield "training.old_logprobs: the objective reads none; leave it out"
-        if {getattr(weight, name, None) for name in ("numerator", "denominator")} == {Policy.OLD, Policy.BEHAVIOR}:
-            yield (
-                "training.old_logprobs must not be behavior beside is_weight, which divides old by behavior and would "
-                "always be 1; take recompute"
-            )
+    if config.training.old_logprobs is not OldLogprobs.RECOMPUTE and "old_logprobs" not in passes:
+        yield "training.old_logprobs: the objective reads none; leave it out"
+    pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
+    if config.training.old_logprobs is OldLogprobs.BEHAVIOR and pair == {Policy.OLD, Policy.BEHAVIOR}:
+        yield (
+            "training.old_logprobs must not be behavior beside is_weight, which divides old by behavior and would "
+            "always be 1; take recompute or sampling_weights"
+        )
 
 
 def knobs_of(config: RunConfig) -> Knobs:
@@ -71,4 +88,26 @@ def knobs_of(config: RunConfig) -> Knobs:
         domain_weights={domain.name: domain.weight for domain in config.domains},
         group_size=config.sampling.group_size,
         max_groups=config.streams.max_groups,
+        k_finite=config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS,
     )
+
+
+def servers_of(config: RunConfig) -> tuple[str, ...]:
+    """The servers that the engines stand for, one for each; none where the engines' models run in their own processes.
+
+    Raises:
+        RecipeError: there are too few, or some that no engine stands for.
+    """
+    section = config.engine
+    if section.type not in registry.SERVER_ENGINES:
+        if section.servers:
+            raise RecipeError(
+                f"engine.servers are for the types {' and '.join(sorted(registry.SERVER_ENGINES))}, got engine.type "
+                f"{section.type}; leave them out"
+            )
+    elif len(section.servers) < section.count:
+        raise RecipeError(
+            f"engine.servers must name one server for each of the {section.count} engines, got {len(section.servers)}; "
+            'say engine.servers=["http://host:port"]'
+        )
+    return section.servers

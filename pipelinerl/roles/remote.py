@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, final
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -57,6 +58,23 @@ class Remote:
         """End the run at its next step boundary; raises as `call` does."""
         self.call("POST", "/stop", dict[str, str])
 
+    def add(self, url: str) -> None:
+        """Take a running engine into the fleet; raises as `call` does."""
+        self.call("POST", "/engines", dict[str, str], {"url": url})
+
+    def hire(self, type: str, *, count: int = 1, replaces: str = "", patience_s: float = 60.0) -> list[str]:
+        """Have engines started; their names. Raises as `call` does."""
+        order = {"type": type, "count": count, "replaces": replaces, "patience_s": patience_s}
+        return self.call("POST", "/engines/hire", _Hired, order).names
+
+    def drain(self, engine: str, *, patience_s: float) -> None:
+        """Let an engine (URL or name) end what it has, and take it out; raises as `call` does."""
+        self.call("POST", "/engines/drain", dict[str, str], {"engine": engine, "patience_s": patience_s})
+
+    def remove(self, engine: str) -> None:
+        """Take an engine (URL or name) out at once; raises as `call` does."""
+        self.call("DELETE", f"/engines?engine={quote(engine, safe='')}", dict[str, str])
+
     def call(self, method: str, path: str, answer: type[T], body: dict[str, Any] | None = None) -> T:
         """What the controller answers, as the type `answer`.
 
@@ -82,6 +100,10 @@ class KnobsAnswer(msgspec.Struct, frozen=True):
     knobs: dict[str, Any]
     log: list[KnobChange] = []
     effective: str = ""
+
+
+class _Hired(msgspec.Struct, frozen=True):
+    names: list[str]
 
 
 class _Sentence(msgspec.Struct, frozen=True):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from inference_contract.schemas import Transport
+from inference_contract.schemas import ChatMessage, Transport
 from pipelinerl.config import RunConfig
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.roles.parts import checkpoints_of, objective_of
 from pipelinerl.roles.process import Identity
+from pipelinerl.roles.sources import training_problems
 from pipelinerl.roles.workers import started
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
+from pipelinerl.training.proof import TOLERANCES, Canary, CanaryProver
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.control_client import ControlClient
+from pipelinerl.weights.engine_control import EngineControl
 from pipelinerl.weights.layout import wire_layout
 from pipelinerl.weights.publisher import Publisher
 from pipelinerl.weights.pull_publisher import PullPublisher
 from pipelinerl.weights.push import Placement
+from trainer_contract.types import Precision
 
 
 async def run(identity: Identity) -> None:
@@ -28,14 +33,15 @@ async def run(identity: Identity) -> None:
     latest = checkpoints.latest()
     workers = started(config, objective, checkpoint=latest[0] if latest else None)
     stream = await identity.stream()
-    client = EngineClient(token=identity.token)
+    client, control = EngineClient(token=identity.token), ControlClient(token=identity.token)
     loop = TrainingLoop(
         loop_settings(config),
-        step=workers.step(config.training.old_logprobs),
+        step=workers.step(),
         layout=wire_layout(workers.policy.weight_layout()),
         objective=objective,
         stream=stream,
-        publisher=publisher_of(identity, client),
+        publisher=publisher_of(identity, control),
+        prover=CanaryProver(canary_of(config), client),
         checkpoints=checkpoints,
         restored=latest[1] if latest else None,
         at=lambda version: process_log.at(step=version, model_version=version),
@@ -45,25 +51,38 @@ async def run(identity: Identity) -> None:
     finally:
         await loop.close()
         await client.close()
+        control.close()
         await stream.close()
         workers.close()
 
 
-def publisher_of(identity: Identity, client: EngineClient) -> Publisher:
+def publisher_of(identity: Identity, control: EngineControl) -> Publisher:
     """What takes the weights to the engines, as the recipe says.
 
     Raises:
         RecipeError: they are to be pulled, and no parameter server is named.
     """
     if identity.config.weights.transport is Transport.BROADCAST:
-        return BroadcastPublisher(client)
-    urls = identity.config.parameter_server.urls
-    if not urls:
+        return BroadcastPublisher(control)
+    servers = identity.config.parameter_server
+    if not servers.urls:
         raise RecipeError(
             "weights.transport is pull, and the trainer was told of no parameter server: name them with --set "
             "'parameter_server.urls=[\"http://host:port\"]', as the launcher does"
         )
-    return PullPublisher(client, Placement(urls, token=identity.token))
+    return PullPublisher(control, Placement(servers.urls, shards=servers.shards, token=identity.token))
+
+
+def canary_of(config: RunConfig) -> Canary:
+    """The run's first problem, and the tolerance of the coarsest format that engine or trainer keeps weights in."""
+    problem = training_problems(config).problem(0)
+    engine = config.engine.weights if config.engine.weights in TOLERANCES else config.engine.dtype
+    trainer = "float32" if config.trainer.precision is Precision.FP32 else "bfloat16"
+    coarsest = max((engine, trainer), key=list(TOLERANCES).index)
+    return Canary(
+        messages=tuple(ChatMessage.model_construct(role=m.role, content=m.content) for m in problem.messages),
+        tolerance=TOLERANCES[coarsest],
+    )
 
 
 def loop_settings(config: RunConfig) -> LoopSettings:

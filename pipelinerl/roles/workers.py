@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -15,7 +16,9 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.training.critic import Critic
 from pipelinerl.training.passes import OldLogprobs, Passes
+from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step import TrainStep
+from pipelinerl.training.weight_history import WeightHistory
 from trainer_contract.errors import SpecError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Head, OptimizerSpec, TrainerSpec
@@ -29,11 +32,18 @@ class Workers:
     policy: Trainer
     critic: Critic | None
     reference: Trainer | None
+    old_logprobs: OldLogprobs
+    history: WeightHistory | None
 
-    def step(self, old_logprobs: OldLogprobs) -> TrainStep:
+    def step(self) -> TrainStep:
         """What they do together."""
-        critic = self.critic.worker if self.critic else None
-        passes = Passes(policy=self.policy, critic=critic, reference=self.reference, old_logprobs=old_logprobs)
+        passes = Passes(
+            policy=self.policy,
+            critic=self.critic.worker if self.critic else None,
+            reference=self.reference,
+            old_logprobs=self.old_logprobs,
+            history=self.history,
+        )
         return TrainStep(passes=passes, critic=self.critic)
 
     def close(self) -> None:
@@ -64,6 +74,12 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
             worker=_worker(config, "critic", spec),
             loss=ValueLoss(clip=section.clip),
             learning_rate=section.learning_rate or config.optimizer.learning_rate,
+            schedule=LearningRateSchedule(
+                warmup_steps=section.rate_warmup_steps,
+                steps=config.run.steps,
+                shape=section.schedule,
+                final_fraction=section.final_fraction,
+            ),
             warmup_steps=section.warmup_steps,
         )
     if "ref_logprobs" in objective.passes:
@@ -71,7 +87,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
         reference = _worker(
             config, "reference", replace(spec_of(config, restore_from=None), model_path=_model(config, path))
         )
-    return Workers(policy, critic, reference)
+    return Workers(policy, critic, reference, config.training.old_logprobs, _history(config, policy, checkpoint))
 
 
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
@@ -91,6 +107,16 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
         ),
         restore_from=restore_from,
     )
+
+
+def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None) -> WeightHistory | None:
+    """With the checkpoint's versions, and with that of the policy as it is: what was sampled by it may train."""
+    if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
+        return None
+    layout = policy.weight_layout()
+    history = WeightHistory.restored(checkpoint / "history", layout) if checkpoint else WeightHistory(layout)
+    history.keep(policy, acceptance=math.inf)
+    return history
 
 
 def _model(config: RunConfig, path: str | None) -> Path:

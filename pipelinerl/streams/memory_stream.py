@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from pipelinerl.streams.stream import START, Entry, parse_id
+from pipelinerl.streams.stream import START, Entry, Fence, parse_id
 
 _Id = tuple[int, int]
 
@@ -144,9 +144,11 @@ class MemoryStream:
         """See `Stream.room`."""
         return max(0, self.max_length - await self.length(stream))
 
-    async def trim(self, stream: str, *, before: str) -> None:
+    async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
         """See `Stream.trim`."""
         bound = parse_id(before)
+        if fence is not None and fence.stream in self._logs and self._logs[fence.stream].last[0] > fence.number:
+            raise fence.passed()
         if stream in self._logs:
             log = self._logs[stream]
             dropped = bisect_left(log.ids, bound)

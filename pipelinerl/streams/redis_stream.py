@@ -4,7 +4,7 @@
     read          XREAD BLOCK         several partitions at once
     claim         XAUTOCLAIM, then XREADGROUP BLOCK
     held          XREADGROUP 0 (its own)                                     renew XCLAIM JUSTID
-    acknowledge   XACK          length XLEN          trim XTRIM MINID          last_id XINFO STREAM
+    acknowledge   XACK          length XLEN          trim XTRIM MINID (EVAL)   last_id XINFO STREAM
 
 It promises that a command is repeated, with growing pauses, while the server is away, and that after `timeout_s`
 without an answer an `AddressError` names the server. All commands may be repeated: an append with chosen ids skips what
@@ -38,7 +38,7 @@ from redis.exceptions import (
 )
 
 from pipelinerl.errors import AddressError, PipelineError
-from pipelinerl.streams.stream import START, Entry, parse_id
+from pipelinerl.streams.stream import START, Entry, Fence, parse_id
 
 # Later payloads must not go in when an earlier one was refused (out of memory, say): the retry would then skip it as
 # "not above the last". A pipeline or MULTI goes on after an error; a script can stop. It is also twice as fast.
@@ -55,6 +55,12 @@ for i = 2, #ARGV do
   end
 end
 return added
+"""
+
+_FENCED_TRIM: Final = """
+local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+if newest and tonumber(string.match(newest[1], '%d+')) > tonumber(ARGV[2]) then return -1 end
+return redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 """
 
 #: One script call blocks the server, and larger ones leave its caches, so a large append is made in several.
@@ -198,10 +204,15 @@ class RedisStream:
         """See `Stream.room`."""
         return max(0, self.max_length - await self.length(stream))
 
-    async def trim(self, stream: str, *, before: str) -> None:
+    async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
         """See `Stream.trim`."""
         parse_id(before)
-        await self._call("XTRIM", self._prefix + stream, "MINID", "=", before)
+        if fence is None:
+            await self._call("XTRIM", self._prefix + stream, "MINID", "=", before)
+            return
+        keys = (self._prefix + stream, self._prefix + fence.stream)
+        if await self._call("EVAL", _FENCED_TRIM, 2, *keys, before, fence.number) < 0:
+            raise fence.passed()
 
     async def streams(self, prefix: str) -> list[str]:
         """See `Stream.streams`."""

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pipelinerl.errors import FencedError
+
 #: The offset before the first entry.
 START = "0-0"
 
@@ -31,6 +33,21 @@ class Entry:
     stream: str
     entry_id: str
     payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Shuts a writer out: passed once an id with a number above `number` has been appended to `stream`."""
+
+    stream: str
+    number: int
+
+    def passed(self) -> FencedError:
+        """What a writer is told that comes too late."""
+        return FencedError(
+            f"{self.stream} has gone beyond {self.number}, which was this writer's: another has taken over; this one "
+            "stops"
+        )
 
 
 def parse_id(entry_id: str) -> tuple[int, int]:
@@ -104,8 +121,12 @@ class Stream(Protocol):
         """
         ...
 
-    async def trim(self, stream: str, *, before: str) -> None:
-        """Drop entries with ids below `before`."""
+    async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
+        """Drop entries with ids below `before`; behind a fence, if it has not been passed, in one step with looking.
+
+        Raises:
+            FencedError: it has been passed; nothing was dropped.
+        """
         ...
 
     async def streams(self, prefix: str) -> list[str]:

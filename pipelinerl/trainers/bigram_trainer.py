@@ -7,8 +7,8 @@ automatically. Weights and optimizer state are float64; weights are gathered as 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -22,10 +22,12 @@ from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.numerics.logprobs import log_softmax
 from trainer_contract.batch import check
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
+from trainer_contract.host_weights import check_weights
 from trainer_contract.types import (
     Device,
     Float32,
     Head,
+    HostWeights,
     LossStats,
     MicroBatch,
     Objective,
@@ -90,13 +92,14 @@ class BigramTrainer:
 
     def forward(self, micro_batch: MicroBatch) -> Float32:
         """Log-probs or values f32 [T]; 0 at segment starts."""
-        check(micro_batch, vocab_size=len(self._worker.table))
-        where = np.flatnonzero(micro_batch.position_ids > 0)
-        predictions = np.zeros(micro_batch.num_tokens, dtype=np.float32)
-        predictions[where], _ = self._predict(micro_batch, where)
-        if not np.isfinite(predictions).all():
-            raise NonFiniteError("the model's predictions are not finite: its weights are broken, restore a checkpoint")
-        return predictions
+        return _forward(self._worker, micro_batch)
+
+    def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+        """`forward` on another table."""
+        check_weights(weights, self.weight_layout())
+        given = weights[self._name].view(np.float32).reshape(self._worker.table.shape)
+        other = replace(self._worker, table=given.astype(np.float64))
+        return [_forward(other, micro_batch) for micro_batch in micro_batches]
 
     def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
         """d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, g = d loss/d predictions.
@@ -106,7 +109,7 @@ class BigramTrainer:
         worker, tokens = self._worker, micro_batch.token_ids
         check(micro_batch, vocab_size=len(worker.table), needs=objective.needs)
         where = np.flatnonzero(micro_batch.loss_mask)
-        (predictions, softmax), columns = self._predict(micro_batch, where), _columns(micro_batch, where)
+        (predictions, softmax), columns = _predict(worker, micro_batch, where), _columns(micro_batch, where)
         loss = float(objective.evaluate(predictions, columns))
         if not math.isfinite(loss):
             raise NonFiniteError(
@@ -116,7 +119,7 @@ class BigramTrainer:
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.table)
         with np.errstate(invalid="ignore", over="ignore"):  # what overflows here is refused by `optimizer_step`
-            gradient = objective.logprob_gradient(predictions, columns)
+            gradient = objective.prediction_gradient(predictions, columns)
             if softmax is not None:
                 slope = gradient / micro_batch.temperatures[where]
                 gradient = -slope[:, None] * softmax
@@ -172,13 +175,24 @@ class BigramTrainer:
     def _name(self) -> str:
         return PARAMETER if self._worker.head is Head.POLICY else _VALUES
 
-    def _predict(self, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
-        """Predictions [N] of the tokens at `where`, and the distributions [N, V] that log-probs were taken from."""
-        rows = self._worker.table[batch.token_ids[where - 1]]
-        if self._worker.head is Head.VALUE:
-            return rows, None
-        logprobs = log_softmax(rows, batch.temperatures[where]).astype(np.float64, copy=False)
-        return logprobs[np.arange(len(where)), batch.token_ids[where]], np.exp(logprobs)
+
+def _forward(worker: _Worker, batch: MicroBatch) -> Float32:
+    check(batch, vocab_size=len(worker.table))
+    where = np.flatnonzero(batch.position_ids > 0)
+    predictions = np.zeros(batch.num_tokens, dtype=np.float32)
+    predictions[where], _ = _predict(worker, batch, where)
+    if not np.isfinite(predictions).all():
+        raise NonFiniteError("the model's predictions are not finite: its weights are broken, restore a checkpoint")
+    return predictions
+
+
+def _predict(worker: _Worker, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
+    """Predictions [N] of the tokens at `where`, and the distributions [N, V] that log-probs were taken from."""
+    rows = worker.table[batch.token_ids[where - 1]]
+    if worker.head is Head.VALUE:
+        return rows, None
+    logprobs = log_softmax(rows, batch.temperatures[where]).astype(np.float64, copy=False)
+    return logprobs[np.arange(len(where)), batch.token_ids[where]], np.exp(logprobs)
 
 
 def _restored(fresh: _Worker, path: Path) -> _Worker:
@@ -196,7 +210,7 @@ def _restored(fresh: _Worker, path: Path) -> _Worker:
 def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> Mapping[str, Any]:
     """What an objective reads, of the tokens at `where` only; floats in float64."""
     names = ("advantages", "weights", "behavior_logprobs", "temperatures")
-    optional = ("old_logprobs", "ref_logprobs", "values", "returns")
+    optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients")
     given = {name: column for name in (*names, *optional) if (column := getattr(batch, name)) is not None}
     return {name: column[where].astype(np.float64) for name, column in given.items()} | {
         "loss_mask": batch.loss_mask[where],

@@ -64,10 +64,14 @@ class Program:
         served = jnp.finfo(self.config.dtype)
         return exact + lax.stop_gradient(lax.reduce_precision(exact, served.nexp, served.nmant) - exact)
 
+    def replayed(self, part: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function; what the backward pass keeps of it is the policy's to say."""
+        return part if self.remat is Remat.NONE else jax.checkpoint(part, policy=_POLICIES[self.remat])
+
     def wrap(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """Rows stay divided as they were given; what the backward pass keeps is the policy's to say."""
+        """A layer whose rows stay divided as they were given, replayed."""
         rows = jax_mesh.of_rows(self.mesh)
-        replayed = layer if self.remat is Remat.NONE else jax.checkpoint(layer, policy=_POLICIES[self.remat])
+        replayed = self.replayed(layer)
 
         def wrapped(x: Array, inputs: Any) -> tuple[Array, Any]:
             x, state = replayed(lax.with_sharding_constraint(x, rows), inputs)
@@ -95,12 +99,12 @@ def logprobs(program: Program, weights: Weights, columns: Columns) -> Array:
             fetch=program.fetch,
             wrap=program.wrap,
         )
-        ahead = token_logprobs(
+        head = partial(token_logprobs, logits_at_once=program.logits_at_once * program.mesh.size)
+        ahead = program.replayed(head)(
             hidden,
             program.output_layer(weights),
             jnp.roll(tokens, -1, axis=1),
             jnp.roll(columns["temperatures"], -1, axis=1),
-            logits_at_once=program.logits_at_once * program.mesh.size,
         )
     predicted = (positions > 0) & (segments != PADDING)
     return jnp.where(predicted, jnp.roll(ahead, 1, axis=1), 0.0)

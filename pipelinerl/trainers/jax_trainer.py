@@ -10,7 +10,7 @@ else may use the devices meanwhile: `gather_weights` is collective, too. This ha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, final
@@ -22,17 +22,19 @@ import optax
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import DecoderConfig, read_config
-from pipelinerl.models.jax_checkpoint import export_order, export_weights, load_weights
+from pipelinerl.models.jax_checkpoint import export_order, export_weights, load_weights, place_weights
 from pipelinerl.trainers import jax_mesh, jax_program, jax_state
 from pipelinerl.trainers.jax_options import Distributed, JaxOptions
 from pipelinerl.trainers.jax_program import Program, Weights
 from pipelinerl.trainers.jax_segments import PADDING, Rows
 from trainer_contract.batch import check
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError
+from trainer_contract.host_weights import check_weights
 from trainer_contract.types import (
     Device,
     Float32,
     Head,
+    HostWeights,
     LossStats,
     MicroBatch,
     Objective,
@@ -103,13 +105,14 @@ class JaxTrainer:
 
     def forward(self, micro_batch: MicroBatch) -> Float32:
         """Log-probs f32 [T] of every token; 0 at segment starts."""
+        return _forward(self._worker.program, self._worker.weights, micro_batch)
+
+    def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+        """`forward` through the same programs: weights are an argument of theirs, so nothing is compiled anew."""
         worker = self._worker
-        check(micro_batch, vocab_size=worker.config.vocab)
-        rows, columns = _laid_out(worker.program, micro_batch)
-        logprobs = rows.collect(np.asarray(jax_program.logprobs(worker.program, worker.weights, columns)))
-        if not np.isfinite(logprobs).all():
-            raise NonFiniteError("the model's log-probs are not finite: its weights are broken, restore a checkpoint")
-        return logprobs
+        check_weights(weights, self.weight_layout())
+        other = place_weights(worker.config, weights, like=worker.weights)
+        return [_forward(worker.program, other, micro_batch) for micro_batch in micro_batches]
 
     def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
         """Evaluate on the whole rows, in which padding counts as tokens outside the mask, and add the gradient."""
@@ -212,6 +215,15 @@ def _restored(program: Program, spec: TrainerSpec) -> _Worker:
     count = jnp.asarray(saved.model_version, adam.count.dtype)
     moments = (optax.ScaleByAdamState(count=count, mu=mean, nu=square), *others)
     return _Worker(program, spec.optimizer, weights, moments, saved.model_version)
+
+
+def _forward(program: Program, weights: Weights, batch: MicroBatch) -> Float32:
+    check(batch, vocab_size=program.config.vocab)
+    rows, columns = _laid_out(program, batch)
+    logprobs = rows.collect(np.asarray(jax_program.logprobs(program, weights, columns)))
+    if not np.isfinite(logprobs).all():
+        raise NonFiniteError("the model's log-probs are not finite: its weights are broken, restore a checkpoint")
+    return logprobs
 
 
 def _laid_out(program: Program, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:

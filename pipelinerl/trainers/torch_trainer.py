@@ -7,7 +7,7 @@ without padding and never see one another. On CPU, and on CUDA with deterministi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, final
@@ -21,17 +21,19 @@ from torch.optim import AdamW, Optimizer
 
 from pipelinerl import rng
 from pipelinerl.numerics import torch_head
-from pipelinerl.trainers import torch_state
+from pipelinerl.trainers import torch_other_weights, torch_state
 from pipelinerl.trainers.torch_packed_model import PackedModel, load_config, load_for_training
 from pipelinerl.trainers.torch_segments import SegmentPlan
 from pipelinerl.trainers.torch_value_model import PackedValueModel
 from trainer_contract.batch import check
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError
+from trainer_contract.host_weights import check_weights
 from trainer_contract.types import (
     Device,
     Float32,
     Head,
     HeadPrecision,
+    HostWeights,
     LossStats,
     MicroBatch,
     Objective,
@@ -130,6 +132,13 @@ class TorchTrainer:
         if not np.isfinite(predictions).all():
             raise NonFiniteError("the model's predictions are not finite: its weights are broken, restore a checkpoint")
         return predictions
+
+    def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+        """`forward` through the same modules, whose parameters hold the given weights meanwhile."""
+        worker = self._worker
+        check_weights(weights, self.weight_layout())
+        with torch_other_weights.lent(worker.named_parameters(), weights, dtype=worker.gather_dtype):
+            return [self.forward(micro_batch) for micro_batch in micro_batches]
 
     def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
         """Evaluate on the tokens of the loss mask, then accumulate the gradient."""
@@ -252,7 +261,7 @@ def _predictions(worker: _Worker, batch: MicroBatch, inside: np.ndarray) -> Tens
 def _columns(batch: MicroBatch, inside: np.ndarray, device: torch.device) -> Mapping[str, Any]:
     """What the objective reads, of the tokens inside the mask only."""
     names = ("loss_mask", "advantages", "weights", "behavior_logprobs", "temperatures")
-    optional = ("old_logprobs", "ref_logprobs", "values", "returns")
+    optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients")
     columns = {name: getattr(batch, name) for name in names}
     columns |= {name: column for name in optional if (column := getattr(batch, name)) is not None}
     columns["segment_ids"] = batch.segment_ids.astype(np.int64)

@@ -68,17 +68,32 @@ class Batcher:
         else:
             self._waiting[group.index] = group
 
+    def end(self, indices: Iterable[int], fate: Fate) -> None:
+        """Orders whose groups will not come; one that has come all the same goes its way."""
+        open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
+        self.ledger.settle(open_, fate)
+
     def take_abandoned(self) -> list[int]:
         """Orders, since the last call, whose groups abandoned weights had sampled: they have to be issued again."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
-    def take(self, budget: StepBudget, *, producing: int, bounds: StalenessBounds) -> list[RolloutGroup] | None:
+    def take(
+        self,
+        budget: StepBudget,
+        *,
+        producing: int,
+        bounds: StalenessBounds,
+        usable: Callable[[RolloutGroup], bool] = lambda group: True,
+    ) -> list[RolloutGroup] | None:
         """The groups of the next step, in index order, settled as trained; None while too few are ready.
 
         A full step in which no group teaches would train nothing: it is settled as filtered instead.
+
+        Args:
+            usable: what a step with these bounds lacks something for counts as stale, too.
         """
-        self._drop_stale(producing=producing, bounds=bounds)
+        self._drop_stale(lambda group: is_stale(group, producing=producing, bounds=bounds) or not usable(group))
         ranked = sorted(self._waiting.values(), key=lambda g: (-g.oldest_version, g.index))
         chosen: list[RolloutGroup] = []
         rollouts = tokens = 0
@@ -100,8 +115,8 @@ class Batcher:
         """The step on these groups, which `take` settled as trained, was not applied: they end as filtered."""
         self.ledger.revise([group.index for group in groups], before=Fate.TRAINED, after=Fate.FILTERED)
 
-    def _drop_stale(self, *, producing: int, bounds: StalenessBounds) -> None:
-        stale = [index for index, group in self._waiting.items() if is_stale(group, producing=producing, bounds=bounds)]
+    def _drop_stale(self, refused: Callable[[RolloutGroup], bool]) -> None:
+        stale = [index for index, group in self._waiting.items() if refused(group)]
         for index in stale:
             self.stale_tokens += sum(r.num_sampled_tokens for r in self._waiting.pop(index).rollouts)
         self.ledger.settle(stale, Fate.STALE)

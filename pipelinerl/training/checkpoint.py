@@ -5,61 +5,149 @@
         model.safetensors                the weights under their Hugging Face names
         trainer/                         the backend's exact state
         critic/                          the critic's, if there is one
+        history/                         weights of the versions before, if old_logprobs are computed at them
         manifest.json                    digests of all files; offsets, ledger, knobs, epoch, version
 
-Written to a temporary directory, synced, renamed, parent synced: a directory with a final name is whole, or its digests
-say that it is not; the manifest carries one of its own. Whatever is partial or damaged is skipped, loudly.
+    capture   trainer's thread   weights and states into a hidden directory, at the speed of the page cache
+    commit    any thread, later  digests, manifest, sync, rename, sync of the parent; then what is not kept is removed
+
+Training stands still for `capture` alone. A directory with a final name is whole, or its digests say that it is not;
+whatever is partial or damaged is skipped, loudly. (Measured beside it: states written to memory-backed files and copied
+to the disk afterwards. 1.25 GB took 0.6 s that way and takes 0.5 s this way, without a second copy.)
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import TensorSpec, serialize_file
 
 from pipelinerl.errors import CheckpointError
+from pipelinerl.training.checkpoint_copies import CheckpointCopies
+from pipelinerl.training.checkpoint_fence import Fence
+from pipelinerl.training.checkpoint_manifest import MANIFEST, Manifest, TrainingState, digest_of
+from pipelinerl.training.checkpoint_retention import Retention
 from trainer_contract.types import ParameterInfo
 
-_MANIFEST: Final = "manifest.json"
-_FORMAT: Final = 1
+__all__ = ["Capture", "CheckpointStore", "TrainingState", "load"]
 
 log = logging.getLogger("pipelinerl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingState:
-    """What a checkpoint carries besides weights and optimizer.
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A state that is written and not yet a checkpoint: nothing that is trained from now on changes it."""
 
-    `offsets` are the stream positions to read on from; `ledger` the orders that ended (`Ledger.to_record`);
-    `controller` the controller's snapshot as of the same step boundary; `kl_coefficient` β where it is controlled.
-    """
-
-    model_version: int
-    epoch: int
-    offsets: dict[str, str]
-    ledger: dict[str, Any]
-    controller: dict[str, Any]
-    kl_coefficient: float | None = None
+    state: TrainingState
+    directory: Path
 
 
 @final
 class CheckpointStore:
-    """The checkpoints of one run below `directory`; keeps the newest `keep`."""
+    """The checkpoints of one run below `directory`: the newest `keep`, and the best `keep_best` (see `Retention`)."""
 
-    def __init__(self, directory: Path, *, keep: int, model_directory: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        model_directory: Path,
+        keep_best: int = 0,
+        copies: CheckpointCopies | None = None,
+    ) -> None:
         self.directory = directory
-        self._keep = keep
+        self._retention = Retention(keep, keep_best)
         self._model_directory = model_directory
+        self._copies = copies
+        self._fence = Fence(directory)
+        self._found: Path | None = None
+
+    @property
+    def claimed_epoch(self) -> int:
+        """The highest that a trainer ever began here; 0 when none did."""
+        return self._fence.epoch
+
+    def claim(self, epoch: int) -> None:
+        """Shut out every trainer of an earlier epoch: from now on it neither adds nor removes a checkpoint here.
+
+        Raises:
+            FencedError: a later epoch has claimed the directory.
+            CheckpointError: since this store was asked for the latest, the trainer before has made a later one.
+        """
+        self._fence.claim(epoch)
+        newest = self.all()[-1:]
+        if self._found is not None and newest and _version(newest[0]) > _version(self._found):
+            raise CheckpointError(
+                f"{newest[0]} appeared while this trainer began from {self._found.name}; start it again, from there"
+            )
+
+    def capture(
+        self,
+        state: TrainingState,
+        *,
+        layout: Iterable[ParameterInfo],
+        weights: Iterable[tuple[str, Any]],
+        parts: Mapping[str, Callable[[Path], None]],
+    ) -> Capture:
+        """Write weights and states as they are now; a capture that was never committed is dropped.
+
+        Args:
+            parts: what writes its state into a directory of its own, by that directory's name.
+
+        Raises:
+            FencedError: a later epoch has claimed the directory.
+        """
+        with self._fence.held(state.epoch):
+            for abandoned in self.directory.glob(".*-step-*"):  # of a trainer that was killed or fenced meanwhile
+                shutil.rmtree(abandoned)
+        temporary = self.directory / f".writing-e{state.epoch}-{_name(state.model_version)}"
+        try:
+            temporary.mkdir(parents=True)
+            _write_safetensors(temporary / "model.safetensors", layout, weights)
+            for name, save in parts.items():
+                (temporary / name).mkdir()
+                save(temporary / name)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)  # should the disk be full, others need the room
+            raise
+        return Capture(state, temporary)
+
+    def commit(self, capture: Capture) -> Path:
+        """Make a capture the checkpoint of its step; returns its directory once it is durable.
+
+        Raises:
+            FencedError: a later epoch has claimed the directory.
+            CheckpointError: what was written cannot be forced to the disk; the capture is void.
+            OSError: it could not be completed; it may be tried again.
+        """
+        final_path, temporary = self.directory / _name(capture.state.model_version), capture.directory
+        with self._fence.blamed(capture.state.epoch):
+            self._copy_model_files(temporary)
+            manifest = Manifest(capture.state, _digests(temporary))
+            (temporary / MANIFEST).write_text(manifest.text)
+            _sync_tree(temporary)
+        replaced = self.directory / f".replaced-{final_path.name}"
+        with self._fence.held(capture.state.epoch):
+            if final_path.exists():  # the same step of an abandoned epoch, or of a run that stops where it just saved
+                final_path.rename(replaced)
+            temporary.rename(final_path)
+            _sync(self.directory)
+            shutil.rmtree(replaced, ignore_errors=True)
+            self._prune(capture.state)
+        return final_path
+
+    def copy(self, path: Path) -> None:
+        """Copy a checkpoint to the run's location, if it has one. Raises as `CheckpointCopies.save` does."""
+        if self._copies is not None:
+            self._copies.save(path)
 
     def save(
         self,
@@ -69,64 +157,47 @@ class CheckpointStore:
         weights: Iterable[tuple[str, Any]],
         parts: Mapping[str, Callable[[Path], None]],
     ) -> Path:
-        """Write a checkpoint; returns its directory once it is durable.
-
-        Args:
-            parts: what writes its state into a directory of its own, by that directory's name.
-        """
-        final_path = self.directory / f"step-{state.model_version:06d}"
-        for abandoned in self.directory.glob(".*-step-*"):  # a trainer was killed while it wrote or replaced this one
-            shutil.rmtree(abandoned)
-        temporary = self.directory / f".writing-{final_path.name}"
-        temporary.mkdir(parents=True)
-        self._copy_model_files(temporary)
-        _write_safetensors(temporary / "model.safetensors", layout, weights)
-        for name, save in parts.items():
-            (temporary / name).mkdir()
-            save(temporary / name)
-        manifest = {"format": _FORMAT, "state": asdict(state), "files": _digests(temporary)}
-        (temporary / _MANIFEST).write_text(json.dumps(manifest | {"digest": _manifest_digest(manifest)}, indent=1))
-        _sync_tree(temporary)
-        replaced = self.directory / f".replaced-{final_path.name}"
-        if final_path.exists():  # the same step of an abandoned epoch, or of a run that stops where it just saved
-            final_path.rename(replaced)
-        temporary.rename(final_path)
-        _sync(self.directory)
-        shutil.rmtree(replaced, ignore_errors=True)
-        self._prune()
-        return final_path
+        """Capture and commit; returns the checkpoint's directory once it is durable. Raises as they do."""
+        return self.commit(self.capture(state, layout=layout, weights=weights, parts=parts))
 
     def all(self) -> list[Path]:
         """Directories with a final name, oldest first."""
         found = [path for path in self.directory.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()]
-        return sorted(found, key=lambda path: int(path.name[5:]))
+        return sorted(found, key=_version)
 
     def latest(self) -> tuple[Path, TrainingState] | None:
         """The newest checkpoint that is whole; damaged ones are named in the log and skipped."""
         for path in reversed(self.all()):
             try:
-                return path, load(path)
+                state = load(path)
             except CheckpointError as error:
                 log.error("skipping a damaged checkpoint: %s", error)
+            else:
+                self._found = path
+                return path, state
         return None
 
     def oldest_kept_offsets(self) -> dict[str, str]:
-        """Stream positions before which nothing will be read again."""
+        """Stream positions before which no checkpoint that is there to go on from would read again."""
+        resumable = set(self._retention.resumable(map(_version, self.all())))
         for path in self.all():
-            try:
-                return TrainingState(**_manifest(path)["state"]).offsets
-            except CheckpointError as error:
-                log.error("skipping a damaged checkpoint: %s", error)
+            if _version(path) in resumable:
+                try:
+                    return Manifest.read(path).state.offsets
+                except CheckpointError as error:
+                    log.error("skipping a damaged checkpoint: %s", error)
         return {}
 
-    def _prune(self) -> None:
-        for path in self.all()[: -self._keep]:
-            shutil.rmtree(path)
+    def _prune(self, newest: TrainingState) -> None:
+        paths = {_version(path): path for path in self.all()}
+        for version in paths.keys() - self._retention.survivors(paths, newest.accuracies):
+            removed = self.directory / f".removed-{paths[version].name}"  # what is half removed has no final name
+            shutil.rmtree(paths[version].rename(removed))
 
     def _copy_model_files(self, target: Path) -> None:
         for source in sorted(self._model_directory.iterdir()):
             weights = source.suffix in {".safetensors", ".bin", ".pt", ".pth"} or source.name.endswith(".index.json")
-            if source.is_file() and not weights and source.name != _MANIFEST:
+            if source.is_file() and not weights and source.name != MANIFEST:
                 shutil.copyfile(source, target / source.name)
 
 
@@ -136,34 +207,17 @@ def load(path: Path) -> TrainingState:
     Raises:
         CheckpointError: a file is missing, changed or unreadable; the message names it.
     """
-    manifest = _manifest(path)
-    for name, digest in manifest["files"].items():
-        try:
-            found = _digest(path / name)
-        except OSError:
-            raise CheckpointError(f"{path}: {name} is missing; choose another checkpoint") from None
-        if found != digest:
-            raise CheckpointError(f"{path}: {name} has changed since it was written; choose another checkpoint")
-    return TrainingState(**manifest["state"])
+    manifest = Manifest.read(path)
+    manifest.verify(path)
+    return manifest.state
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest alone, verified. Raises CheckpointError."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: the manifest cannot be read ({error}); choose another checkpoint") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"{path}: expected a manifest of format {_FORMAT}; choose another checkpoint")
-    if manifest.pop("digest", None) != _manifest_digest(manifest):
-        raise CheckpointError(f"{path}: the manifest has changed since it was written; choose another checkpoint")
-    return manifest
+def _name(version: int) -> str:
+    return f"step-{version:06d}"
 
 
-def _manifest_digest(manifest: dict[str, Any]) -> str:
-    """Of the manifest as JSON reads it back, which turns integer keys into text."""
-    text = json.dumps(json.loads(json.dumps(manifest)), sort_keys=True)
-    return hashlib.blake2b(text.encode()).hexdigest()[:32]
+def _version(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _write_safetensors(path: Path, layout: Iterable[ParameterInfo], weights: Iterable[tuple[str, Any]]) -> None:
@@ -187,19 +241,25 @@ def _host_bytes(array: Any) -> NDArray[np.uint8]:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): _digest(path) for path in files}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+    """Of all files below, but for the manifest of an earlier try."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
+    return {str(path.relative_to(directory)): digest_of(path) for path in files}
 
 
 def _sync_tree(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        _sync(path)
-    _sync(directory)
+    """Force everything to the disk.
+
+    Raises:
+        CheckpointError: it failed, after which the system may have dropped what it could not write and call the next
+            attempt a success.
+    """
+    try:
+        for path in directory.rglob("*"):
+            _sync(path)
+        _sync(directory)
+    except OSError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise CheckpointError(f"{directory} cannot be forced to the disk: {error}; look after the disk") from error
 
 
 def _sync(path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import final
 import numpy as np
 
 from pipelinerl.objective.value_loss import ValueLoss, value_statistics
+from pipelinerl.training.schedule import CONSTANT, LearningRateSchedule
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import LossStats, MicroBatch
 
@@ -17,6 +18,8 @@ from trainer_contract.types import LossStats, MicroBatch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
     """The worker, what it minimises, and when the policy waits for it.
+
+    Its rate is the peak times `schedule`, of its own steps: one for each step of the run, those of its warm-up too.
 
     While `warms_up`, the policy stands still: it makes a step without a token, whose weights are bit-equal and whose
     version rises. A version per step keeps what hangs on it (orders paced by staleness, one checkpoint and one report
@@ -27,6 +30,7 @@ class Critic:
     worker: Trainer
     loss: ValueLoss
     learning_rate: float
+    schedule: LearningRateSchedule = CONSTANT
     warmup_steps: int = 0
 
     def warms_up(self, version: int) -> bool:
@@ -43,9 +47,11 @@ class Critic:
 
     def apply(self, micro_batches: Sequence[MicroBatch], losses: Sequence[LossStats]) -> dict[str, float]:
         """The critic's optimizer step; returns its metrics."""
-        step = self.worker.optimizer_step(learning_rate=self.learning_rate)
+        rate = self.learning_rate * self.schedule.factor(self.worker.model_version)
+        step = self.worker.optimizer_step(learning_rate=rate)
         return {
             **value_statistics(micro_batches, [loss.predictions for loss in losses]),
             "value_loss": sum(loss.loss for loss in losses),
             "value_grad_norm": step.grad_norm,
+            "value_learning_rate": step.learning_rate,
         }

@@ -79,7 +79,7 @@ def in_terms(
             "is_weight": objective.is_weight.weight(tokens),
             "grad1": objective.grad1.value(tokens),
             "grad2": objective.grad2.value(tokens),
-            "loss gradient": objective.logprob_gradient(logprobs, columns),
+            "loss gradient": objective.prediction_gradient(logprobs, columns),
         }
     for name, values in terms.items():
         groups = _groups_of(batch, number, micro_batch, ~np.isfinite(values))

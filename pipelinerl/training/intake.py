@@ -16,10 +16,10 @@ from typing import Final, final
 import msgspec
 
 from pipelinerl.errors import RecordError
-from pipelinerl.messages import ORDERS, ROLLOUTS, Directive, decode_directive
+from pipelinerl.messages import EPOCHS, ORDERS, ROLLOUTS, Directive, decode_directive
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_group
-from pipelinerl.streams.stream import START, Entry, Stream
+from pipelinerl.streams.stream import START, Entry, Fence, Stream
 from pipelinerl.types import RolloutGroup
 
 #: A stream with one entry that names this server's data: offsets mean nothing on another's.
@@ -90,11 +90,11 @@ class Intake:
                 safe[partition] = _before(min(still.values(), key=_number))
         return {_IDENTITY: self._identity, **safe}
 
-    async def trim(self, offsets: dict[str, str]) -> None:
-        """Drop what no kept checkpoint would read again."""
+    async def trim(self, offsets: dict[str, str], *, epoch: int) -> None:
+        """Drop what no kept checkpoint would read again. Raises FencedError once a later epoch has begun."""
         if offsets.get(_IDENTITY) == self._identity:
             for partition in offsets.keys() - {_IDENTITY}:
-                await self._stream.trim(partition, before=offsets[partition])
+                await self._stream.trim(partition, before=offsets[partition], fence=Fence(EPOCHS, epoch))
 
     async def _scan(self) -> None:
         now = time.monotonic()
@@ -115,7 +115,8 @@ class Intake:
     def _group(self, entry: Entry) -> RolloutGroup:
         self._offsets[entry.stream] = entry.entry_id
         group = decode_group(entry.payload)
-        self._waiting.setdefault(entry.stream, {})[group.index] = entry.entry_id
+        # Of two copies the first: the second may be dropped as a duplicate of it, and then must not stand for it.
+        self._waiting.setdefault(entry.stream, {}).setdefault(group.index, entry.entry_id)
         return group
 
 

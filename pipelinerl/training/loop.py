@@ -19,28 +19,23 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar, final
+from typing import Any, TypeVar, final
 
 from inference_contract.schemas import OnUpdate, WeightLayout
-from pipelinerl.errors import DeadlineError, DivergedError, FencedError, UpdateError
+from pipelinerl.errors import DeadlineError, DivergedError
 from pipelinerl.messages import (
-    REPORTS,
     SKIPS_THAT_END,
-    Checkpointed,
     Consumed,
     Directive,
-    Message,
     Progress,
-    Published,
     Starving,
     StepDone,
     StepSkipped,
     TrainerReady,
     TrainerStopped,
-    encode,
 )
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.objective import PolicyObjective
@@ -52,16 +47,18 @@ from pipelinerl.training.adaptive import AdaptiveObjective
 from pipelinerl.training.admission import Fate, Ledger, Lineage, has_signal, is_judged
 from pipelinerl.training.batch import TrainBatch, build, learns_from_equals
 from pipelinerl.training.batcher import Batcher, StepBudget
-from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
+from pipelinerl.training.checkpoint import Capture, CheckpointStore, TrainingState
+from pipelinerl.training.checkpointing import Checkpointing
+from pipelinerl.training.conversation import PATIENCE_S, Conversation
 from pipelinerl.training.guard import Poison
 from pipelinerl.training.intake import Intake
+from pipelinerl.training.proof import Prover
+from pipelinerl.training.publishing import Publishing
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step import TrainStep
-from pipelinerl.weights.publisher import Publication, Publisher, PublishReport
+from pipelinerl.weights.publisher import Publisher
 
 log = logging.getLogger("pipelinerl")
-#: What is silent for longer is asked, or told, again.
-_PATIENCE_S: Final = 5.0
 T = TypeVar("T")
 
 
@@ -92,6 +89,7 @@ class TrainingLoop:
         objective: PolicyObjective,
         stream: Stream,
         publisher: Publisher,
+        prover: Prover,
         checkpoints: CheckpointStore,
         restored: TrainingState | None,
         at: Callable[[int], None] = lambda version: None,
@@ -99,13 +97,10 @@ class TrainingLoop:
         self._settings = settings
         self._step = step
         self._trainer = step.passes.policy
-        self._layout = layout
         self._objective = AdaptiveObjective(
             objective, controller=settings.kl, restored=restored.kl_coefficient if restored else None
         )
         self._skipped = 0
-        self._stream = stream
-        self._publisher = publisher
         self._checkpoints = checkpoints
         self._at = at
         ledger = Ledger.from_record(restored.ledger) if restored else Ledger()
@@ -116,14 +111,31 @@ class TrainingLoop:
             teaches=is_judged if learns_from_equals(objective, settings.shaping) else has_signal,
         )
         self._intake = Intake(stream, offsets=restored.offsets if restored else {})
-        self._directive: Directive | None = None
-        self._publishing: asyncio.Task[None] | None = None
+        self._talk = Conversation(stream, deadline_s=settings.deadline_s, obey=self._obey)
+        self._publishing = Publishing(
+            publisher,
+            prover,
+            forward=lambda batch: self._in_worker(lambda: self._trainer.forward(batch)),
+            weights=self._trainer.gather_weights,
+            layout=layout,
+            on_update=settings.on_update,
+            report=self._talk.report,
+            raise_if_fenced=self._talk.raise_if_fenced,
+        )
+        self._checkpointing = Checkpointing(
+            checkpoints, report=self._talk.report, trim=self._trim, deadline_s=settings.deadline_s
+        )
+        self._claimed = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._reported = Consumed()
 
     @property
     def _version(self) -> int:
         return self._trainer.model_version
+
+    @property
+    def _current(self) -> Directive:
+        return self._talk.current
 
     async def run(self) -> int:
         """Train until a directive says stop.
@@ -133,7 +145,7 @@ class TrainingLoop:
         """
         await self._intake.start()
         incarnation = uuid.uuid4().hex[:12]
-        await self._ask(
+        await self._talk.ask(
             TrainerReady(
                 report_id=f"ready-{incarnation}",
                 incarnation=incarnation,
@@ -142,7 +154,9 @@ class TrainingLoop:
             ),
             self._intake.read_orders,
         )
+        self._batcher.lineage = Lineage(self._current.epoch, self._version)
         while not self._current.stop:
+            await self._checkpointing.raise_if_failed()
             started = time.monotonic()
             batch = await self._collect()
             if batch is None:
@@ -168,14 +182,16 @@ class TrainingLoop:
                 stats=stats,
                 orders=[group.index for group in batch.groups],
             )
-            await self._ask(step_done, self._read)
-        await self._finish_publication()
-        await self._report(TrainerStopped(epoch=self._current.epoch, model_version=self._version))
+            await self._talk.ask(step_done, self._read)
+        await self._publishing.finish()
+        await self._checkpointing.finish()
+        await self._talk.report(TrainerStopped(epoch=self._current.epoch, model_version=self._version))
         return self._version
 
     async def close(self) -> None:
         """Leave the weight group and end the worker thread."""
-        await self._publisher.close()
+        await self._checkpointing.close()
+        await self._publishing.close()
         self._worker.shutdown()
 
     # --- collect ---------------------------------------------------------------------------------------------------
@@ -188,7 +204,9 @@ class TrainingLoop:
             knobs = self._current.knobs
             budget = StepBudget(rollouts=knobs.rollouts_per_step, tokens=self._settings.tokens_per_step)
             producing = self._version + 1
-            groups = self._batcher.take(budget, producing=producing, bounds=StalenessBounds(1, knobs.k))
+            groups = self._batcher.take(
+                budget, producing=producing, bounds=StalenessBounds(1, knobs.k), usable=self._step.can_train
+            )
             if groups is not None:
                 return build(
                     groups,
@@ -204,14 +222,14 @@ class TrainingLoop:
                 )
             waiting = self._batcher.waiting
             for directive in await self._read(block_s=1.0):
-                await self._hear(directive)
+                await self._talk.hear(directive)
             await self._report_progress()
             if self._current.stop:
                 return None
             if self._batcher.waiting != waiting:
                 heard_at = time.monotonic()
-            elif time.monotonic() - heard_at > _PATIENCE_S:
-                await self._report(Starving(epoch=self._current.epoch, model_version=self._version, held=waiting))
+            elif time.monotonic() - heard_at > PATIENCE_S:
+                await self._talk.report(Starving(epoch=self._current.epoch, model_version=self._version, held=waiting))
                 heard_at = time.monotonic()
 
     async def _read(self, *, block_s: float) -> list[Directive]:
@@ -225,7 +243,7 @@ class TrainingLoop:
 
     async def _train(self, batch: TrainBatch) -> dict[str, float] | Poison:
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
-        await self._finish_publication()
+        await self._publishing.finish()
         if isinstance(accumulated, Poison):
             return accumulated
         rate = self._current.knobs.learning_rate * self._settings.schedule.factor(self._version)
@@ -250,9 +268,10 @@ class TrainingLoop:
             groups=poison.groups,
             in_a_row=self._skipped,
         )
-        await self._ask(report, self._read)
+        await self._talk.ask(report, self._read)
         if self._current.stop and self._skipped >= SKIPS_THAT_END:
-            await self._finish_publication()
+            await self._publishing.finish()
+            await self._checkpointing.finish()
             raise DivergedError(
                 f"step {step} was skipped {self._skipped} times in a row, the last time since {poison} was not finite; "
                 "the state before it is saved: mend that, or lower the learning rate, then go on with --resume"
@@ -260,98 +279,17 @@ class TrainingLoop:
 
     # --- obey ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _current(self) -> Directive:
-        assert self._directive is not None, "the loop obeys a directive before anything else"
-        return self._directive
-
-    async def _ask(
-        self, question: TrainerReady | StepDone | StepSkipped, read: Callable[..., Awaitable[list[Directive]]]
-    ) -> None:
-        """Report, and again every few seconds (the server may have lost it, or its answer), until it is answered.
-
-        The answer is obeyed, and so is what was said unasked, in its order.
-        """
-        deadline = time.monotonic() + self._settings.deadline_s
-        asked_at = float("-inf")
-        while (now := time.monotonic()) < deadline:
-            if now - asked_at >= _PATIENCE_S:
-                await self._report(question)
-                asked_at = now
-            awaited = question.report_id
-            for directive in await read(block_s=1.0):
-                if await self._hear(directive, awaited):
-                    awaited = ""
-            if not awaited:
-                return
-        raise DeadlineError(
-            f"the trainer waited {self._settings.deadline_s:.0f} s for the controller to answer {question.report_id}; "
-            "is the controller running, with an engine that has joined?"
-        )
-
-    async def _hear(self, directive: Directive, awaited: str = "") -> bool:
-        """Obey a directive that answers `awaited`, or that answers nobody; True when it was the answer.
-
-        Raises:
-            FencedError: it is meant for a trainer that came after this one.
-        """
-        if self._directive is not None and directive.epoch > self._directive.epoch:
-            raise FencedError(
-                f"epoch {directive.epoch} has taken over from epoch {self._directive.epoch}: another trainer is "
-                "running; this one stops"
-            )
-        questions = ("ready-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")
-        unasked = not directive.answers.startswith(questions)
-        is_answer = directive.answers == awaited
-        if is_answer or (unasked and self._directive is not None):
-            await self._obey(directive)
-        return is_answer
-
     async def _obey(self, directive: Directive) -> None:
-        if self._directive is None:
-            self._batcher.lineage = Lineage(directive.epoch, self._version)
-        elif directive.epoch < self._directive.epoch:
-            return
-        self._directive = directive
-        ledger = self._batcher.ledger
-        ledger.settle([index for index in directive.failed if not ledger.has(index)], Fate.FAILED)
+        if not self._claimed:  # the first: whoever was here before is shut out before this trainer writes anything
+            await self._in_worker(lambda: self._checkpoints.claim(directive.epoch))
+            self._claimed = True
+        self._batcher.end(directive.failed, Fate.FAILED)
+        self._batcher.end(directive.stale, Fate.STALE)
         if directive.publish_to:
-            await self._finish_publication()
-            self._publishing = asyncio.create_task(self._publish(directive))
+            await self._in_worker(lambda: self._step.will_sample(acceptance=directive.knobs.k))
+            await self._publishing.begin(self._version, directive)
         if directive.checkpoint and directive.controller_state is not None:
             await self._checkpoint(directive, directive.controller_state)
-
-    async def _publish(self, directive: Directive) -> None:
-        publication = Publication(
-            version=self._version,
-            epoch=directive.epoch,
-            layout=self._layout,
-            weights=self._trainer.gather_weights,
-            engines=directive.publish_to,
-            membership=directive.membership,
-            on_update=self._settings.on_update,
-        )
-        try:
-            report = await self._publisher.publish(publication)
-        except UpdateError as error:
-            log.error("publication of version %d failed: %s", publication.version, error)
-            report = PublishReport.failure(publication, str(error))
-        await self._report(
-            Published(
-                epoch=report.epoch,
-                model_version=report.version,
-                membership=directive.membership,
-                pauses_s=dict(report.pauses_s),
-                failed=dict(report.failed),
-                send_s=report.send_s,
-                total_s=report.total_s,
-            )
-        )
-
-    async def _finish_publication(self) -> None:
-        if self._publishing is not None:
-            task, self._publishing = self._publishing, None
-            await task
 
     async def _checkpoint(self, directive: Directive, controller: dict[str, Any]) -> None:
         state = TrainingState(
@@ -362,16 +300,19 @@ class TrainingLoop:
             controller=controller,
             kl_coefficient=self._objective.coefficient,
         )
-        path = await self._in_worker(
-            lambda: self._checkpoints.save(
+
+        def capture() -> Capture:
+            return self._checkpoints.capture(
                 state,
                 layout=self._trainer.weight_layout(),
                 weights=self._trainer.gather_weights(),
                 parts=self._step.parts(),
             )
-        )
-        await self._intake.trim(await asyncio.to_thread(self._checkpoints.oldest_kept_offsets))
-        await self._report(Checkpointed(epoch=directive.epoch, model_version=self._version, path=str(path)))
+
+        await self._checkpointing.begin(state, lambda: self._in_worker(capture))
+
+    async def _trim(self, offsets: dict[str, str]) -> None:
+        await self._intake.trim(offsets, epoch=self._current.epoch)
 
     # --- report ----------------------------------------------------------------------------------------------------
 
@@ -388,12 +329,9 @@ class TrainingLoop:
         """Tell the controller of groups that ended without a step, or must come again, so that it may issue orders."""
         before, again = self._reported, self._batcher.take_abandoned()
         if self._consumed() != before or again:
-            await self._report(
+            await self._talk.report(
                 Progress(epoch=self._current.epoch, model_version=self._version, consumed=self._reported, again=again)
             )
-
-    async def _report(self, message: Message) -> None:
-        await self._stream.append(REPORTS, [encode(message)])
 
     async def _in_worker(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, call)

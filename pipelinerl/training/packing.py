@@ -7,14 +7,14 @@ the rollouts fall into micro-batches. Rollouts without a valid verdict are left 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.types import Rollout
-from trainer_contract.types import Float32, MicroBatch
+from trainer_contract.types import Bool, Float32, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,31 @@ def pack(rollouts: Sequence[WeightedRollout], *, token_budget: int) -> list[Pack
 def with_columns(batch: MicroBatch, columns: Mapping[str, Any]) -> MicroBatch:
     """The micro-batch with these columns [T] in place of its own."""
     return replace(batch, **columns)
+
+
+class Prefixes(NamedTuple):
+    """The first tokens of some segments as a micro-batch, and which of the T tokens they are."""
+
+    micro_batch: MicroBatch
+    kept: Bool
+
+
+def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
+    """Of each segment the tokens up to its last one in `through` [T]; nothing of a segment without any.
+
+    All that a causal model needs to predict those tokens.
+    """
+    last = np.full(batch.num_segments, -1)
+    where = np.flatnonzero(through)
+    last[batch.segment_ids[where]] = where  # ascending, so that the last one stays
+    kept = np.arange(batch.num_tokens) <= last[batch.segment_ids]
+    if kept.all():
+        return Prefixes(batch, kept)
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    given = {name: column[kept] for name, column in columns.items() if isinstance(column, np.ndarray)}
+    names, given["segment_ids"] = np.unique(given["segment_ids"], return_inverse=True)
+    given["segment_ids"] = given["segment_ids"].astype(np.int32)
+    return Prefixes(replace(batch, **given, num_segments=len(names)), kept)
 
 
 def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:

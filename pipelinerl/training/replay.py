@@ -7,6 +7,7 @@ reported, to the last bit, and one that does not has been computed on something 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
@@ -40,6 +41,27 @@ class RecordedStep:
         return self.figures["learning_rate"]
 
 
+def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
+    """What a step was made of: of each of its orders the first copy that its trainer could take.
+
+    Args:
+        groups: the recorded ones by order, each in the order of their arrival.
+
+    Raises:
+        RecordError: one is not there any more.
+    """
+    found = []
+    for index in recorded.orders:
+        copies = [group for group in groups.get(index, ()) if recorded.lineage.includes(group)]
+        if not copies:
+            raise RecordError(
+                f"the group of order {index}, of step {recorded.version}, is not in the streams any more: rollouts are "
+                "kept from the oldest kept checkpoint on; raise checkpoint.keep to go back further"
+            )
+        found.append(copies[0])
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
     """A step taken again."""
@@ -68,6 +90,8 @@ class Replay:
     groups: Mapping[int, Sequence[RolloutGroup]]
     token_budget: int
     shaping: Mapping[str, RewardShaping]
+    acceptance: float = math.inf
+    """The greatest staleness among the steps; how many weights are kept for `old_logprobs` depends on it."""
 
     def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
         """Take the steps, which must follow on the trainer's version.
@@ -91,8 +115,9 @@ class Replay:
         return ReplayedStep(recorded=recorded, figures=self._take(recorded, objective))
 
     def _take(self, recorded: RecordedStep, objective: PolicyObjective) -> dict[str, float]:
+        self.step.will_sample(acceptance=self.acceptance)
         batch = build(
-            [self._group(recorded, index) for index in recorded.orders],
+            trained_groups(recorded, self.groups),
             objective=objective,
             shaping=self.shaping,
             token_budget=self.token_budget,
@@ -105,13 +130,3 @@ class Replay:
         if isinstance(figures, Poison):
             raise DivergedError(f"step {recorded.version}: {figures} is not finite")
         return batch.stats | figures
-
-    def _group(self, recorded: RecordedStep, index: int) -> RolloutGroup:
-        """The copy that was trained: the first that its trainer could take."""
-        for group in self.groups.get(index, ()):
-            if recorded.lineage.includes(group):
-                return group
-        raise RecordError(
-            f"the group of order {index}, of step {recorded.version}, is not in the streams any more: rollouts are "
-            "kept from the oldest kept checkpoint on; raise checkpoint.keep to go back further"
-        )

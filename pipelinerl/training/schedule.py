@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +26,7 @@ class LearningRateSchedule:
         progress = min(1.0, (step - self.warmup_steps) / span)
         decay = 1.0 - progress if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.final_fraction + (1.0 - self.final_fraction) * decay
+
+
+#: The peak rate throughout.
+CONSTANT: Final = LearningRateSchedule(warmup_steps=0, steps=1, shape="constant", final_fraction=1.0)

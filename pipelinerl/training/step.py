@@ -17,6 +17,7 @@ from typing import final
 import numpy as np
 
 from pipelinerl.numerics import causes
+from pipelinerl.objective.kl_control import as_column
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
 from pipelinerl.training import guard
@@ -26,6 +27,7 @@ from pipelinerl.training.critic import Critic
 from pipelinerl.training.guard import Poison
 from pipelinerl.training.packing import with_columns
 from pipelinerl.training.passes import Passes
+from pipelinerl.types import RolloutGroup
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import LossStats, MicroBatch
@@ -57,7 +59,17 @@ class TrainStep:
     def parts(self) -> dict[str, Callable[[Path], None]]:
         """What a checkpoint holds of the workers: who writes it, by the name of its directory."""
         parts: dict[str, Callable[[Path], None]] = {"trainer": self._policy.save_state}
-        return parts | ({"critic": self.critic.worker.save_state} if self.critic else {})
+        parts |= {"critic": self.critic.worker.save_state} if self.critic else {}
+        return parts | ({"history": self.passes.history.save} if self.passes.history else {})
+
+    def will_sample(self, *, acceptance: float) -> None:
+        """The policy's weights are about to be published: keep what later steps, with this k, will need of them."""
+        if self.passes.history is not None:
+            self.passes.history.keep(self._policy, acceptance=acceptance)
+
+    def can_train(self, group: RolloutGroup) -> bool:
+        """Is everything there that the passes over this group need?"""
+        return self.passes.history is None or self.passes.history.covers(group)
 
     def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated | Poison:
         """Forward passes for the columns that are needed, advantages, then backward for each micro-batch."""
@@ -93,6 +105,7 @@ class TrainStep:
             **statistics(objective, tokens),
             **causes.figures(sampled, held_version=step.model_version - 1, cuts=cuts(objective, tokens)),
             **values,
+            **(self.passes.history.figures() if self.passes.history else {}),
             **_kl_reference(accumulated.micro_batches),
             "loss": sum(loss.loss for loss in losses),
             "grad_norm": step.grad_norm,
@@ -112,9 +125,13 @@ class TrainStep:
         completed = batch.micro_batches
         for name, call in self.passes.plan(needs).items():
             try:
-                completed = [with_columns(micro_batch, {name: call(micro_batch)}) for micro_batch in completed]
+                columns = call(completed)
             except NonFiniteError:
                 return guard.everywhere(batch, name)
+            completed = [
+                with_columns(micro_batch, {name: column})
+                for micro_batch, column in zip(completed, columns, strict=True)
+            ]
         if objective.adv.needs and not (poison := guard.in_columns(batch, completed)):
             completed = batch.with_advantages(objective.adv, completed)
         return guard.in_columns(batch, completed) or completed
@@ -122,14 +139,20 @@ class TrainStep:
     def _policy_backward(
         self, batch: TrainBatch, objective: PolicyObjective, completed: list[MicroBatch]
     ) -> list[LossStats] | Poison:
+        compiled, beta = as_column(objective)
         if self._stands_still:
             first = completed[0]
-            self._policy.backward(replace(first, loss_mask=np.zeros_like(first.loss_mask)), objective)
+            self._policy.backward(replace(first, loss_mask=np.zeros_like(first.loss_mask)), compiled)
             return []
         losses = []
         for number, micro_batch in enumerate(completed):
+            given = (
+                micro_batch
+                if beta is None
+                else with_columns(micro_batch, {"kl_coefficients": np.full(micro_batch.num_tokens, beta, np.float32)})
+            )
             try:
-                loss = self._policy.backward(micro_batch, objective)
+                loss = self._policy.backward(given, compiled)
             except NonFiniteError:
                 return self._blamed_for_loss(batch, number, micro_batch, objective)
             if poison := guard.in_predictions(batch, number, micro_batch, loss.predictions, what="logprobs"):

@@ -4,14 +4,15 @@
 
 Promises: no byte is sent before every engine has accepted the manifest; the model is never held twice, one bucket is
 staged at a time and hashed as it goes; each engine ends with the old weights or the new, and the report says which.
-An engine that cannot be reached, or dies, is reported and left out, and the others are served in the same publication
-if time remains; one that refuses stops the publication for all (it would be refused again).
+An engine that cannot be reached, dies or stands still is reported and left out, and the others are served in the same
+publication, by a new generation of the group; one that refuses stops the publication for all (it would be refused
+again).
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| all ranks to join | the engines | a third of the publication's timeout |
-| PREPARE, COMMIT | the engines | the rest of it |
-| the broadcast | the engines receive or die | the rest of it |
+| all ranks to join, PREPARE | the engines | the group's timeout: a third of the publication's |
+| each bucket of the broadcast | the engines receive or die | the group's timeout |
+| COMMIT | the engines | the group's timeout; with `drain`, the publication's |
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from inference_contract.errors import ContractError, DeadlineExceeded, EngineSto
 from inference_contract.schemas import (
     Backend,
     InitProcessGroupRequest,
+    OnUpdate,
     UpdatePhase,
     UpdateStatus,
     WeightUpdateRequest,
@@ -73,6 +75,11 @@ class _Progress:
     @property
     def remaining_s(self) -> float:
         return max(self.deadline - time.monotonic(), 0.05)
+
+    @property
+    def group_timeout_s(self) -> float:
+        """Longest silence of an engine: time remains to serve the others without it."""
+        return min(self.publication.timeout_s / 3, self.remaining_s)
 
     def drop(self, failures: dict[str, str]) -> None:
         """These are not served by this publication."""
@@ -177,7 +184,7 @@ class BroadcastPublisher:
         self._generation = generation = max(self._generation + 1, floor)
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(self._host)
-        requests = self._join_requests(members, generation, min(publication.timeout_s / 3, progress.remaining_s))
+        requests = self._join_requests(members, generation, progress.group_timeout_s)
         own = self._own_join(generation, len(members) + 1, requests[members[0]].timeout_s)
         answers = await each_until_failure(
             members, lambda url: self._control.init_process_group(url, requests[url]), victim=_VICTIM
@@ -244,8 +251,7 @@ class BroadcastPublisher:
             epoch=publication.epoch,
             on_update=publication.on_update,
             bucket_bytes=self._bucket_bytes,
-            timeout_s=progress.remaining_s,
-            **fields,
+            **{"timeout_s": progress.group_timeout_s, **fields},
         )
 
     async def _prepared(self, progress: _Progress, group: _Group) -> bool:
@@ -254,7 +260,17 @@ class BroadcastPublisher:
         Raises:
             UpdateError: an engine refused.
         """
-        answers = await each(progress.targets, lambda url: self._prepare(progress, group, url))
+        layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
+
+        def request(**named: Any) -> WeightUpdateRequest:
+            # One for all who know the layout, and one for all who do not.
+            (how,) = named
+            if how not in made:
+                where = {"group": self._name, "generation": group.generation}
+                made[how] = self._request(progress, UpdatePhase.PREPARE, **where, **named)
+            return made[how]
+
+        answers = await each(progress.targets, lambda url: self._preparation.prepare(url, layout, request))
         errors = {url: answer for url, answer in answers.items() if isinstance(answer, Exception)}
         served = [
             url
@@ -282,17 +298,12 @@ class BroadcastPublisher:
             progress.drop(dict.fromkeys(progress.targets, "aborted, since another refused"))
         return False
 
-    async def _prepare(self, progress: _Progress, group: _Group, url: str) -> WeightUpdateResponse:
-        def request(**named: Any) -> WeightUpdateRequest:
-            return self._request(progress, UpdatePhase.PREPARE, group=self._name, generation=group.generation, **named)
-
-        return await self._preparation.prepare(url, progress.publication.layout, request)
-
     async def _sent(self, progress: _Progress, sender: WeightSender, group: Collective | None) -> str:
         """Gather, hash and broadcast on a thread; returns the digest."""
         began = time.monotonic()
         sending = in_background(
-            f"send-{_version(progress.publication)}", lambda: sender.send(group, deadline=progress.deadline)
+            f"send-{_version(progress.publication)}",
+            lambda: sender.send(group, deadline=progress.deadline, silence_s=progress.publication.timeout_s / 3),
         )
         if not await settled(sending, timeout_s=progress.remaining_s + 1.0):
             raise DeadlineError(f"the broadcast has not ended within {progress.publication.timeout_s:g} s")
@@ -300,7 +311,10 @@ class BroadcastPublisher:
         return sending.result()
 
     async def _commit(self, progress: _Progress, group: _Group) -> None:
-        request = self._request(progress, UpdatePhase.COMMIT, digest=progress.digest)
+        # Sequences may take longer to drain than an engine may be silent.
+        drains = progress.publication.on_update is OnUpdate.DRAIN
+        patience = progress.remaining_s if drains else progress.group_timeout_s
+        request = self._request(progress, UpdatePhase.COMMIT, digest=progress.digest, timeout_s=patience)
         answers = await each(group.members, lambda url: self._control.request_weight_update(url, request))
         served = {url: answer.pause_s for url, answer in answers.items() if not isinstance(answer, Exception)}
         errors = {url: answer for url, answer in answers.items() if isinstance(answer, Exception)}
@@ -329,8 +343,7 @@ class BroadcastPublisher:
             progress.drop(dict.fromkeys(progress.targets, f"the broadcast broke: {reason}"))
 
     async def _abort(self, progress: _Progress, url: str) -> WeightUpdateResponse:
-        patience = min(2.0, progress.publication.timeout_s)
-        request = self._request(progress, UpdatePhase.ABORT).model_copy(update={"timeout_s": patience})
+        request = self._request(progress, UpdatePhase.ABORT, timeout_s=min(2.0, progress.publication.timeout_s))
         return await self._control.request_weight_update(url, request)
 
 

@@ -105,9 +105,10 @@ class Collective:
 
         Raises:
             DeadlineError: a rank was silent until the deadline.
-            UpdateError: a rank left or died. After either error the group is of no more use.
+            UpdateError: a rank left or died. After either error this rank has left the group, which tells its peers at
+                once: those that wait for it need not wait for their deadlines.
         """
-        group = self._group
+        group, work = self._group, None
         if group is None:
             raise UpdateError(f"{self._name} was left")
         options = dist.BroadcastOptions()
@@ -120,6 +121,8 @@ class Collective:
             else:
                 self._wait_on_device(work, deadline)
         except RuntimeError as error:
+            group = work = None  # they hold the connections, and the error's traceback holds this frame
+            self.close()
             raise _translated(error, f"a broadcast in {self._name}") from error
 
     def close(self) -> None:

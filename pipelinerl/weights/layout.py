@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
@@ -26,12 +27,9 @@ def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
 
 def parameters_in(layout: WeightLayout, start: int, end: int) -> list[tuple[ParameterSpec, int]]:
     """The parameters whose bytes begin in [start, end), each with the offset of its first byte."""
-    found, offset = [], 0
-    for parameter in layout.parameters:
-        if start <= offset < end:
-            found.append((parameter, offset))
-        offset += parameter.num_bytes
-    return found
+    begins = (0, *layout.ends[:-1])
+    first, last = bisect_left(begins, start), bisect_left(begins, end)
+    return list(zip(layout.parameters[first:last], begins[first:last], strict=True))
 
 
 def describe_bucket(layout: WeightLayout, bucket: int, bounds: list[tuple[int, int]]) -> str:

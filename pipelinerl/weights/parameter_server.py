@@ -1,5 +1,7 @@
 """A parameter server: versions of the weights in host memory, written by the trainer, fetched by engines (RLAX §3).
 
+A server holds all of a version, or the shard that its announcement names; a byte has the same place either way.
+
     trainer ─ announce ─▶ memory is made ─ bytes (mapped, or PUT) ─▶ seal: digest compared ─▶ engines map it, or GET
                                                                                   └─▶ persistent copy, in parallel
 
@@ -10,7 +12,7 @@ GET  /versions/{epoch}/{version}            one version: digest, layout, where i
 PUT  /weights/{epoch}/{version}             bytes of an announced version, the range named by Content-Range
 POST /versions/{epoch}/{version}/copy       fetch an announced version from another server instead
 POST /versions/{epoch}/{version}/seal       all bytes were written: compare the digest, and give them out from now on
-GET  /weights/{epoch}/{version}             bytes of a whole version; `Range: bytes=a-b` gives a part
+GET  /weights/{epoch}/{version}             bytes of a sealed version; `Range: bytes=a-b` gives a part
 POST /progress                              what each member serves or holds; what nobody needs is forgotten
 
 Promises: nothing is given out whose digest was not compared; the rules of `VersionTable` and `retention`; bytes leave
@@ -30,8 +32,11 @@ import logging
 import re
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from operator import itemgetter
 from typing import Final, final
 
 import numpy as np
@@ -47,7 +52,7 @@ from pipelinerl.http_service import guard, refuse_in_one_shape
 from pipelinerl.weights import server_wire
 from pipelinerl.weights.background import in_background
 from pipelinerl.weights.digest import WeightDigest
-from pipelinerl.weights.pull import PullOrder, PullSource
+from pipelinerl.weights.pull import PullOrder, PullSource, Range, Shard
 from pipelinerl.weights.retention import Key, named
 from pipelinerl.weights.server_wire import (
     Announcement,
@@ -57,7 +62,7 @@ from pipelinerl.weights.server_wire import (
     ServerState,
     VersionRecord,
 )
-from pipelinerl.weights.snapshot_store import SnapshotStore
+from pipelinerl.weights.snapshot_store import Snapshot, SnapshotStore
 from pipelinerl.weights.version_table import Version, VersionTable
 
 #: Bytes that have not come by then are not coming.
@@ -87,14 +92,16 @@ class ParameterServer:
             return
         for snapshot in await asyncio.to_thread(lambda: list(self._store.newest() if self._store else ())):
             announced = self.table.announce(
-                Announcement(epoch=snapshot.key[0], version=snapshot.key[1], layout=snapshot.layout)
+                Announcement(
+                    epoch=snapshot.key[0], version=snapshot.key[1], layout=snapshot.layout, shard=snapshot.shard
+                )
             )
             try:
                 await asyncio.to_thread(self._store.read, snapshot, announced.segment.bytes)
             except CheckpointError as error:
                 log.error("skipping a damaged snapshot: %s", error)
                 continue
-            self.table.seal(snapshot.key, snapshot.digest)
+            self.table.seal(snapshot.key, snapshot.digest, snapshot.whole)
             self._saved = snapshot.key
             log.info("begins with the weights %s, read from %s", named(snapshot.key), self._store.place)
             return
@@ -115,8 +122,8 @@ class ParameterServer:
             saved=self._saved,
         )
 
-    async def seal(self, key: Key, digest: str) -> VersionRecord:
-        """Give the version out from now on, if its bytes have this digest.
+    async def seal(self, key: Key, seal: Seal) -> VersionRecord:
+        """Give the version out from now on, if its bytes have the seal's digest.
 
         Raises:
             NotPrepared: it was not announced.
@@ -124,11 +131,12 @@ class ParameterServer:
         """
         with self.table.using(key) as version:
             found = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
-            if found != digest:
+            if found != seal.digest:
                 raise DigestMismatch(
-                    f"version {named(key)}: digest must be {digest}, the bytes written have {found}", param="digest"
+                    f"version {named(key)}: digest must be {seal.digest}, the bytes written have {found}",
+                    param="digest",
                 )
-            sealed = self.table.seal(key, digest)
+            sealed = self.table.seal(key, seal.digest, seal.whole)
         self._save_newest()
         return sealed.record()
 
@@ -142,7 +150,7 @@ class ParameterServer:
         with self.table.using(key) as version:
             if version.digest is None:
                 pull = PullOrder(
-                    sources=(order.source,),
+                    shards=(Shard((order.source,), version.ranges),),
                     epoch=key[0],
                     version=key[1],
                     digest=order.digest,
@@ -153,7 +161,7 @@ class ParameterServer:
                     "copy", lambda: self._puller.fetch(pull, into=version.segment.bytes, came=lambda _: None)
                 )
                 await asyncio.wrap_future(fetching)
-            sealed = self.table.seal(key, order.digest)
+            sealed = self.table.seal(key, order.digest, order.whole)
         self._save_newest()
         return sealed.record()
 
@@ -164,10 +172,16 @@ class ParameterServer:
     async def _save(self, store: SnapshotStore) -> None:
         """Save the newest version, and again as long as a newer one came meanwhile; a failure waits for the next."""
         while (newest := self.table.newest()) is not None and newest.key != self._saved:
-            key, layout, digest = newest.key, newest.layout, newest.digest or ""
+            key = newest.key
+            snapshot = Snapshot(
+                key=key,
+                layout=newest.layout,
+                shard=newest.shard,
+                digest=newest.digest or "",
+                whole=newest.whole or "",
+            )
             with self.table.using(key) as version:
-                save = lambda v=version, k=key, la=layout, d=digest: store.save(k, la, v.segment.bytes, d)  # noqa: E731
-                saving = in_background("save", save)
+                saving = in_background("save", partial(store.save, snapshot, version.segment.bytes))
                 await asyncio.wait({asyncio.wrap_future(saving)})
             if (error := saving.exception()) is not None:
                 log.error("version %s was not saved to %s: %s", named(key), store.place, error)
@@ -177,7 +191,8 @@ class ParameterServer:
 
 def _digest(version: Version) -> str:
     digest = WeightDigest()
-    digest.update(version.segment.bytes)
+    for start, end in version.ranges:
+        digest.update(version.segment.bytes[start:end])
     return digest.hexdigest()
 
 
@@ -227,7 +242,7 @@ def _add_versions(app: FastAPI, server: ParameterServer) -> None:
 
     @app.post(server_wire.SEAL)
     async def seal(epoch: int, version: int, seal: Seal) -> VersionRecord:
-        return await server.seal((epoch, version), seal.digest)
+        return await server.seal((epoch, version), seal)
 
     @app.post(server_wire.PROGRESS)
     async def progress(report: ProgressReport) -> ServerState:
@@ -256,9 +271,9 @@ class _Read:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = _key(scope)
-        size = self._table.whole(key).layout.num_bytes
-        asked = _header(scope, b"range")
-        start, end = (0, size) if asked is None else _range(asked, r"bytes=(\d+)-(\d*)", size)
+        whole = self._table.whole(key)
+        size, asked = whole.layout.num_bytes, _header(scope, b"range")
+        start, end = _range("bytes=0-" if asked is None else asked, r"bytes=(\d+)-(\d*)", whole)
         with self._table.using(key) as version:
             headers = [(b"content-length", str(end - start).encode()), (b"content-type", b"application/octet-stream")]
             if asked is not None:
@@ -285,7 +300,7 @@ class _Write:
                 raise InvalidRequest(f"version {named(key)} is complete and cannot be written any more")
             size = version.layout.num_bytes
             named_range = _header(scope, b"content-range") or f"bytes 0-{size - 1}/{size}"
-            at, end = _range(named_range, rf"bytes (\d+)-(\d+)/{size}", size)
+            at, end = _range(named_range, rf"bytes (\d+)-(\d+)/{size}", version)
             more = True
             while more:
                 message = await _in_time(receive)
@@ -321,10 +336,13 @@ def _header(scope: Scope, name: bytes) -> str | None:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
-def _range(text: str, form: str, size: int) -> tuple[int, int]:
-    """[start, end) of a header. Raises `InvalidRequest` for one that is not of the form, or goes beyond `size`."""
-    found = re.fullmatch(form, text)
+def _range(text: str, form: str, version: Version) -> Range:
+    """[start, end) of a header. Raises `InvalidRequest` for one not of the form, or not within one that is held."""
+    found, size = re.fullmatch(form, text), version.layout.num_bytes
     start, end = (int(found[1]), int(found[2] or size - 1) + 1) if found else (0, 0)
     if found is None or not start < end <= size:
         raise InvalidRequest(f"the range must lie within the {size} bytes of the version, as bytes=first-last")
+    at = bisect_right(version.ranges, start, key=itemgetter(0)) - 1
+    if at < 0 or end > version.ranges[at][1]:
+        raise InvalidRequest(f"the bytes {start} to {end} are not all held here, which is {version.shard}")
     return start, end

@@ -4,7 +4,8 @@
 
 Promises: engines do not wait for one another, and one that fails or dies costs the others nothing; an engine ends with
 the old weights or the new, and the report says which; one that lost its server in the middle is tried again while time
-remains, from another replica or from the server's next life. Engines are mapped evenly to the replicas (RLAX §3).
+remains, from another replica or from the server's next life. Engines are mapped evenly to the replicas of each shard
+(RLAX §3), and fetch from all shards at once.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -17,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -131,7 +131,7 @@ class PullPublisher:
     async def _serve(self, progress: _Progress, placed: Placed, *, is_last: bool) -> None:
         order = {url: number for number, url in enumerate(progress.targets)}
         answers = await each(
-            progress.targets, lambda url: self._update(progress, placed, url, _turned(placed.sources, order[url]))
+            progress.targets, lambda url: self._update(progress, placed, url, _turned(placed, order[url]))
         )
         again = []
         for url, answer in answers.items():
@@ -145,7 +145,7 @@ class PullPublisher:
         progress.targets = again
 
     async def _update(
-        self, progress: _Progress, placed: Placed, url: str, sources: tuple[str, ...]
+        self, progress: _Progress, placed: Placed, url: str, sources: dict[str, Any]
     ) -> WeightUpdateResponse:
         publication = progress.publication
 
@@ -162,7 +162,7 @@ class PullPublisher:
             )
 
         prepared = await self._preparation.prepare(
-            url, publication.layout, lambda **layout: request(UpdatePhase.PREPARE, sources=sources, **layout)
+            url, publication.layout, lambda **layout: request(UpdatePhase.PREPARE, **sources, **layout)
         )
         if prepared.status is UpdateStatus.ALREADY_SERVING:
             return prepared
@@ -182,7 +182,7 @@ class PullPublisher:
             log.warning("the parameter servers were not told who serves %s: %s", key, telling.exception())
 
 
-def _turned(sources: Sequence[str], number: int) -> tuple[str, ...]:
-    """The sources in order, beginning with another one for each engine."""
-    at = number % len(sources)
-    return (*sources[at:], *sources[:at])
+def _turned(placed: Placed, number: int) -> dict[str, Any]:
+    """The fields of PREPARE that say where to fetch from: sources in order, beginning with another for each engine."""
+    turned = [(*urls[at:], *urls[:at]) for urls in placed.sources for at in [number % len(urls)]]
+    return {"sources": turned[0]} if len(turned) == 1 else {"shards": turned, "bucket_bytes": placed.bucket_bytes}

@@ -1,24 +1,30 @@
-"""`WeightPuller`: fetches a version from the first parameter server that can give it, on the best road to it.
+"""`WeightPuller`: fetches each shard of a version from the first server that can give it, on the best road to it.
 
-    ask the server for its record ─▶ map its segment, or open streams ─▶ parts land and are hashed ─▶ compare digests
+    each shard: ask a server for its record ─▶ map its segment, or open streams ─▶ parts land and are hashed
+    all shards have landed ─▶ compare digests
 
-Promises: what has landed from a server that broke off is kept, and the next server gives the rest; nothing is returned
-whose digest is not the one announced; it ends by the deadline, and soon after it is given up. A server that does not
+Promises: shards come at the same time; what has landed from a server that broke off is kept, and the next server of
+its shard gives the rest; a shard that nobody can give ends the others, and is named; nothing is returned whose digest
+is not the one announced; it ends by the deadline, and soon after it is given up. A server that does not
 say what it holds (any that satisfies the contract, without being ours) is fetched from by HTTP.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final, final
 
 from inference_contract.errors import ContractError, DigestMismatch, NotPrepared
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.weights import server_wire
+from pipelinerl.weights.background import in_background
 from pipelinerl.weights.landing import Landing
 from pipelinerl.weights.pull import PullOrder
-from pipelinerl.weights.roads import HttpRoad, MemoryRoad, Road, check_wanted
+from pipelinerl.weights.roads import HttpRoad, MemoryRoad, Road, check_wanted, watch
 from pipelinerl.weights.segment import Access, Attachments, SegmentAddress
 from pipelinerl.weights.server_client import ServerClient
 from pipelinerl.weights.server_wire import VersionRecord
@@ -39,26 +45,50 @@ class WeightPuller:
 
     def fetch(self, order: PullOrder, *, into: Any, came: Callable[[int], None] = lambda _: None) -> str:
         """Fill `into`; see `PullSource`."""
-        landing: Landing | None = None
+        while True:
+            landing = Landing(into, shards=[shard.ranges for shard in order.shards], came=came)
+            self._bring(order, landing)
+            try:
+                return _agreed(order, landing)
+            except DigestMismatch:
+                # Some server gave wrong bytes, and nobody knows which: everything from the next of each shard.
+                rest = [replace(shard, sources=shard.sources[1:] or shard.sources) for shard in order.shards]
+                if all(len(shard.sources) == 1 for shard in order.shards):
+                    raise
+                order = replace(order, shards=tuple(rest))
+
+    def _bring(self, order: PullOrder, landing: Landing) -> None:
+        """All shards at once; the failure of one gives the others up."""
+        others_failed = threading.Event()
+        together = replace(order, given_up=others_failed)
+        bringing = [
+            in_background(f"pull-{number}", partial(self._bring_shard, together, landing, number))
+            for number in range(len(order.shards))
+        ]
+        try:
+            watch(bringing, order)
+            failed = [error for one in bringing if one.done() and (error := one.exception()) is not None]
+        finally:
+            others_failed.set()
+            for one in bringing:
+                one.exception()  # given up, it ends at once; nobody may write into the buffer after this
+        if failed:
+            raise failed[0]
+
+    def _bring_shard(self, order: PullOrder, landing: Landing, number: int) -> None:
+        """One shard, from the first of its sources that can give it, or the rest of it."""
         failures: dict[str, UpdateError | DeadlineError | ContractError] = {}
-        for source in order.sources:
+        for source in order.shards[number].sources:
             check_wanted(order)
             try:
-                road = self._road(source, order)
-                if landing is None:
-                    landing = Landing(into, part_bytes=road.part_bytes, came=came)
-                road.bring(order, landing)
-                return _agreed(order, landing)
-            except DigestMismatch as error:
-                # Some server gave wrong bytes, and nobody knows which: from the next one, all of them.
-                failures[source], landing = error, None
+                self._road(source, order).bring(order, landing, number)
+                return
             except (UpdateError, DeadlineError, ContractError) as error:
                 failures[source] = error
         check_wanted(order)
-        if failures and all(isinstance(error, DigestMismatch) for error in failures.values()):
-            raise next(iter(failures.values()))
-        reasons = "; ".join(f"{source}: {error}" for source, error in failures.items())
-        raise UpdateError(f"no source gave version {order.epoch}.{order.version}: {reasons}")
+        count = len(order.shards)
+        what = f"version {order.epoch}.{order.version}" + (f", shard {number} of {count}" if count > 1 else "")
+        raise UpdateError(f"no source gave {what}: " + "; ".join(f"{url}: {why}" for url, why in failures.items()))
 
     def _road(self, source: str, order: PullOrder) -> Road:
         """Through memory where the server's segment can be mapped here, else by HTTP."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Final, Protocol, final
 
@@ -47,15 +48,10 @@ _WATCH_S: Final = 0.05
 
 
 class Road(Protocol):
-    """Brings the missing parts of a landing."""
+    """Brings the missing parts of a shard."""
 
-    @property
-    def part_bytes(self) -> int:
-        """The size of part that suits it."""
-        ...
-
-    def bring(self, order: PullOrder, landing: Landing) -> None:
-        """Returns when nothing is missing any more.
+    def bring(self, order: PullOrder, landing: Landing, shard: int) -> None:
+        """Returns when nothing of the shard is missing any more.
 
         Raises:
             UpdateError: the server cannot give them, broke off, or they were given up.
@@ -68,16 +64,14 @@ class Road(Protocol):
 class MemoryRoad:
     """Copies out of a mapped segment."""
 
-    part_bytes = MEMORY_PART_BYTES
-
     def __init__(self, attachment: Attachment) -> None:
         self._memory = attachment.bytes
 
-    def bring(self, order: PullOrder, landing: Landing) -> None:
+    def bring(self, order: PullOrder, landing: Landing, shard: int) -> None:
         """See `Road`."""
         if len(self._memory) != landing.num_bytes:
             raise UpdateError(f"the server holds {len(self._memory)} bytes, this model has {landing.num_bytes}")
-        for start, end in landing.missing():
+        for start, end in landing.missing(shard, part_bytes=MEMORY_PART_BYTES):
             check_wanted(order)
             memory = landing.memory((start, end))
             np.copyto(memory, self._memory[start:end])
@@ -88,16 +82,14 @@ class MemoryRoad:
 class HttpRoad:
     """Fetches ranges over parallel streams, each a connection and a thread."""
 
-    part_bytes = HTTP_PART_BYTES
-
     def __init__(self, url: str, *, token: str | None, streams: int = STREAMS) -> None:
         self._url = url
         self._token = token
         self._streams = streams
 
-    def bring(self, order: PullOrder, landing: Landing) -> None:
+    def bring(self, order: PullOrder, landing: Landing, shard: int) -> None:
         """See `Road`."""
-        parts = deque(landing.missing())
+        parts = deque(landing.missing(shard, part_bytes=HTTP_PART_BYTES))
         clients = [ServerClient(self._url, token=self._token) for _ in range(min(self._streams, len(parts)))]
         path = routes.WEIGHTS.format(epoch=order.epoch, version=order.version)
         streams = [
@@ -105,7 +97,7 @@ class HttpRoad:
             for client in clients
         ]
         try:
-            _watch(streams, order)
+            watch(streams, order)
         finally:
             parts.clear()
             for client in clients:
@@ -130,7 +122,7 @@ def _stream(client: ServerClient, path: str, parts: deque[Part], order: PullOrde
         landing.landed(part, memory)
 
 
-def _watch(streams: list[Future[None]], order: PullOrder) -> None:
+def watch(streams: Sequence[Future[None]], order: PullOrder) -> None:
     """Until all have ended or one has failed; raises when they are not wanted any more, or too late."""
     ended = threading.Semaphore(0)
     for stream in streams:

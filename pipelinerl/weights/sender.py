@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, final
 
 import numpy as np
@@ -30,12 +33,12 @@ class WeightSender:
         self._bounds = layout.buckets(bucket_bytes)
         self.broke_in_group = False
 
-    def send(self, group: Collective | None, *, deadline: float) -> str:
+    def send(self, group: Collective | None, *, deadline: float, silence_s: float = math.inf) -> str:
         """Send everything and return the digest; without a group, only hash.
 
         Raises:
             UpdateError: the trainer gathers something else than the layout says, or a rank left.
-            DeadlineError: a rank was silent until `deadline` (monotonic seconds).
+            DeadlineError: a rank took no bucket for `silence_s`, or not all until `deadline` (monotonic seconds).
         """
         device = torch.device("cpu") if group is None else group.device
         staging = torch.empty(max(end - start for start, end in self._bounds), dtype=torch.uint8, device=device)
@@ -44,7 +47,7 @@ class WeightSender:
         for bucket, filled in enumerate(packed(self._layout, self._weights, self._bounds, room)):
             digest.update(filled)
             if group is not None:
-                self._broadcast(group, filled, bucket, deadline)
+                self._broadcast(group, filled, bucket, min(deadline, time.monotonic() + silence_s))
         return digest.hexdigest()
 
     def _broadcast(self, group: Collective, filled: torch.Tensor, bucket: int, deadline: float) -> None:
@@ -69,10 +72,16 @@ def packed(
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)
+        # Models have ten thousand parameters and more: slices of a tensor cost several times those of an array.
+        host = filled.numpy() if filled.device.type == "cpu" else None
         for parameter, offset in parameters_in(layout, start, end):
             name, array = next(gathered, (None, None))
             _check(name, array, parameter)
-            _write(array, filled[offset - start : offset - start + parameter.num_bytes])
+            at = slice(offset - start, offset - start + parameter.num_bytes)
+            if host is not None and isinstance(array, np.ndarray):
+                host[at] = _bytes_of(array)
+            else:
+                _write(array, filled[at])
         yield filled
     extra = next(gathered, None)
     if extra is not None:
@@ -80,17 +89,27 @@ def packed(
 
 
 def _check(name: str | None, array: Any, expected: ParameterSpec) -> None:
-    found = None if name is None else (name, tuple(array.shape), str(array.dtype).removeprefix("torch."))
-    wanted = (expected.name, expected.shape, expected.dtype.value)
+    found = None if name is None else (name, tuple(array.shape), _dtype_name(array.dtype))
+    wanted: tuple[str, tuple[int, ...], str] = (expected.name, expected.shape, expected.dtype)
     if found != wanted:
+        wanted = (expected.name, expected.shape, expected.dtype.value)
         raise UpdateError(f"the trainer must gather {wanted} next, as its layout says, it gathered {found}")
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    # As bytes before torch sees it: numpy has bfloat16 by extension only, which torch does not take.
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _write(array: Any, into: torch.Tensor) -> None:
     """Copy the bytes of a numpy, torch or DLPack array into flat uint8 memory."""
     if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
-        # As bytes before torch sees it: numpy has bfloat16 by extension only, which torch does not take.
-        host = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        host = _bytes_of(array)
         if into.device.type == "cpu":
             into.numpy()[:] = host
         else:

@@ -6,13 +6,14 @@ trainer and its servers.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from inference_contract.schemas import WeightLayout
 from inference_contract.weights import BaseUrl
 from inference_contract.wire import Wire
+from pipelinerl.weights.pull import Range
 from pipelinerl.weights.retention import Key
 from pipelinerl.weights.segment import SegmentAddress
 
@@ -23,19 +24,42 @@ COPY: Final = "/versions/{epoch}/{version}/copy"
 PROGRESS: Final = "/progress"
 
 
+class ShardSpec(Wire):
+    """What a server holds of a version: shard `number` of `count`, as `WeightLayout.shards` deals them out."""
+
+    number: int = Field(default=0, ge=0)
+    count: int = Field(default=1, ge=1, le=256)
+    bucket_bytes: int = Field(default=16 * 2**20, ge=1)
+
+    @model_validator(mode="after")
+    def _number_in_count(self) -> Self:
+        if self.number >= self.count:
+            raise ValueError(f"number must be below count {self.count}, got {self.number}")
+        return self
+
+    def ranges(self, layout: WeightLayout) -> tuple[Range, ...]:
+        """The bytes [start, end) of the version that it holds, in order."""
+        return tuple(layout.shards(self.count, self.bucket_bytes)[self.number])
+
+    def __str__(self) -> str:
+        return f"shard {self.number} of {self.count} (buckets of {self.bucket_bytes} bytes)"
+
+
 class Announcement(Wire):
     """A version is coming; `progress` is what each member has confirmed, and names all that are counted on."""
 
     epoch: int = Field(ge=0)
     version: int = Field(ge=0)
     layout: WeightLayout
+    shard: ShardSpec = ShardSpec()
     progress: dict[str, Key | None] = Field(default_factory=dict)
 
 
 class Seal(Wire):
-    """All bytes were written; they have this digest."""
+    """All bytes of the shard were written; they have this digest, and those of the whole version the digest `whole`."""
 
     digest: str
+    whole: str
 
 
 class CopyOrder(Wire):
@@ -43,6 +67,7 @@ class CopyOrder(Wire):
 
     source: BaseUrl
     digest: str
+    whole: str
     timeout_s: float = Field(gt=0, le=3600)
 
 
@@ -54,18 +79,19 @@ class ProgressReport(Wire):
 
 
 class VersionRecord(Wire):
-    """One version on one server: the bytes [start, end) of its layout, all of them while a server is one process.
+    """One version on one server: `shard` of the `num_bytes` of its layout.
 
-    `digest` is None until it is whole. `segment` is where a process on the same host can map it.
+    `digest` is that of the shard's bytes, `whole` that of all; None until they are there. `segment` is where a process
+    on the same host can map the version, of which only the shard's bytes mean anything.
     """
 
     epoch: int
     version: int
     layout_id: str
     num_bytes: int
-    start: int
-    end: int
+    shard: ShardSpec
     digest: str | None
+    whole: str | None
     segment: SegmentAddress | None
 
     @property

@@ -17,26 +17,37 @@ from typing import final
 
 from inference_contract.errors import DigestMismatch, LayoutMismatch, NotPrepared, Overloaded, StaleVersion
 from inference_contract.schemas import WeightLayout
+from pipelinerl.weights.pull import Range
 from pipelinerl.weights.retention import Key, collectable, holders, named
 from pipelinerl.weights.segment import Segment
-from pipelinerl.weights.server_wire import Announcement, VersionRecord
+from pipelinerl.weights.server_wire import Announcement, ShardSpec, VersionRecord
 
 
 @dataclass(slots=True)
 class _Held:
     layout: WeightLayout
+    shard: ShardSpec
+    ranges: tuple[Range, ...]
     segment: Segment
     digest: str | None = None
+    whole: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version as it is lent out: its key, layout and memory; `digest` is None until it is whole."""
+    """A version as it is lent out: its key, layout, shard and memory; both digests are None until it is sealed.
+
+    `segment` has the whole version's size, so that a byte has one place everywhere; memory that nobody writes to, for
+    it belongs to another shard, is never allocated.
+    """
 
     key: Key
     layout: WeightLayout
+    shard: ShardSpec
+    ranges: tuple[Range, ...]
     segment: Segment
     digest: str | None
+    whole: str | None
 
     def record(self) -> VersionRecord:
         """For the wire."""
@@ -45,9 +56,9 @@ class Version:
             version=self.key[1],
             layout_id=self.layout.layout_id,
             num_bytes=self.layout.num_bytes,
-            start=0,
-            end=self.layout.num_bytes,
+            shard=self.shard,
             digest=self.digest,
+            whole=self.whole,
             segment=self.segment.address,
         )
 
@@ -105,6 +116,10 @@ class VersionTable:
             difference = known.layout.difference(announcement.layout)
             if difference is not None:
                 raise LayoutMismatch(f"version {named(key)} was announced with another layout: {difference}")
+            if known.shard != announcement.shard:
+                raise LayoutMismatch(
+                    f"version {named(key)} was announced as {known.shard}, now as {announcement.shard}", param="shard"
+                )
             return self._lent(key)
         newest = max(self._whole(), default=None)
         if newest is not None and key < newest:
@@ -115,11 +130,14 @@ class VersionTable:
         if len(self._held) >= self.room:
             reasons = holders(self._whole(), self.progress, epoch=self.epoch, in_use=set(self._uses))
             raise Overloaded(f"all {self.room} versions are needed still: {'; '.join(reasons)}")
-        self._held[key] = _Held(announcement.layout, self._segment(announcement.layout.num_bytes))
+        layout, shard = announcement.layout, announcement.shard
+        self._held[key] = _Held(layout, shard, shard.ranges(layout), self._segment(layout.num_bytes))
         return self._lent(key)
 
-    def seal(self, key: Key, digest: str) -> Version:
-        """The version is whole from now on; `digest` was compared with its bytes.
+    def seal(self, key: Key, digest: str, whole: str) -> Version:
+        """The version is given out from now on; `digest` was compared with its bytes.
+
+        `whole` is kept for those who ask: nobody here can know whether it is true, unless they hold the only shard.
 
         Raises:
             NotPrepared: it is not held.
@@ -129,7 +147,7 @@ class VersionTable:
         held = self._held[key]
         if held.digest not in (None, digest):
             raise DigestMismatch(f"version {named(key)} is complete with digest {held.digest}, got {digest}")
-        held.digest = digest
+        held.digest, held.whole = digest, whole
         self._collect()
         return self._lent(key)
 
@@ -162,7 +180,7 @@ class VersionTable:
 
     def _lent(self, key: Key) -> Version:
         held = self._held[key]
-        return Version(key, held.layout, held.segment, held.digest)
+        return Version(key, held.layout, held.shard, held.ranges, held.segment, held.digest, held.whole)
 
     def _whole(self) -> set[Key]:
         return {key for key, held in self._held.items() if held.digest is not None}

@@ -12,7 +12,9 @@ import pytest
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
 from pipelinerl.actor.actor import Actor, ActorSettings
-from pipelinerl.engines.engine_pool import Answered
+from pipelinerl.engines.engine_pool import Answered, EnginePool
+from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.engines.http_server import create_app
 from pipelinerl.errors import AddressError, DeadlineError, UserError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -22,6 +24,7 @@ from pipelinerl.messages import (
     ActorAlive,
     EvaluationDone,
     GroupFailed,
+    GroupOutdated,
     Report,
     decode_report,
 )
@@ -31,6 +34,8 @@ from pipelinerl.streams.records import decode_group, encode_order
 from pipelinerl.streams.stream import START
 from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, RolloutGroup, Sampling, Verdict
 from pipelinerl.verifiers.verifier import Verifier, failed
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.served import in_thread
 
 NAME = "actor-0"
 PARTITION = ROLLOUTS + NAME
@@ -83,8 +88,12 @@ class ScriptedSampler:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def complete(self, request: ChatCompletionRequest) -> Answered:
+    async def complete(
+        self, request: ChatCompletionRequest, *, begun: Callable[[], None] = lambda: None, engine: str = ""
+    ) -> Answered:
         self.requests.append(request)
+        self.again = begun
+        begun()
         await self.gate.wait()
         answer = self.script(request)
         if isinstance(answer, Exception):
@@ -190,6 +199,64 @@ async def test_an_order_becomes_a_group() -> None:
     assert request.return_token_ids
 
 
+async def test_a_group_that_can_train_no_step_any_more_is_given_up() -> None:
+    """k = 2: what began at 3 is too old for the step after 5; what was begun anew then is not."""
+    watched, sampler = Watched(), ScriptedSampler()
+    sampler.gate.clear()
+    settings = ActorSettings(name=NAME, groups_in_flight=4, attempts=3, heartbeat_s=0.02, block_s=0.02)
+    actor = Actor(settings, stream=watched.stream, sampler=sampler, verifier_of=exact)
+    task = asyncio.create_task(actor.run())
+
+    async def asked(number: int) -> bool:
+        return len(sampler.requests) == number
+
+    async def outdated() -> list[GroupOutdated]:
+        return await watched.reports(GroupOutdated)
+
+    try:
+        await watched.order(order(1), order(2, purpose=Purpose.EVALUATION))
+        await until(lambda: asked(2))
+        actor.follow(model_version=3, k=2)
+        await watched.order(order(3))
+        await until(lambda: asked(3))
+        again = sampler.again
+        for version in (4, 4):
+            actor.follow(model_version=version, k=2)
+        actor.follow(model_version=5, k=2)
+        (report,) = await until(outdated)
+        assert report == GroupOutdated(order_id="prompt-000001", index=1, oldest=3, current=5)
+        again()  # another engine begins order 3 anew
+        actor.follow(model_version=6, k=2)
+        sampler.gate.set()
+        (group,) = await until(watched.groups)
+        await until(lambda: watched.reports(EvaluationDone))
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert group.index == 3 and len(await outdated()) == 1
+    assert await watched.unacknowledged() == 0
+
+
+async def test_what_is_given_up_frees_its_places_at_the_engine_at_once() -> None:
+    """A real engine over HTTP, slower than any test: only the client's leaving ends what it does."""
+    watched, engine = Watched(), ScriptedEngine(step_s=60.0)
+    with in_thread(create_app(engine, token=None)) as url:
+        async with EngineClient() as client, asyncio.timeout(3 * DEADLINE_S):
+            settings = ActorSettings(name=NAME, groups_in_flight=4, attempts=3, heartbeat_s=0.02, block_s=0.02)
+            actor = Actor(settings, stream=watched.stream, sampler=EnginePool(client, [url]), verifier_of=exact)
+            task = asyncio.create_task(actor.run())
+            await watched.order(order(1))
+            while engine._running == 0:
+                await asyncio.sleep(0.005)
+            for version in (0, 1):
+                actor.follow(model_version=version, k=1)
+            while engine._running > 0 or not await watched.reports(GroupOutdated):
+                await asyncio.sleep(0.005)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    assert await watched.unacknowledged() == 0 and not await watched.groups()
+
+
 async def test_an_order_is_acknowledged_only_after_its_group_is_appended() -> None:
     """The append fails: the order stays with this actor, whose next life does it again."""
 
@@ -286,11 +353,11 @@ async def test_an_order_that_cannot_be_read_is_buried_and_not_claimed_for_ever(r
     assert await watched.stream.length(DEAD_LETTERS) == 1
 
 
-@pytest.mark.parametrize(("text", "correct", "judged"), [("7", True, True), ("no", False, True), ("?", False, False)])
-async def test_an_evaluation_is_answered_to_the_controller_alone(text: str, correct: bool, judged: bool) -> None:
+@pytest.mark.parametrize(("text", "correct", "judged"), [("7", 1, 3), ("no", 0, 3), ("?", 0, 2)])
+async def test_an_evaluation_is_answered_to_the_controller_alone(text: str, correct: int, judged: int) -> None:
     watched = Watched()
-    async with working(watched, ScriptedSampler(lambda _: completion(text))):
-        await watched.order(order(7, purpose=Purpose.EVALUATION, samples=1))
+    async with working(watched, ScriptedSampler(lambda _: completion(text, "no", "no"))):
+        await watched.order(order(7, purpose=Purpose.EVALUATION, samples=3))
         (report,) = await until(lambda: watched.reports(EvaluationDone))
     assert report == EvaluationDone(
         order_id="eval-3-000007",
@@ -299,7 +366,8 @@ async def test_an_evaluation_is_answered_to_the_controller_alone(text: str, corr
         judged=judged,
         oldest_version=4,
         newest_version=5,
-        num_tokens=3,
+        num_tokens=9,
+        epoch=6,
     )
     assert await watched.groups() == []
 

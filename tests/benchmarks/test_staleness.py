@@ -36,7 +36,7 @@ def test_an_arm_is_reinforce_with_its_weight_under_its_bounds(arm: Arm) -> None:
         "num_segments": 1,
     }
     weight = np.minimum(np.exp(LOGPROBS - BEHAVIOR), 2.0) if arm.weight == "TIS-2" else np.ones(3)
-    gradient = resolve(config.objective).logprob_gradient(LOGPROBS, columns)
+    gradient = resolve(config.objective).prediction_gradient(LOGPROBS, columns)
     assert gradient.tolist() == pytest.approx((-weight * ADVANTAGES).tolist())
 
 

@@ -66,7 +66,7 @@ def _config(arm: Arm) -> RunConfig:
 @pytest.mark.parametrize("arm", arms([WeightFormat.INT8]), ids=lambda arm: arm.name)
 def test_an_arm_is_the_notes_objective(arm: Arm) -> None:
     objective = resolve(_config(arm).objective)
-    gradient = objective.logprob_gradient(np.array(TOKENS)[:, 0], _columns())
+    gradient = objective.prediction_gradient(np.array(TOKENS)[:, 0], _columns())
     assert gradient.tolist() == pytest.approx(_by_hand(arm.name.split()[-1]))
 
 

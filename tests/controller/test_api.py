@@ -89,7 +89,14 @@ async def test_an_engine_joins_by_offering_itself_again_and_again(run: Running, 
     for _ in range(3):
         offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
         assert offered.json() == {"state": "joining"}
-    said = {"serving": [], "members": [ENGINE], "groups_in_flight": 8}
+    said = {
+        "serving": [],
+        "finishing": [ENGINE],
+        "members": [ENGINE],
+        "groups_in_flight": 8,
+        "model_version": 0,
+        "k": 4.0,
+    }
     assert (await http.get("/engines")).json() == said
     assert len(run.events("engine_joined")) == 1
 
@@ -97,7 +104,7 @@ async def test_an_engine_joins_by_offering_itself_again_and_again(run: Running, 
 async def test_an_engine_that_was_taken_out_stays_out(run: Running, http: httpx.AsyncClient) -> None:
     offer = {"url": ENGINE, "incarnation": "1"}
     await http.post("/engines", json=offer)
-    removed = await http.delete("/engines", params={"url": f"{ENGINE}/"})
+    removed = await http.delete("/engines", params={"engine": f"{ENGINE}/"})
     assert (removed.status_code, run.events("engine_lost")[0]["reason"]) == (200, "removed by an operator")
     await http.post("/engines", json=offer)
     assert (await http.get("/engines")).json()["members"] == []
@@ -133,15 +140,63 @@ async def test_what_is_no_engine_cannot_join(run: Running, http: httpx.AsyncClie
 
 async def test_taking_out_what_is_not_there(run: Running, http: httpx.AsyncClient) -> None:
     await http.post("/engines", json={"url": ENGINE})
-    answer = await http.delete("/engines", params={"url": "http://other"})
+    answer = await http.delete("/engines", params={"engine": "http://other"})
     assert answer.status_code == 404
     assert answer.json()["error"] == {
-        "message": f"no such engine is part of this run; engines are: {ENGINE}",
+        "message": f"exactly one engine of this run must have that URL or name; engines are: unnamed at {ENGINE}",
         "type": "invalid_request_error",
-        "param": "url",
+        "param": "engine",
         "code": "unknown_engine",
     }
-    assert (await http.delete("/engines")).json()["error"]["param"] == "url"
+    assert (await http.delete("/engines")).json()["error"]["param"] == "engine"
+    assert (await http.post("/engines/drain", json={"engine": "http://other"})).status_code == 404
+
+
+async def test_engines_are_hired_and_go_by_name_or_url(run: Running, http: httpx.AsyncClient) -> None:
+    hired = await http.post("/engines/hire", json={"type": "bigram", "count": 2})
+    assert hired.json() == {"names": ["engine-1", "engine-2"]}, "the run began with one"
+    assert [(h.name, h.type) for h in run.service.status().hired] == [("engine-1", "bigram"), ("engine-2", "bigram")]
+    await http.post("/engines", json={"url": ENGINE, "incarnation": "1", "name": "engine-1", "type": "bigram"})
+    (listed,) = run.service.status().engines
+    assert (listed.url, listed.name, listed.type, listed.state) == (ENGINE, "engine-1", "bigram", "joining")
+    assert (await http.post("/engines/drain", json={"engine": "engine-1"})).json() == {"state": "draining"}
+    assert (await http.delete("/engines", params={"engine": "engine-2"})).json() == {"state": "removed"}
+    assert run.service.status().dismissed == ("engine-2",), "it had not come yet, and is not wanted any more"
+    assert (await http.delete("/engines", params={"engine": ENGINE})).status_code == 200
+    status = run.service.status()
+    assert (status.dismissed, status.hired) == (("engine-1", "engine-2"), ())
+
+
+async def test_a_drained_engine_goes_once_it_has_had_nothing_to_do_for_a_while(
+    run: Running, http: httpx.AsyncClient
+) -> None:
+    await run.start()
+    assert (await http.post("/engines/drain", json={"engine": ENGINE})).status_code == 200
+    said = (await http.get("/engines")).json()
+    assert (said["serving"], said["finishing"], said["members"]) == ([], [ENGINE], [ENGINE])
+    run.probe.answer = {"slots": 4.0}
+    await run.until(lambda: run.events("engine_lost"))
+    assert run.events("engine_lost")[0]["reason"] == "drained"
+    (record,) = run.controller.state.fleet.records()
+    assert record.dismissed
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/engines/hire", {}, "type"),
+        ("/engines/hire", {"type": "../x"}, "type"),
+        ("/engines/hire", {"type": "torch", "count": 0}, "count"),
+        ("/engines/drain", {}, "engine"),
+        ("/engines/drain", {"engine": ENGINE, "patience_s": -1}, "patience_s"),
+    ],
+)
+async def test_orders_that_make_no_sense(
+    run: Running, http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = await http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, param)
+    assert run.service.status().hired == ()
 
 
 async def test_stop_asks_for_the_last_directive_once(run: Running, http: httpx.AsyncClient) -> None:
@@ -156,7 +211,17 @@ async def test_stop_asks_for_the_last_directive_once(run: Running, http: httpx.A
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/status"), ("GET", "/knobs"), ("PATCH", "/knobs"), ("POST", "/engines"), ("POST", "/stop")],
+    [
+        ("GET", "/status"),
+        ("GET", "/knobs"),
+        ("PATCH", "/knobs"),
+        ("POST", "/engines"),
+        ("POST", "/stop"),
+        ("POST", "/engines/hire"),
+        ("POST", "/engines/drain"),
+        ("DELETE", "/engines"),
+        ("GET", "/engines"),
+    ],
 )
 async def test_nothing_without_the_token(run: Running, http: httpx.AsyncClient, method: str, path: str) -> None:
     answer = await http.request(method, path, headers={"authorization": "Bearer other"})

@@ -155,6 +155,7 @@ def test_an_engine_that_joins_late_is_given_weights_without_waiting_for_a_step()
     directives = [effect.directive for effect in effects if isinstance(effect, Send)]
     assert len(directives) == 1
     assert directives[0].publish_to == [ENGINE, "http://engine-1"]
+    assert directives[0].prove == ["http://engine-1"], "who serves has proven its weights"
     assert run.controller.state.fleet.serving() == [ENGINE], "unproven engines get no work"
     assert run.controller.reload_if_due() == [], "asked once for each membership"
 
@@ -171,7 +172,9 @@ def test_a_resumed_controller_issues_again_what_was_in_flight_and_nothing_else()
     resumed.decide(EngineOffered(now=0.0, url=ENGINE))
     resumed.handle(TrainerReady(report_id="r", incarnation="2", model_version=7, consumed=consumed), now=0.0)
     assert resumed.state.epoch == run.controller.state.epoch + 1
-    resumed.state.fleet.published(ENGINE, 7)
+    membership = resumed.state.fleet.membership
+    resumed.state.fleet.published(ENGINE, 7, membership=membership)
+    assert resumed.state.fleet.proved(ENGINE, 7, membership=membership)
     resumed.settings = resumed.settings.__class__(
         **{name: getattr(resumed.settings, name) for name in resumed.settings.__slots__ if name != "max_groups"},
         max_groups=1000,

@@ -1,14 +1,19 @@
-"""Accuracy and its interval, against numbers worked out by hand."""
+"""What an evaluation takes for an answer, and its figures, against numbers worked out by hand."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from pipelinerl.controller.evaluation import Evaluation, wilson_interval
+from pipelinerl.controller.estimates import wilson_interval
+from pipelinerl.controller.evaluation import Evaluation, EvaluationPlan, Pin
 from pipelinerl.messages import EvaluationDone
 
 
-def answer(index: int, *, correct: bool, judged: bool = True, versions: tuple[int, int] = (5, 5)) -> EvaluationDone:
+def answer(
+    index: int, *, correct: int = 0, judged: int = 1, versions: tuple[int, int] = (5, 5), epoch: int = 1
+) -> EvaluationDone:
     return EvaluationDone(
         order_id=f"eval-5-{index:06d}",
         index=index,
@@ -17,48 +22,85 @@ def answer(index: int, *, correct: bool, judged: bool = True, versions: tuple[in
         oldest_version=versions[0],
         newest_version=versions[1],
         num_tokens=1,
+        epoch=epoch,
     )
 
 
-@pytest.mark.parametrize(
-    ("successes", "trials", "low", "high"),
-    [
-        # z² = 3.841459; e.g. 5 of 10: centre (0.5 + z²/20) / (1 + z²/10) = 0.5, half 0.263 (Newcombe 1998's method 3)
-        (5, 10, 0.236593, 0.763407),
-        (0, 10, 0.0, 0.277533),
-        (10, 10, 0.722467, 1.0),
-        (1, 1, 0.206549, 1.0),
-        (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I
-        (0, 0, 0.0, 1.0),
-    ],
-)
-def test_wilson(successes: int, trials: int, low: float, high: float) -> None:
-    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
+def evaluation(problems: int, pin: Pin = Pin.NONE, **plan: Any) -> Evaluation:
+    return Evaluation(model_version=5, epoch=1, pin=pin, plan=EvaluationPlan(problems=problems, max_tokens=8, **plan))
 
 
 def test_only_what_was_judged_counts() -> None:
-    evaluation = Evaluation(5, 5, 0.0)
-    for index, kwargs in enumerate([{"correct": True}, {"correct": False}, {"correct": False, "judged": False}]):
-        evaluation.add(index, answer(index, **kwargs), now=1.0)  # type: ignore[arg-type]
-    evaluation.add(3, None, now=2.0)
-    assert not evaluation.complete
-    evaluation.add(4, answer(4, correct=True, versions=(4, 7)), now=3.0)
-    assert evaluation.complete and evaluation.heard_at == 3.0
-    result = evaluation.result()
+    asked = evaluation(5)
+    for index, given in enumerate([answer(0, correct=1), answer(1), answer(2, judged=0), None]):
+        assert not asked.add(index, given, now=1.0 + index)
+    assert not asked.complete
+    asked.add(4, answer(4, correct=1, versions=(4, 7)), now=3.0)
+    assert asked.complete and asked.heard_at == 3.0
+    result = asked.result()
     assert (result.accuracy, result.problems, result.unjudged) == (2 / 3, 5, 2)
-    assert (result.version_min, result.version_max) == (4, 7)
+    assert (result.version_min, result.version_max, result.one_version) == (4, 7, False)
     assert (result.low, result.high) == wilson_interval(2, 3)
+    assert result.incomplete == ""
 
 
 def test_the_first_answer_stands() -> None:
-    evaluation = Evaluation(5, 2, 0.0)
-    evaluation.add(0, answer(0, correct=True), now=1.0)
-    evaluation.add(0, answer(0, correct=False), now=2.0)
-    evaluation.add(0, None, now=3.0)
-    assert evaluation.result().accuracy == 1.0 and not evaluation.complete
+    asked = evaluation(2)
+    asked.add(0, answer(0, correct=1), now=1.0)
+    asked.add(0, answer(0), now=2.0)
+    asked.add(0, None, now=3.0)
+    assert asked.result().accuracy == 1.0 and not asked.complete
 
 
 def test_an_evaluation_without_answers_knows_nothing() -> None:
-    result = Evaluation(5, 3, 0.0).result()
+    asked = evaluation(3)
+    asked.given_up = "no answer came"
+    result = asked.result()
     assert (result.accuracy, result.low, result.high, result.unjudged) == (0.0, 0.0, 1.0, 3)
-    assert (result.version_min, result.version_max) == (5, 5)
+    assert (result.version_min, result.version_max, result.incomplete) == (5, 5, "no answer came")
+
+
+@pytest.mark.parametrize("other", [{"versions": (4, 5)}, {"versions": (5, 6)}, {"versions": (6, 6)}, {"epoch": 2}])
+def test_an_answer_of_other_weights_is_asked_for_again_so_many_times(other: dict[str, Any]) -> None:
+    asked = evaluation(2, Pin.ENGINE, attempts=3)
+    assert asked.add(0, answer(0, correct=1, **other), now=1.0)
+    assert asked.add(0, answer(0, correct=1, **other), now=2.0)
+    assert not asked.add(0, answer(0, correct=1, **other), now=3.0), "three times are enough"
+    assert asked.add(1, answer(1, correct=1, **other), now=4.0)
+    assert not asked.add(1, answer(1, correct=1), now=5.0)
+    result = asked.result(version=9)
+    assert (result.accuracy, result.unjudged, result.discarded, result.one_version) == (1.0, 1, 4, True)
+    assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
+
+
+def test_without_a_pin_any_weights_may_answer() -> None:
+    asked = evaluation(1)
+    assert not asked.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
+    assert asked.result().accuracy == 1.0 and not asked.result().one_version
+
+
+def test_questions_are_asked_so_that_no_more_than_the_window_are_out() -> None:
+    asked = evaluation(5)
+    assert asked.to_ask(2) == [0, 1]
+    assert asked.to_ask(2) == []
+    asked.add(1, answer(1), now=1.0)
+    assert asked.to_ask(2) == [2]
+    assert asked.to_ask(0) == []
+    asked.add(0, None, now=1.0)
+    assert asked.to_ask(9) == [3, 4]
+    assert asked.to_ask(9) == []
+
+
+def test_pass_at_k_is_over_the_problems_with_enough_samples() -> None:
+    asked = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4))
+    asked.add(0, answer(0, correct=1, judged=4), now=1.0)
+    asked.add(1, answer(1, correct=0, judged=4), now=1.0)
+    asked.add(2, answer(2, correct=1, judged=2), now=1.0)  # two samples could not be judged
+    asked.add(3, None, now=1.0)
+    result = asked.result(seed=3)
+    assert result.accuracy == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
+    assert [(each.k, each.problems) for each in result.pass_at] == [(1, 3), (2, 3), (4, 2)]
+    # k = 2 of 4 with one right: 1 − C(3, 2)/C(4, 2) = 1 − 3/6; of 2 with one right: always
+    assert [each.value for each in result.pass_at] == pytest.approx([0.25, (0.5 + 0 + 1) / 3, 0.5])
+    assert all(0.0 <= each.low <= each.value <= each.high <= 1.0 for each in result.pass_at)
+    assert asked.result(seed=3) == result

@@ -1,12 +1,21 @@
-"""Who may be given work: every edge of the drawing at the top of `fleet.py`, and when a new group must be formed."""
+"""Who may be given work: every cell of the table at the top of `fleet.py`, and when a new group must be formed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from pipelinerl.controller.fleet import Fleet, Standing
 
 A, B = "http://a", "http://b"
+
+
+def serve(fleet: Fleet, url: str, version: int) -> None:
+    """Publish to it, and have it prove."""
+    fleet.published(url, version, membership=fleet.membership)
+    assert fleet.proved(url, version, membership=fleet.membership)
 
 
 @pytest.fixture
@@ -14,7 +23,7 @@ def fleet() -> Fleet:
     """A serves version 3; B has joined and waits for weights."""
     made = Fleet(updates_to_expulsion=2)
     made.join(A, "1")
-    made.published(A, 3)
+    serve(made, A, 3)
     made.join(B, "1")
     return made
 
@@ -23,96 +32,251 @@ def standing(fleet: Fleet, url: str) -> Standing:
     return next(record.standing for record in fleet.records() if record.url == url)
 
 
-def test_only_a_publication_makes_healthy(fleet: Fleet) -> None:
-    assert (fleet.members(), fleet.serving()) == ([A, B], [A])
-    assert fleet.awaits_weights() and fleet.oldest_loaded() == 3
-    fleet.published(B, 5)
-    assert fleet.serving() == [A, B] and not fleet.awaits_weights()
-    assert fleet.oldest_loaded() == 3
-    fleet.published("http://unknown", 5)
+def fail(fleet: Fleet, url: str, reason: str = "no room") -> bool:
+    return fleet.publish_failed(url, reason, membership=fleet.membership)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+REACH: dict[Standing, Callable[[Fleet], object]] = {
+    Standing.JOINING: lambda fleet: None,
+    Standing.HEALTHY: lambda fleet: serve(fleet, B, 3),
+    Standing.SUSPECT: lambda fleet: (serve(fleet, B, 3), fleet.missed(B)),
+    Standing.DRAINING: lambda fleet: (serve(fleet, B, 3), fleet.drain(B, now=0.0, by=9.0)),
+    Standing.DIRTY: lambda fleet: fail(fleet, B),
+    Standing.DEAD: lambda fleet: fleet.silent(B, "no answer"),
+    Standing.EXPELLED: lambda fleet: fleet.expel(B, "removed"),
+}
+EVENTS: dict[str, Callable[[Fleet], object]] = {
+    "join": lambda fleet: fleet.join(B, "2"),
+    "published": lambda fleet: fleet.published(B, 4, membership=fleet.membership),
+    "proved": lambda fleet: fleet.proved(B, 3, membership=fleet.membership),
+    "unproven": lambda fleet: fleet.unproven(B, 3, "differs", membership=fleet.membership),
+    "publish_failed": lambda fleet: fail(fleet, B),
+    "missed": lambda fleet: fleet.missed(B),
+    "answered": lambda fleet: fleet.answered(B),
+    "silent": lambda fleet: fleet.silent(B, "no answer"),
+    "restarted": lambda fleet: fleet.restarted(B),
+    "drain": lambda fleet: fleet.drain(B, now=0.0, by=9.0),
+    "expel": lambda fleet: fleet.expel(B, "removed"),
+    "begin_epoch": lambda fleet: fleet.begin_epoch(),
+}
+_J, _H, _S, _R, _D, _X, _E = Standing
+TABLE: dict[str, tuple[Standing, ...]] = {
+    #                 joining healthy suspect draining dirty dead expelled
+    "join": (_J, _J, _J, _E, _J, _J, _J),
+    "published": (_J, _H, _S, _R, _D, _X, _E),
+    "proved": (_J, _H, _S, _R, _D, _X, _E),
+    "unproven": (_D, _H, _S, _R, _D, _X, _E),
+    "publish_failed": (_D, _D, _D, _E, _D, _X, _E),
+    "missed": (_J, _S, _S, _R, _D, _X, _E),
+    "answered": (_J, _H, _H, _R, _J, _J, _E),
+    "silent": (_X, _X, _X, _E, _D, _X, _E),
+    "restarted": (_J, _J, _J, _E, _D, _X, _E),
+    "drain": (_R, _R, _R, _R, _E, _E, _E),
+    "expel": (_E, _E, _E, _E, _E, _E, _E),
+    "begin_epoch": (_J, _J, _J, _R, _D, _X, _E),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("before", Standing)
+def test_every_cell(fleet: Fleet, event: str, before: Standing) -> None:
+    REACH[before](fleet)
+    assert standing(fleet, B) is before
+    members = fleet.members()
+    membership = fleet.membership
+    EVENTS[event](fleet)
+    assert standing(fleet, B) is TABLE[event][list(Standing).index(before)]
+    assert fleet.membership > membership or fleet.members() == members, "a group that changed is another group"
+
+
+# --- the promise -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([*EVENTS, "failed proof", "late report"]),
+            st.sampled_from([A, B]),
+            st.integers(0, 3),
+            st.integers(-2, 0),
+        ),
+        max_size=60,
+    )
+)
+def test_no_unproven_engine_ever_serves(events: list[tuple[str, str, int, int]]) -> None:
+    """Whatever happens in whatever order, with reports of memberships past: the test keeps its own account of who has
+    been given weights in this life and this epoch, and has proven just those."""
+    fleet = Fleet()
+    given: dict[str, tuple[int, int]] = {}  # version and membership of the last publication to this life
+    proven: set[str] = set()
+    born: dict[str, int] = {}
+    lives = 0
+
+    def lose(*urls: str) -> None:
+        for url in urls:
+            given.pop(url, None)
+            proven.discard(url)
+
+    for event, url, version, age in events:
+        membership = max(fleet.membership + age, 0)
+        before = fleet.by_url.get(url)
+        match event:
+            case "join":
+                lives += 1
+                fleet.join(url, str(lives))
+                lose(url)
+                born[url] = fleet.membership
+            case "published" | "late report":
+                fleet.published(url, version, membership=membership)
+                if before is not None and before.standing.is_alive and membership >= born[url]:
+                    given[url] = (version, membership)
+            case "proved":
+                fleet.proved(url, version, membership=membership)
+                if membership >= born.get(url, 0) and given.get(url, (-1, 0))[0] == version:
+                    proven.add(url)
+            case "unproven" | "failed proof" | "publish_failed":
+                news = (
+                    fleet.publish_failed(url, "x", membership=membership)
+                    if event == "publish_failed"
+                    else fleet.unproven(url, version, "x", membership=membership)
+                )
+                if news:
+                    lose(url)
+                    born[url] = fleet.membership
+            case "missed":
+                fleet.missed(url)
+            case "answered":
+                if fleet.answered(url) and before is not None and before.standing is not Standing.SUSPECT:
+                    lose(url)
+                    born[url] = fleet.membership
+            case "silent":
+                if fleet.silent(url, "x"):
+                    lose(url)
+            case "restarted":
+                if fleet.restarted(url):
+                    lose(url)
+                    born[url] = fleet.membership
+            case "drain":
+                fleet.drain(url, now=0.0, by=1.0)
+            case "expel":
+                fleet.expel(url, "x")
+                lose(url)
+            case "begin_epoch":
+                fleet.begin_epoch()
+                lose(A, B)
+                born = dict.fromkeys(born, fleet.membership)
+        assert set(fleet.serving()) <= proven, (event, url)
+        assert set(fleet.serving()) <= set(fleet.proven()) <= set(fleet.members())
+        assert not set(fleet.serving()) & set(fleet.finishing())
+        assert all(fleet.by_url[serving].loaded == given[serving][0] for serving in fleet.serving())
+
+
+# --- particulars -----------------------------------------------------------------------------------------------------
+
+
+def test_only_a_publication_and_its_proof_make_healthy(fleet: Fleet) -> None:
+    assert (fleet.members(), fleet.serving(), fleet.to_prove()) == ([A, B], [A], [B])
+    assert fleet.awaits_weights(5) and fleet.oldest_loaded() == 3
+    fleet.published(B, 5, membership=fleet.membership)
+    assert fleet.serving() == [A] and not fleet.awaits_weights(5), "it has them; it has not proven them"
+    assert not fleet.proved(B, 4, membership=fleet.membership), "of other weights"
+    assert fleet.proved(B, 5, membership=fleet.membership)
+    assert fleet.serving() == [A, B] and fleet.oldest_loaded() == 3
+    fleet.published("http://unknown", 5, membership=fleet.membership)
     assert fleet.members() == [A, B]
 
 
-def test_a_repeated_offer_changes_nothing(fleet: Fleet) -> None:
+def test_a_report_of_an_older_set_says_nothing_of_an_engine_that_joined_later(fleet: Fleet) -> None:
+    before = fleet.membership
+    fleet.join(B, "2")
+    fleet.published(B, 5, membership=before)
+    assert not fleet.proved(B, 5, membership=before) and not fleet.publish_failed(B, "gone", membership=before)
+    assert fleet.awaits_weights(5) and standing(fleet, B) is Standing.JOINING
+
+
+def test_a_refuted_engine_waits_for_other_weights_and_is_out_the_second_time(fleet: Fleet) -> None:
+    fleet.published(B, 3, membership=fleet.membership)
+    assert fleet.unproven(B, 3, "0.5 nats off", membership=fleet.membership)
+    assert standing(fleet, B) is Standing.DIRTY and fleet.members() == [A]
+    assert fleet.answered(B) and fleet.members() == [A, B]
+    assert not fleet.awaits_weights(3), "the same weights again would be no update"
+    assert fleet.awaits_weights(4)
+    fleet.published(B, 4, membership=fleet.membership)
+    assert fleet.unproven(B, 4, "0.5 nats off", membership=fleet.membership)
+    assert standing(fleet, B) is Standing.EXPELLED
+    assert fleet.by_url[B].last_error == "0.5 nats off"
+
+
+def test_a_refuted_engine_is_asked_at_once_when_nobody_else_serves(fleet: Fleet) -> None:
+    fleet.unproven(B, 3, "x", membership=fleet.membership)
+    fleet.answered(B)
+    fleet.silent(A, "gone")
+    assert fleet.awaits_weights(3)
+
+
+def test_a_repeated_offer_changes_nothing_but_what_it_is_called(fleet: Fleet) -> None:
     before = (fleet.membership, fleet.records())
     assert not fleet.join(A, "1") and not fleet.join(A) and not fleet.join(B, "1")
     assert (fleet.membership, fleet.records()) == before
-
-
-def test_a_new_life_has_lost_its_weights(fleet: Fleet) -> None:
-    before = fleet.membership
-    assert fleet.join(A, "2")
-    assert standing(fleet, A) is Standing.JOINING and fleet.oldest_loaded() is None
-    assert fleet.membership == before + 1
-    assert not fleet.join(A, "2")
+    fleet.join(A, "1", name="engine-0", type="torch")
+    assert (fleet.by_url[A].name, fleet.by_url[A].type, fleet.serving()) == ("engine-0", "torch", [A])
 
 
 def test_an_engine_that_an_operator_named_first_keeps_its_weights_at_its_own_offer() -> None:
     fleet = Fleet()
     assert fleet.join(A)
-    fleet.published(A, 1)
+    serve(fleet, A, 1)
     assert not fleet.join(A, "1")
     assert fleet.serving() == [A]
     assert fleet.join(A, "2")
 
 
-def test_silence_is_death_and_an_answer_brings_back_into_joining(fleet: Fleet) -> None:
-    assert fleet.silent(A, "no answer")
-    assert standing(fleet, A) is Standing.DEAD and fleet.members() == [B]
-    assert not fleet.silent(A, "still none"), "it dies once"
-    before = fleet.membership
-    assert fleet.returned(A) and not fleet.returned(A)
-    assert standing(fleet, A) is Standing.JOINING and fleet.membership == before + 1
-    assert not fleet.silent("http://unknown", "x") and not fleet.returned("http://unknown")
-
-
 def test_failed_updates_end_in_expulsion_which_its_own_offers_do_not_undo(fleet: Fleet) -> None:
-    assert fleet.publish_failed(A, "no room")
-    assert standing(fleet, A) is Standing.DEAD and fleet.members() == [B], "it is not asked again before it answers"
-    assert not fleet.join(A, "1") and standing(fleet, A) is Standing.DEAD
-    assert fleet.returned(A) and standing(fleet, A) is Standing.JOINING
-    fleet.published(A, 4)
-    assert fleet.publish_failed(A, "no room")
-    assert standing(fleet, A) is Standing.DEAD, "a success between forgives"
-    assert fleet.returned(A)
-    assert fleet.publish_failed(A, "no room")
+    assert fail(fleet, A)
+    assert standing(fleet, A) is Standing.DIRTY and fleet.members() == [B], "it is not asked again before it answers"
+    assert not fleet.join(A, "1") and standing(fleet, A) is Standing.DIRTY
+    assert fleet.answered(A) and standing(fleet, A) is Standing.JOINING
+    serve(fleet, A, 4)
+    assert fail(fleet, A)
+    assert standing(fleet, A) is Standing.DIRTY, "a success between forgives"
+    assert fleet.answered(A)
+    assert fail(fleet, A)
     assert standing(fleet, A) is Standing.EXPELLED and fleet.members() == [B]
     assert not fleet.join(A, "1") and standing(fleet, A) is Standing.EXPELLED
-    assert not fleet.publish_failed(A, "a late report of the same update")
-    assert not fleet.returned(A)
-    assert standing(fleet, A) is Standing.EXPELLED
+    assert not fail(fleet, A), "a late report of the same update"
+    assert not fleet.answered(A)
+    assert not fleet.by_url[A].dismissed, "its process is left for whoever wants to know why"
 
 
 @pytest.mark.parametrize("incarnation", ["", "2"], ids=["an operator", "a new life"])
 def test_who_brings_an_expelled_engine_back(fleet: Fleet, incarnation: str) -> None:
-    fleet.expel(A, "removed by an operator")
-    assert fleet.members() == [B] and not fleet.join(A, "1")
+    fleet.expel(A, "removed by an operator", dismissed=True)
+    assert fleet.members() == [B] and not fleet.join(A, "1") and fleet.by_url[A].dismissed
     assert fleet.join(A, incarnation)
-    assert standing(fleet, A) is Standing.JOINING
+    assert standing(fleet, A) is Standing.JOINING and not fleet.by_url[A].dismissed
 
 
-def test_the_membership_grows_whenever_the_set_that_shares_a_group_changes(fleet: Fleet) -> None:
-    seen = [fleet.membership]
+def test_an_engine_that_restarts_while_it_is_drained_is_out_for_that_life_too(fleet: Fleet) -> None:
+    assert fleet.drain(A, now=1.0, by=5.0) and not fleet.drain(A, now=2.0, by=9.0)
+    assert fleet.finishing() == [A, B] and fleet.is_draining(A)
+    assert fleet.join(A, "2") and not fleet.join(A, "2")
+    assert standing(fleet, A) is Standing.EXPELLED and fleet.by_url[A].dismissed
 
-    def changed() -> bool:
-        seen.append(fleet.membership)
-        return seen[-1] > seen[-2]
 
-    fleet.published(B, 3)
-    assert not changed()
-    fleet.join("http://c")
-    assert changed()
-    fleet.publish_failed(B, "x")
-    assert changed()
-    fleet.expel("http://c", "x")
-    assert changed()
-    fleet.expel("http://c", "again")
-    assert not changed()
-    fleet.begin_epoch()
-    assert changed() and fleet.serving() == []
+def test_a_suspect_keeps_its_weights(fleet: Fleet) -> None:
+    before = fleet.membership
+    assert fleet.missed(A) and not fleet.missed(A) and not fleet.missed(B)
+    assert (fleet.serving(), fleet.proven(), fleet.finishing()) == ([], [A], [A, B])
+    fleet.published(A, 4, membership=fleet.membership)
+    assert fleet.answered(A) and fleet.serving() == [A] and fleet.oldest_loaded() == 4
+    assert fleet.membership == before
 
 
 def test_who_restarted_has_lost_its_weights(fleet: Fleet) -> None:
     before = fleet.membership
     assert fleet.restarted(A) and standing(fleet, A) is Standing.JOINING and fleet.membership == before + 1
     assert not fleet.restarted(B), "who waits for weights has none to lose"
+    assert not fleet.silent("http://unknown", "x") and not fleet.answered("http://unknown")

@@ -17,7 +17,17 @@ import msgspec
 import pytest
 
 from pipelinerl.controller.effects import Effect
-from pipelinerl.controller.inputs import AnyInput, EngineOffered, KnobsPatched, Ticked
+from pipelinerl.controller.inputs import (
+    AnyInput,
+    EngineAnswered,
+    EngineMissed,
+    EngineOffered,
+    EngineRemoved,
+    EnginesHired,
+    EngineSilent,
+    KnobsPatched,
+    Ticked,
+)
 from pipelinerl.controller.journal import JOURNAL, Decision, Journal
 from pipelinerl.controller.service import ControllerService, Start
 from pipelinerl.controller.state import RunState
@@ -32,6 +42,7 @@ from pipelinerl.messages import (
     GroupFailed,
     Message,
     Progress,
+    Proved,
     Published,
     StepDone,
     TrainerReady,
@@ -109,8 +120,8 @@ def answers(version: int) -> list[Message]:
         EvaluationDone(
             order_id=f"eval-{version}-{i:06d}",
             index=i,
-            correct=True,
-            judged=True,
+            correct=1,
+            judged=1,
             oldest_version=version,
             newest_version=version,
             num_tokens=1,
@@ -130,6 +141,7 @@ def reports(steps: int) -> list[Message]:
     said: list[Message] = [
         TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=Consumed()),
         published(0),
+        Proved(epoch=1, model_version=0, membership=2, worst={ENGINE: 1e-6}),
     ]
     said += answers(0)
     frontier = failed = 0
@@ -327,6 +339,21 @@ def random_run(seed: int, *, deaths: random.Random | None) -> World:
         if run.rng.random() < 0.002:
             j = run.rng.choice([1, 2, 3])
             run.give(KnobsPatched(now=0.0, changes={"j": j, "k": j + 2, "domain_weights.a": 3}, who="test", time=0.0))
+        if run.rng.random() < 0.01:
+            run.give(
+                run.rng.choice(
+                    [
+                        EngineMissed(now=0.0, url=ENGINE),
+                        EngineAnswered(now=0.0, url=ENGINE),
+                        EnginesHired(now=0.0, type="bigram", replaces=ENGINE),
+                        EngineSilent(now=0.0, url=ENGINE, reason="test"),
+                        EngineRemoved(now=0.0, engine="engine-1"),
+                        EngineOffered(now=0.0, url="http://engine-1", incarnation="1", name="engine-1"),
+                    ]
+                )
+            )
+            run.give(EngineAnswered(now=0.0, url=ENGINE))
+            run.give(EngineOffered(now=0.0, url=ENGINE))
     return run
 
 

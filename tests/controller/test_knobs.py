@@ -22,8 +22,14 @@ def test_numbers_may_come_as_text() -> None:
 def test_what_json_says_can_be_patched_back() -> None:
     for some in (knobs(), knobs(k=math.inf), knobs(j=3, k=7)):
         shown = some.to_json()
-        assert "group_size" not in shown and "max_groups" not in shown
+        assert "group_size" not in shown and "max_groups" not in shown and "k_finite" not in shown
         assert some.patched(shown) == some
+
+
+def test_k_stays_a_number_where_weights_are_kept_for_it() -> None:
+    assert knobs(k_finite=True).patched({"k": 400}).k == 400
+    with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
+        knobs(k_finite=True).patched({"k": "inf"})
 
 
 def test_domain_weights_change_one_by_one_or_as_a_table() -> None:

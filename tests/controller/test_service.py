@@ -24,6 +24,7 @@ from pipelinerl.messages import (
     Consumed,
     Directive,
     Message,
+    Proved,
     Published,
     StepDone,
     TrainerReady,
@@ -99,7 +100,11 @@ class Running:
         """The engine joins, the trainer is ready and publishes version 0."""
         await self.service.perform(EngineOffered(now=0.0, url=ENGINE))
         await self.tell(ready("1"))
-        await self.tell(published(epoch=self.controller.state.epoch, version=0))
+        epoch, membership = self.controller.state.epoch, self.controller.state.fleet.membership
+        await self.tell(published(epoch=epoch, version=0, membership=membership))
+        assert self.controller.state.fleet.serving() == [], "it has yet to prove them"
+        proved = Proved(epoch=epoch, model_version=0, membership=membership, worst={ENGINE: 1e-6})
+        await self.tell(proved)
         assert self.controller.state.fleet.serving() == [ENGINE]
 
 
@@ -115,9 +120,15 @@ def step(version: int, *, epoch: int = 1) -> StepDone:
     )
 
 
-def published(*, epoch: int, version: int) -> Published:
+def published(*, epoch: int, version: int, membership: int = 99) -> Published:
     return Published(
-        epoch=epoch, model_version=version, membership=1, pauses_s={ENGINE: 0.1}, failed={}, send_s=0.1, total_s=0.2
+        epoch=epoch,
+        model_version=version,
+        membership=membership,
+        pauses_s={ENGINE: 0.1},
+        failed={},
+        send_s=0.1,
+        total_s=0.2,
     )
 
 

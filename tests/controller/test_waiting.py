@@ -8,7 +8,7 @@ from typing import Any
 from pipelinerl.controller.effects import Record
 from pipelinerl.controller.inputs import EngineOffered, EngineSilent, Heard, Ticked
 from pipelinerl.controller.waiting import waiting_for
-from pipelinerl.messages import ActorAlive, Starving
+from pipelinerl.messages import ActorAlive, CheckpointDelayed, Checkpointed, Starving
 from tests.controller.world import ENGINE, World, controller
 
 STALL_S = controller().settings.stall_s
@@ -52,7 +52,7 @@ def test_the_culprit_is_named() -> None:
     run.give(Heard(now=20.0, report=alive, entry_id="1-0"))
     assert waiting_for(state, now=60.0) == "step 1: 8 groups in flight; actor actor-7 last heard 40 s ago"
     run.give(Heard(now=59.0, report=alive, entry_id="1-0"))
-    assert "the trainer's last word, Published, came 60 s ago" in waiting_for(state, now=60.0)
+    assert "the trainer's last word, Proved, came 60 s ago" in waiting_for(state, now=60.0)
     run.give(EngineSilent(now=61.0, url=ENGINE, reason="no answer within 5 s"))
     assert waiting_for(state, now=62.0) == f"an engine to join; {ENGINE} is dead: no answer within 5 s"
 
@@ -64,3 +64,30 @@ def test_a_dead_trainer_is_the_culprit_while_engines_wait_for_weights() -> None:
     run.give(EngineOffered(now=1.0, url=ENGINE, incarnation="one life"))
     run.give(EngineOffered(now=2.0, url=ENGINE, incarnation="the next"))
     assert waiting_for(run.controller.state, now=90.0).startswith(f"the trainer to publish its weights to {ENGINE}")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_event_once_and_said_until_it_is_there() -> None:
+    run = World(controller(evaluation_problems=0), random.Random(0))
+    run.begin()
+    run.publish()
+
+    def told(report: CheckpointDelayed | Checkpointed) -> list[str]:
+        effects = run.controller.decide(Heard(now=1.0, report=report, entry_id="1-0"))
+        return [effect.kind for effect in effects if isinstance(effect, Record)]
+
+    delayed = CheckpointDelayed(epoch=1, model_version=10, reason="OSError: No space left on device")
+    assert told(delayed) == ["checkpoint_delayed"]
+    assert told(delayed) == []
+    said = waiting_for(run.controller.state, now=1.0)
+    assert said.endswith("; the checkpoint of step 10 cannot be written yet: OSError: No space left on device")
+    assert told(Checkpointed(epoch=1, model_version=10, path="c")) == ["checkpoint"]
+    assert "cannot be written" not in waiting_for(run.controller.state, now=1.0)
+    assert told(delayed) == ["checkpoint_delayed"], "a new one"
+
+
+def test_an_engine_that_has_weights_is_waited_for_until_it_has_proven_them() -> None:
+    run = World(controller(), random.Random(0))
+    run.begin()
+    state = run.controller.state
+    state.fleet.published(ENGINE, 0, membership=state.fleet.membership)
+    assert waiting_for(state, now=1.0) == f"{ENGINE} to prove its weights to the trainer"

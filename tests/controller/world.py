@@ -13,6 +13,7 @@ from typing import Any
 
 from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Send
+from pipelinerl.controller.evaluation import EvaluationPlan, Pin
 from pipelinerl.controller.inputs import AnyInput, EngineOffered, Heard
 from pipelinerl.controller.knobs import Knobs
 from pipelinerl.controller.settings import ControllerSettings
@@ -22,7 +23,9 @@ from pipelinerl.messages import (
     Directive,
     EvaluationDone,
     GroupFailed,
+    GroupOutdated,
     Progress,
+    Proved,
     Published,
     Report,
     StepDone,
@@ -66,16 +69,18 @@ def knobs(**changes: Any) -> Knobs:
     return replace(start, **changes)
 
 
-def controller(*, steps: int = 20, evaluation_problems: int = 3, **changes: float) -> Controller:
+def controller(
+    *, steps: int = 20, evaluation_problems: int = 3, pin: Pin = Pin.NONE, samples: int = 1, **changes: float
+) -> Controller:
     """A controller that expects one engine."""
+    plan = EvaluationPlan(problems=evaluation_problems, max_tokens=8, pin=pin, samples=samples)
     settings = ControllerSettings(
         seed=0,
         steps=steps,
         until_accuracy=None,
         max_groups=50,
         sampling=Sampling(num_samples=2),
-        evaluation_problems=evaluation_problems,
-        evaluation_max_tokens=8,
+        evaluation=plan,
         checkpoint_interval_steps=10,
         engines_expected=1,
     )
@@ -99,6 +104,11 @@ class World:
     skipped: int = 0
     """Such steps since the last that was applied."""
     served: int = 0
+    engines: tuple[str, ...] = (ENGINE,)
+    loaded: dict[str, int] = field(default_factory=dict)
+    """What each engine serves."""
+    where: dict[str, str] = field(default_factory=dict)
+    """The engine that samples an order."""
     orders: list[PromptOrder] = field(default_factory=list)
     sampling: list[tuple[PromptOrder, int]] = field(default_factory=list)
     publications: list[tuple[int, Directive]] = field(default_factory=list)
@@ -135,8 +145,9 @@ class World:
                     self.finished = reason
 
     def begin(self) -> None:
-        """The engine joins and the trainer reports."""
-        self.give(EngineOffered(now=0.0, url=ENGINE))
+        """The engines join and the trainer reports."""
+        for url in self.engines:
+            self.give(EngineOffered(now=0.0, url=url))
         self.awaiting = "ready-1"
         self.tell(TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=self.consumed()))
 
@@ -151,9 +162,12 @@ class World:
         self.rng.choice([self.sample, self.sample, self.answer, self.answer, self.publish, self.train])()
 
     def sample(self) -> None:
-        """An actor takes an order; the engine begins it with what it serves now."""
+        """An actor takes an order; the engine that it names, or one that may be given work, begins it."""
         if self.orders and len(self.sampling) < 6:
-            self.sampling.append((self.orders.pop(0), self.served))
+            order = self.orders.pop(0)
+            url = order.engine or self.rng.choice(self.controller.state.fleet.serving() or [ENGINE])
+            self.where[order.order_id] = url
+            self.sampling.append((order, self.loaded.get(url, 0)))
 
     def answer(self) -> None:
         """One of the orders being sampled ends: as a group, a failure, or an evaluation answer."""
@@ -165,23 +179,27 @@ class World:
                 EvaluationDone(
                     order_id=order.order_id,
                     index=order.index,
-                    correct=True,
-                    judged=True,
+                    correct=1,
+                    judged=1,
                     oldest_version=began,
-                    newest_version=self.served,
+                    newest_version=self.loaded.get(self.where[order.order_id], 0),
                     num_tokens=1,
+                    epoch=1,
                 )
             )
         elif self.rng.random() < 0.1:
             self.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="test"))
+        elif self.rng.random() < 0.1:
+            self.tell(GroupOutdated(order_id=order.order_id, index=order.index, oldest=began, current=self.version))
         else:
             rewards = self.rng.choice([(0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])
             self.batcher.offer(group(order.index, rewards, version=began))
 
     def publish(self) -> None:
-        """A publication under way arrives."""
+        """A publication under way arrives, and who had to prove its weights does."""
         if self.publications:
             self.served, directive = self.publications.pop(0)
+            self.loaded |= dict.fromkeys(directive.publish_to, self.served)
             self.tell(
                 Published(
                     epoch=directive.epoch,
@@ -193,6 +211,19 @@ class World:
                     total_s=0.0,
                 )
             )
+            if directive.prove:
+                self.prove(directive)
+
+    def prove(self, directive: Directive) -> None:
+        """The engines compute what the trainer does."""
+        self.tell(
+            Proved(
+                epoch=directive.epoch,
+                model_version=self.served,
+                membership=directive.membership,
+                worst=dict.fromkeys(directive.prove, 1e-6),
+            )
+        )
 
     def train(self) -> None:
         """The trainer steps if it can, else tells what ended."""
@@ -243,7 +274,7 @@ class World:
         self.directive = directive
         if directive.answers == self.awaiting:
             self.awaiting = ""
-        ledger = self.batcher.ledger
-        ledger.settle([index for index in directive.failed if not ledger.has(index)], Fate.FAILED)
+        self.batcher.end(directive.failed, Fate.FAILED)
+        self.batcher.end(directive.stale, Fate.STALE)
         if directive.publish_to:
             self.publications.append((self.version, directive))

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from inference_contract.schemas import OnUpdate
+from inference_contract.schemas import ChatMessage, OnUpdate
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.config import parse
 from pipelinerl.controller.controller import Controller
+from pipelinerl.controller.evaluation import EvaluationPlan
 from pipelinerl.controller.inputs import EngineOffered
 from pipelinerl.controller.knobs import Knobs
 from pipelinerl.controller.service import ControllerService
@@ -37,6 +38,7 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.stream import Stream
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
+from pipelinerl.training.proof import TOLERANCES, Canary, CanaryProver
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.weights.broadcast import BroadcastPublisher
@@ -66,8 +68,7 @@ def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
         until_accuracy=None,
         max_groups=256,
         sampling=Sampling(num_samples=8, max_tokens=2),
-        evaluation_problems=4,
-        evaluation_max_tokens=2,
+        evaluation=EvaluationPlan(problems=4, max_tokens=2),
         checkpoint_interval_steps=10,
         engines_expected=1,
     )
@@ -88,7 +89,10 @@ def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
+    return model_in(tmp_path / "model")
+
+
+def model_in(path: Path) -> Path:
     tokenizer = char_tokenizer(alphabet="abcdefghijklmnopqrstuvwxyz ")
     BigramModel.random(len(tokenizer), seed=0, scale=0.0).save(path)
     tokenizer.save_pretrained(str(path), save_jinja_files=False)
@@ -138,11 +142,14 @@ async def run(
             schedule=LearningRateSchedule(warmup_steps=0, steps=STEPS, shape="constant", final_fraction=0.0),
             kl=config.kl_control.controller if config.kl_control else None,
         ),
-        step=workers.step(config.training.old_logprobs),
+        step=workers.step(),
         layout=wire_layout(workers.policy.weight_layout()),
         objective=objective,
         stream=stream,
         publisher=BroadcastPublisher(client),
+        prover=CanaryProver(
+            Canary(messages=(ChatMessage(role="user", content="say b"),), tolerance=TOLERANCES["float32"]), client
+        ),
         checkpoints=CheckpointStore(directory / "checkpoints", keep=2, model_directory=model),
         restored=restored[1] if restored else None,
     )
@@ -226,6 +233,22 @@ async def test_ppo_with_critic_warm_up_and_a_steered_kl_learns_in_flight(tmp_pat
     assert latest[1].kl_coefficient is not None and latest[1].kl_coefficient > coefficients[-1]
     ledger = controller.state.account.ledger()
     assert ledger["trained"] == STEPS * 8
+
+
+async def test_old_log_probs_at_the_sampling_weights_are_the_samplers_in_flight(tmp_path: Path, model: Path) -> None:
+    """Whatever the age of a token: a bigram has no cache, so that nothing but rounding is between them."""
+    learning = {"objective": "decoupled_ppo", "training": {"old_logprobs": "sampling_weights"}}
+    options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
+    with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
+        events = await run(tmp_path, model, url, controller=new_controller(), stream=MemoryStream(), learning=learning)
+    steps: list[dict[str, Any]] = [event for event in events if event["kind"] == "step"]
+    largest = [value for step in steps for name, value in step.items() if name.startswith("old_mis") and "_max" in name]
+    assert max(largest) <= 1e-5
+    aged = [step["mismatch_staleness_max"] for step in steps if "mismatch_staleness_max" in step]
+    assert max(aged) > 1e-2, "old weights sampled, and were others"
+    assert {step["history_versions"] for step in steps} == {1.0, 2.0, 3.0, 4.0}
+    kept = sorted((tmp_path / "checkpoints" / f"step-{STEPS:06d}" / "history").iterdir())
+    assert [file.stem for file in kept] == [f"version-{version:06d}" for version in range(STEPS - 3, STEPS + 1)]
 
 
 async def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(tmp_path: Path, model: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -113,6 +114,23 @@ def test_ctrl_c_ends_within_seconds_and_the_resumed_run_is_the_undisturbed_one(
     assert curve(run) == curve(undisturbed)
     elapsed = [event["elapsed_s"] for event in run.events()]
     assert elapsed == sorted(elapsed), "one time line over both lives"
+
+
+def test_a_run_goes_on_from_its_location_when_nothing_else_is_left(tmp_path: Path, undisturbed: LiveRun) -> None:
+    """The machine is lost: its processes at once, then its disk with the run's directory and streams."""
+    directory, location = tmp_path / "run", tmp_path / "location"
+    with launched(new_run(directory, *LOCKSTEP, f"checkpoint.location={location}"), directory) as run:
+        run.until(lambda run: run.events("checkpoint"), "a checkpoint", timeout_s=60)
+        run.note_processes()
+        run.launcher.kill()
+        run.end()
+    shutil.rmtree(directory)
+    with launched(["--resume", f"file://{location}/run"], directory) as run:
+        assert run.end() == 0, run.story()
+        assert_settled(run, steps=STEPS)
+        assert run.events("trainer_ready")[-1]["model_version"] in (4, 8), "it did not begin again"
+    assert curve(run) == curve(undisturbed)
+    assert len(list(location.glob("run/step-*/manifest.json"))) == 2
 
 
 def test_a_live_run_survives_three_deaths_at_once_and_obeys_its_owner(tmp_path: Path) -> None:

@@ -26,13 +26,14 @@ def curve(run: LiveRun) -> Curve:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_pulled_weights_teach_what_broadcast_ones_do_though_their_server_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pulled_weights_teach_what_broadcast_ones_do_though_a_server_is_killed(tmp_path: Path, shards: int) -> None:
     with launched(new_run(tmp_path / "broadcast", *LOCKSTEP), tmp_path / "broadcast") as run:
         assert run.end(120) == 0, run.story()
         expected = curve(run)
     assert list(expected) == list(range(1, STEPS + 1))
 
-    pulled = (*LOCKSTEP, "weights.transport=pull", "engine.count=2")
+    pulled = (*LOCKSTEP, "weights.transport=pull", "engine.count=2", f"parameter_server.shards={shards}")
     with launched(new_run(tmp_path / "pull", *pulled), tmp_path / "pull") as run:
         run.until_step(4)
         run.role("parameter-server-0").kill()

@@ -13,8 +13,9 @@ from inference_contract.errors import ContractError, Dirty, EngineStopped, Inval
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Usage
 from pipelinerl.engines.engine_pool import EnginePool, cost, pick
 from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.engines.http_server import create_app
 from pipelinerl.errors import DeadlineError, EngineUnreachable
-from tests.fakes.scripted_engine import application
+from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 
 ANSWER = ChatCompletion(
@@ -125,8 +126,34 @@ async def test_an_engine_that_leaves_while_it_works_is_not_missed() -> None:
     pool = EnginePool(Script(a=lambda: 0.05, b=lambda: None), ["a"])
     running = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.01)
-    pool.update(["b"])
+    pool.update(["b"], finishing=["a"])
     assert (await running).url == "a" and pool.outstanding == {"b": 0}
+
+
+async def test_what_runs_at_an_engine_that_was_taken_out_is_handed_over_with_its_seed() -> None:
+    client, begun = Script(a=lambda: 30.0, b=lambda: None), []
+    pool = EnginePool(client, ["a"])
+    running = asyncio.create_task(pool.complete(ask(), begun=lambda: begun.append(len(client.asked))))
+    await asyncio.sleep(0.01)
+    pool.update(["b"])
+    pool.update(["b"])
+    assert (await running).url == "b" and client.asked == [("a", 4), ("b", 4)]
+    assert begun == [0, 1], "each try is a new beginning"
+    assert pool.outstanding == {"b": 0}
+
+
+async def test_a_request_that_is_handed_over_frees_its_places_at_the_engine() -> None:
+    slow = ScriptedEngine(step_s=0.5)
+    with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
+        async with EngineClient() as client, asyncio.timeout(30):
+            pool = EnginePool(client, [leaves])
+            running = asyncio.create_task(pool.complete(ask(n=4, max_tokens=150)))
+            while slow._running == 0:
+                await asyncio.sleep(0.005)
+            pool.update([stays])
+            assert (await running).url == stays
+            while slow._running > 0:
+                await asyncio.sleep(0.005)
 
 
 async def test_a_killed_engine_costs_no_request() -> None:
@@ -150,3 +177,30 @@ async def test_an_engine_that_restarted_and_serves_other_weights_is_no_answer() 
     pool = EnginePool(Script(a=lambda: None), ["a"], deadline_s=0.2, suspect_s=0.05, min_epoch=1)
     with pytest.raises(DeadlineError, match="it serves weights of epoch 0, not those of this run"):
         await pool.complete(ask())
+
+
+async def test_an_engine_that_is_named_answers_alone_and_is_left_to_those_who_name_it() -> None:
+    client = Script(a=lambda: 0.05, b=lambda: 0.0)
+    pool = EnginePool(client, ["a", "b"])
+    named = [asyncio.create_task(pool.complete(ask(n=8), engine="a")) for _ in range(3)]
+    await asyncio.sleep(0)
+    others = [await pool.complete(ask()) for _ in range(3)]
+    assert {answer.url for answer in others} == {"b"}, "also where its load is the least"
+    assert [(await answer).url for answer in named] == ["a", "a", "a"]
+    assert (await pool.complete(ask(), engine="b")).url == "b"
+    assert (await pool.complete(ask())).url == "a", "when nobody names it any more"
+
+
+async def test_a_named_engine_may_be_one_that_gets_no_other_work_but_not_one_that_is_gone() -> None:
+    outcomes: list[Any] = [Overloaded("full"), None]
+    pool = EnginePool(Script(a=lambda: outcomes.pop(0), b=lambda: None))
+    waiting = asyncio.create_task(pool.complete(ask(), engine="a"))
+    await asyncio.sleep(0)
+    pool.update(["b"], finishing=["a"])
+    assert (await waiting).url == "a", "tried again on itself alone"
+    outcomes.append(60.0)
+    running = asyncio.create_task(pool.complete(ask(), engine="a"))
+    await asyncio.sleep(0)
+    pool.update(["b"])
+    with pytest.raises(EngineUnreachable, match="a, which alone may answer, is not part of the run any more"):
+        await running

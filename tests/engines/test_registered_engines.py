@@ -11,7 +11,7 @@ from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
-from pipelinerl.registry import ENGINES, load
+from pipelinerl.registry import ENGINES, SERVER_ENGINES, load
 from pipelinerl.weights.puller import WeightPuller
 from tests.fakes.served import in_thread
 
@@ -30,8 +30,10 @@ def _directory(name: str, folder: Path) -> Path:
     return folder
 
 
-#: vLLM's engine runs the kit in `test_vllm_engine`, with what else needs it: it starts slowly.
-INSTALLED = [(name, WeightFormat.NATIVE) for name, entry in ENGINES.items() if entry.installed and name != "vllm"]
+#: vLLM's engine runs the kit in `test_vllm_engine`, since it starts slowly, and adapters of servers in
+#: `test_stock_servers`, where the servers are.
+ELSEWHERE = SERVER_ENGINES | {"vllm"}
+INSTALLED = [(name, WeightFormat.NATIVE) for name, each in ENGINES.items() if each.installed and name not in ELSEWHERE]
 
 
 @pytest.mark.parametrize(("name", "weights"), [*INSTALLED, ("torch", WeightFormat.INT8)])

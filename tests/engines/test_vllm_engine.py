@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import torch
@@ -20,16 +19,16 @@ import torch
 from inference_contract.conformance import Outcome, run
 from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import Session, refused
-from inference_contract.conformance.trainer import KitTrainer, digest, weights
-from inference_contract.schemas import ChatCompletion, Choice, EngineState, FinishReason, WeightLayout
+from inference_contract.conformance.trainer import weights
+from inference_contract.schemas import EngineState, FinishReason
 from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
-from pipelinerl.engines.torch_weights import parameters_in
 from pipelinerl.engines.vllm_engine import check_version, from_options
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES
 from pipelinerl.weights.puller import WeightPuller
+from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
 from tests.fakes.served import in_thread
 from trainer_contract.types import HeadPrecision
 
@@ -91,7 +90,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from _served(tmp_path_factory.mktemp("shared"), tied=True, devices=2)
 
 
-@pytest.fixture(params=["tied", "untied"])
+@pytest.fixture(params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def served(request: pytest.FixtureRequest) -> Served:
     engine: Served = request.getfixturevalue(request.param)
     return engine
@@ -99,51 +98,8 @@ def served(request: pytest.FixtureRequest) -> Served:
 
 @pytest.fixture
 def session(served: Served) -> Iterator[Session]:
-    with Session(served.url, token="secret", timeout_s=30.0, host="127.0.0.1") as opened:
-        opened.peer = KitTrainer(opened)
-        yield opened
-
-
-def _trainer(session: Session) -> KitTrainer:
-    assert isinstance(session.peer, KitTrainer)
-    return session.peer
-
-
-def _publish(session: Session, data: torch.Tensor, *, on_update: str = "continue") -> int:
-    """A whole update to these bytes; the version."""
-    trainer = _trainer(session)
-    trainer.formed()
-    version = trainer.next_version()
-    trainer.accepted(trainer.update("prepare", version, on_update=on_update), "prepared")
-    trainer.broadcast(data)
-    trainer.accepted(trainer.update("commit", version, digest=digest(data), on_update=on_update), "committed")
-    return version
-
-
-def _bytes_of(model: Any, layout: WeightLayout) -> torch.Tensor:
-    """The model's parameters as they travel."""
-    named = dict(model.named_parameters())
-    return torch.cat([named[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in layout.parameters])
-
-
-def _reference(model: Any, layout: WeightLayout, data: torch.Tensor) -> Any:
-    """transformers' model with the weights in `data`."""
-    named = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, values in parameters_in(data, layout):
-            named[name].copy_(values)
-    return model
-
-
-def _logprobs(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Of each of `tokens` after what precedes it, as transformers computes them."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-
-def _choices(answers: list[httpx.Response]) -> list[Choice]:
-    return [choice for answer in answers for choice in ChatCompletion.model_validate(answer.json()).choices]
+    with opened(served.url) as session:
+        yield session
 
 
 # --- without vLLM ------------------------------------------------------------------------------------------------
@@ -183,51 +139,63 @@ class TestReal:
         results = run(served.url, token="secret", timeout_s=30.0)
         assert {result.name: result.reason for result in results if result.outcome is not Outcome.PASSED} == {}
 
-    @pytest.mark.parametrize("served", ["tied", "untied", "shared"], indirect=True)
+    @pytest.mark.parametrize(
+        "served",
+        ["tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("untied", "shared"))],
+        indirect=True,
+    )
     def test_logprobs_are_those_of_transformers_after_every_update(self, served: Served, session: Session) -> None:
-        trainer = _trainer(session)
+        trainer = trainer_of(session)
         for tag in range(3):
             data = weights(trainer.layout, tag)
-            version = _publish(session, data)
-            model = _reference(served.model, trainer.layout, data)
+            version = publish(session, data)
+            model = reference(served.model, trainer.layout, data)
             for choice in session.chat(n=4, seed=tag, max_tokens=24, prompt_token_ids=PROMPT).choices:
                 assert choice.version_spans == [(version, len(choice.token_ids or []))]
-                expected = _logprobs(model, PROMPT, choice.token_ids or [])
+                expected = logprobs_of(model, PROMPT, choice.token_ids or [])
                 assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
 
     def test_recomputed_caches_are_those_of_the_new_weights(self, served: Served, session: Session) -> None:
-        trainer = _trainer(session)
-        _publish(session, weights(trainer.layout, 1))
+        trainer = trainer_of(session)
+        publish(session, weights(trainer.layout, 1))
         new = weights(trainer.layout, 2)
         with Load(
             session, lambda seed: session.completed(n=4, seed=seed, max_tokens=200, prompt_token_ids=PROMPT)
         ) as load:
-            version = _publish(session, new, on_update="recompute_kv")
-        model = _reference(served.model, trainer.layout, new)
-        crossed = [choice for choice in _choices(load.answers) if len(choice.version_spans or []) == 2]
+            version = publish(session, new, on_update="recompute_kv")
+        model = reference(served.model, trainer.layout, new)
+        crossed = [choice for choice in choices_of(load.answers) if len(choice.version_spans or []) == 2]
         assert crossed, "no sample was open across the update"
         for choice in crossed:
             tokens, logprobs = choice.token_ids or [], choice.token_logprobs or []
             (_, old), (named, _) = choice.version_spans or []
             assert named == version
-            expected = _logprobs(model, PROMPT, tokens)[old:]
+            expected = logprobs_of(model, PROMPT, tokens)[old:]
             assert torch.allclose(torch.tensor(logprobs[old:]), expected, atol=2e-4)
 
+    def test_more_prompts_at_once_than_a_step_takes(self, tied: Served) -> None:
+        """On CPU vLLM dies of a seeded sample whose prompt it computes in parts, so it must not be in parts."""
+        with opened(tied.url) as session, ThreadPoolExecutor(64) as asking:
+            prompts = [[7 + (row + column) % 40 for column in range(CONTEXT - 8)] for row in range(64)]
+            asked = [asking.submit(session.completed, max_tokens=4, prompt_token_ids=prompt) for prompt in prompts]
+            for choice in choices_of([answer.result(60.0) for answer in asked]):
+                assert len(choice.token_ids or []) == 4
+
     def test_drain_lets_samples_end_with_the_weights_that_began_them(self, session: Session) -> None:
-        trainer = _trainer(session)
-        _publish(session, weights(trainer.layout, 1))
+        trainer = trainer_of(session)
+        publish(session, weights(trainer.layout, 1))
         with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=64)) as load:
-            _publish(session, weights(trainer.layout, 2), on_update="drain")
-        for choice in _choices(load.answers):
+            publish(session, weights(trainer.layout, 2), on_update="drain")
+        for choice in choices_of(load.answers):
             assert len(choice.version_spans or []) == 1
             assert choice.finish_reason is not FinishReason.ABORT
 
+    @pytest.mark.slow
     def test_no_token_is_named_after_weights_that_did_not_sample_it(self, untied: Served) -> None:
         """Every version's weights can sample one token alone: what comes from which version shows in the tokens."""
-        with Session(untied.url, token="secret", timeout_s=30.0, host="127.0.0.1") as session:
-            session.peer = trainer = KitTrainer(session)
-            layout = trainer.layout
-            first = _publish(session, _certain_of(untied.model, layout, 10))
+        with opened(untied.url) as session:
+            layout = trainer_of(session).layout
+            first = publish(session, certain_of(untied.model, layout, 10))
             vocab = next(spec.shape[0] for spec in layout.parameters if spec.name == "lm_head.weight")
             token_of = {first: 10}
             with Load(
@@ -235,9 +203,9 @@ class TestReal:
             ) as load:
                 for number in range(1, 21):
                     token = 10 + number % (vocab - 10)
-                    token_of[_publish(session, _certain_of(untied.model, layout, token))] = token
+                    token_of[publish(session, certain_of(untied.model, layout, token))] = token
             switches = 0
-            for choice in _choices(load.answers):
+            for choice in choices_of(load.answers):
                 spans = choice.version_spans or []
                 assert choice.token_ids == [token_of[version] for version, count in spans for _ in range(count)]
                 switches += len(spans) - 1
@@ -249,6 +217,7 @@ class TestDeath:
 
     pytestmark = real
 
+    @pytest.mark.slow
     def test_a_dead_core_ends_every_request_and_the_engine_says_so(self, tmp_path: Path) -> None:
         with (
             contextmanager(_served)(tmp_path, tied=True) as served,
@@ -269,15 +238,3 @@ def _core_of_this_process() -> psutil.Process:
     """The engine core that was started last."""
     cores = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
     return max(cores, key=lambda core: core.create_time())
-
-
-def _certain_of(model: Any, layout: WeightLayout, token: int) -> torch.Tensor:
-    """Weights under which every context is followed by `token`: no layer adds anything to a constant embedding."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.fill_(0.0 if parameter.ndim == 2 else 1.0)
-            if name.endswith("embed_tokens.weight"):
-                parameter.fill_(1.0)
-            if name == "lm_head.weight":
-                parameter[token] = 1.0
-    return _bytes_of(model, layout)

@@ -20,6 +20,7 @@ from inference_contract.errors import (
     NotPrepared,
     PeerLost,
     StaleGeneration,
+    StaleVersion,
     UpdateInProgress,
 )
 from inference_contract.schemas import (
@@ -39,7 +40,7 @@ from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.weights.background import in_background
 from pipelinerl.weights.collective import Collective, Rendezvous
 from pipelinerl.weights.digest import WeightDigest
-from pipelinerl.weights.pull import PullOrder
+from pipelinerl.weights.pull import PullOrder, Shard
 
 LAYOUT = WeightLayout(
     parameters=(
@@ -151,6 +152,33 @@ def _digest(data: Any) -> str:
 @pytest.fixture
 async def setting() -> Setting:
     return Setting()
+
+
+async def test_a_group_between_gpus_is_refused_before_it_forms(setting: Setting) -> None:
+    """Nobody else has come to the rendezvous: an engine that tried to join would wait there until its deadline."""
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match=r"backend must be gloo for this engine.*got nccl") as error:
+        await setting.receiver.init_process_group(setting.joining(1).model_copy(update={"backend": Backend.NCCL}))
+    assert error.value.param == "backend" and time.monotonic() - began < 4
+    await setting.join()
+
+
+async def test_a_broadcast_may_take_longer_than_its_timeout_as_long_as_it_goes_on(setting: Setting) -> None:
+    """The timeout bounds the silence, so that it can be short however large the model is."""
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=1.0)
+    data, trainer = torch.from_numpy(BYTES.copy()), setting.trainer
+    assert trainer is not None
+    for start, end in LAYOUT.buckets(64):
+        await asyncio.sleep(0.6)
+        sent = in_background("send", lambda a=start, b=end: trainer.broadcast(data[a:b], deadline=time.monotonic() + 5))  # type: ignore[misc]
+        await asyncio.wrap_future(sent)
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    began = time.monotonic()
+    await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.5)
+    with pytest.raises((DeadlineExceeded, PeerLost)):
+        await setting.phase(UpdatePhase.COMMIT, version=2)
+    assert time.monotonic() - began < 4, "rank 0 says nothing: the receive ends by itself"
 
 
 async def test_bytes_digest_and_totals(setting: Setting) -> None:
@@ -352,7 +380,8 @@ async def test_weights_are_pulled_without_a_group(setting: Setting) -> None:
     assert await setting.phase(UpdatePhase.COMMIT, epoch=3) is UpdateStatus.COMMITTED
     assert receiver.digest == _digest(BYTES)
     (order,) = pull.orders
-    assert (order.sources, order.epoch, order.version) == (("http://store:1",), 3, 1)
+    assert order.shards == (Shard(("http://store:1",), ((0, len(BYTES)),)),)
+    assert (order.epoch, order.version) == (3, 1)
     assert setting.target.finished == [BYTES.tobytes()]
 
 
@@ -398,6 +427,21 @@ async def test_an_abort_ends_a_pull_so_that_the_next_has_the_buffer(setting: Set
         await setting.phase(UpdatePhase.COMMIT)
     await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.3, **PULL)
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_a_later_epoch_ends_what_an_earlier_has_under_way_and_shuts_it_out(setting: Setting) -> None:
+    """The trainer of epoch 1 was stopped before its COMMIT; that of epoch 2 does not wait for it."""
+    pull = _Pull(waits=True)
+    setting.receiver = WeightReceiver(setting.target, pull=pull)
+    await setting.phase(UpdatePhase.PREPARE, version=9, epoch=1, timeout_s=60, **PULL)
+    await setting.phase(UpdatePhase.PREPARE, version=4, epoch=2, timeout_s=0.3, **PULL)
+    assert pull.orders[0].given_up.is_set()
+    with pytest.raises(NotPrepared):
+        await setting.phase(UpdatePhase.COMMIT, version=9, epoch=1)
+    with pytest.raises(StaleVersion, match="epoch 2 has taken over"):
+        await setting.phase(UpdatePhase.PREPARE, version=10, epoch=1, **PULL)
+    assert setting.target.serving() == (0, 0), "though nothing of epoch 2 is committed yet"
+    assert await setting.phase(UpdatePhase.COMMIT, version=4, epoch=2) is UpdateStatus.COMMITTED
 
 
 async def test_pull_that_is_not_offered_is_refused(setting: Setting) -> None:

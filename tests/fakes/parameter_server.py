@@ -21,7 +21,7 @@ from pipelinerl.http_service import listen, serve
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.parameter_server import ParameterServer, create_app
 from pipelinerl.weights.publisher import Publication
-from pipelinerl.weights.pull import PullOrder
+from pipelinerl.weights.pull import PullOrder, Shard
 from pipelinerl.weights.puller import WeightPuller
 from pipelinerl.weights.snapshot_store import SnapshotStore
 from pipelinerl.weights.version_table import VersionTable
@@ -85,9 +85,22 @@ def publication(version: int, engines: tuple[str, ...] = (), **fields: Any) -> P
 
 
 def order(version: int, *sources: str, layout: WeightLayout = LAYOUT, timeout_s: float = 8.0) -> PullOrder:
-    """To fetch a version that was published."""
+    """To fetch a version that was published, from servers that hold all of it."""
+    return sharded(version, (sources,), layout=layout, timeout_s=timeout_s)
+
+
+def sharded(
+    version: int,
+    sources: tuple[tuple[str, ...], ...],
+    *,
+    bucket_bytes: int = 2**20,
+    layout: WeightLayout = LAYOUT,
+    timeout_s: float = 8.0,
+) -> PullOrder:
+    """To fetch a version that was published, from the servers of each shard."""
+    ranges = layout.shards(len(sources), bucket_bytes)
     return PullOrder(
-        sources=sources,
+        shards=tuple(Shard(urls, tuple(held)) for urls, held in zip(sources, ranges, strict=True)),
         epoch=1,
         version=version,
         digest=digest(version, layout),

@@ -51,7 +51,7 @@ from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.weight_receiver import WeightReceiver
 from pipelinerl.errors import UpdateError
 from pipelinerl.http_service import listen, serve
-from pipelinerl.weights.pull import PullOrder
+from pipelinerl.weights.pull import PullOrder, Shard
 from pipelinerl.weights.puller import WeightPuller
 
 VOCAB = 32
@@ -89,6 +89,7 @@ class Fault(StrEnum):
     COUNTS_NOTHING = "counts_nothing"
     PULLS_WITHOUT_TOKEN = "pulls_without_token"
     PULLS_FROM_FIRST_ONLY = "pulls_from_first_only"
+    PULLS_FIRST_SHARD = "pulls_first_shard"
     PULLS_WRONG_BYTES = "pulls_wrong_bytes"
     SERVES_HALF_A_PULL = "serves_half_a_pull"
     PULLS_ELSEWHERE = "pulls_elsewhere"
@@ -124,7 +125,9 @@ class _Pull:
 
     def fetch(self, order: PullOrder, *, into: Any, came: Callable[[int], None]) -> str:
         if self._fault is Fault.PULLS_FROM_FIRST_ONLY:
-            order = replace(order, sources=order.sources[:1])
+            order = replace(order, shards=tuple(replace(one, sources=one.sources[:1]) for one in order.shards))
+        if self._fault is Fault.PULLS_FIRST_SHARD:
+            order = replace(order, shards=(Shard(order.shards[0].sources, ((0, len(into)),)),))
         if self._fault is Fault.PULLS_ELSEWHERE:
             into = np.empty_like(into)
         try:

@@ -34,6 +34,7 @@ CAUGHT_BY = {
     Fault.PULLS_WITHOUT_TOKEN: "pull_is_served",
     Fault.PULLS_ELSEWHERE: "pull_and_broadcast_take_turns",
     Fault.PULLS_FROM_FIRST_ONLY: "pull_asks_the_next_source",
+    Fault.PULLS_FIRST_SHARD: "pull_of_shards_is_served",
     Fault.PULLS_WRONG_BYTES: "pull_with_wrong_bytes_is_refused",
     Fault.SERVES_HALF_A_PULL: "broken_pull_leaves_old_weights",
     Fault.COMMITS_ON_ABORT: "aborted_pull_leaves_old_weights",

@@ -56,6 +56,25 @@ def test_golden_prepare_of_a_pull() -> None:
     )
 
 
+def test_golden_prepare_of_a_pull_from_shards() -> None:
+    request = WeightUpdateRequest(
+        phase=UpdatePhase.PREPARE,
+        version=3,
+        transport=Transport.PULL,
+        shards=(("http://10.0.0.1:8100",), ("http://10.0.0.2:8100", "http://10.0.0.3:8100")),
+        layout_id=LAYOUT.layout_id,
+        bucket_bytes=32,
+        digest="d0",
+    )
+    assert request.model_dump_json(exclude_none=True) == (
+        '{"phase":"prepare","version":3,"epoch":0,"transport":"pull",'
+        '"shards":[["http://10.0.0.1:8100"],["http://10.0.0.2:8100","http://10.0.0.3:8100"]],'
+        '"layout_id":"c5a1bf8730e75ed6a4db24815629bb27","bucket_bytes":32,"on_update":"continue",'
+        '"digest":"d0","timeout_s":120.0}'
+    )
+    assert LAYOUT.shards(2, 32) == [[(0, 32)], [(32, 36)]]
+
+
 def test_golden_layout_id() -> None:
     assert LAYOUT.layout_id == "c5a1bf8730e75ed6a4db24815629bb27"
     assert LAYOUT.num_bytes == 36
@@ -87,6 +106,17 @@ def test_no_difference_to_itself() -> None:
     assert LAYOUT.difference(WeightLayout.model_validate_json(LAYOUT.model_dump_json())) is None
 
 
+def _gathered_one_by_one(sizes: list[int], bucket_bytes: int) -> list[tuple[int, int]]:
+    """`buckets` as its docstring says it."""
+    ranges, start, end = [], 0, 0
+    for size in sizes:
+        if end > start and end - start + size > bucket_bytes:
+            ranges.append((start, end))
+            start = end
+        end += size
+    return [*ranges, (start, end)] if end > start else ranges
+
+
 @given(
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
     bucket_bytes=st.integers(1, 120),
@@ -102,10 +132,36 @@ def test_buckets_cover_the_bytes_once_and_split_no_parameter(sizes: list[int], b
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(buckets))
     edges = {sum(sizes[:row]) for row in range(len(sizes) + 1)}
     assert all(start in edges and end in edges for start, end in buckets)
+    assert buckets == _gathered_one_by_one(sizes, bucket_bytes)
     # Only a single parameter may be larger than a bucket.
     for start, end in buckets:
         inside = [edge for edge in edges if start < edge < end]
         assert end - start <= bucket_bytes or not inside
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=40).filter(any),
+    bucket_bytes=st.integers(1, 60),
+    count=st.integers(1, 5),
+)
+def test_shards_are_about_equal_and_cover_the_bytes_once_by_whole_buckets(
+    sizes: list[int], bucket_bytes: int, count: int
+) -> None:
+    rows = (ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes))
+    layout = WeightLayout(parameters=tuple(rows))
+    shards = layout.shards(count, bucket_bytes)
+    assert len(shards) == count
+    covered = sorted(found for ranges in shards for found in ranges)
+    assert covered[0][0] == 0 and covered[-1][1] == layout.num_bytes
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(covered))
+    for ranges in shards:
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(ranges)), "what touches is one range"
+    buckets = layout.buckets(bucket_bytes)
+    edges = {start for start, _ in buckets} | {layout.num_bytes}
+    assert all(start in edges and end in edges for start, end in covered)
+    filled = [sum(end - start for start, end in ranges) for ranges in shards]
+    assert max(filled) - min(filled) <= max(end - start for start, end in buckets)
+    assert layout.shards(1, bucket_bytes) == [[(0, layout.num_bytes)]]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +174,16 @@ def test_buckets_cover_the_bytes_once_and_split_no_parameter(sizes: list[int], b
         {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "sources": ["http://a:1"]},
         {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "sources": [], "digest": "d"},
         {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "sources": ["f/x"], "digest": "d"},
+        {
+            "phase": "prepare",
+            "version": 1,
+            "layout_id": "a",
+            "transport": "pull",
+            "digest": "d",
+            "sources": ["http://a:1"],
+            "shards": [["http://a:1"]],
+        },
+        {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "shards": [[]], "digest": "d"},
         {"phase": "commit", "version": 1},
         {"phase": "abort", "version": -1},
         {"phase": "abort", "version": 1, "unknown": 2},

@@ -262,3 +262,72 @@ def test_ports_are_different_free_and_seen_when_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert not is_free(taken.getsockname()[1])
+
+
+# --- a set that changes while the run is up ---------------------------------------------------------------------------
+
+
+def _changing(
+    run_dir: Path, script: Callable[[Supervisor], None], *, seconds: float = 1.5
+) -> tuple[RunResult, list[str]]:
+    """A run that ends by itself after a while, in whose ticks `script` may add and dismiss."""
+    main = _spec("main", f"import time; time.sleep({seconds})", on_exit=OnExit.COMPLETE)
+    said: list[str] = []
+    supervisor: Supervisor
+    supervisor = Supervisor(
+        Plan((main,)),
+        run_dir,
+        start_timeout_s=5.0,
+        grace_s=0.5,
+        announce=said.append,
+        on_tick=lambda: script(supervisor),
+        tick_every_s=0.02,
+    )
+    return supervisor.run(), said
+
+
+def test_what_is_added_runs_and_what_is_dismissed_ends(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def script(supervisor: Supervisor) -> None:
+        if not supervisor.knows("spare"):
+            supervisor.add(_spec("spare", SLEEP, on_exit=OnExit.SPARE))
+        elif "spare" in supervisor.pids and not seen:
+            seen.append(supervisor.pids["spare"])
+            assert _alive(seen[0])
+        elif seen:
+            supervisor.dismiss("spare")
+            supervisor.dismiss("nobody")
+
+    result, said = _changing(tmp_path, script)
+    assert result.outcome is Outcome.COMPLETED and not _alive(seen[0])
+    assert said == ["starting spare", "stopping spare"], "it has not died, it was dismissed"
+
+
+def test_what_is_dismissed_and_does_not_listen_is_killed(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def script(supervisor: Supervisor) -> None:
+        if not supervisor.knows("spare"):
+            supervisor.add(_spec("spare", STUBBORN, on_exit=OnExit.SPARE))
+        elif (tmp_path / "logs" / "spare.log").is_file() and "ready" in (tmp_path / "logs" / "spare.log").read_text():
+            seen.extend(supervisor.pids.values())
+            supervisor.dismiss("spare")
+
+    result, _ = _changing(tmp_path, script, seconds=3.0)
+    assert result.outcome is Outcome.COMPLETED and seen
+    assert not any(_alive(pid) for pid in seen)
+
+
+def test_the_run_goes_on_without_a_spare_that_cannot_be_had(tmp_path: Path) -> None:
+    broken = _spec("spare", "print('no such type'); raise SystemExit(2)", on_exit=OnExit.SPARE)
+    result, said = _changing(tmp_path, lambda supervisor: None if supervisor.knows("spare") else supervisor.add(broken))
+    assert result.outcome is Outcome.COMPLETED
+    assert said[1].startswith("the run goes on without spare: spare ended (exit status 2); its log")
+    assert "no such type" in said[1]
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    supervisor = Supervisor(Plan((_spec("main", SLEEP),)), tmp_path)
+    with pytest.raises(ValueError, match="must be unique, got 'main' again"):
+        supervisor.add(_spec("main", SLEEP))

@@ -21,7 +21,7 @@ class Evaluated(NamedTuple):
 
 def in_numpy(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
     """The gradient in closed form."""
-    return Evaluated(float(objective.evaluate(logprobs, columns)), objective.logprob_gradient(logprobs, columns))
+    return Evaluated(float(objective.evaluate(logprobs, columns)), objective.prediction_gradient(logprobs, columns))
 
 
 def in_torch(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:

@@ -1,8 +1,9 @@
 """The KL controller: its rule by hand, that it settles at its target, and where it puts the coefficient."""
 
+import numpy as np
 import pytest
 
-from pipelinerl.objective.kl_control import KLController, kl_coefficient, with_kl_coefficient
+from pipelinerl.objective.kl_control import KLController, as_column, kl_coefficient, with_kl_coefficient
 from pipelinerl.objective.presets import resolve
 
 
@@ -32,3 +33,25 @@ def test_the_coefficient_is_set_where_it_is_read():
         assert changed.passes == objective.passes
     with pytest.raises(ValueError, match=r"without: set grad2 to kind 'kl', or adv\.kl"):
         with_kl_coefficient(resolve("grpo"), 0.3)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("beta", [0.04, 0.3])
+def test_as_a_column_it_is_the_same_objective_in_one_form_for_all(estimator, beta, columns_of):
+    objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta, "estimator": estimator}})
+    logprobs, columns = columns_of(3)
+    compiled, coefficient = as_column(objective)
+    given = columns | {"kl_coefficients": np.full(logprobs.shape, coefficient)}
+    np.testing.assert_allclose(compiled.evaluate(logprobs, given), objective.evaluate(logprobs, columns), rtol=1e-12)
+    np.testing.assert_allclose(
+        compiled.prediction_gradient(logprobs, given), objective.prediction_gradient(logprobs, columns), rtol=1e-12
+    )
+    assert compiled == as_column(with_kl_coefficient(objective, 0.1)).objective
+    assert hash(compiled) == hash(as_column(with_kl_coefficient(objective, 0.1)).objective)
+
+
+def test_where_it_is_in_the_rewards_backends_see_nothing_of_it():
+    costed = resolve({"preset": "ppo", "adv": {"kl": 0.2}})
+    compiled, coefficient = as_column(costed)
+    assert coefficient is None and compiled == as_column(with_kl_coefficient(costed, 0.7)).objective
+    assert as_column(resolve("grpo")) == (resolve("grpo"), None)

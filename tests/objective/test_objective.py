@@ -79,7 +79,7 @@ def test_single_precision_stays_single(objective, library, columns_of):
     current = logprobs.astype(np.float32)
     given = (torch.from_numpy(current), as_torch(narrow)) if library == "torch" else (current, narrow)
     assert "float32" in str(objective.evaluate(*given).dtype)
-    assert "float32" in str(objective.logprob_gradient(*given).dtype)
+    assert "float32" in str(objective.prediction_gradient(*given).dtype)
 
 
 def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
@@ -113,14 +113,14 @@ def test_packing_splitting_and_order_change_nothing(data):
     order = data.draw(st.permutations(range(len(lengths))))
     cut = data.draw(st.integers(1, len(lengths) - 1))
     logprobs, columns = _columns(seed, lengths)
-    whole, slope = objective.evaluate(logprobs, columns), objective.logprob_gradient(logprobs, columns)
+    whole, slope = objective.evaluate(logprobs, columns), objective.prediction_gradient(logprobs, columns)
     loss, slopes = 0.0, np.zeros_like(slope)
     for part in (order[:cut], order[cut:]):
         where = np.concatenate([np.flatnonzero(columns["segment_ids"] == segment) for segment in part])
         piece = select(columns, where, num_segments=len(part))
         piece["segment_ids"] = np.repeat(np.arange(len(part)), [lengths[segment] for segment in part])
         loss += objective.evaluate(logprobs[where], piece)
-        slopes[where] = objective.logprob_gradient(logprobs[where], piece)
+        slopes[where] = objective.prediction_gradient(logprobs[where], piece)
     np.testing.assert_allclose(loss, whole, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(slopes, slope, rtol=1e-12)
 
@@ -140,7 +140,7 @@ def test_what_lies_outside_the_mask_does_not_matter(objective, columns_of):
     loss.backward()
     np.testing.assert_allclose(loss.item(), expected, rtol=1e-12)
     assert (variable.grad.numpy()[~inside] == 0).all() and np.isfinite(variable.grad.numpy()).all()
-    by_hand = objective.logprob_gradient(np.where(inside, logprobs, -np.inf), poison | {"num_segments": 5})
+    by_hand = objective.prediction_gradient(np.where(inside, logprobs, -np.inf), poison | {"num_segments": 5})
     np.testing.assert_allclose(by_hand, variable.grad.numpy(), rtol=0, atol=1e-12)
 
 

@@ -48,7 +48,7 @@ def test_loss_and_gradient_equal_the_loops_and_autograd(seed: int, clip: float) 
     total.backward()
     assert total.item() == pytest.approx(loss_by_loops(values, given, clip), rel=1e-12)
     assert variable.grad is not None
-    closed = loss.logprob_gradient(values, given)
+    closed = loss.prediction_gradient(values, given)
     np.testing.assert_allclose(closed, variable.grad.numpy(), rtol=0, atol=1e-12)
     stopped = given["loss_mask"] & (closed == 0)
     assert stopped.any() != math.isinf(clip), "the seeds must show a value that was held back"
@@ -61,7 +61,7 @@ def test_a_value_beyond_the_clip_is_held_only_on_its_way_to_the_return() -> None
         "values": np.zeros(2),
         "returns": np.array([1.0, -1.0]),
     }
-    assert ValueLoss(clip=0.2).logprob_gradient(np.array([0.5, 0.5]), given).tolist() == [0.0, 1.5]
+    assert ValueLoss(clip=0.2).prediction_gradient(np.array([0.5, 0.5]), given).tolist() == [0.0, 1.5]
 
 
 def test_what_it_needs() -> None:

@@ -24,7 +24,11 @@ def events(steps: int = 300) -> list[dict[str, Any]]:
         if step % max(1, steps // 12) == 0:
             seen = skill - 0.02 + 0.02 * float(noise.normal())
             add("evaluation", at, model_version=step, accuracy=seen, low=seen - 0.035, high=seen + 0.03, problems=512,
-                version_min=step, version_max=step)  # fmt: skip
+                version_min=step, version_max=step, pin="engine", engine="http://127.0.0.1:4001", samples=4,
+                discarded=2, steps_meanwhile=3, pass_at=[
+                    {"k": k, "value": min(1.0, seen + 0.02 * k), "low": seen, "high": 1.0, "problems": 512}
+                    for k in (1, 4)
+                ])  # fmt: skip
         if step == 0:
             continue
         wait = abs(float(noise.normal(0.05, 0.04)))

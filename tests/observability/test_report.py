@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg, ticks
+from pipelinerl.observability.evaluations import evaluation_rows
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.report import render, write_report
 from pipelinerl.observability.story import Series, tell
@@ -196,3 +197,22 @@ def test_one_point_is_a_dot() -> None:
     )
     assert "<circle" in drawn
     assert "a 50.0% at step 3" in drawn
+
+
+def test_evaluations_are_told_with_their_weights_and_pass_at_k() -> None:
+    page = render(tell(events(24)), "")
+    text = " ".join(Page(page).text)
+    assert "v24 alone, on http://127.0.0.1:4001" in text and "512 × 4" in text
+    assert "2 answers of other versions discarded; the trainer took 3 steps meanwhile" in text
+    assert "pass@k, held out" in text and "pass@4" in text
+    rows = dict(summary_rows(tell(events(24))))
+    assert rows["last evaluation"].startswith("pass@1 ") and "v24 alone" in rows["last evaluation"]
+
+
+def test_an_evaluation_of_an_older_run_is_told_as_far_as_it_is_known() -> None:
+    old = [{"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}]
+    ((step, accuracy, *rest),) = evaluation_rows(tell(old))
+    assert (step, accuracy, rest[-2:]) == ("3", "50.0%", ["", ""])
+    mixed = {"version_min": 2, "version_max": 4, "incomplete": "no answer came", "unjudged": 7}
+    ((*_, weights, note),) = evaluation_rows(tell([old[0] | mixed]))
+    assert (weights, note) == ("v2 to v4", "7 unjudged; incomplete: no answer came")

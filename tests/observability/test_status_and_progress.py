@@ -11,7 +11,9 @@ from pipelinerl.observability.progress import Progress, line, render, sparkline
 from pipelinerl.observability.status import (
     ActorStatus,
     EngineStatus,
+    EvaluatingStatus,
     LedgerStatus,
+    PassAtStatus,
     Phase,
     RunStatus,
     format_duration,
@@ -28,6 +30,12 @@ STATUS = RunStatus(
     held_out_accuracy=0.614,
     held_out_low=0.57,
     held_out_high=0.65,
+    held_out_version=100,
+    held_out_one_version=True,
+    pass_at=(PassAtStatus(k=8, value=0.8, low=0.75, high=0.85),),
+    evaluating=EvaluatingStatus(
+        model_version=110, pin="engine", engine="http://127.0.0.1:4124", answered=17, problems=64, discarded=2
+    ),
     first_accuracy=0.18,
     tokens_per_s=12345.6,
     staleness_mean=2.3,
@@ -46,6 +54,16 @@ STATUS = RunStatus(
     eta_s=318.4,
 )
 HEADLINES = ("120/300", "0.732", "61.4%", "5 min 18 s", "2.3", "1.2 ms", "93%", "3 more groups for step 121")
+
+
+def test_the_line_tells_whose_accuracy_it_is_and_how_far_the_next_one_is() -> None:
+    said = line(STATUS)
+    assert "held-out 61.4% ±4.0%, pass@8 80.0% of v100" in said
+    going = "evaluating v110 on http://127.0.0.1:4124: 17/64, 2 answers of other versions discarded"
+    assert going in said
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(render(STATUS, width=120))
+    assert going in console.export_text()
 
 
 def test_status_survives_json() -> None:

@@ -15,6 +15,7 @@ import pytest
 from pipelinerl.config import MODELS, RECIPES, RunConfig, load, parse, to_table
 from pipelinerl.errors import ModelError, RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
+from pipelinerl.registry import ENGINES
 from pipelinerl.roles.dry_run import findings, refuse
 from pipelinerl.roles.parts import objective_of
 
@@ -30,7 +31,12 @@ def with_domain(**domain: object) -> RunConfig:
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_shipped_recipes_can_run(recipe: Path) -> None:
-    found = dict(findings(load(recipe)))
+    config = load(recipe)
+    if not ENGINES[config.engine.type].installed:
+        with pytest.raises(RecipeError, match=r"needs .*, which is not installed"):
+            refuse(config)
+        return
+    found = dict(findings(config))
     assert list(found) == ["model", "engine", "trainer", "objective", "staleness", "training", "held out"]
     assert found["training"] != found["held out"]
 
@@ -39,6 +45,8 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
     ("override", "sentence"),
     [
         ("model.path=/nope", "expected a model directory at /nope, found nothing there"),
+        ("engine.type=vllm_server", "engine.servers must name one server for each of the 1 engines, got 0"),
+        ('engine.servers=["http://127.0.0.1:8000"]', "are for the types sglang_server and vllm_server, got .* torch"),
         ("model.path=shipped:nope", "expected a model directory at .*nope, found nothing there"),
         ("engine.type=zzz", "engine.type must be one of .*torch.*, got 'zzz'"),
         ("trainer.type=zzz", "trainer.type must be one of .*torch.*, got 'zzz'"),
@@ -50,6 +58,7 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         ("reference.path=/r", "reference: the objective reads no ref_logprobs; remove the section"),
         ("kl_control.target=0.1", "kl_control: the objective has no KL term to control"),
         ("training.old_logprobs=behavior", "training.old_logprobs: the objective reads none; leave it out"),
+        ("training.old_logprobs=sampling_weights", "training.old_logprobs: the objective reads none; leave it out"),
     ],
 )
 def test_names_are_refused_in_no_time(override: str, sentence: str) -> None:
@@ -64,12 +73,24 @@ def test_a_pass_that_nobody_can_make_is_refused() -> None:
         objective_of(load("tiny", ["objective=ppo_tis", "training.old_logprobs=behavior"]))
 
 
+def test_weights_that_would_be_kept_without_bound_are_refused_and_others_are_counted() -> None:
+    asked = [*QUICK, "objective=decoupled_ppo", "training.old_logprobs=sampling_weights", "staleness.j=4"]
+    with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
+        refuse(load("tiny", [*asked, "staleness.k=inf"]))
+    said = dict(findings(load("tiny", [*asked, "staleness.k=10"])))["old log-probs"]
+    each = sum(file.stat().st_size for file in SHIPPED.glob("*.safetensors")) / 2**20
+    assert said.startswith(f"3 versions of the weights, {3 * each:,.0f} MiB of the trainer's host memory and of each")
+    assert f"({10 * each:,.0f} MiB at most" in said
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         ["objective=ppo", "critic.warmup_steps=3", "critic.clip=inf"],
         ["objective.preset=grpo", "objective.grad2=kl", "kl_control.target=0.1", "reference.path=shipped:tiny_speller"],
         ["objective=ppo_recomputed", "training.old_logprobs=behavior"],
+        ["objective=ppo_tis", "training.old_logprobs=sampling_weights"],
+        ["objective=ppo", "critic.schedule=cosine", "critic.rate_warmup_steps=2", "critic.final_fraction=0.1"],
     ],
 )
 def test_what_the_trainer_can_make_is_not_refused(overrides: list[str]) -> None:

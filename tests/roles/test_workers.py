@@ -20,7 +20,7 @@ from pipelinerl.training.adaptive import AdaptiveObjective
 from pipelinerl.training.batch import build
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
 from pipelinerl.training.guard import Poison
-from pipelinerl.training.step import Accumulated
+from pipelinerl.training.step import Accumulated, TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.probes import weights_of
@@ -67,7 +67,7 @@ def groups(step: int) -> list[RolloutGroup]:
 
 def steps(config: RunConfig, workers: Workers, objective: AdaptiveObjective, numbers: range) -> list[dict[str, float]]:
     """Steps as the loop makes them; their figures."""
-    step, told = workers.step(config.training.old_logprobs), []
+    step, told = workers.step(), []
     for number in numbers:
         batch = build(groups(number), objective=objective.current, token_budget=20, producing=number + 1)
         found = step.accumulate(batch, objective.current)
@@ -137,3 +137,81 @@ def test_a_model_that_is_missing_is_named(sections: dict[str, Any], sentence: st
     config = config_of("bigram", str(tmp_path / "model"), **sections)
     with pytest.raises(ModelError, match=sentence):
         started(config, objective_of(config), checkpoint=None)
+
+
+def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
+    """Groups whose rollouts began at version `oldest` and were continued by each one up to that of the step."""
+    versions = range(oldest, step + 1)
+    made = []
+    for each in groups(step):
+        rollouts = []
+        for member, one in enumerate(each.rollouts):
+            draw = rng.generator(step, "in flight", member)
+            sampled = draw.integers(0, VOCAB, 2 * len(versions)).tolist()
+            spans = [(version, 2) for version in versions]
+            rollouts.append(rollout(reward=one.verdict.reward, sampled=sampled, spans=spans, logprob=-2.5))
+        made.append(replace(each, rollouts=tuple(rollouts)))
+    return made
+
+
+def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> list[dict[str, float]]:
+    """Steps on tokens of the last k versions, each published before it samples."""
+    objective, told = objective_of(config), []
+    for number in numbers:
+        step.will_sample(acceptance=k)
+        batch = build(
+            in_flight(number, oldest=max(0, number + 1 - k)), objective=objective, token_budget=40, producing=number + 1
+        )
+        found = step.accumulate(batch, objective)
+        assert isinstance(found, Accumulated)
+        figures = step.apply(found, learning_rate=config.optimizer.learning_rate)
+        assert not isinstance(figures, Poison)
+        told.append(figures)
+    return told
+
+
+@pytest.fixture
+def sampling(config: RunConfig) -> RunConfig:
+    """Both backends with `old_logprobs` at the sampling weights."""
+    return config_of(
+        config.trainer.type,
+        str(config.model.path),
+        objective="decoupled_ppo",
+        critic=None,
+        kl_control=None,
+        training={"old_logprobs": "sampling_weights"},
+    )
+
+
+def test_the_weights_of_the_last_versions_are_resumed_to_the_bit(sampling: RunConfig, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=sampling.model.resolved)
+    first = started(sampling, objective_of(sampling), checkpoint=None)
+    step = first.step()
+    lockstep(sampling, step, range(4), k=3)
+    state = TrainingState(model_version=4, epoch=1, offsets={}, ledger={}, controller={})
+    layout, weights = first.policy.weight_layout(), first.policy.gather_weights()
+    path = store.save(state, layout=layout, weights=weights, parts=step.parts())
+    assert [file.name for file in sorted((path / "history").iterdir())] == [
+        f"version-{version:06d}.safetensors" for version in (1, 2, 3)
+    ]
+    undisturbed = lockstep(sampling, step, range(4, 8), k=3), weights_of(first.policy)
+    first.close()
+
+    again = started(sampling, objective_of(sampling), checkpoint=path)
+    assert again.history is not None and again.history.versions == [1, 2, 3, 4]
+    assert lockstep(sampling, again.step(), range(4, 8), k=3) == undisturbed[0]
+    for name, array in weights_of(again.policy).items():
+        np.testing.assert_array_equal(array, undisturbed[1][name])
+    again.close()
+
+
+def test_a_checkpoint_without_a_history_trains_on_what_its_own_weights_sampled(
+    sampling: RunConfig, tmp_path: Path
+) -> None:
+    first = started(sampling, objective_of(sampling), checkpoint=None)
+    lockstep(sampling, first.step(), range(2), k=2)
+    (tmp_path / "old" / "trainer").mkdir(parents=True)
+    first.policy.save_state(tmp_path / "old" / "trainer")
+    again = started(sampling, objective_of(sampling), checkpoint=tmp_path / "old")
+    assert again.history is not None and again.history.versions == [2]
+    assert [again.step().can_train(group(0, version=version)) for version in (1, 2)] == [False, True]

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from pipelinerl.errors import AddressError
+from pipelinerl.errors import AddressError, FencedError
 from pipelinerl.streams.open_stream import open_stream
-from pipelinerl.streams.stream import START, Entry, Stream, fresh_number, parse_id
+from pipelinerl.streams.stream import START, Entry, Fence, Stream, fresh_number, parse_id
 
 
 def payloads(entries: list[Entry]) -> list[bytes]:
@@ -169,6 +169,17 @@ async def test_a_pending_entry_that_was_trimmed_is_not_claimed(streams: Stream) 
     await claim(streams, "dead")
     await streams.trim("prompts", before="2-0")
     assert payloads(await claim(streams, "alive", idle_s=0.0)) == [b"2"]
+
+
+async def test_a_trim_behind_a_fence_that_was_passed_is_refused(streams: Stream) -> None:
+    await streams.append("s", [b"1", b"2", b"3"], first_id=1)
+    await streams.trim("s", before="2-0", fence=Fence("epochs", 1))
+    await streams.append("epochs", [b""], first_id=1)
+    await streams.trim("s", before="3-0", fence=Fence("epochs", 1))
+    await streams.append("epochs", [b""], first_id=2)
+    with pytest.raises(FencedError, match="epochs has gone beyond 1"):
+        await streams.trim("s", before="4-0", fence=Fence("epochs", 1))
+    assert payloads(await streams.read({"s": START}, count=9, block_s=0)) == [b"3"]
 
 
 async def test_trim_drops_what_is_before_and_nothing_else(streams: Stream) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.trainers.bigram_trainer import BigramTrainer
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
-from trainer_contract.errors import NonFiniteError, SpecError
+from trainer_contract.errors import NonFiniteError, SpecError, StateError
 from trainer_contract.probes import Subject
 from trainer_contract.types import Head, LossStats, StepStats, TrainerSpec
 
@@ -72,6 +72,39 @@ def forward_accumulates(sound, batch):
     if sound._state.gradient is None:
         sound._state.gradient = np.ones_like(sound._state.table)
     return sound.forward(batch)
+
+
+def ignores_the_weights(sound, batches, weights):
+    return [sound.forward(batch) for batch in batches]
+
+
+def rounds_the_weights(sound, batches, weights):
+    rough = {name: data.view(np.float32).astype(np.float16).astype(np.float32) for name, data in weights.items()}
+    return sound.forward_at(batches, {name: data.view(np.uint8) for name, data in rough.items()})
+
+
+def leaves_them_loaded(sound, batches, weights):
+    predictions = sound.forward_at(batches, weights)
+    (given,) = weights.values()
+    sound._state.table = given.view(np.float32).reshape(sound._state.table.shape).astype(np.float64)
+    return predictions
+
+
+def drops_the_gradient(sound, batches, weights):
+    sound.discard_gradient()
+    return sound.forward_at(batches, weights)
+
+
+def loses_precision_on_the_way_back(sound, batches, weights):
+    sound._state.table = sound._state.table.astype(np.float32).astype(np.float64)
+    return sound.forward_at(batches, weights)
+
+
+def fits_anything(sound, batches, weights):
+    try:
+        return sound.forward_at(batches, weights)
+    except StateError:
+        return [sound.forward(batch) for batch in batches]
 
 
 def mean_over_the_micro_batch(sound, batch, objective):
@@ -184,6 +217,12 @@ BROKEN = [
     ("forward_starts_at_zero", {"forward": starts_not_zero}),
     ("forward_starts_at_zero", {"forward": mask_only}),
     ("forward_leaves_no_trace", {"forward": forward_accumulates}),
+    ("forward_at_is_of_the_weights_given", {"forward_at": ignores_the_weights}),
+    ("forward_at_is_of_the_weights_given", {"forward_at": rounds_the_weights}),
+    ("forward_at_leaves_no_trace", {"forward_at": leaves_them_loaded}),
+    ("forward_at_leaves_no_trace", {"forward_at": drops_the_gradient}),
+    ("forward_at_leaves_no_trace", {"forward_at": loses_precision_on_the_way_back}),
+    ("forward_at_refuses_what_does_not_fit", {"forward_at": fits_anything}),
     ("loss_is_of_forward", {"backward": mean_over_the_micro_batch}),
     ("parts_equal_the_whole", {"backward": mean_over_the_micro_batch}),
     ("parts_equal_the_whole", {"backward": overwrites_the_gradient}),

@@ -4,9 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from pipelinerl.models.jax_checkpoint import export_weights
+from pipelinerl.models.jax_checkpoint import export_weights, place_weights
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.jax_trainer import JaxTrainer
+from trainer_contract.conformance import Status, run
+from trainer_contract.host_weights import copied
+from trainer_contract.probes import Subject
 from trainer_contract.types import Device, TrainerSpec
 
 OBJECTIVE = resolve("pipelinerl")
@@ -49,6 +52,23 @@ def test_the_gradient_does_not_depend_on_the_mesh(mesh, model_path, micro_batch)
 @pytest.mark.parametrize("mesh", [*MESHES, *MORE_MESHES], ids=str)
 def test_the_gradient_does_not_depend_on_the_mesh_whatever_the_model(name, mesh, model_path, micro_batch):
     check_mesh(model_path(name), mesh, micro_batch())
+
+
+def test_other_weights_are_placed_as_the_trainers_own_are(model_path, micro_batch):
+    trainer, batch = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2}), micro_batch()
+    before, expected = copied(trainer.gather_weights()), trainer.forward(batch)
+    trainer._worker.weights = own = {name: 1.1 * array for name, array in trainer._worker.weights.items()}
+    placed = place_weights(trainer._worker.config, copied(trainer.gather_weights()), like=own)
+    assert all(placed[name].sharding == own[name].sharding and (placed[name] == own[name]).all() for name in own)
+    assert np.abs(trainer.forward(batch) - expected).max() > 1e-2
+    assert trainer.forward_at([batch], before)[0].tobytes() == expected.tobytes()
+
+
+@pytest.mark.slow
+def test_conformance_on_a_mesh(model_path, tmp_path):
+    spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options={"mesh": {"fsdp": 2, "tensor": 2}})
+    results = run(Subject(JaxTrainer, spec, 48), directory=tmp_path)
+    assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 
 def test_weights_and_moments_are_divided(model_path):

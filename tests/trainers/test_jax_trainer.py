@@ -11,12 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.models.jax_checkpoint import export_weights
+from pipelinerl.objective.kl_control import as_column, with_kl_coefficient
 from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers import jax_program, jax_trainer
 from pipelinerl.trainers.jax_segments import Rows
 from pipelinerl.trainers.jax_trainer import JaxTrainer
 from pipelinerl.trainers.torch_trainer import TorchTrainer
 from trainer_contract.conformance import Status, run
 from trainer_contract.errors import NonFiniteError, SpecError, StateError
+from trainer_contract.host_weights import copied
 from trainer_contract.probes import Subject
 from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, Precision, TrainerSpec
 
@@ -114,6 +117,60 @@ def test_what_is_kept_for_the_backward_pass_changes_nothing(remat, model_path, m
     # RLAX §5.1: the forward pass of a training step is the inference forward pass.
     inside = trainer.forward(batch)[batch.loss_mask]
     np.testing.assert_allclose(stats.predictions[batch.loss_mask], inside, rtol=0, atol=1e-6)
+
+
+def test_a_kl_coefficient_that_moves_compiles_nothing_anew(model_path, micro_batch, compilations):
+    trainer, batch, objective = started(model_path("llama")), micro_batch(), resolve("grpo_kl")
+    batch = replace(batch, ref_logprobs=1.1 * trainer.forward(batch))
+
+    def loss_at(beta):
+        compiled, coefficient = as_column(with_kl_coefficient(objective, beta))
+        given = replace(batch, kl_coefficients=np.full(batch.num_tokens, coefficient, np.float32))
+        return trainer.backward(given, compiled).loss
+
+    first = [loss_at(0.04), loss_at(0.04)]
+    compilations.clear()
+    others = [loss_at(0.05), loss_at(0.4)]
+    assert compilations == []
+    assert first[0] == first[1] < others[0] < others[1]
+    penalty = (others[1] - first[0]) / (0.4 - 0.04)
+    np.testing.assert_allclose(others[0] - first[0], 0.01 * penalty, rtol=1e-3)
+
+
+def test_other_weights_are_an_argument_of_the_same_program(model_path, micro_batch, compilations):
+    trainer, batch, history = started(model_path("llama")), micro_batch(), []
+    for _ in range(3):
+        history.append((copied(trainer.gather_weights()), trainer.forward(batch)))
+        trainer.backward(batch, OBJECTIVE)
+        trainer.optimizer_step(learning_rate=1e-2)
+    compilations.clear()
+    for held, expected in history[::-1]:
+        assert trainer.forward_at([batch], held)[0].tobytes() == expected.tobytes()
+    assert compilations == []
+
+
+def remats(jaxpr):
+    """Policies of what is rematerialised in a jaxpr, inner ones included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("remat"):
+            yield equation.params["policy"]
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from remats(inner)
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP32, marks=pytest.mark.slow)])
+def test_the_gradients_forward_pass_is_inferences_to_the_bit(precision, model_path, micro_batch):
+    """RLAX §5.1: it emits no residuals, within layers or the head, that would keep XLA from computing it in one way."""
+    trainer, batch = started(model_path("qwen2"), gradient_checkpointing=True, precision=precision), micro_batch()
+    worker, inside = trainer._worker, batch.loss_mask
+    _, columns = jax_trainer._laid_out(worker.program, batch)
+    forward = jax.make_jaxpr(jax_program.logprobs, static_argnums=0)(worker.program, worker.weights, columns)
+    assert list(remats(forward.jaxpr)) == 2 * [jax.checkpoint_policies.nothing_saveable], "the layers, and the head"
+    evaluated = trainer.backward(batch, OBJECTIVE).predictions[inside]
+    assert trainer.forward(batch)[inside].tobytes() == evaluated.tobytes()
+    assert trainer.forward_at([batch], copied(trainer.gather_weights()))[0][inside].tobytes() == evaluated.tobytes()
 
 
 def test_pieces_of_the_vocabulary_change_nothing(model_path, micro_batch):

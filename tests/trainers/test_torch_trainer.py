@@ -13,6 +13,7 @@ from pipelinerl.trainers.torch_packed_model import PackedModel
 from pipelinerl.trainers.torch_trainer import TorchTrainer
 from trainer_contract.conformance import Status, run
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
+from trainer_contract.host_weights import copied
 from trainer_contract.probes import Subject
 from trainer_contract.types import Device, Head, OptimizerSpec, Precision, TrainerSpec
 
@@ -101,6 +102,20 @@ def test_equal_calls_give_equal_bits(model_path, micro_batch):
         assert first.loss == second.loss and first.predictions.tobytes() == second.predictions.tobytes()
         first, second = ((t.optimizer_step(learning_rate=1e-2), t.forward(batch).tobytes()) for t in trainers)
         assert first == second
+
+
+def test_other_weights_are_computed_with_as_engines_hold_them(model_path, micro_batch, tmp_path):
+    """Of a bf16 model the masters are finer than what is served; what was served is what counts."""
+    AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    trainer, batch = started(tmp_path), micro_batch()
+    trainer.backward(batch, OBJECTIVE)
+    trainer.optimizer_step(learning_rate=1e-3)
+    served = copied(trainer.gather_weights())
+    (got,) = trainer.forward_at([batch], served)
+    assert got.tobytes() != trainer.forward(batch).tobytes()
+    for _, parameter in trainer._worker.named_parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    assert got.tobytes() == trainer.forward(batch).tobytes()
 
 
 def test_checkpointing_and_pieces_of_the_vocabulary_change_nothing(model_path, micro_batch):

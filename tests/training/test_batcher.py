@@ -54,6 +54,17 @@ def test_what_aged_while_it_waited_is_dropped_as_stale() -> None:
     assert waiting.stale_tokens == sum(rollout.num_sampled_tokens for rollout in old.rollouts)
 
 
+def test_what_lacks_something_counts_as_stale() -> None:
+    waiting = batcher()
+    waiting.offer(group(0, version=3))
+    waiting.offer(group(1, version=2))
+    taken = waiting.take(
+        StepBudget(rollouts=2), producing=4, bounds=BOUNDS, usable=lambda group: group.oldest_version != 3
+    )
+    assert taken is not None and [each.index for each in taken] == [1]
+    assert (waiting.num_waiting, waiting.ledger.counts[Fate.STALE]) == (0, 1)
+
+
 def test_what_abandoned_weights_sampled_does_not_end_its_order() -> None:
     waiting = Batcher(ledger=Ledger(), lineage=Lineage(epoch=2, began_at=3), no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, version=4, epoch=1))
@@ -101,3 +112,15 @@ def test_a_skipped_step_turns_trained_into_filtered() -> None:
     assert waiting.ledger.frontier == 2
     waiting.offer(taken[0])
     assert (waiting.duplicates, waiting.num_waiting) == (1, 0), "they have ended"
+
+
+def test_an_order_that_was_given_up_ends_unless_its_group_is_here() -> None:
+    waiting = batcher()
+    waiting.offer(group(0))
+    waiting.end([0, 2], Fate.STALE)
+    assert (waiting.waiting, waiting.ledger.has(0), waiting.ledger.has(2)) == ([0], False, True)
+    waiting.offer(group(1))
+    waiting.offer(group(2))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
+    assert taken is not None and [g.index for g in taken] == [0, 1]
+    assert (waiting.ledger.counts[Fate.STALE], waiting.duplicates, waiting.ledger.frontier) == (1, 1, 3)

@@ -16,7 +16,8 @@ import pytest
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState, load
-from trainer_contract.types import ParameterInfo, TrainerSpec
+from tests.fakes.checkpoints import model_directory, save, state_of
+from trainer_contract.types import TrainerSpec
 
 SHIPPED = Path(__file__).resolve().parents[2] / "pipelinerl" / "models" / "tiny_speller"
 
@@ -26,36 +27,8 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    BigramModel.random(5, seed=0).save(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    (tmp_path / "model" / "pytorch_model.bin").write_text("other weights that must not be copied")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def store(tmp_path: Path, model: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model)
-
-
-def state(version: int, *, epoch: int = 1) -> TrainingState:
-    return TrainingState(
-        model_version=version,
-        epoch=epoch,
-        offsets={"identity": "x", "rollouts:actor-0": f"{version}-0"},
-        ledger={"frontier": version, "beyond": [version + 2], "counts": {"trained": version}},
-        controller={"epoch": epoch, "knobs": {"k": "inf"}},
-    )
-
-
-def save(store: CheckpointStore, version: int, *, epoch: int = 1) -> Path:
-    table = np.full((5, 5), version, np.float32)
-    return store.save(
-        state(version, epoch=epoch),
-        layout=[ParameterInfo("bigram.logits", (5, 5), "float32")],
-        weights=[("bigram.logits", table)],
-        parts={"trainer": lambda path: (path / "optimizer").write_bytes(bytes(100)) and None},
-    )
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model_directory(tmp_path / "model"))
 
 
 def latest(store: CheckpointStore) -> TrainingState | None:
@@ -66,7 +39,7 @@ def latest(store: CheckpointStore) -> TrainingState | None:
 def test_what_is_saved_is_what_is_found(store: CheckpointStore) -> None:
     assert store.latest() is None and store.oldest_kept_offsets() == {}
     path = save(store, 3)
-    assert store.latest() == (path, state(3))
+    assert store.latest() == (path, state_of(3))
     assert path.name == "step-000003"
     names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
     assert names == ["config.json", "manifest.json", "model.safetensors", "tokenizer.json", "trainer/optimizer"]
@@ -77,9 +50,9 @@ def test_the_newest_are_kept(store: CheckpointStore) -> None:
     for version in (9, 99, 999_999):
         save(store, version)
     assert [path.name for path in store.all()] == ["step-000099", "step-999999"]
-    assert store.oldest_kept_offsets() == state(99).offsets
+    assert store.oldest_kept_offsets() == state_of(99).offsets
     save(store, 1_000_000)
-    assert latest(store) == state(1_000_000), "by number, not by name"
+    assert latest(store) == state_of(1_000_000), "by number, not by name"
     assert [path.name for path in store.all()] == ["step-999999", "step-1000000"]
 
 
@@ -87,7 +60,7 @@ def test_the_same_step_of_a_later_epoch_replaces_the_earlier(store: CheckpointSt
     save(store, 1)
     save(store, 2)
     save(store, 2, epoch=2)
-    assert latest(store) == state(2, epoch=2)
+    assert latest(store) == state_of(2, epoch=2)
     assert [path.name for path in sorted(store.directory.iterdir())] == ["step-000001", "step-000002"]
 
 
@@ -116,7 +89,7 @@ def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
 def test_killed_anywhere_the_newest_whole_one_is_found(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    old, new = state(2), state(4, epoch=2)
+    old, new = state_of(2), state_of(4, epoch=2)
     for killed_at in range(100):
         save(store, 2)
         if again:
@@ -130,7 +103,7 @@ def test_killed_anywhere_the_newest_whole_one_is_found(
             else:
                 whole = True
         found = latest(store)
-        assert found in (old, state(4), new) if again else found in (old, new), done
+        assert found in (old, state_of(4), new) if again else found in (old, new), done
         if "rename" in done and done[-1] != "rename":
             assert found == new, "what was renamed and synced is there"
         if whole:
@@ -171,15 +144,15 @@ def test_every_damage_is_found_and_said(
         caplog.clear()
         with caplog.at_level(logging.ERROR):
             found = latest(store)
-        if found != state(2) or "skipping a damaged checkpoint" not in caplog.text:
+        if found != state_of(2) or "skipping a damaged checkpoint" not in caplog.text:
             missed.append(what)
         shutil.rmtree(path)
         shutil.copytree(tmp_path / "whole", path)
     assert missed == []
-    assert latest(store) == state(4)
+    assert latest(store) == state_of(4)
 
 
-@pytest.mark.parametrize("manifest", ["[]", "3", "{}", '{"format": 1}', '{"format": 2, "state": {}, "files": {}}'])
+@pytest.mark.parametrize("manifest", ["[]", "3", "{}", '{"format": 1}', '{"format": 3, "state": {}, "files": {}}'])
 def test_other_manifests_are_refused_with_a_sentence(store: CheckpointStore, manifest: str) -> None:
     path = save(store, 2)
     (path / "manifest.json").write_text(manifest)
@@ -195,8 +168,8 @@ def test_a_full_disk_leaves_the_checkpoints_as_they_were(store: CheckpointStore)
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        store.save(state(4), layout=[], weights=[], parts={"trainer": full})
-    assert latest(store) == state(2)
+        store.save(state_of(4), layout=[], weights=[], parts={"trainer": full})
+    assert latest(store) == state_of(2)
     assert latest(store) is not None and save(store, 4).name == "step-000004"
 
 
@@ -204,7 +177,7 @@ def test_the_offsets_that_may_be_trimmed_need_no_reading_of_weights(store: Check
     """Only the manifest is read: weights may be many gigabytes."""
     path = save(store, 2)
     (path / "model.safetensors").unlink()
-    assert store.oldest_kept_offsets() == state(2).offsets
+    assert store.oldest_kept_offsets() == state_of(2).offsets
 
 
 def test_transformers_loads_a_checkpoint_as_it_lies(tmp_path: Path) -> None:
@@ -217,7 +190,7 @@ def test_transformers_loads_a_checkpoint_as_it_lies(tmp_path: Path) -> None:
     trainer.init_worker(TrainerSpec(model_path=SHIPPED))
     store = CheckpointStore(tmp_path, keep=1, model_directory=SHIPPED)
     path = store.save(
-        state(0),
+        state_of(0),
         layout=trainer.weight_layout(),
         weights=trainer.gather_weights(),
         parts={"trainer": trainer.save_state},
@@ -228,4 +201,4 @@ def test_transformers_loads_a_checkpoint_as_it_lies(tmp_path: Path) -> None:
         assert name == other and torch.equal(given, expected)
     assert len(AutoTokenizer.from_pretrained(path, local_files_only=True)) == 57
     assert json.loads((path / "config.json").read_text())["model_type"] == "qwen3"
-    assert store.latest() == (path, state(0))
+    assert store.latest() == (path, state_of(0))

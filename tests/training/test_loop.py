@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, final
 
+import numpy as np
 import pytest
 
 from inference_contract.schemas import OnUpdate
@@ -22,6 +23,7 @@ from pipelinerl.messages import (
     Checkpointed,
     Directive,
     Progress,
+    Proved,
     Published,
     Report,
     StepDone,
@@ -39,16 +41,19 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
 from pipelinerl.trainers.bigram_trainer import BigramTrainer
+from pipelinerl.training.admission import Fate
 from pipelinerl.training.checkpoint import CheckpointStore
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
+from pipelinerl.training.packing import WeightedRollout, pack
 from pipelinerl.training.passes import Passes
+from pipelinerl.training.proof import Forward, Proofs
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step import TrainStep
 from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.layout import wire_layout
 from pipelinerl.weights.publisher import Publication, PublishReport
 from tests.fakes.rollouts import group, rollout
-from trainer_contract.types import TrainerSpec
+from trainer_contract.types import MicroBatch, TrainerSpec
 
 DEADLINE_S = 10.0
 ENGINE = "http://engine-0"
@@ -57,12 +62,14 @@ R = TypeVar("R")
 
 @final
 class Engines:
-    """Takes publications, as slowly as the test wants; satisfies `Publisher`."""
+    """Takes publications, as slowly as the test wants, and proves them; satisfies `Publisher` and `Prover`."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, int, int]] = []
-        self.gate = asyncio.Event()
+        self.proven: list[tuple[int, list[float]]] = []
+        self.gate, self.doubt = asyncio.Event(), asyncio.Event()
         self.gate.set()
+        self.doubt.set()
         self.broken = ""
         self.closed = False
 
@@ -82,8 +89,21 @@ class Engines:
             failed={},
         )
 
+    async def prove(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> Proofs:
+        """The trainer's log-probs of two tokens are kept, for the test to judge."""
+        await self.doubt.wait()
+        self.proven.append((published.version, (await forward(two_tokens())).tolist()))
+        return Proofs(worst=dict.fromkeys(urls, 0.0))
+
     async def close(self) -> None:
         self.closed = True
+
+
+def two_tokens() -> MicroBatch:
+    """Those that every rollout here has."""
+    weighted = WeightedRollout(rollout=rollout(), advantages=np.zeros(2), token_weight=1.0)
+    (packed,) = pack([weighted], token_budget=8)
+    return packed.micro_batch
 
 
 def poisoned(index: int) -> RolloutGroup:
@@ -165,6 +185,7 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S, warmup_steps: 
         objective=resolve("grpo"),
         stream=stream,
         publisher=engines,
+        prover=engines,
         checkpoints=store,
         restored=None,
         at=steps.append,
@@ -183,6 +204,38 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S, warmup_steps: 
 async def ended(made: Room) -> int:
     assert made.task is not None
     return await asyncio.wait_for(made.task, DEADLINE_S)
+
+
+async def test_an_engine_proves_the_weights_it_was_given_before_a_step_changes_them(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        made.engines.doubt.clear()
+        before = made.trainer.forward(two_tokens()).tolist()
+        await made.begin(publish_to=[ENGINE, "http://engine-1"], prove=[ENGINE])
+        await made.heard(Published)
+        await made.roll_out(0, 1)
+        async with asyncio.timeout(DEADLINE_S):
+            while not made.loop._batcher.ledger.counts[Fate.TRAINED]:
+                await asyncio.sleep(0.005)
+        assert (made.trainer.model_version, made.steps) == (0, []), "the step waits for the proof"
+        made.engines.doubt.set()
+        proved = await made.heard(Proved)
+        assert (proved.model_version, proved.membership, proved.worst) == (0, 1, {ENGINE: 0.0})
+        await made.heard(StepDone)
+        assert made.engines.proven == [(0, before)]
+        assert made.trainer.forward(two_tokens()).tolist() != before
+
+
+async def test_orders_that_were_given_up_end_as_stale_and_a_group_that_comes_all_the_same_is_dropped(
+    tmp_path: Path,
+) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.say("reload-e1-0-m1", stale=[0, 3], failed=[4])
+        progress = await made.heard(Progress)
+        assert (progress.consumed.stale, progress.consumed.failed, progress.consumed.beyond) == (2, 1, [3, 4])
+        await made.roll_out(0, 1, 2, 3)
+        done = await made.heard(StepDone)
+        assert (done.orders, done.consumed.trained, done.consumed.stale, done.consumed.frontier) == ([1, 2], 2, 2, 5)
 
 
 async def test_steps_are_reported_and_each_waits_for_its_directive(tmp_path: Path) -> None:

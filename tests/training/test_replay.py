@@ -14,9 +14,10 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram_trainer import BigramTrainer
 from pipelinerl.training.adaptive import AdaptiveObjective
 from pipelinerl.training.admission import Lineage
-from pipelinerl.training.passes import Passes
+from pipelinerl.training.passes import OldLogprobs, Passes
 from pipelinerl.training.replay import RecordedStep, Replay
 from pipelinerl.training.step import TrainStep
+from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group
 from trainer_contract.types import TrainerSpec
@@ -91,3 +92,32 @@ def test_what_is_missing_is_named(model: Path) -> None:
         list(replay(model, {index: kept for index, kept in GROUPS.items() if index != 2}).run(steps))
     with pytest.raises(RecordError, match="the step after version 0 is not recorded, the next is 2"):
         list(replay(model).run(steps[1:]))
+
+
+def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
+    """Old log-probs at the weights that sampled each token: steps hang on earlier weights, too."""
+    taking = replay(model)
+    policy = taking.step.passes.policy
+    passes = Passes(
+        policy=policy,
+        old_logprobs=OldLogprobs.SAMPLING_WEIGHTS,
+        history=WeightHistory(policy.weight_layout()),
+    )
+    objective = AdaptiveObjective(resolve("decoupled_ppo"), controller=None)
+    return replace(taking, step=TrainStep(passes=passes), objective=objective, acceptance=acceptance)
+
+
+def test_the_weights_that_sampled_are_kept_as_long_as_steps_ask_for_them(model: Path) -> None:
+    """Step 3 trains on what versions 1 and 2 sampled."""
+    blanks = [
+        RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures={"learning_rate": 0.1})
+        for version, orders in ((1, (0, 1)), (2, (2, 4)), (3, (5, 8)))
+    ]
+    steps = [
+        replace(blank, figures=blank.figures | taken.figures)
+        for blank, taken in zip(blanks, at_sampling_weights(model, acceptance=2).run(blanks), strict=True)
+    ]
+    assert max(step.figures["staleness_max"] for step in steps) == 2
+    assert [each.differences for each in at_sampling_weights(model, acceptance=2).run(steps)] == [{}, {}, {}]
+    with pytest.raises(RecordError, match="the weights of version 0 are not kept any more"):
+        list(at_sampling_weights(model, acceptance=1).run(steps))

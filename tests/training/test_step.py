@@ -21,6 +21,7 @@ from pipelinerl.training.batch import build, learns_from_equals
 from pipelinerl.training.critic import Critic
 from pipelinerl.training.guard import Poison
 from pipelinerl.training.passes import OldLogprobs, Passes
+from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step import Accumulated, TrainStep
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
 from tests.fakes.rollouts import group, rollout
@@ -203,6 +204,31 @@ def test_while_the_critic_warms_up_the_policy_stands_still(spec: TrainerSpec) ->
         assert (stands, figures["learning_rate"]) == ((True, 0.0) if version <= 2 else (False, 0.1))
         assert not np.array_equal(weights(step.critic.worker), before[1])
         assert figures["value_loss"] > 0 and figures["value_grad_norm"] > 0
+
+
+def test_the_critics_rate_follows_its_own_schedule(spec: TrainerSpec) -> None:
+    step, objective = step_of(spec), resolve("ppo")
+    assert step.critic is not None
+    schedule = LearningRateSchedule(warmup_steps=2, steps=4, shape="linear", final_fraction=0.0)
+    scheduled = TrainStep(passes=step.passes, critic=replace(step.critic, schedule=schedule))
+    rates = []
+    for _ in range(4):
+        figures = scheduled.apply(accumulated(scheduled, objective, budget=30, of=groups()), learning_rate=0.3)
+        assert not isinstance(figures, Poison)
+        rates.append((figures["value_learning_rate"], figures["learning_rate"]))
+    assert rates == [(0.1 / 2, 0.3), (0.1, 0.3), (0.1, 0.3), (0.1 / 2, 0.3)]
+
+
+def test_a_kl_coefficient_that_is_sent_as_a_column_changes_the_step_as_it_should(spec: TrainerSpec) -> None:
+    norms = []
+    for beta in (0.0, 0.5, 5.0):
+        objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta}})
+        step = without_critic(step_of(spec))
+        figures = step.apply(accumulated(step, objective, budget=30, of=groups()), learning_rate=0.1)
+        assert not isinstance(figures, Poison)
+        norms.append(figures["grad_norm"])
+    assert norms[0] < norms[1] < norms[2]
+    assert norms[2] == pytest.approx(10 * norms[1], rel=0.5), "the penalty outweighs the rest"
 
 
 def test_a_critic_learns_what_the_rollouts_earn(spec: TrainerSpec) -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -219,8 +219,8 @@ async def test_generation_goes_on_during_a_slow_broadcast(
 async def test_an_engine_that_dies_in_the_broadcast(
     publisher: BroadcastPublisher, control: Recording, engines: list[str], death: signal.Signals
 ) -> None:
-    """Killed: the others are served in the same publication. Hanging: at its deadline, or by the next."""
-    timeout_s = 8.0 if death is signal.SIGKILL else 1.5
+    """Killed or standing still: the others are served in the same publication, by another generation of the group."""
+    timeout_s = 15.0
     with as_process("tests.fakes.scripted_engine") as (victim, process):
         # The process imports torch when it first joins, which takes seconds on a busy core.
         warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=60.0))
@@ -234,15 +234,10 @@ async def test_an_engine_that_dies_in_the_broadcast(
         os.kill(process.pid, death)
         began = time.monotonic()
         release.set()
-        if death is signal.SIGKILL:
-            report = await update
-            assert set(report.pauses_s) == set(engines) and list(report.failed) == [victim]
-            assert report.failed[victim]
-        else:
-            # As many as gloo's tree had reached before its deadline are served, perhaps none.
-            with suppress(UpdateError):
-                assert victim in (await update).failed
-            assert {await serving(control, url) for url in engines} <= {(1, 1), (1, 2)}
+        report = await update
+        assert set(report.pauses_s) == set(engines) and list(report.failed) == [victim]
+        assert report.failed[victim]
+        assert [await serving(control, url) for url in engines] == [(1, 2), (1, 2)]
         assert time.monotonic() - began < timeout_s + 4.0
         assert (await publisher.publish(publication(3, engines, membership=2))).failed == {}
     one, two = [await greedy(control, url) for url in engines]

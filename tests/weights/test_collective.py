@@ -139,3 +139,16 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except OSError:
         return ""
+
+
+def test_a_rank_whose_broadcast_failed_has_left_and_others_hear_of_it_at_once(rendezvous: Rendezvous) -> None:
+    """An engine behind a dead one must not leave rank 0 waiting for its deadline: it has broken off, and says so."""
+    root, leaf = _pair(rendezvous)
+    with pytest.raises(DeadlineError):
+        leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)
+    with pytest.raises(UpdateError, match="was left"):
+        leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 5)
+    began = time.monotonic()
+    with pytest.raises(UpdateError):
+        root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=began + 30)
+    assert time.monotonic() - began < 15

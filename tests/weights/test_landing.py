@@ -46,15 +46,15 @@ def land(landing: Landing, part: Part) -> None:
 def test_any_order_of_parts_gives_the_bytes_and_their_digest(into: Any, order: str, part_bytes: int) -> None:
     buffer = OnDevice() if into is OnDevice else into(len(DATA), dtype=np.uint8 if into is np.zeros else torch.uint8)
     came: list[int] = []
-    landing = Landing(buffer, part_bytes=part_bytes, came=came.append)
-    parts = landing.missing()
+    landing = Landing(buffer, shards=[[(0, len(DATA))]], came=came.append)
+    parts = landing.missing(0, part_bytes=part_bytes)
     assert [parts[0][0], parts[-1][1]] == [0, len(DATA)]
     middle = len(parts) // 2
     turned = {"forwards": parts, "backwards": parts[::-1], "inside out": parts[middle:] + parts[:middle]}[order]
     for number, part in enumerate(turned):
-        assert landing.missing() == [other for other in parts if other not in turned[:number]]
+        assert landing.missing(0, part_bytes=part_bytes) == [other for other in parts if other not in turned[:number]]
         land(landing, part)
-    assert landing.missing() == [] and landing.digest() == DIGEST
+    assert landing.missing(0, part_bytes=part_bytes) == [] and landing.digest() == DIGEST
     assert bytes(getattr(buffer, "memory", buffer)) == DATA.tobytes()
     assert came == sorted(came) and came[-1] == len(DATA)
 
@@ -62,7 +62,18 @@ def test_any_order_of_parts_gives_the_bytes_and_their_digest(into: Any, order: s
 def test_many_threads_land_at_once() -> None:
     for _ in range(20):
         buffer = np.zeros(len(DATA), np.uint8)
-        landing = Landing(buffer, part_bytes=3, came=lambda _: None)
+        landing = Landing(buffer, shards=[[(0, 400), (700, 1000)], [(400, 700)]], came=lambda _: None)
+        parts = landing.missing(0, part_bytes=3) + landing.missing(1, part_bytes=5)
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda part, made=landing: land(made, part), landing.missing()))  # type: ignore[misc]
+            list(threads.map(lambda part, made=landing: land(made, part), parts))  # type: ignore[misc]
         assert landing.digest() == DIGEST and np.array_equal(buffer, DATA)
+
+
+def test_a_shard_alone_has_the_digest_of_its_ranges_and_leaves_the_rest_as_it_was() -> None:
+    buffer = np.full(len(DATA), 255, np.uint8)
+    landing = Landing(buffer, shards=[[(100, 300), (600, 1000)]], came=lambda _: None)
+    for part in landing.missing(0, part_bytes=64)[::-1]:
+        land(landing, part)
+    mine = np.concatenate([DATA[100:300], DATA[600:]])
+    assert landing.digest() == xxhash.xxh3_128(mine.tobytes()).hexdigest()
+    assert np.array_equal(buffer[600:], DATA[600:]) and (buffer[:100] == 255).all() and (buffer[300:600] == 255).all()

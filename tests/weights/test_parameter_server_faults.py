@@ -188,7 +188,7 @@ def test_a_replica_that_stands_still_is_left_out(server: Server, replica: str, m
             placed = placement.place(publication(1), {}, deadline=soon())
     finally:
         os.kill(process.pid, signal.SIGCONT)
-    assert placed.sources == (replica,) and "was not answered in time" in placed.failed[url]
+    assert placed.sources == ((replica,),) and "was not answered in time" in placed.failed[url]
 
 
 async def test_a_publication_outlives_the_death_of_its_only_server(tmp_path: Path) -> None:

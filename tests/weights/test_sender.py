@@ -12,7 +12,9 @@ import torch
 import xxhash
 
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
-from pipelinerl.errors import UpdateError
+from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.weights.background import in_background
+from pipelinerl.weights.collective import Collective, Rendezvous
 from pipelinerl.weights.sender import WeightSender
 
 LAYOUT = WeightLayout(
@@ -98,3 +100,16 @@ def test_a_parameter_that_needs_grad_and_is_not_contiguous_is_sent() -> None:
 def test_what_the_layout_does_not_say_is_refused(items: list[tuple[str, Any]], sentence: str) -> None:
     with pytest.raises(UpdateError, match=sentence):
         _send(items)
+
+
+def test_a_rank_that_takes_no_bucket_ends_the_sending_after_the_silence_and_not_at_the_deadline() -> None:
+    rendezvous = Rendezvous("127.0.0.1")
+    join = lambda rank: Collective.join(  # noqa: E731
+        host="127.0.0.1", port=rendezvous.port, group="g", generation=1, rank=rank, world_size=2, timeout_s=10.0
+    )
+    root, leaf = (future.result(20) for future in [in_background(f"{rank}", lambda r=rank: join(r)) for rank in (0, 1)])  # type: ignore[misc]
+    sender, began = WeightSender(LAYOUT, lambda: iter(ARRAYS.items()), 16), time.monotonic()
+    with pytest.raises(DeadlineError, match=r"bucket \d of 2 \(parameter"):
+        sender.send(root, deadline=began + 60, silence_s=0.3)
+    assert sender.broke_in_group and time.monotonic() - began < 20
+    leaf.close()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipelinerl.errors import CheckpointError
+from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.retention import Key
-from pipelinerl.weights.snapshot_store import SnapshotStore
+from pipelinerl.weights.server_wire import ShardSpec
+from pipelinerl.weights.snapshot_store import Snapshot, SnapshotStore
 from tests.fakes.parameter_server import LAYOUT, digest, flat
 
 
@@ -18,8 +21,15 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "copies") if request.param == "directory" else f"memory://{tmp_path.name}/copies"
 
 
+def snapshot_of(key: Key, shard: ShardSpec = ShardSpec()) -> Snapshot:
+    made = WeightDigest()
+    for start, end in shard.ranges(LAYOUT):
+        made.update(flat(key[1])[start:end])
+    return Snapshot(key=key, layout=LAYOUT, shard=shard, digest=made.hexdigest(), whole=digest(key[1]))
+
+
 def save(store: SnapshotStore, key: Key) -> None:
-    store.save(key, LAYOUT, flat(key[1]), digest(key[1]))
+    store.save(snapshot_of(key), flat(key[1]))
 
 
 def test_the_newest_comes_back_bit_by_bit(place: str) -> None:
@@ -36,11 +46,23 @@ def test_the_newest_comes_back_bit_by_bit(place: str) -> None:
 def test_saving_a_version_again_replaces_it(place: str) -> None:
     store = SnapshotStore(place)
     save(store, (1, 1))
-    store.save((1, 1), LAYOUT, flat(2), digest(2))
+    store.save(replace(snapshot_of((1, 2)), key=(1, 1)), flat(2))
     (snapshot,) = store.newest()
     into = np.zeros(LAYOUT.num_bytes, np.uint8)
     store.read(snapshot, into)
     assert np.array_equal(into, flat(2))
+
+
+def test_shards_are_saved_alone_and_together_give_the_whole(place: str) -> None:
+    into = np.zeros(LAYOUT.num_bytes, np.uint8)
+    for number in range(2):
+        shard = ShardSpec(number=number, count=2, bucket_bytes=1000)
+        store = SnapshotStore(f"{place}/{number}")
+        store.save(snapshot_of((1, 4), shard), flat(4))
+        (snapshot,) = store.newest()
+        assert snapshot == snapshot_of((1, 4), shard)
+        store.read(snapshot, into)
+    assert np.array_equal(into, flat(4))
 
 
 def test_an_empty_place_has_none(place: str) -> None:

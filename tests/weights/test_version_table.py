@@ -22,7 +22,7 @@ def announce(
 
 def publish(table: VersionTable, version: int, *, epoch: int = 1, **progress: Key | None) -> Version:
     announce(table, version, epoch=epoch, **progress)
-    return table.seal((epoch, version), f"digest-{epoch}.{version}")
+    return table.seal((epoch, version), f"digest-{epoch}.{version}", "whole")
 
 
 def held(table: VersionTable) -> list[Key]:
@@ -35,7 +35,7 @@ def test_a_version_is_given_out_once_it_is_sealed() -> None:
     with pytest.raises(NotPrepared, match=r"1\.1 is not complete yet"):
         table.whole((1, 1))
     assert table.newest() is None
-    table.seal((1, 1), "d")
+    table.seal((1, 1), "d", "whole")
     assert table.whole((1, 1)).digest == "d"
     with pytest.raises(NotPrepared, match=r"1\.2 is not held here; held: 1\.1"):
         table.whole((1, 2))
@@ -47,9 +47,9 @@ def test_announcing_again_is_a_no_op_and_sealing_again_too() -> None:
     assert announce(table, 1).segment is first.segment
     publish(table, 1)
     assert announce(table, 1).digest == "digest-1.1"
-    table.seal((1, 1), "digest-1.1")
+    table.seal((1, 1), "digest-1.1", "whole")
     with pytest.raises(DigestMismatch, match=r"complete with digest digest-1\.1"):
-        table.seal((1, 1), "other")
+        table.seal((1, 1), "other", "whole")
     with pytest.raises(LayoutMismatch, match="parameter 'a' must have shape"):
         announce(table, 1, layout=WIDER)
 
@@ -82,7 +82,7 @@ def test_memory_is_reused_and_what_was_not_finished_is_not() -> None:
     assert announce(table, 3).segment is first
     unfinished = announce(table, 4).segment
     assert unfinished is not first, "whoever began to write version 3 may still be at it"
-    table.seal((1, 4), "d")
+    table.seal((1, 4), "d", "whole")
     assert announce(table, 5).segment is second
 
 
@@ -114,7 +114,7 @@ def test_a_later_trainer_takes_over_and_the_earlier_one_is_refused() -> None:
     for refused in (lambda: announce(table, 9), lambda: table.confirm(1, {})):
         with pytest.raises(StaleVersion, match="epoch 2 has taken over from epoch 1"):
             refused()
-    table.seal((2, 5), "d")
+    table.seal((2, 5), "d", "whole")
     assert held(table) == [(2, 5)]
 
 

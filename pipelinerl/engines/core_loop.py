@@ -1,13 +1,13 @@
-"""`VllmLoop`: a `SampleLoop` whose samples are made by vLLM's engine core, a process of its own.
+"""`CoreLoop`: a `SampleLoop` whose samples are made by an `EngineCore`, a process of its own.
 
-    BatchingEngine ── Request ──▶ this thread ── one core request per sample ──▶ engine core: schedule, step, sample
-          ▲                           │  ▲                                             │
-          └──────── Delivery ─────────┘  └─── tokens, log-probs and their version ─────┘
+    BatchingEngine ── Request ──▶ this thread ── one core request per sample ──▶ core: schedule, step, sample
+          ▲                           │  ▲                                        │
+          └──────── Delivery ─────────┘  └───── tokens, log-probs, their version ─┘
 
-An update happens between two steps: pause, load in every worker, name the new version, resume. The core names a step's
-version as the step ends and answers in the order in which things happened; the name changes in the pause alone, so no
-token can be named after weights that did not sample it. Since this thread takes every output that has come before it
-goes on with a commit, the old version's tokens are all counted when the commit is answered.
+An update happens between two steps: pause, load and name the new version, resume. The core says of each token which
+weights sampled it, so none can be named after weights that did not. Since this thread takes every output that has come
+before it goes on with a commit, what vLLM's core has sampled with the old version is counted when the commit is
+answered; over HTTP, where a token may still be on its way, as good as always.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -23,40 +23,18 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, Overloaded, UpdateInProgress
-from inference_contract.schemas import FinishReason, OnUpdate, WeightLayout
+from inference_contract.schemas import FinishReason, OnUpdate
 from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, SampledToken, aborted, deliveries, sampled
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.sequence import Request, Sequence, extend
-
-if TYPE_CHECKING:
-    from pipelinerl.engines.vllm_core import Sampled, Step, VllmCore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmModel:
-    """The model that a core serves; satisfies `ServedModel`. The workers map `staged`, too."""
-
-    slots: int
-    context_length: int
-    vocab_size: int
-    layout: WeightLayout
-    cache_bytes: int
-    staged: Any
-
-    def staging(self) -> Any:
-        """u8 [layout.num_bytes], a torch tensor in memory that is shared with the workers."""
-        return self.staged
-
-    def finish_staging(self) -> None:
-        """Nothing to do: the workers take their slices when it is committed."""
+from pipelinerl.engines.engine_core import CoreModel, EngineCore, Sampled, Step, label_of, sample_id
 
 
 @final
-class VllmLoop:
+class CoreLoop:
     """One engine core and the thread that speaks to it.
 
     Args:
@@ -70,7 +48,7 @@ class VllmLoop:
     def __init__(
         self,
         *,
-        start_core: Callable[[], Awaitable[tuple[VllmCore, VllmModel]]],
+        start_core: Callable[[], Awaitable[tuple[EngineCore, CoreModel]]],
         max_waiting: int,
         stop_ids: frozenset[int],
         deliver: Callable[[list[Delivery]], None],
@@ -92,10 +70,10 @@ class VllmLoop:
         self._open: dict[str, Sequence] = {}  # the samples that the core works on; of the thread
         self._sending: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # of whoever pauses the core
-        self._core: VllmCore
+        self._core: EngineCore
         self._events: asyncio.AbstractEventLoop
         self._main: asyncio.Task[None]
-        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
 
     # --- called from the engine's event loop ---------------------------------------------------------------------
 
@@ -129,7 +107,7 @@ class VllmLoop:
         return max(self._num_open - self._slots, 0)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises `Overloaded` or `EngineStopped`."""
+        """Queue a request. Raises `Overloaded` or `EngineStopped`, or what the core refuses it with."""
         samples = len(request.sequences)
         with self._guard:
             if not self.is_alive:
@@ -139,6 +117,7 @@ class VllmLoop:
                     f"the waiting queue holds at most {self._max_waiting} samples, {self.num_waiting} wait and "
                     f"{samples} more were asked for; retry later or at another engine"
                 )
+            self._core.check(request)
             self._requests[request.request_id] = request
             self._num_open += samples
             self._events.call_soon_threadsafe(self._admit, request)
@@ -190,7 +169,7 @@ class VllmLoop:
         except asyncio.CancelledError:
             pass  # `stop`
         finally:
-            self._core.close()
+            await self._core.close()
 
     def _end(self) -> None:
         with self._guard:
@@ -218,24 +197,22 @@ class VllmLoop:
         self.totals.prompt_tokens += len(request.prompt_token_ids)
         for sequence in request.sequences:
             sequence.mark_version(version)
-            self._open[_id(sequence)] = sequence
+            self._open[sample_id(sequence)] = sequence
         self._send(self._begin(request))
 
     async def _begin(self, request: Request) -> None:
-        """The samples of a request enter in one step, so that alone on the engine it is computed alike each time."""
+        """Never while the core is paused for an update: what begins after it is all of one version."""
         async with self._turn:
-            begun = [sequence for sequence in request.sequences if _id(sequence) in self._open]
-            epoch, version = self.serving
-            salt = f"{epoch}.{version}"  # no prompt is read from a cache that older weights have filled
-            add = [self._core.add(_id(each), each, stop_ids=self._stop_ids, salt=salt) for each in begun]
-            if len(add) > 1:
-                # The core obeys in order and at once, but may answer a pause that is over only when it is idle.
-                self._send(self._core.pause(OnUpdate.CONTINUE))
-                add.append(self._core.resume())
-            await asyncio.gather(*add)
+            begun = [sequence for sequence in request.sequences if sample_id(sequence) in self._open]
+            salt = label_of(*self.serving)  # no prompt is read from a cache that older weights have filled
+            await self._core.add(begun, stop_ids=self._stop_ids, salt=salt)
 
     def _withdraw(self, request: Request) -> None:
-        ids = [_id(sequence) for sequence in request.sequences if self._open.pop(_id(sequence), None) is not None]
+        ids = [
+            sample_id(sequence)
+            for sequence in request.sequences
+            if self._open.pop(sample_id(sequence), None) is not None
+        ]
         self.totals.aborted_sequences += len(ids)
         request.unfinished = 0
         self._close([request], samples=len(ids))
@@ -257,6 +234,7 @@ class VllmLoop:
         known = [(self._open[sample.sample_id], sample) for sample in step.samples if sample.sample_id in self._open]
         for sequence, sample in known:
             request = sequence.request
+            self.totals.generated_tokens += sample.arrived
             news = self._extended(sequence, sample, step.serving or self.serving)
             if request.streams:
                 streamed += news
@@ -269,7 +247,7 @@ class VllmLoop:
             request.unfinished -= 1
             if request.unfinished == 0:
                 finished.append(request)
-        sampling = sum(1 for sample in step.samples if sample.token_ids)
+        sampling = sum(1 for sample in step.samples if sample.arrived)
         self.totals.decode_steps += sampling > 0
         self.totals.occupied_slot_steps += sampling
         self._close(finished, samples=len(ended))
@@ -291,7 +269,6 @@ class VllmLoop:
                 sequence.request.epoch = epoch
         for token_id, logprob in zip(sample.token_ids, sample.logprobs, strict=True):
             ended = extend([sequence], [token_id], [logprob], self._stop_ids)
-            self.totals.generated_tokens += 1
             if sequence.request.streams:
                 news.append(sampled(sequence))
             if ended:
@@ -314,8 +291,7 @@ class VllmLoop:
         try:
             await core.pause(on_update)
             began = time.perf_counter()  # until now the step in hand went on, or with `drain` many
-            await core.load_staged()
-            await core.name_version(epoch, version)
+            await core.load_staged(epoch, version)
             if on_update is OnUpdate.RECOMPUTE_KV:
                 await core.forget_cache()
             self.serving = (epoch, version)
@@ -339,7 +315,3 @@ class VllmLoop:
             self._send(self._core.abort(ids))
         if requests:
             self._deliver([Delivery(request, is_last=True, error=error) for request in requests])
-
-
-def _id(sequence: Sequence) -> str:
-    return f"{sequence.request.request_id}-{sequence.index}"

@@ -1,0 +1,277 @@
+"""What an update of many engines costs beside the bytes: control, by the number of engines and of tensors.
+
+Engines here are everything of an engine that an update passes through, HTTP server, receiver and seat in a gloo group,
+without a model; several share a process. The trainer's side is the real publisher. Each fleet exists twice:
+
+    real        the tensors are 8 MB in all
+    1-byte      as many tensors of one byte each: what remains is control
+
+`control` is the time of a 1-byte update outside the broadcast: PREPARE and COMMIT of every engine at once. `trainer` is
+the processor time that the trainer's process spends on it, the engines' being theirs: on two cores, 64 engines that
+answer two requests each take turns, which they would not do on machines of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+import uvicorn
+import uvloop
+
+from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from inference_contract.errors import InvalidRequest
+from inference_contract.schemas import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    DType,
+    EngineMetrics,
+    EngineState,
+    Health,
+    InitProcessGroupRequest,
+    ModelCard,
+    OnUpdate,
+    ParameterSpec,
+    ProcessGroupStatus,
+    WeightLayout,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl.engines.http_server import create_app
+from pipelinerl.engines.weight_receiver import WeightReceiver
+from pipelinerl.http_service import listen
+from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.control_client import ControlClient
+from pipelinerl.weights.publisher import Publication
+
+#: (engines, tensors)
+FLEETS: Final = ((1, 100), (4, 10), (4, 100), (4, 1_000), (4, 10_000), (16, 100), (64, 100))
+QUICK: Final = ((1, 100), (4, 10), (4, 1_000))
+_REAL_BYTES: Final = 8 * 2**20
+_PER_PROCESS: Final = 16
+_PATIENCE_S: Final = 120.0
+_BASE_MS: Final = 5.0
+_EACH_MS: Final = 0.02
+
+
+def _layout(tensors: int, *, real: bool) -> WeightLayout:
+    size = _REAL_BYTES // tensors if real else 1
+    rows = (ParameterSpec(name=f"layers.{row}.weight", shape=(size,), dtype=DType.INT8) for row in range(tensors))
+    return WeightLayout(parameters=tuple(rows))
+
+
+@final
+class _Engine:
+    """Satisfies `Engine`, as far as updates go, and `WeightTarget`."""
+
+    def __init__(self, layout: WeightLayout) -> None:
+        self.layout = layout
+        self._buffers = [np.zeros(layout.num_bytes, np.uint8) for _ in range(2)]
+        self._serving = (0, 0)
+        self._receiver: WeightReceiver
+
+    async def start(self) -> None:
+        self._receiver = WeightReceiver(self)
+
+    async def close(self) -> None:
+        self._receiver.close()
+
+    def staging(self) -> Any:
+        return self._buffers[1]
+
+    def finish_staging(self) -> None:
+        return None
+
+    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+        self._buffers.reverse()
+        self._serving = epoch, version
+        return 0.0
+
+    def serving(self) -> tuple[int, int]:
+        return self._serving
+
+    async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+        return await self._receiver.init_process_group(request)
+
+    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        return await self._receiver.request_weight_update(request)
+
+    async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
+        raise InvalidRequest("this engine has no model")
+
+    async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        raise InvalidRequest("this engine has no model")
+        yield  # a stream by its type
+
+    def model_card(self) -> ModelCard:
+        epoch, version = self._serving
+        return ModelCard(
+            id="none",
+            model_version=version,
+            epoch=epoch,
+            context_length=1,
+            layout=self.layout,
+            layout_id=self.layout.layout_id,
+        )
+
+    def health(self) -> Health:
+        return Health(state=EngineState.READY, epoch=self._serving[0], model_version=self._serving[1])
+
+    def metrics(self) -> EngineMetrics:
+        return EngineMetrics(epoch=self._serving[0], model_version=self._serving[1])
+
+
+def _engines(ports: Connection, count: int, tensors: int, real: bool) -> None:
+    """A process of `count` engines: sends their ports."""
+    _open_many_files()
+    torch.set_num_threads(1)
+    layout = _layout(tensors, real=real)
+
+    async def serve() -> None:
+        listeners = [listen("127.0.0.1", 0) for _ in range(count)]
+        servers = [
+            uvicorn.Server(
+                uvicorn.Config(create_app(_Engine(layout), token=None), http="httptools", ws="none", log_config=None)
+            )
+            for _ in listeners
+        ]
+        serving = [
+            asyncio.create_task(server.serve(sockets=[listener]))
+            for server, listener in zip(servers, listeners, strict=True)
+        ]
+        while not all(server.started for server in servers):
+            await asyncio.sleep(0.01)
+        ports.send([listener.getsockname()[1] for listener in listeners])
+        await asyncio.gather(*serving)
+
+    uvloop.run(serve())
+
+
+def _open_many_files() -> None:
+    """Every rank of a group is connected to every other."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@contextmanager
+def _fleet(engines: int, tensors: int, *, real: bool) -> Iterator[list[str]]:
+    """Base URLs of so many engines."""
+    spawn = multiprocessing.get_context("spawn")
+    urls: list[str] = []
+    with ExitStack() as stack:
+        for first in range(0, engines, _PER_PROCESS):
+            ours, theirs = spawn.Pipe()
+            count = min(_PER_PROCESS, engines - first)
+            process = spawn.Process(target=_engines, args=(theirs, count, tensors, real), daemon=True)
+            process.start()
+            stack.callback(process.join, 10)
+            stack.callback(process.kill)
+            if not ours.poll(_PATIENCE_S):
+                raise RuntimeError(f"the engines did not start within {_PATIENCE_S:g} s")
+            urls += [f"http://127.0.0.1:{port}" for port in ours.recv()]
+        yield urls
+
+
+@final
+class _Trainer:
+    """The trainer of one fleet."""
+
+    def __init__(self, control: ControlClient, layout: WeightLayout, engines: list[str]) -> None:
+        self._publisher = BroadcastPublisher(control)
+        self._layout = layout
+        self._engines = tuple(engines)
+        self._version = 0
+        whole = np.zeros(layout.num_bytes, np.int8)
+        self._arrays, at = [], 0
+        for parameter in layout.parameters:
+            self._arrays.append((parameter.name, whole[at : at + parameter.num_bytes].reshape(parameter.shape)))
+            at += parameter.num_bytes
+
+    async def update(self) -> tuple[float, float, float]:
+        """Publish the next version: seconds in all, seconds beside the broadcast, and of this process's processor."""
+        self._version += 1
+        publication = Publication(
+            version=self._version,
+            epoch=1,
+            layout=self._layout,
+            weights=lambda: iter(self._arrays),
+            engines=self._engines,
+            membership=1,
+            timeout_s=_PATIENCE_S,
+        )
+        spent = time.process_time()
+        report = await self._publisher.publish(publication)
+        if report.failed:
+            raise RuntimeError(f"an update failed: {report.failed}")
+        return report.total_s, report.total_s - report.send_s, time.process_time() - spent
+
+    async def close(self) -> None:
+        await self._publisher.close()
+
+
+async def _measure(engines: int, tensors: int, rounds: int) -> dict[str, Any]:
+    """Medians of one fleet, in milliseconds, and the paired ratio."""
+    with (
+        _fleet(engines, tensors, real=True) as real_urls,
+        _fleet(engines, tensors, real=False) as tiny_urls,
+        closing(ControlClient()) as control,
+    ):
+        real = _Trainer(control, _layout(tensors, real=True), real_urls)
+        tiny = _Trainer(control, _layout(tensors, real=False), tiny_urls)
+        forming, _, _ = await tiny.update()
+        await real.update()
+        samples: dict[str, list[float]] = {name: [] for name in ("real", "tiny", "control", "trainer", "ratio")}
+        for number in range(-2, rounds):
+            first, second = (real, tiny) if number % 2 else (tiny, real)
+            timed = {id(one): await one.update() for one in (first, second)}
+            if number >= 0:
+                whole, (all_s, control_s, trainer_s) = timed[id(real)][0], timed[id(tiny)]
+                for name, value in zip(samples, (whole, all_s, control_s, trainer_s), strict=False):
+                    samples[name].append(1e3 * value)
+                samples["ratio"].append(whole / all_s)
+        await real.close()
+        await tiny.close()
+    return {
+        "engines": engines,
+        "tensors": tensors,
+        "first_with_joining_ms": 1e3 * forming,
+        "samples": samples,
+        **{f"{name}_ms": bootstrap_median(samples[name]).as_dict() for name in ("real", "tiny", "control", "trainer")},
+        "real_over_tiny": bootstrap_median(samples["ratio"]).as_dict(),
+    }
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Measure every fleet, print, and write the record."""
+    torch.set_num_threads(1)
+    _open_many_files()
+    fleets = [uvloop.run(_measure(*fleet, rounds=5 if quick else 31)) for fleet in (QUICK if quick else FLEETS)]
+    rows = []
+    for fleet in fleets:
+        name, target = f"{fleet['engines']} engines, {fleet['tensors']} tensors", _BASE_MS + _EACH_MS * fleet["engines"]
+        control = fleet["control_ms"]["median"]
+        rows += [
+            Row(f"{name}: control, ms", control, f"<= {target:.3g}", control <= target),
+            Row(f"{name}: trainer's processor, ms", fleet["trainer_ms"]["median"]),
+            Row(f"{name}: 1-byte update, ms", fleet["tiny_ms"]["median"]),
+            Row(f"{name}: real ÷ 1-byte", fleet["real_over_tiny"]["median"]),
+        ]
+    print_table("fleet: updates beside their bytes", rows)
+    payload = {"fleets": fleets}
+    if not quick:
+        write_record("fleet", payload)
+    return payload
+
+
+if __name__ == "__main__":
+    run(quick="--quick" in sys.argv)

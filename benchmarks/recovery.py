@@ -1,0 +1,327 @@
+"""How long a killed trainer, and a killed run, take until training may go on, against what nobody can do without.
+
+    trainer    kill -9 of the trainer of a live run: from the start of its next process to the controller's directive
+    run        kill -9 of everything: from the start of `run --resume` to the controller's directive
+    restore    of larger checkpoints than those of that run: the trainer's process alone, until it could ask
+
+Each against the same processes, started in the same order on the same cores, which import what those of the run import,
+module by module; the trainer's then reads the bytes of the newest checkpoint. Neither arm has other work beside it: the
+launcher is stopped while the bare trainer starts, so that the run waits for a trainer in both.
+
+That the launcher waits half a second before it starts again what died is not part of either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypeVar, final
+
+import psutil
+import torch
+
+from benchmarks.measure import Paired, Row, paired, print_table, write_record
+from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
+from pipelinerl.observability.events import read_events
+from pipelinerl.trainers.torch_trainer import TorchTrainer
+from pipelinerl.training.checkpoint import CheckpointStore
+from pipelinerl.training.checkpoint_manifest import TrainingState
+from trainer_contract.types import Device, TrainerSpec
+
+_TARGET: Final = 1.5
+_PATIENCE_S: Final = 300.0
+_LOOK_S: Final = 0.01
+_CLI: Final = (sys.executable, "-m", "pipelinerl.cli")
+_RECIPE: Final = (
+    "tiny",
+    "run.steps=1000000",
+    "launch.restarts=1000",
+    "evaluation.problems=0",
+    "training.rollouts_per_step=64",
+    "checkpoint.interval_steps=2",
+)
+#: A module's name in a line that Python writes when PYTHONPROFILEIMPORTTIME is set.
+_IMPORTED: Final = re.compile(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)$")
+#: Pins itself, imports what it is told to, in that order, and reads the files of a directory if it is given one.
+_BARE: Final = """
+import importlib, os, pathlib, sys
+cores, modules, directory = sys.argv[1:]
+if cores:
+    os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+for name in pathlib.Path(modules).read_text().split():
+    try:
+        importlib.import_module(name)
+    except (ImportError, AttributeError):
+        pass
+if directory:
+    for file in pathlib.Path(directory).rglob("*"):
+        if file.is_file():
+            file.read_bytes()
+"""
+#: What the trainer's role does before it asks what to do.
+_RESTORE: Final = """
+import os, sys
+from pathlib import Path
+from pipelinerl.config import load
+from pipelinerl.roles.parts import checkpoints_of, objective_of
+from pipelinerl.roles import trainer_role
+from pipelinerl.roles.workers import started
+config = load("tiny", ["model.path=" + sys.argv[1]])
+path, state = checkpoints_of(config, Path(sys.argv[2])).latest()
+started(config, objective_of(config), checkpoint=path)
+"""
+
+
+T = TypeVar("T")
+
+
+@final
+class Live:
+    """A run in processes of its own, which may be killed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._launcher: subprocess.Popen[bytes] | None = None
+
+    def start(self, arguments: Sequence[str], **environment: str) -> float:
+        """Launch; returns when (Unix seconds)."""
+        began = time.time()
+        with (self.directory.parent / "launcher.log").open("ab") as log:
+            self._launcher = subprocess.Popen(
+                [*_CLI, "run", *arguments], stdout=log, stderr=log, env={**os.environ, **environment}
+            )
+        return began
+
+    def kill(self) -> None:
+        """Everything at once."""
+        if self._launcher is not None:
+            processes = [psutil.Process(self._launcher.pid), *self._children()]
+            for process in processes:
+                process.kill()
+            psutil.wait_procs(processes, timeout=_PATIENCE_S)
+            self._launcher.wait(_PATIENCE_S)
+            self._launcher = None
+
+    def signal_launcher(self, number: signal.Signals) -> None:
+        """Stop it, or let it go on."""
+        assert self._launcher is not None
+        self._launcher.send_signal(number)
+
+    def trainer(self, *, other_than: int = 0) -> psutil.Process:
+        """The trainer's process, waited for."""
+
+        def found() -> psutil.Process | None:
+            for process in self._children():
+                try:
+                    words = process.cmdline()
+                except psutil.Error:
+                    continue
+                if process.pid != other_than and "--name" in words and words[words.index("--name") + 1] == "trainer":
+                    return process
+            return None
+
+        return waited(found, "a trainer")
+
+    def times(self, kind: str) -> list[float]:
+        """Of the events of a kind, in Unix seconds."""
+        path = self.directory / "events.jsonl"
+        return [event["time"] for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
+
+    def next(self, kind: str, *, after: float) -> float:
+        """When the next event of this kind came, waited for."""
+        return waited(lambda: next((at for at in self.times(kind) if at > after), None), kind)
+
+    def newest_checkpoint(self) -> Path:
+        """Its directory."""
+        return max((self.directory / "checkpoints").glob("step-*"))
+
+    def _children(self) -> list[psutil.Process]:
+        assert self._launcher is not None
+        return psutil.Process(self._launcher.pid).children(recursive=True)
+
+
+def waited(look: Callable[[], T | None], what: str) -> T:
+    """What `look` finds in the end."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while (found := look()) is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what} did not come within {_PATIENCE_S:g} s")
+        time.sleep(_LOOK_S)
+    return found
+
+
+def started_at(process: psutil.Process) -> float:
+    """In Unix seconds, to a hundredth: psutil's own answer rests on a boot time in whole seconds."""
+    ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+@final
+class Bare:
+    """Processes that import what a run's import."""
+
+    def __init__(self, live: Live, folder: Path) -> None:
+        """`live` was started with PYTHONPROFILEIMPORTTIME."""
+        self._folder = folder
+        logs = {"launcher": live.directory.parent / "launcher.log"}
+        logs |= {log.stem: log for log in (live.directory / "logs").glob("*.log")}
+        for role, log in logs.items():
+            found = (_IMPORTED.match(line) for line in log.read_text(errors="replace").splitlines())
+            (folder / role).write_text("\n".join(match[1] for match in found if match))
+        cores = sorted(os.sched_getaffinity(0))
+        self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}  # as `launch.plan` does
+
+    def trainer(self, checkpoint: Path) -> float:
+        """Seconds of a trainer's process that imports and reads."""
+        began = time.perf_counter()
+        _end(self._start("trainer", checkpoint))
+        return time.perf_counter() - began
+
+    def run(self, checkpoint: Path) -> float:
+        """Seconds of a run's, each after those that it needs, until the trainer's and the engine's have ended."""
+        began = time.perf_counter()
+        for role in ("launcher", "redis", "controller"):
+            _end(self._start(role))
+        actor = self._start("actor-0")
+        last = self._start("engine-0"), self._start("trainer", checkpoint)
+        for process in last:
+            _end(process)
+        seconds = time.perf_counter() - began
+        _end(actor)
+        return seconds
+
+    def _start(self, role: str, directory: Path | None = None) -> subprocess.Popen[bytes]:
+        core = self._cores.get(role)
+        words = ["" if core is None else str(core), str(self._folder / role), str(directory or "")]
+        return subprocess.Popen(
+            [sys.executable, "-c", _BARE, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.wait(_PATIENCE_S):
+        raise RuntimeError(f"a process of the bare arm ended with {process.returncode}")
+
+
+@contextmanager
+def _live(folder: Path) -> Iterator[tuple[Live, Bare]]:
+    """A run that has a checkpoint, and its bare counterpart."""
+    live = Live(folder / "run")
+    where = [f"run.directory={folder}", "run.name=run"]
+    try:
+        began = live.start([*_RECIPE, *where], PYTHONPROFILEIMPORTTIME="1")
+        live.next("checkpoint", after=began)
+        live.kill()
+        (folder / "modules").mkdir()
+        yield live, Bare(live, folder / "modules")
+    finally:
+        live.kill()
+
+
+def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
+    """Both arms for a trainer, after one kill each round."""
+    began = live.start(["--resume", str(live.directory)])
+    live.next("checkpoint", after=began)
+    samples: dict[str, list[float]] = {"bare": [], "recovery": []}
+    for _ in range(rounds + 1):
+        live.next("checkpoint", after=time.time())
+        trainer = live.trainer()
+        live.signal_launcher(signal.SIGSTOP)
+        killed = time.time()
+        trainer.kill()
+        time.sleep(1.0)  # what the others still had to do is done
+        samples["bare"].append(bare.trainer(live.newest_checkpoint()))
+        live.signal_launcher(signal.SIGCONT)
+        begins = started_at(live.trainer(other_than=trainer.pid))
+        samples["recovery"].append(live.next("trainer_ready", after=killed) - begins)
+    live.kill()
+    return Paired({arm: tuple(values[1:]) for arm, values in samples.items()})
+
+
+def killed_runs(live: Live, bare: Bare, *, rounds: int) -> Paired:
+    """Both arms for a whole run."""
+
+    def recovery() -> float:
+        began = live.start(["--resume", str(live.directory)])
+        seconds = live.next("trainer_ready", after=began) - began
+        live.next("checkpoint", after=began)
+        live.kill()
+        return seconds
+
+    return paired({"bare": lambda: bare.run(live.newest_checkpoint()), "recovery": recovery}, rounds=rounds, warmup=1)
+
+
+def restores(size: DebugSize, folder: Path, *, rounds: int) -> tuple[Paired, int]:
+    """Both arms for a trainer's process with a checkpoint of a larger model; and the bytes of that."""
+    model = folder / "model"
+    random_decoder(size).save_pretrained(model)
+    char_tokenizer().save_pretrained(str(model))
+    trainer = TorchTrainer()
+    trainer.init_worker(TrainerSpec(model_path=model, device=Device.CPU))
+    for parameter in trainer._worker.model.parameters():  # no gradient is worth computing here
+        parameter.grad = torch.zeros_like(parameter)
+    trainer._worker.has_gradient = True
+    trainer.optimizer_step(learning_rate=0.0)
+    checkpoint = CheckpointStore(folder / "checkpoints", keep=1, model_directory=model).save(
+        TrainingState(model_version=1, epoch=1, offsets={}, ledger={}, controller={}),
+        layout=trainer.weight_layout(),
+        weights=trainer.gather_weights(),
+        parts={"trainer": trainer.save_state},
+    )
+    trainer.close()
+    command = [sys.executable, "-c", _RESTORE, str(model), str(folder)]
+    told = subprocess.run(
+        [command[0], "-X", "importtime", *command[1:]], capture_output=True, text=True, check=True, timeout=_PATIENCE_S
+    )
+    matches = (_IMPORTED.match(line) for line in told.stderr.splitlines())
+    (folder / "modules").write_text("\n".join(match[1] for match in matches if match))
+    plain = [sys.executable, "-c", _BARE, "", str(folder / "modules"), str(checkpoint)]
+    arms = {name: _seconds_of(words) for name, words in (("bare", plain), ("recovery", command))}
+    return paired(arms, rounds=rounds, warmup=1), sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
+
+
+def _seconds_of(words: Sequence[str]) -> Callable[[], float]:
+    def arm() -> float:
+        began = time.perf_counter()
+        subprocess.run(words, check=True, timeout=_PATIENCE_S, capture_output=True)
+        return time.perf_counter() - began
+
+    return arm
+
+
+def run(quick: bool = False) -> None:
+    """Measure, print, record."""
+    rounds = 2 if quick else 9
+    measured: dict[str, Paired] = {}
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-recovery-") as folder, _live(Path(folder)) as (live, bare):
+        measured["trainer killed"] = killed_trainers(live, bare, rounds=rounds)
+        measured["run killed"] = killed_runs(live, bare, rounds=rounds)
+    for size in (DebugSize.MB_24,) if quick else (DebugSize.MB_24, DebugSize.MB_310):
+        with tempfile.TemporaryDirectory(prefix="pipelinerl-recovery-") as folder:
+            timings, num_bytes = restores(size, Path(folder), rounds=rounds)
+            measured[f"restore of {num_bytes / 1e6:.0f} MB"] = timings
+    rows, record = [], {}
+    for name, timings in measured.items():
+        ratio = timings.ratio("recovery", "bare")
+        rows.append(Row(f"{name}: recovery / bare", ratio, f"<= {_TARGET:g}", ratio.median <= _TARGET))
+        rows.append(Row("    seconds", f"{timings.median('recovery'):.3g} / {timings.median('bare'):.3g}"))
+        record[name] = {"recovery_over_bare": ratio.as_dict(), **timings.as_dict()}
+    print_table("recovery", rows)
+    if not quick:
+        write_record("recovery", record)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, small checkpoints")
+    run(quick=parser.parse_args().quick)

@@ -1,0 +1,113 @@
+"""`EngineCore`: what samples in another process, as a `CoreLoop` drives it: vLLM's core, or a server apart.
+
+A core batches by itself. What it must be able to say is which weights sampled a token; it may say so late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from inference_contract.schemas import OnUpdate, WeightLayout
+from pipelinerl.engines.batching.sequence import Request, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What is known of one sample since it was last told of.
+
+    Attributes:
+        token_ids, logprobs: the tokens that follow those told of before; all sampled by one version.
+        arrived: tokens that the core has sampled since, told of now or later.
+        ended: the core will not go on with it, whatever the reason.
+    """
+
+    sample_id: str
+    token_ids: Items[int]
+    logprobs: Items[float]
+    arrived: int
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step brought; `serving` is (epoch, version) of the weights that sampled it, None when it has no tokens."""
+
+    serving: tuple[int, int] | None
+    samples: list[Sampled]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreModel:
+    """The model that a core serves; satisfies `ServedModel`. What is staged, the core can read."""
+
+    slots: int
+    context_length: int
+    vocab_size: int
+    layout: WeightLayout
+    cache_bytes: int
+    staged: Any
+
+    def staging(self) -> Any:
+        """u8 [layout.num_bytes], a torch tensor of the host."""
+        return self.staged
+
+    def finish_staging(self) -> None:
+        """Nothing to do: the core takes the bytes when they are committed."""
+
+
+class EngineCore(Protocol):
+    """A running core, used from the event loop in which it was started. What its methods raise ends the engine."""
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidRequest` for what this core cannot do; called on any thread."""
+        ...
+
+    async def add(self, sequences: list[Sequence], *, stop_ids: frozenset[int], salt: str) -> None:
+        """Begin the samples of one request. Samples of one prompt and one `salt` share their prompt's cache."""
+        ...
+
+    async def abort(self, sample_ids: list[str]) -> None:
+        """Free what these samples hold; nothing more comes of them."""
+        ...
+
+    async def next_step(self) -> Step:
+        """Wait for news. Those that have come already are answered without a turn of the event loop."""
+        ...
+
+    async def pause(self, on_update: OnUpdate) -> None:
+        """Stop between two steps; what runs is kept, ended with `abort`, or awaited first, as `on_update` says."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
+    async def load_staged(self, epoch: int, version: int) -> None:
+        """The staged weights sample from the next step on, under this name; the core is paused."""
+        ...
+
+    async def forget_cache(self) -> None:
+        """Prompts, and what has been sampled, are computed anew when the core resumes."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of it."""
+        ...
+
+
+def sample_id(sequence: Sequence) -> str:
+    """The name of a sample, the same for its whole life."""
+    return f"{sequence.request.request_id}-{sequence.index}"
+
+
+def label_of(epoch: int, version: int) -> str:
+    """The name of weights, where a core wants text."""
+    return f"{epoch}.{version}"
+
+
+def named_by(label: str) -> tuple[int, int]:
+    """(epoch, version) of a label. Raises `ValueError` when it is none of ours."""
+    epoch, _, version = label.partition(".")
+    return int(epoch), int(version)

@@ -1,0 +1,242 @@
+"""`StockCore`: an inference server that somebody runs, used as it is, as an `EngineCore`. A `Dialect` speaks to it.
+
+    trainer ── broadcast, pull ──▶ this process: staged bytes ── the dialect's own way ──▶ server
+    actor   ── contract ─────────▶ this process ── one streamed request per sample ──────▶ server
+
+A server says which weights sampled which tokens when a sample ends, and not before. So a token is told of at once only
+while no update has begun since its sample did; any other waits for the sample's end, and then has the version that the
+server names. Nothing is inferred from when a token came.
+
+Whatever the server does that was not asked for (an answer other than 200, a stream cut off, weights that somebody else
+has put there) ends the engine: nobody knows any more what it would sample with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+from inference_contract.schemas import OnUpdate
+from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.engine_core import Sampled, Step, label_of, named_by, sample_id
+from pipelinerl.engines.stock_http import StockHttp
+from pipelinerl.errors import EngineUnreachable, PipelineError
+
+
+@dataclass(frozen=True, slots=True)
+class LabelSpan:
+    """Tokens [start, end) of a sample were sampled by the weights that are called `label`."""
+
+    label: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One event of a sample's stream: the tokens that are new, and with the last one the spans of all."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ended: bool
+    spans: list[LabelSpan] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockModel:
+    """What a server says of the model that it serves."""
+
+    dtype: str
+    context_length: int
+
+
+class Dialect(Protocol):
+    """How one kind of server is spoken to. Whatever it raises is a `PipelineError`."""
+
+    async def open(self, label: str) -> StockModel:
+        """Check that the server can be used, and call its weights `label`.
+
+        Raises:
+            ModelError: it was not started as it must be; the message says what is missing.
+        """
+        ...
+
+    @property
+    def generate(self) -> str:
+        """Path that a sample is asked for at."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidRequest` for what the server cannot do."""
+        ...
+
+    def order(self, sequence: Sequence, *, stop_ids: frozenset[int], salt: str) -> Mapping[str, Any]:
+        """The body that asks for a sample, streamed."""
+        ...
+
+    def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
+        """What an event brings, beyond the `known` tokens that came before. Raises `EngineUnreachable`."""
+        ...
+
+    async def pause(self, on_update: OnUpdate) -> None:
+        """Stop between two steps. With `abort`, end what runs; with `drain`, nothing does."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
+    async def load_staged(self, label: str) -> None:
+        """The staged weights, and their name."""
+        ...
+
+    async def forget_cache(self) -> None:
+        """Compute prompts, and what has been sampled, anew when it goes on."""
+        ...
+
+    async def close(self) -> None:
+        """Take back what was set up at the server."""
+        ...
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sample under way: what has come of it, and how much of that has been told of."""
+
+    name: str
+    label: str
+    updates: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    told: int = 0
+
+
+@final
+class StockCore:
+    """A server and its samples; satisfies `EngineCore`.
+
+    Args:
+        serving: (epoch, version) that the server's weights are called, which the dialect has told it.
+    """
+
+    def __init__(self, dialect: Dialect, http: StockHttp, *, serving: tuple[int, int]) -> None:
+        self._dialect = dialect
+        self._http = http
+        self._label = label_of(*serving)
+        self._updates = 0  # begun so far
+        self._news: asyncio.Queue[Step | PipelineError] = asyncio.Queue()
+        self._following: dict[str, asyncio.Task[None]] = {}
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidRequest` for what the server cannot do."""
+        self._dialect.check(request)
+
+    async def add(self, sequences: list[Sequence], *, stop_ids: frozenset[int], salt: str) -> None:
+        """Ask for the samples of one request; returns before the server has been asked."""
+        for sequence in sequences:
+            sample = _Sample(sample_id(sequence), self._label, self._updates)
+            order = self._dialect.order(sequence, stop_ids=stop_ids, salt=salt)
+            self._following[sample.name] = asyncio.create_task(self._follow(sample, order))
+
+    async def abort(self, sample_ids: list[str]) -> None:
+        """Leave these streams, which frees what they hold."""
+        for name in sample_ids:
+            task = self._following.pop(name, None)
+            if task is not None:
+                task.cancel()
+
+    async def next_step(self) -> Step:
+        """Wait for news. Raises `EngineUnreachable` when the server has failed."""
+        news = await self._news.get()
+        if isinstance(news, PipelineError):
+            raise news
+        return news
+
+    async def pause(self, on_update: OnUpdate) -> None:
+        """Stop between two steps; from here on tokens wait for the end of their sample."""
+        if on_update is OnUpdate.DRAIN:
+            await asyncio.gather(*self._following.values(), return_exceptions=True)
+        self._updates += 1
+        await self._dialect.pause(on_update)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._dialect.resume()
+
+    async def load_staged(self, epoch: int, version: int) -> None:
+        """Bring the staged weights to the server."""
+        label = label_of(epoch, version)
+        await self._dialect.load_staged(label)
+        self._label = label
+
+    async def forget_cache(self) -> None:
+        """The server computes what it has cached anew."""
+        await self._dialect.forget_cache()
+
+    async def close(self) -> None:
+        """Leave every stream and the server, which goes on without us."""
+        following = list(self._following.values())
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+        try:
+            await self._dialect.close()
+        except PipelineError:
+            pass  # it is gone already
+        finally:
+            await self._http.close()
+
+    async def _follow(self, sample: _Sample, order: Mapping[str, Any]) -> None:
+        ended = False
+        try:
+            async for event in self._http.events(self._dialect.generate, order):
+                chunk = self._dialect.read(event, known=len(sample.token_ids))
+                sample.token_ids += chunk.token_ids
+                sample.logprobs += chunk.logprobs
+                ended = ended or chunk.ended
+                self._tell(sample, chunk)
+            if not ended:
+                raise EngineUnreachable(f"the stream of sample {sample.name} had no end")
+        except PipelineError as error:
+            self._news.put_nowait(error)
+        except (LookupError, TypeError, ValueError) as error:
+            self._news.put_nowait(EngineUnreachable(f"an event of sample {sample.name} lacks something: {error!r}"))
+        finally:
+            self._following.pop(sample.name, None)
+
+    def _tell(self, sample: _Sample, chunk: Chunk) -> None:
+        """Of what came, as far as it is certain which weights sampled it."""
+        certain = [LabelSpan(sample.label, 0, len(sample.token_ids))] if sample.updates == self._updates else []
+        spans = _checked(sample, chunk.spans) if chunk.ended else certain
+        arrived, ended = len(chunk.token_ids), chunk.ended
+        for span in spans:
+            if span.end > sample.told:
+                last = ended and span is spans[-1]
+                self._put(sample, span, arrived=arrived, ended=last)
+                arrived, ended = 0, ended and not last
+        if arrived or ended:
+            self._news.put_nowait(Step(None, [Sampled(sample.name, [], [], arrived, ended)]))
+
+    def _put(self, sample: _Sample, span: LabelSpan, *, arrived: int, ended: bool) -> None:
+        told, sample.told = sample.told, span.end
+        new = slice(told, span.end)
+        news = Sampled(sample.name, sample.token_ids[new], sample.logprobs[new], arrived, ended)
+        self._news.put_nowait(Step(named_by(span.label), [news]))
+
+
+def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
+    """The server's account of a sample, if it can be true. Raises `EngineUnreachable`."""
+    count = len(sample.token_ids)
+    edges = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != edges[:-1] or edges[-1] != count or edges != sorted(set(edges)):
+        raise EngineUnreachable(f"the server's version spans must cover the {count} tokens of a sample, got {spans}")
+    for span in spans:
+        if not re.fullmatch(r"\d+\.\d+", span.label) or (span.start < sample.told and span.label != sample.label):
+            raise EngineUnreachable(
+                f"the server sampled with weights {span.label!r} where this run has put {sample.label!r}: let nobody "
+                "else update it, and start this engine anew"
+            )
+    return spans

@@ -1,0 +1,89 @@
+"""What the evaluations of a run found, from its events: a table for people, curves of pass@k, and whose weights spoke.
+
+An event of an older run lacks what it did not know; what is absent is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pipelinerl.observability.charts import Line, Mark
+from pipelinerl.observability.events import Event
+from pipelinerl.observability.story import Series, Story
+
+#: Colours that the page knows.
+_COLOURS: Final = 3
+
+HEAD: Final = ("step", "accuracy", "95 %", "pass@k", "problems × samples", "weights", "note")
+
+
+def evaluation_rows(story: Story) -> list[tuple[str, ...]]:
+    """A row for each evaluation, under `HEAD`."""
+    return [
+        (
+            f"{event['model_version']}",
+            f"{event['accuracy']:.1%}",
+            _interval(event),
+            ", ".join(f"@{each['k']} {each['value']:.1%} ({_interval(each)})" for each in _pass_at(event)),
+            f"{event.get('problems', '?')} × {event.get('samples', 1)}",
+            weights(event),
+            note(event),
+        )
+        for event in story.evaluations
+    ]
+
+
+def pass_at_lines(story: Story) -> tuple[Line, ...]:
+    """pass@k over the step with its intervals, a line for each k."""
+    points: dict[int, list[tuple[float, Mapping[str, Any]]]] = {}
+    for event in story.evaluations:
+        for each in _pass_at(event):
+            points.setdefault(each["k"], []).append((float(event["model_version"]), each))
+    return tuple(
+        Line(
+            series=Series(tuple(x for x, _ in found), tuple(float(each["value"]) for _, each in found)),
+            label=f"pass@{k}",
+            colour=1 + number % _COLOURS,
+            mark=Mark.DOTS,
+            low=tuple(float(each["low"]) for _, each in found),
+            high=tuple(float(each["high"]) for _, each in found),
+        )
+        for number, (k, found) in enumerate(sorted(points.items()))
+    )
+
+
+def pass_at_words(event: Event) -> str:
+    """`pass@1 61.2%, pass@8 90.1%`, or nothing."""
+    return ", ".join(f"pass@{each['k']} {each['value']:.1%}" for each in _pass_at(event))
+
+
+def weights(event: Event) -> str:
+    """Whose tokens these are: `v50 alone, on one engine` or `v48 to v51`."""
+    oldest, newest = event.get("version_min"), event.get("version_max")
+    if oldest is None or newest is None:
+        return ""
+    mixed = f"v{oldest}" if oldest == newest else f"v{oldest} to v{newest}"
+    how = {"engine": f"v{oldest} alone, on {event.get('engine')}", "gate": f"v{oldest} alone"}
+    return how.get(str(event.get("pin")), mixed)
+
+
+def note(event: Event) -> str:
+    """What a reader must know of it: answers discarded, steps taken meanwhile, an early end."""
+    counts = ("discarded", "answers of other versions discarded"), ("restarts", "restarts"), ("unjudged", "unjudged")
+    told = [f"{event[name]} {words}" for name, words in counts if event.get(name)]
+    if event.get("steps_meanwhile"):
+        told.append(f"the trainer took {event['steps_meanwhile']} steps meanwhile")
+    if event.get("incomplete"):
+        told.append(f"incomplete: {event['incomplete']}")
+    return "; ".join(told)
+
+
+def _pass_at(event: Event) -> list[Mapping[str, Any]]:
+    found = event.get("pass_at")
+    return found if isinstance(found, list) else []
+
+
+def _interval(estimate: Mapping[str, Any]) -> str:
+    low, high = estimate.get("low"), estimate.get("high")
+    return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"

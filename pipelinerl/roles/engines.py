@@ -1,0 +1,76 @@
+"""The fleet of a live run as people see it: a table, and waiting for an engine to come or to be gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from pipelinerl.errors import DeadlineError, UserError
+from pipelinerl.observability.status import EngineStatus, RunStatus
+from pipelinerl.roles.remote import Remote
+
+_POLL_S: Final = 0.2
+#: An engine must have joined by then: it loads a model, and waits for a publication.
+_JOIN_S: Final = 300.0
+
+
+def table(status: RunStatus) -> list[str]:
+    """A line for each engine, under a heading, and one for each that has not come yet."""
+    names = {engine.name for engine in status.engines}
+    heading = _row("name", "type", "standing", "version", "running", "waiting", "tokens/s", "url")
+    waiting = [_row(h.name, h.type, "hired", "-", "-", "-", "-", "") for h in status.hired if h.name not in names]
+    return [heading, *map(line, status.engines), *waiting]
+
+
+def line(engine: EngineStatus) -> str:
+    """One engine as a row of the table."""
+    row = _row(
+        engine.name or "-",
+        engine.type or "-",
+        engine.state,
+        str(engine.version),
+        str(engine.running),
+        str(engine.waiting),
+        f"{engine.tokens_per_s:.0f}",
+        engine.url,
+    )
+    return f"{row}  {engine.last_error}".rstrip()
+
+
+def joined(remote: Remote, which: str, *, logs: Path, within_s: float = _JOIN_S) -> EngineStatus:
+    """Wait until the engine serves.
+
+    Raises:
+        UserError: it was expelled; DeadlineError: it has not come in time.
+    """
+    engine = _until(remote, which, lambda state: state in ("healthy", "expelled"), within_s, "serve", f"; see {logs}")
+    if engine.state == "expelled":
+        raise UserError(f"{which} was expelled: {engine.last_error}")
+    return engine
+
+
+def gone(remote: Remote, which: str, *, within_s: float) -> EngineStatus:
+    """Wait until the engine is out; raises DeadlineError when it is not in time."""
+    return _until(remote, which, lambda state: state == "expelled", within_s, "be out", "")
+
+
+def _until(
+    remote: Remote, which: str, reached: Callable[[str], bool], within_s: float, what: str, hint: str
+) -> EngineStatus:
+    deadline = time.monotonic() + within_s
+    standing = "not heard of"
+    while time.monotonic() < deadline:
+        for engine in remote.status().engines:
+            if which.rstrip("/") in (engine.url, engine.name):
+                standing = f"{engine.state} {engine.last_error}".strip()
+                if reached(engine.state):
+                    return engine
+        time.sleep(_POLL_S)
+    raise DeadlineError(f"{which} should {what} within {within_s:g} s, and is {standing}{hint}")
+
+
+def _row(name: str, type: str, standing: str, version: str, running: str, waiting: str, rate: str, url: str) -> str:
+    counts = f"{version:>8}{running:>9}{waiting:>9}{rate:>10}"
+    return f"{name:<12}{type:<10}{standing:<10}{counts}  {url}".rstrip()

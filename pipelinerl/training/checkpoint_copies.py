@@ -1,0 +1,137 @@
+"""`CheckpointCopies`: a run's checkpoints at a location, from which any machine can go on with the run.
+
+    <location>/<run>/step-000100-e1-5f0c9a1e/     version, epoch, and the beginning of a digest of its own
+        …                                         as in the run's directory
+        run/recipe.toml, run/events.jsonl         what else it takes to go on with the run and to report on it
+        manifest.json                             written last: without it there is no checkpoint
+
+The location is a directory, or any URL that fsspec knows. Object stores have no rename, so no two uploads write to one
+folder, whichever trainer they come from, and the manifest alone makes a folder count. Every call blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final, final
+
+from pipelinerl.errors import CheckpointError
+from pipelinerl.training.checkpoint_manifest import MANIFEST, Manifest, digest_of_bytes, digest_while_copying
+from pipelinerl.training.checkpoint_retention import Retention
+from pipelinerl.weights.place import Place
+
+log = logging.getLogger("pipelinerl")
+
+_FOLDER: Final = re.compile(r"step-(\d+)-e(\d+)-[0-9a-f]{8}")
+#: Below it lie the files of the run itself.
+RUN: Final = "run"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A checkpoint that lies at the location, by its manifest."""
+
+    folder: str
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """Of its directory among a run's own checkpoints."""
+        return self.folder.split("-e")[0]
+
+
+@final
+class CheckpointCopies:
+    """The copies below `url`, of one run; one trainer at a time writes there.
+
+    `run_files` are the run's own, taken as they are when a checkpoint is copied; those that do not exist are left out.
+    """
+
+    def __init__(self, url: str, *, retention: Retention, run_files: Sequence[Path] = ()) -> None:
+        self.url = url
+        self._place = Place(url)
+        self._retention = retention
+        self._run_files = run_files
+
+    def save(self, path: Path) -> None:
+        """Copy the checkpoint in the directory `path`; durable when this returns. What is not kept is removed.
+
+        Raises:
+            CheckpointError: it has no manifest.
+            OSError: or what else the library behind the URL raises; it may be tried again.
+        """
+        local = Manifest.read(path)
+        folder = f"{path.name}-e{local.state.epoch}-{local.digest[:8]}"
+        if not self._place.has(f"{folder}/{MANIFEST}"):
+            beside = {f"{RUN}/{file.name}": _whole_lines(file) for file in self._run_files if file.is_file()}
+            for name in local.files:
+                self._place.upload(path / name, f"{folder}/{name}")
+            for name, data in beside.items():
+                self._place.write(f"{folder}/{name}", data)
+            digests = {name: digest_of_bytes(data) for name, data in beside.items()}
+            text = Manifest(local.state, local.files | digests).text
+            self._place.write(f"{folder}/{MANIFEST}", text.encode())
+        self._prune(local.state.accuracies)
+
+    def newest(self) -> Iterator[Copy]:
+        """Copies that have a whole manifest, the newest first; others are named in the log and skipped."""
+        for folder in reversed(self._folders()):
+            where = f"{self.url}/{folder}"
+            try:
+                text = self._place.read(f"{folder}/{MANIFEST}")
+                yield Copy(folder, Manifest.parse(text, where=where))
+            except FileNotFoundError:
+                log.error("skipping a checkpoint that was never completed: %s has no manifest", where)
+            except CheckpointError as error:
+                log.error("skipping a damaged checkpoint: %s", error)
+
+    def fetch(self, copy: Copy, into: Path) -> None:
+        """Download it into a directory that is made, as a checkpoint of a run's own.
+
+        Raises:
+            CheckpointError: a file is missing or has changed; the message names it.
+        """
+        for name in copy.manifest.files:
+            target = into / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                self._fetch(copy, name, file)
+        (into / MANIFEST).write_text(copy.manifest.text)
+
+    def _fetch(self, copy: Copy, name: str, target: BinaryIO) -> None:
+        where = f"{self.url}/{copy.folder}: {name}"
+        try:
+            with self._place.open(f"{copy.folder}/{name}") as source:
+                found = digest_while_copying(source, target)
+        except FileNotFoundError:
+            raise CheckpointError(f"{where} is missing; choose another checkpoint") from None
+        if found != copy.manifest.files.get(name):
+            raise CheckpointError(f"{where} has changed since it was written; choose another checkpoint")
+
+    def _prune(self, accuracies: dict[int, float]) -> None:
+        """Keep the latest whole copy of each version that is to stay."""
+        whole = [folder for folder in self._folders() if self._place.has(f"{folder}/{MANIFEST}")]
+        latest = {_order(folder)[0]: folder for folder in whole}
+        stays = {latest[version] for version in self._retention.survivors(latest, accuracies)}
+        for folder in set(self._folders()) - stays:
+            self._place.remove(f"{folder}/{MANIFEST}")  # first, so that what is half removed does not count
+            self._place.remove(folder)
+
+    def _folders(self) -> list[str]:
+        """By version and epoch, oldest first, whole or not."""
+        return sorted((name for name in self._place.names() if _FOLDER.fullmatch(name)), key=_order)
+
+
+def _order(folder: str) -> tuple[int, int]:
+    found = _FOLDER.fullmatch(folder)
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def _whole_lines(file: Path) -> bytes:
+    """Without the end of a line that is being written."""
+    data = file.read_bytes()
+    return data[: data.rfind(b"\n") + 1]

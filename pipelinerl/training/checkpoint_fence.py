@@ -1,0 +1,100 @@
+"""`Fence`: which trainer may change the checkpoints of a directory: the one of the highest epoch that has claimed it.
+
+    checkpoints.epoch   the claim, a number        checkpoints.lock   held while a claim or a checkpoint is put in place
+
+A trainer claims the directory when its epoch begins. From then on no trainer of an earlier epoch, however long it was
+stopped and wherever it goes on, puts a checkpoint in place or removes one: check and change are one step under the
+lock, which the kernel frees when its holder dies. It holds between all who mount the directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, final
+
+from pipelinerl.errors import CheckpointError, DeadlineError, FencedError
+
+_POLL_S: Final = 0.02
+
+
+@final
+class Fence:
+    """Of one directory, which need not exist before it is claimed."""
+
+    def __init__(self, directory: Path, *, deadline_s: float = 120.0) -> None:
+        self._directory = directory
+        self._claim = directory.with_name(f"{directory.name}.epoch")
+        self._lock = directory.with_name(f"{directory.name}.lock")
+        self._deadline_s = deadline_s
+
+    @property
+    def epoch(self) -> int:
+        """The claim; 0 before the first."""
+        try:
+            return int(self._claim.read_text())
+        except FileNotFoundError:
+            return 0
+
+    def check(self, epoch: int) -> None:
+        """Raises FencedError when a later epoch has claimed the directory."""
+        if self.epoch > epoch:
+            raise FencedError(
+                f"epoch {self.epoch} has taken over the checkpoints in {self._directory} from epoch {epoch}: another "
+                "trainer is running; this one stops"
+            )
+
+    def claim(self, epoch: int) -> None:
+        """Shut out every earlier epoch. Raises as `held` does."""
+        with self.held(epoch):
+            draft = self._claim.with_name(f"{self._claim.name}.new")
+            with draft.open("w") as file:
+                file.write(str(epoch))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._claim)
+
+    @contextmanager
+    def blamed(self, epoch: int) -> Iterator[None]:
+        """What fails within because a trainer of a later epoch has cleared it away is a FencedError."""
+        self.check(epoch)
+        try:
+            yield
+        except (OSError, CheckpointError):
+            self.check(epoch)
+            raise
+
+    @contextmanager
+    def held(self, epoch: int) -> Iterator[None]:
+        """Within it, no other trainer changes the directory.
+
+        Raises:
+            FencedError: a later epoch has claimed the directory.
+            DeadlineError: another holds the lock for too long.
+        """
+        self._lock.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self._take(lock)
+            self.check(epoch)
+            yield
+        finally:
+            os.close(lock)
+
+    def _take(self, lock: int) -> None:
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"another process has held {self._lock} for {self._deadline_s:g} s; look which "
+                        "one it is, and end it if it is stopped"
+                    ) from None
+            time.sleep(_POLL_S)

@@ -1,0 +1,142 @@
+"""`WeightHistory`: the weights that tokens of acceptable rollouts may have been sampled with, in host memory.
+
+    publish v ──▶ keep v, forget what is below v + 1 − k ──▶ forward pass of a step at each version in its batch
+
+Only weights that were published ever sample, so these are what is kept: of the k versions that a rollout may come from
+about k/j. A version names one set of weights, in the checkpoint too, since rollouts of an abandoned epoch are refused
+before anything asks for the weights that sampled them.
+
+What is kept follows k: it shrinks at the first publication after k fell and grows after k rose. A version that is
+gone by then, or that a checkpoint was written without, does not come back: its rollouts end as stale, and the log says
+why. Nothing is ever computed at other weights in their place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Self, final
+
+import numpy as np
+from safetensors import SafetensorError, TensorSpec, deserialize, serialize_file
+
+from pipelinerl.errors import CheckpointError, RecordError
+from pipelinerl.types import RolloutGroup
+from trainer_contract.errors import StateError
+from trainer_contract.host_weights import check_weights, copied
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import HostWeights, ParameterInfo
+
+log = logging.getLogger("pipelinerl")
+_PREFIX: Final = "version-"
+
+
+@final
+class WeightHistory:
+    """Copies of one policy's weights, by version. A copy is never changed, so what was read may be used at any time."""
+
+    def __init__(
+        self,
+        layout: Sequence[ParameterInfo],
+        held: Mapping[int, HostWeights] = MappingProxyType({}),
+    ) -> None:
+        self._layout = tuple(layout)
+        self._held = dict(held)
+        self._missed: set[int] = set()
+
+    @property
+    def versions(self) -> list[int]:
+        """That are held, ascending."""
+        return sorted(self._held)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory that the copies take."""
+        return sum(data.nbytes for weights in self._held.values() for data in weights.values())
+
+    def figures(self) -> dict[str, float]:
+        """Of a step."""
+        return {"history_versions": float(len(self._held)), "history_bytes": float(self.num_bytes)}
+
+    def keep(self, trainer: Trainer, *, acceptance: float) -> None:
+        """The trainer's weights are about to sample: copy them, and forget what no step may need any more.
+
+        Args:
+            acceptance: k; the next step, which makes version v + 1, takes nothing older than v + 1 − k.
+        """
+        current, before = trainer.model_version, len(self._held)
+        for version in [version for version in self._held if version < current + 1 - acceptance]:
+            del self._held[version]
+        if current not in self._held:
+            self._held[current] = copied(trainer.gather_weights())
+        if len(self._held) > before:
+            log.info(
+                "weights of %d versions are kept for old_logprobs: %d to %d, %.1f MiB on the host",
+                len(self._held),
+                min(self._held),
+                current,
+                self.num_bytes / 2**20,
+            )
+
+    def weights(self, version: int) -> HostWeights:
+        """Of one version.
+
+        Raises:
+            RecordError: they are not held.
+        """
+        if version not in self._held:
+            raise RecordError(
+                f"the weights of version {version} are not kept any more, so log-probs at them cannot be computed; "
+                f"kept are {', '.join(map(str, self.versions)) or 'none'}"
+            )
+        return self._held[version]
+
+    def covers(self, group: RolloutGroup) -> bool:
+        """Are the weights of all its tokens held? The log names a version that is not, once."""
+        versions = {span.model_version for one in group.rollouts for turn in one.turns for span in turn.spans}
+        missing = versions - self._held.keys()
+        if missing - self._missed:
+            log.warning(
+                "weights of version %s are not kept, so that what they sampled cannot train and counts as stale: "
+                "k was lower when they were made, or the checkpoint was written without them",
+                ", ".join(map(str, sorted(missing))),
+            )
+        self._missed |= missing
+        return not missing
+
+    # --- in a checkpoint -------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write a file for each version below the directory `path`."""
+        for version, weights in self._held.items():
+            specs = {
+                info.name: TensorSpec(
+                    dtype=info.dtype,
+                    shape=info.shape,
+                    data_ptr=weights[info.name].ctypes.data,
+                    data_len=weights[info.name].nbytes,
+                )
+                for info in self._layout
+            }
+            serialize_file(specs, path / f"{_PREFIX}{version:06d}.safetensors", metadata={"format": "pt"})
+
+    @classmethod
+    def restored(cls, path: Path, layout: Sequence[ParameterInfo]) -> Self:
+        """What was saved below `path`; empty where nothing was.
+
+        Raises:
+            CheckpointError: a file is damaged, or of another model.
+        """
+        files = sorted(path.glob(f"{_PREFIX}*.safetensors"))
+        return cls(layout, {int(file.stem.removeprefix(_PREFIX)): _read(file, layout) for file in files})
+
+
+def _read(file: Path, layout: Iterable[ParameterInfo]) -> HostWeights:
+    try:
+        weights = {name: np.frombuffer(tensor["data"], np.uint8) for name, tensor in deserialize(file.read_bytes())}
+        check_weights(weights, tuple(layout))
+    except (OSError, SafetensorError, StateError) as error:
+        raise CheckpointError(f"{file} cannot be used: {error}; choose another checkpoint") from error
+    return weights

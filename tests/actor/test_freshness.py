@@ -1,0 +1,70 @@
+"""Giving up is exact: never a group that its step would take, always one that no step can."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+
+from pipelinerl.actor.freshness import Freshness, Held, can_be_fresh
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.one_of(st.integers(1, 20), st.just(math.inf)))
+def test_a_group_is_fresh_while_the_next_step_would_take_it(began: int, age: int, k: float) -> None:
+    """RLAX §4.2: (v + 1) − oldest ≤ k, and v only grows."""
+    current = began + age
+    assert can_be_fresh(began, current=current, k=k) == (age + 1 <= k)
+    if not can_be_fresh(began, current=current, k=k):
+        assert not can_be_fresh(began, current=current + 1, k=k)
+
+
+async def ended_at(
+    freshness: Freshness, versions: list[int], *, k: float, begin_again_after: int = -1, waits: bool = False
+) -> int | None:
+    """The version at which a group that begins now is given up; None if it never is."""
+    held = Held(asyncio.timeout(None))
+    try:
+        async with held.scope:
+            with freshness.watched(held):
+                if not waits:
+                    held.begin()
+                for number, version in enumerate(versions):
+                    freshness.follow(current=version, k=k)
+                    await asyncio.sleep(0)
+                    if number == begin_again_after:
+                        held.begin()
+    except TimeoutError:
+        assert held.scope.expired()
+        return freshness.current
+    return None
+
+
+@pytest.mark.parametrize(
+    ("versions", "k", "expected"),
+    [
+        ([5, 6, 7], 3, None),
+        ([5, 6, 7, 8], 3, 8),
+        ([5, 5, 5], 1, None),
+        ([5, 6], 1, 6),
+        ([5, 500], math.inf, None),
+    ],
+)
+async def test_it_counts_from_the_version_heard_of_next(versions: list[int], k: float, expected: int | None) -> None:
+    assert await ended_at(Freshness(), versions, k=k) == expected
+
+
+async def test_another_try_counts_from_its_own_beginning() -> None:
+    assert await ended_at(Freshness(), [5, 6, 7, 8], k=3, begin_again_after=1) is None
+
+
+async def test_what_no_engine_has_begun_is_as_young_as_can_be() -> None:
+    assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True) is None
+    assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True, begin_again_after=1) == 8
+
+
+async def test_what_has_ended_is_not_watched() -> None:
+    freshness = Freshness()
+    assert await ended_at(freshness, [1], k=1) is None
+    freshness.follow(current=9, k=1)

@@ -1,0 +1,175 @@
+"""What becomes of engines, as the controller decides it: proofs, swaps, drains, and who is to be started or ended."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pipelinerl.controller.controller import Controller
+from pipelinerl.controller.effects import Record, Send
+from pipelinerl.controller.engine_decisions import dismissed
+from pipelinerl.controller.fleet import Standing
+from pipelinerl.controller.inputs import (
+    AnyInput,
+    EngineAnswered,
+    EngineDrainAsked,
+    EngineIdle,
+    EngineMissed,
+    EngineOffered,
+    EngineRemoved,
+    EnginesHired,
+    EngineSilent,
+    Heard,
+    Ticked,
+)
+from pipelinerl.messages import Directive, GroupOutdated, Proved, Published
+from tests.controller.world import ENGINE, World, controller
+
+NEW = "http://engine-1"
+
+
+@pytest.fixture
+def run() -> World:
+    """One engine serves version 0."""
+    made = World(controller(evaluation_problems=0), random.Random(0))
+    made.begin()
+    made.publish()
+    assert standing(made.controller, ENGINE) is Standing.HEALTHY
+    return made
+
+
+def standing(made: Controller, url: str) -> Standing:
+    return made.state.fleet.by_url[url].standing
+
+
+def told(made: Controller, given: AnyInput) -> list[tuple[str, dict[str, Any]]]:
+    return [(effect.kind, effect.fields) for effect in made.decide(given) if isinstance(effect, Record)]
+
+
+def heard(report: Any, *, now: float = 0.0) -> Heard:
+    return Heard(now=now, report=report, entry_id="1-0")
+
+
+def give_weights(run: World, *urls: str, version: int = 0) -> None:
+    state = run.controller.state
+    report = Published(
+        epoch=state.epoch,
+        model_version=version,
+        membership=state.fleet.membership,
+        pauses_s=dict.fromkeys(urls, 0.1),
+        failed={},
+        send_s=0.1,
+        total_s=0.1,
+    )
+    run.controller.decide(heard(report))
+
+
+def proof(run: World, *, version: int = 0, now: float = 0.0, **found: Any) -> Heard:
+    state = run.controller.state
+    fields: dict[str, Any] = {"worst": {}} | found
+    return heard(Proved(epoch=state.epoch, model_version=version, membership=state.fleet.membership, **fields), now=now)
+
+
+def test_a_refuted_engine_gets_the_next_weights_whole_and_is_out_the_second_time(run: World) -> None:
+    made = run.controller
+    made.decide(EngineOffered(now=0.0, url=NEW, incarnation="1"))
+    give_weights(run, ENGINE, NEW)
+    (unproven, lost) = told(made, proof(run, refuted={NEW: "0.7 nats off"}))
+    assert unproven == (
+        "engine_unproven",
+        {"url": NEW, "model_version": 0, "reason": "0.7 nats off", "standing": Standing.DIRTY},
+    )
+    assert lost == ("engine_lost", {"url": NEW, "reason": "0.7 nats off"})
+    assert told(made, EngineAnswered(now=0.0, url=NEW)) == [("engine_joined", {"url": NEW})]
+    assert made.reload_if_due() == [], "the same weights again would be no update"
+    while run.version == 0:
+        run.act()
+    assert run.directive is not None and NEW in run.directive.publish_to and run.directive.prove == [NEW]
+    give_weights(run, ENGINE, NEW, version=1)
+    (unproven, _) = told(made, proof(run, version=1, refuted={NEW: "0.7 nats off"}))
+    assert unproven[1]["standing"] is Standing.EXPELLED
+    assert dismissed(made.state) == [], "whoever wants to know why finds its process"
+
+
+def test_an_engine_that_gives_no_proof_is_tried_again_once_it_answers(run: World) -> None:
+    made = run.controller
+    made.decide(EngineOffered(now=0.0, url=NEW, incarnation="1"))
+    give_weights(run, ENGINE, NEW)
+    assert told(made, proof(run, failed={NEW: "gone"})) == [("engine_lost", {"url": NEW, "reason": "gone"})]
+    sent = [effect.directive for effect in made.decide(EngineAnswered(now=0.0, url=NEW)) if isinstance(effect, Send)]
+    assert [(directive.publish_to, directive.prove) for directive in sent] == [([ENGINE, NEW], [NEW])]
+
+
+def test_a_swap_drains_the_old_engine_when_the_new_one_has_proven_itself(run: World) -> None:
+    made = run.controller
+    hired = told(made, EnginesHired(now=0.0, type="vllm", replaces=ENGINE, patience_s=9.0))
+    assert hired == [("engines_hired", {"names": ["engine-1"], "type": "vllm", "replaces": ENGINE})]
+    made.decide(EngineOffered(now=0.0, url=NEW, incarnation="1", name="engine-1", type="vllm"))
+    give_weights(run, ENGINE, NEW)
+    assert standing(made, ENGINE) is Standing.HEALTHY
+    kinds = [kind for kind, _ in told(made, proof(run, worst={NEW: 1e-6}, now=5.0))]
+    assert kinds == ["engine_proven", "engine_draining"]
+    assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([NEW], [ENGINE])
+    assert told(made, Ticked(now=13.0)) == [], "it has 9 s from 5 on"
+    ((kind, fields),) = told(made, Ticked(now=14.1))
+    assert (kind, fields["reason"]) == ("engine_lost", "drained; what it still had is handed over")
+    assert standing(made, ENGINE) is Standing.EXPELLED
+    assert made.state.fleet.by_url[ENGINE].dismissed
+
+
+def test_a_drained_engine_goes_when_it_is_idle_and_its_process_with_it(run: World) -> None:
+    made = run.controller
+    made.decide(EngineOffered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
+    assert told(made, EngineIdle(now=0.0, url=NEW)) == [], "nobody asked it to go"
+    told(made, EngineDrainAsked(now=0.0, url=NEW, patience_s=60.0))
+    assert told(made, EngineIdle(now=3.0, url=NEW)) == [("engine_lost", {"url": NEW, "reason": "drained"})]
+    assert dismissed(made.state) == ["engine-1"]
+    assert told(made, EngineDrainAsked(now=4.0, url=NEW, patience_s=60.0)) == []
+
+
+def test_a_dead_engine_has_nothing_to_drain(run: World) -> None:
+    made = run.controller
+    made.decide(EngineSilent(now=0.0, url=ENGINE, reason="gone"))
+    ((kind, fields),) = told(made, EngineDrainAsked(now=0.0, url=ENGINE, patience_s=60.0))
+    assert (kind, fields["reason"]) == ("engine_lost", "drained: it had no work")
+
+
+def test_who_was_hired_and_has_not_come_is_not_wanted_any_more(run: World) -> None:
+    made = run.controller
+    made.decide(EnginesHired(now=0.0, type="torch", count=2))
+    made.decide(EngineRemoved(now=0.0, engine="engine-1"))
+    assert [(hire.name, hire.wanted) for hire in made.state.hires] == [("engine-1", False), ("engine-2", True)]
+    assert dismissed(made.state) == ["engine-1"]
+    made.decide(EnginesHired(now=0.0, type="torch"))
+    assert made.state.hires[-1].name == "engine-3", "a name is given once"
+
+
+def test_a_name_that_two_engines_have_ends_neither_process_but_both_their_service(run: World) -> None:
+    made = run.controller
+    made.decide(EngineOffered(now=0.0, url=NEW, incarnation="1", name="engine-0"))
+    made.decide(EngineOffered(now=0.0, url=ENGINE, incarnation="1", name="engine-0"))
+    made.decide(EngineRemoved(now=0.0, engine=NEW))
+    assert dismissed(made.state) == [], "the launcher's engine-0 is the other one"
+
+
+def test_a_suspect_gets_no_work_and_loses_none(run: World) -> None:
+    made = run.controller
+    assert told(made, EngineMissed(now=0.0, url=ENGINE)) == [("engine_suspect", {"url": ENGINE})]
+    assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([], [ENGINE])
+    assert told(made, EngineAnswered(now=0.0, url=ENGINE)) == [("engine_back", {"url": ENGINE})]
+    assert made.state.fleet.serving() == [ENGINE]
+
+
+def test_an_order_that_was_given_up_is_stale_and_another_is_issued(run: World) -> None:
+    made = run.controller
+    before = len(run.issued)
+    run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
+    ledger = made.state.account.ledger()
+    assert (ledger["stale"], ledger["in_flight"], ledger["issued"]) == (1, before, before + 1)
+    assert run.issued[-1] == before
+    run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
+    assert made.state.account.ledger()["stale"] == 1, "it ends once"
+    directive: Directive = made._directive("x", publish=False)
+    assert directive.stale == [3]

@@ -1,0 +1,94 @@
+"""Engines join, go, die and are replaced while a real run trains on what they sample: nothing is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.live_fleet import (
+    assert_nothing_lost,
+    engines,
+    kill_again_and_again,
+    longest_stall_s,
+    swap_to_and_fro,
+    until_serving,
+    until_steps,
+)
+from tests.fakes.live_run import CLI, LiveRun, launched, new_run
+
+LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "launch.restarts=1000")
+
+
+def stop(run: LiveRun) -> None:
+    """End the run as its owner would."""
+    subprocess.run([*CLI, "stop", str(run.directory)], check=True, capture_output=True, timeout=60)
+    assert run.end(120) == 0, run.story()
+
+
+@pytest.mark.timeout(400)
+def test_an_engine_is_replaced_and_the_new_one_killed_under_load(tmp_path: Path) -> None:
+    """With no patience: what the old one has is handed over. Then the new one, alone, dies while it generates."""
+    directory = tmp_path / "run"
+    with launched(new_run(directory, *LONG), directory) as run:
+        until_serving(run, "engine-0")
+        until_steps(run, 2)
+        assert engines(run, "add", "--type", "nonsense", "--no-wait") == "asked for engine-1\n"
+        assert swap_to_and_fro(run, ["torch"], times=1, patience_s=0.0) == "engine-2"
+        kill_again_and_again(run, ["engine-2"], times=1)
+        assert "the run goes on without engine-1" in run.output and "engine.type" in run.output
+        engines(run, "remove", "engine-1")
+        heading, first, second = engines(run, "list").splitlines()
+        assert heading.split()[:3] == ["name", "type", "standing"]
+        assert (first.split()[:3], second.split()[:3]) == (
+            ["engine-0", "torch", "expelled"],
+            ["engine-2", "torch", "healthy"],
+        )
+        stop(run)
+    assert_nothing_lost(run)
+    assert not run.alive()
+
+
+# --- longer: make chaos -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_no_engine_that_was_hired_outlives_its_launcher(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with launched(new_run(directory, *LONG), directory) as run:
+        until_serving(run, "engine-0")
+        assert engines(run, "add", "--type", "torch").split()[:3] == ["engine-1", "torch", "healthy"]
+        assert run.role("engine-1").is_running()
+        run.launcher.kill()
+        run.end()
+        deadline = time.monotonic() + 10
+        while run.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not run.alive()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+def test_twenty_swaps_lose_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with launched(new_run(directory, *LONG), directory) as run:
+        until_serving(run, "engine-0")
+        swap_to_and_fro(run, ["torch"], times=20)
+        stop(run)
+    assert_nothing_lost(run)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(7200)
+def test_a_hundred_kills_in_mid_generation_lose_nothing_and_stall_for_seconds(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with launched(new_run(directory, *LONG, "engine.count=2"), directory) as run:
+        until_serving(run, "engine-0", "engine-1")
+        kill_again_and_again(run, ["engine-0", "engine-1"], times=100)
+        stop(run)
+    assert_nothing_lost(run)
+    print(f"100 kills: the longest time between two steps was {longest_stall_s(run):.1f} s")
+    assert longest_stall_s(run) <= 15.0

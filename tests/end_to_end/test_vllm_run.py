@@ -1,0 +1,94 @@
+"""Real runs with vLLM as the engine: they learn the task, in a process of ours and through a stock server.
+
+The recipe is `tiny_vllm`, with a smaller budget. What must rise is accuracy on the held-out split, beyond the noise:
+the 95 % interval of the last evaluation lies above that of the first. And a torch engine may become a vLLM engine and
+one again while the run trains.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config_sections import MODELS
+from pipelinerl.registry import ENGINES
+from tests.fakes import stock_vllm
+from tests.fakes.live_fleet import assert_nothing_lost, swap_to_and_fro, until_serving
+from tests.fakes.live_run import CLI, LiveRun, launched, new_run
+
+STEPS = 60
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not ENGINES["vllm"].installed, reason="vLLM is not installed; make test-vllm"),
+    pytest.mark.timeout(900),
+]
+
+
+def _arguments(directory: Path, *changes: str) -> list[str]:
+    budget = (f"run.steps={STEPS}", f"evaluation.interval_steps={STEPS}", "launch.start_timeout_s=300")
+    return ["tiny_vllm", *budget, f"run.directory={directory.parent}", f"run.name={directory.name}", *changes]
+
+
+def _has_learned(run: LiveRun) -> None:
+    """It has made every step, its ledger balances, and it answers better than it did."""
+    assert run.end(600.0) == 0, run.story()
+    assert run.steps() == list(range(1, STEPS + 1))
+    (finished,) = run.events("run_finished")
+    ledger = finished["ledger"]
+    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger
+    first, last = run.events("evaluation")
+    assert (first["model_version"], last["model_version"]) == (0, STEPS)
+    assert first["high"] < last["low"], (first, last)
+
+
+def test_a_run_with_vllm_learns(tmp_path: Path) -> None:
+    with launched(_arguments(tmp_path / "inside"), tmp_path / "inside") as run:
+        _has_learned(run)
+
+
+@pytest.mark.slow
+def test_a_run_outlives_the_death_of_its_vllm_core(tmp_path: Path) -> None:
+    with launched(_arguments(tmp_path / "run"), tmp_path / "run") as run:
+        run.until_step(5, timeout_s=600.0)
+        core = next(child for child in run.role("engine-0").children(recursive=True) if "EngineCore" in child.name())
+        core.kill()
+        assert run.end(600.0) == 0, run.story()
+        assert run.steps() == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_run_with_a_stock_vllm_server_learns(tmp_path: Path) -> None:
+    model = MODELS / "tiny_speller_heads32"
+    options = (*stock_vllm.AS_DOCUMENTED, "--disable-log-stats")
+    with stock_vllm.serving(model, tmp_path / "server.log", *options, context_length=32, slots=256) as url:
+        stock = ("engine.type=vllm_server", f'engine.servers=["{url}"]')
+        with launched(_arguments(tmp_path / "outside", *stock), tmp_path / "outside") as run:
+            _has_learned(run)
+
+
+# --- swaps ------------------------------------------------------------------------------------------------------------
+
+
+def _swapped(directory: Path, *, times: int) -> None:
+    """A run whose engine becomes a vLLM engine, a torch engine again and so on, while it trains, loses nothing."""
+    endless = ("run.steps=100000", "staleness.k=8", "model.path=shipped:tiny_speller_heads32", "launch.restarts=1000")
+    with launched(new_run(directory, *endless, "launch.start_timeout_s=300"), directory) as run:
+        until_serving(run, "engine-0")
+        swap_to_and_fro(run, ["vllm", "torch"], times=times)
+        subprocess.run([*CLI, "stop", str(directory)], check=True, capture_output=True, timeout=60)
+        assert run.end(120) == 0, run.story()
+    assert_nothing_lost(run)
+
+
+@pytest.mark.slow
+def test_torch_becomes_vllm_and_torch_again_under_load(tmp_path: Path) -> None:
+    _swapped(tmp_path / "run", times=2)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(7200)
+def test_twenty_swaps_of_torch_and_vllm_lose_nothing(tmp_path: Path) -> None:
+    _swapped(tmp_path / "run", times=20)

@@ -1,0 +1,62 @@
+"""Checkpoints of a bigram model that say in each of their parts which version they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.training.checkpoint import Capture, CheckpointStore
+from pipelinerl.training.checkpoint_manifest import TrainingState
+from trainer_contract.types import ParameterInfo
+
+#: Tokens of the model's vocabulary.
+SIZE = 5
+
+
+def model_directory(path: Path) -> Path:
+    """A model to begin with, and a file of other weights that must not be copied."""
+    BigramModel.random(SIZE, seed=0).save(path)
+    (path / "tokenizer.json").write_text("{}")
+    (path / "pytorch_model.bin").write_text("other weights that must not be copied")
+    return path
+
+
+def state_of(version: int, *, epoch: int = 1, accuracies: Mapping[int, float] | None = None) -> TrainingState:
+    """What goes with the weights of a version; `accuracies` are those that are known by then."""
+    results = [{"model_version": at, "accuracy": value} for at, value in (accuracies or {}).items()]
+    return TrainingState(
+        model_version=version,
+        epoch=epoch,
+        offsets={"identity": "x", "rollouts:actor-0": f"{version}-0"},
+        ledger={"frontier": version, "beyond": [version + 2], "counts": {"trained": version}},
+        controller={"epoch": epoch, "knobs": {"k": "inf"}, "evaluations": results},
+    )
+
+
+def capture(store: CheckpointStore, state: TrainingState, *, padding: int = 0) -> Capture:
+    """Weights and the trainer's state, which is longer by `padding` bytes, made of nothing but the version's number."""
+    number = state.model_version
+    record = number.to_bytes(8, "little") * (2 + padding // 8)
+    return store.capture(
+        state,
+        layout=[ParameterInfo("bigram.logits", (SIZE, SIZE), "float32")],
+        weights=[("bigram.logits", np.full((SIZE, SIZE), number, np.float32))],
+        parts={"trainer": lambda path: (path / "optimizer").write_bytes(record) and None},
+    )
+
+
+def save(store: CheckpointStore, version: int, *, padding: int = 0, **rest: Any) -> Path:
+    """Capture and commit."""
+    return store.commit(capture(store, state_of(version, **rest), padding=padding))
+
+
+def versions_in(path: Path, state: TrainingState) -> set[int]:
+    """Every version that some part of a checkpoint is of: one, unless parts of several were mixed."""
+    record = np.frombuffer((path / "trainer" / "optimizer").read_bytes(), np.uint64)
+    weights = BigramModel.load(path).logits
+    ledger = state.ledger["frontier"], int(state.offsets["rollouts:actor-0"].split("-")[0])
+    return {state.model_version, *ledger, *map(int, np.unique(record)), *map(int, np.unique(weights))}

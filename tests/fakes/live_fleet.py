@@ -1,0 +1,100 @@
+"""A live run's engines, changed through the command line while it trains: what every such test does and must find.
+
+Any type of engine will do: `swap_to_and_fro(run, ["vllm", "torch"], times=20)`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from itertools import cycle, islice, pairwise
+
+from pipelinerl.errors import UserError
+from pipelinerl.observability.status import EngineStatus, RunStatus
+from pipelinerl.roles.remote import Remote
+from tests.fakes.live_run import CLI, LiveRun
+
+#: An engine's process starts, loads its model and joins within this time, on a machine that has much to do.
+JOIN_S = 240.0
+
+
+def engines(run: LiveRun, *arguments: str) -> str:
+    """What `pipelinerl engines <command> RUN …` prints; it must succeed."""
+    command, *rest = arguments
+    words = [*CLI, "engines", command, str(run.directory), *rest]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=2 * JOIN_S)
+    assert done.returncode == 0, f"{words}: {done.stderr}\n{run.story()}"
+    return done.stdout
+
+
+def status(run: LiveRun) -> RunStatus:
+    """What the run is doing; nothing while its controller is not there. Cheaper to ask than its log is to read."""
+    try:
+        return Remote.of(run.directory).status()
+    except UserError:
+        return RunStatus(run="")
+
+
+def fleet(run: LiveRun) -> dict[str, EngineStatus]:
+    """The engines by name."""
+    return {engine.name: engine for engine in status(run).engines}
+
+
+def until_serving(run: LiveRun, *names: str) -> None:
+    """Wait until all these serve."""
+
+    def serve(run: LiveRun) -> bool:
+        known = fleet(run)
+        return all(name in known and known[name].state == "healthy" for name in names)
+
+    run.until(serve, f"{', '.join(names)} to serve", JOIN_S)
+
+
+def until_steps(run: LiveRun, more: int) -> None:
+    """Wait for so many more steps."""
+    wanted = status(run).step + more
+    run.until(lambda run: status(run).step >= wanted, f"step {wanted}", JOIN_S)
+
+
+def swap_to_and_fro(
+    run: LiveRun, types: Sequence[str], *, times: int, engine: str = "engine-0", patience_s: float = 60.0
+) -> str:
+    """Replace `engine` by one of the first type, that by one of the second, and so on; returns who serves in the end.
+
+    The old one's process is gone each time, and the run has made steps with the new one alone.
+    """
+    for kind in islice(cycle(types), times):
+        old, process = engine, run.role(engine)
+        joined, gone = engines(run, "swap", old, "--type", kind, "--patience", f"{patience_s}").splitlines()
+        engine = joined.split()[0]
+        assert joined.split()[1:3] == [kind, "healthy"] and gone.split()[0] == old and "drained" in gone
+        process.wait(30)
+        until_steps(run, 2)
+    return engine
+
+
+def kill_again_and_again(run: LiveRun, names: Sequence[str], *, times: int) -> None:
+    """Kill these engines in turn, each while it generates, and wait until it serves again."""
+    for name in islice(cycle(names), times):
+        run.until(lambda run, name=name: fleet(run)[name].running > 0, f"{name} to have work", JOIN_S)  # type: ignore[misc]
+        run.role(name).kill()
+        run.until(lambda run, name=name: fleet(run)[name].state != "healthy", f"{name} to be missed", JOIN_S)  # type: ignore[misc]
+        until_serving(run, *names)
+        until_steps(run, 1)
+
+
+def longest_stall_s(run: LiveRun) -> float:
+    """The longest time between two steps."""
+    return max(float(b["elapsed_s"] - a["elapsed_s"]) for a, b in pairwise(run.events("step")))
+
+
+def assert_nothing_lost(run: LiveRun) -> None:
+    """The run has ended whole: each order has ended once, none has failed, and no engine served before its proof."""
+    (finished,) = run.events("run_finished")
+    ledger = finished["ledger"]
+    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger
+    assert ledger["failed"] == 0 and not run.events("group_failed"), ledger
+    trained = [order for step in run.events("step") for order in step["orders"]]
+    assert len(trained) == len(set(trained)) == ledger["trained"], "each order trains at most once"
+    assert not run.events("engine_unproven"), run.events("engine_unproven")
+    assert all(event["worst"] <= 1e-4 for event in run.events("engine_proven"))

@@ -1,0 +1,340 @@
+"""A verified fake of SGLang's server: its routes, request types and refusals, with a Hugging Face model behind them.
+
+Written from what SGLang publishes: `io_struct.py` (the request types), `http_server.py` (the routes and statuses),
+`weight_versions.py` (which weights sampled what, told when a sample ends), `init_custom_process_group` (how a server's
+rank joins). It is stricter than SGLang in one thing, that fields which SGLang does not have are refused instead of
+dropped; and simpler in two, that a step recomputes every sample whole, so that no cache outlives an update, and that
+there is one rank. `test_stock_servers` holds it to its word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from torch.distributed import distributed_c10d as c10d
+
+from pipelinerl import rng
+
+
+class Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class SamplingParams(Closed):
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=-1, ge=-1)
+    max_new_tokens: int = Field(default=128, ge=0)
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    sampling_seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+
+class GenerateReqInput(Closed):
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    return_logprob: bool = False
+    stream: bool = False
+    cache_salt: str | None = None
+
+
+class PauseGenerationReqInput(Closed):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueGenerationReqInput(Closed):
+    torch_empty_cache: bool = True
+
+
+class InitWeightsUpdateGroupReqInput(Closed):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class DestroyWeightsUpdateGroupReqInput(Closed):
+    group_name: str = "weight_update_group"
+
+
+class UpdateWeightsFromDistributedReqInput(Closed):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class UpdateWeightVersionReqInput(Closed):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+@dataclass
+class Sample:
+    """`Req` of SGLang's scheduler."""
+
+    asked: GenerateReqInput
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    changes: list[tuple[str, int]] = field(default_factory=list)  # weight_version_events
+    finished: dict[str, Any] | None = None
+    told: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
+
+    def event(self, version: str) -> dict[str, Any]:
+        """What is streamed after a step: everything so far, and the spans once it has ended."""
+        meta: dict[str, Any] = {
+            "id": self.asked.rid,
+            "finish_reason": self.finished,
+            "prompt_tokens": len(self.asked.input_ids),
+            "completion_tokens": len(self.tokens),
+            "weight_version": version,
+            "output_token_logprobs": [[lp, t, None] for lp, t in zip(self.logprobs, self.tokens, strict=True)],
+        }
+        if self.finished is not None:
+            meta["weight_versions"] = self._spans(version)
+        return {"text": "", "output_ids": list(self.tokens), "meta_info": meta, "index": 0}
+
+    def _spans(self, version: str) -> list[dict[str, Any]]:
+        spans: list[dict[str, Any]] = []
+        for name, end in [*self.changes, (version, len(self.tokens))]:
+            start = spans[-1]["end"] if spans else 0
+            if not spans or end > start:
+                spans.append({"version": name, "start": start, "end": end})
+        return spans
+
+
+class SglangServer:
+    """One server and its scheduler's thread of control."""
+
+    def __init__(self, model: Any, *, context_length: int, deterministic: bool = True) -> None:
+        self.model = model.eval()
+        self.context_length = context_length
+        self.info = {
+            "tp_size": 1, "pp_size": 1, "dp_size": 1, "dtype": str(model.dtype).removeprefix("torch."),
+            "enable_deterministic_inference": deterministic, "incremental_streaming_output": False,
+        }  # fmt: skip
+        self.version = "default"
+        self.running: dict[str, Sample] = {}
+        self.retracted = False
+        self.groups: dict[str, Any] = {}
+        self.continued = asyncio.Event()
+        self.work = asyncio.Event()
+        self.step_ended = asyncio.Lock()  # a step, or an update, not both
+        self._group_guard = threading.Lock()
+
+    # --- the scheduler -------------------------------------------------------------------------------------------
+
+    async def steps(self) -> None:
+        while True:
+            await self.continued.wait()
+            await self.work.wait()
+            async with self.step_ended:
+                samples = list(self.running.values())
+                if self.continued.is_set() and samples:
+                    await asyncio.to_thread(self._step, samples)
+                    for sample in samples:
+                        self._tell(sample)
+            if not self.running:
+                self.work.clear()
+
+    def _step(self, samples: list[Sample]) -> None:
+        rows = [sample.asked.input_ids + sample.tokens for sample in samples]
+        longest = max(map(len, rows))
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([row + [0] * (longest - len(row)) for row in rows])).logits.float()
+        for index, (sample, row) in enumerate(zip(samples, rows, strict=True)):
+            self._sample(sample, logits[index, len(row) - 1])
+
+    def _sample(self, sample: Sample, logits: torch.Tensor) -> None:
+        params = sample.asked.sampling_params
+        logprobs = torch.log_softmax(logits / (params.temperature or 1.0), -1)
+        noise = rng.generator(params.sampling_seed or 0, "fake sglang", len(sample.tokens)).gumbel(size=len(logits))
+        token = int((logprobs + (torch.from_numpy(noise) if params.temperature else 0)).argmax())
+        sample.tokens.append(token)
+        sample.logprobs.append(float(logprobs[token]))
+        if token in (params.stop_token_ids or ()):
+            sample.finished = {"type": "stop", "matched": token}
+        elif len(sample.tokens) >= params.max_new_tokens:
+            sample.finished = {"type": "length", "length": params.max_new_tokens}
+
+    def _tell(self, sample: Sample) -> None:
+        sample.told.put_nowait(sample.event(self.version))
+        if sample.finished is not None:
+            self.running.pop(sample.asked.rid, None)
+
+    def abort_all(self) -> None:
+        for sample in list(self.running.values()):
+            sample.finished = {"type": "abort", "message": "Abort in waiting queue or running batch"}
+            self._tell(sample)
+
+    # --- the routes ----------------------------------------------------------------------------------------------
+
+    async def generate(self, asked: GenerateReqInput, request: Request) -> Response:
+        if not asked.stream or not asked.input_ids:
+            raise HTTPException(400, "this fake streams, and input_ids cannot be empty")
+        if len(asked.input_ids) + asked.sampling_params.max_new_tokens > self.context_length:
+            raise HTTPException(400, "The requested tokens exceed the model's context length")
+        if asked.rid in self.running:
+            raise HTTPException(400, f"Duplicate request ID detected: {asked.rid}")
+        return StreamingResponse(self._streamed(Sample(asked)), media_type="text/event-stream")
+
+    async def _streamed(self, sample: Sample) -> AsyncIterator[str]:
+        await self.continued.wait()  # is_pause_cond
+        self.running[sample.asked.rid] = sample
+        self.work.set()
+        try:
+            event: dict[str, Any] = {"meta_info": {"finish_reason": None}}
+            while event["meta_info"]["finish_reason"] is None:
+                event = await sample.told.get()
+                yield f"data: {json.dumps(event)}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            self.running.pop(sample.asked.rid, None)  # create_abort_task
+
+    async def pause(self, asked: PauseGenerationReqInput) -> dict[str, str]:
+        self.continued.clear()
+        async with self.step_ended:
+            if asked.mode == "abort":
+                self.abort_all()
+            self.retracted = asked.mode == "retract"
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    async def go_on(self, _: ContinueGenerationReqInput) -> dict[str, str]:
+        self.continued.set()
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    async def flush(self) -> Response:
+        done = self.retracted or not self.running
+        return PlainTextResponse("Cache flushed.\n" if done else "Flush cache failed.\n", 200 if done else 400)
+
+    async def join(self, asked: InitWeightsUpdateGroupReqInput) -> Response:
+        try:
+            group = await asyncio.to_thread(self._joined, asked)
+        except (RuntimeError, ValueError) as error:
+            return _said(False, f"Failed to initialize custom process group: {error}.")
+        self.groups[asked.group_name] = group
+        return _said(True, "Succeeded to initialize custom process group.")
+
+    def _joined(self, asked: InitWeightsUpdateGroupReqInput) -> Any:
+        """`init_custom_process_group`, rank `rank_offset` + tp_rank."""
+        patience = timedelta(seconds=30)
+        with self._group_guard:
+            meeting = c10d.rendezvous(
+                f"tcp://{asked.master_address}:{asked.master_port}",
+                asked.rank_offset,
+                asked.world_size,
+                timeout=patience,
+            )
+            store, rank, world_size = next(meeting)
+            store.set_timeout(patience)
+            group, _ = c10d._new_process_group_helper(
+                world_size, rank, [], c10d.Backend(asked.backend), c10d.PrefixStore(asked.group_name, store),
+                group_name=c10d.GroupName(asked.group_name), backend_options=None, timeout=patience,
+            )  # fmt: skip
+            c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+        return group
+
+    async def leave(self, asked: DestroyWeightsUpdateGroupReqInput) -> Response:
+        group = self.groups.pop(asked.group_name, None)
+        if group is None:
+            return _said(False, "The group to be destroyed does not exist.")
+        dist.destroy_process_group(group)
+        return _said(True, "Succeeded to destroy custom process group.")
+
+    async def update(self, asked: UpdateWeightsFromDistributedReqInput) -> Response:
+        if asked.group_name not in self.groups:
+            return _said(
+                False,
+                f"Group {asked.group_name} not in {list(self.groups)}. Please call `init_weights_update_group` first.",
+            )
+        while self.continued.is_set() and self.running:  # the writer lock: it waits for what runs
+            await asyncio.sleep(0.01)
+        async with self.step_ended:
+            try:
+                await asyncio.to_thread(self._received, asked)
+            except (RuntimeError, KeyError) as error:
+                return _said(False, f"Failed to update parameter online: {error}.")
+            if asked.flush_cache and self.running and not self.retracted:
+                raise HTTPException(500, "Cache flush failed after updating weights")
+            if asked.weight_version is not None:
+                self._name(asked.weight_version)
+        return _said(True, "Succeeded to update parameter online.")
+
+    def _received(self, asked: UpdateWeightsFromDistributedReqInput) -> None:
+        group, named = self.groups[asked.group_name], dict(self.model.named_parameters())
+        received = []
+        for name, dtype, shape in zip(asked.names, asked.dtypes, asked.shapes, strict=True):
+            values = torch.empty(shape, dtype=getattr(torch, dtype))
+            received.append((name, values, dist.broadcast(values, src=0, group=group, async_op=True)))
+        with torch.no_grad():
+            for name, values, work in received:
+                assert work is not None
+                work.wait()
+                named[name].copy_(values)
+
+    async def name(self, asked: UpdateWeightVersionReqInput) -> dict[str, Any]:
+        if asked.abort_all_requests:
+            self.abort_all()
+        self._name(asked.new_version)
+        return {
+            "success": True,
+            "message": f"Weight version updated to {asked.new_version}",
+            "new_version": self.version,
+        }
+
+    def _name(self, version: str) -> None:
+        for sample in self.running.values():
+            if sample.tokens:
+                sample.changes.append((self.version, len(sample.tokens)))
+        self.version = version
+
+
+def _said(success: bool, message: str) -> Response:
+    return JSONResponse({"success": success, "message": message}, 200 if success else 400)
+
+
+def create_app(server: SglangServer) -> FastAPI:
+    """The server's HTTP, with its scheduler running behind it."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        server.continued.set()
+        scheduler = asyncio.create_task(server.steps())
+        yield
+        scheduler.cancel()
+
+    app = FastAPI(lifespan=life)
+    posts = {
+        "/generate": server.generate,
+        "/pause_generation": server.pause,
+        "/continue_generation": server.go_on,
+        "/flush_cache": server.flush,
+        "/init_weights_update_group": server.join,
+        "/destroy_weights_update_group": server.leave,
+        "/update_weights_from_distributed": server.update,
+        "/update_weight_version": server.name,
+    }
+    for path, route in posts.items():
+        app.post(path, response_model=None)(route)
+    app.get("/server_info")(lambda: server.info)
+    app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "m", "max_model_len": server.context_length}]})
+    return app

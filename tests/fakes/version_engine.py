@@ -1,0 +1,190 @@
+"""An engine whose every weight is its version, so that each token tells which weights made it; and many of them.
+
+It is the real `BatchingEngine` over a model of 24 tensors: a token's id is the smallest weight, its log-prob is how far
+the largest lies above it: 0, or the weights are mixed.
+
+    python -m tests.fakes.version_engine      for each line read, forks an engine and prints its pid and port
+
+A `Nursery` is that process: it has imported everything, so that an engine is born in no time and a hundred may die.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final, Self, final
+
+import numpy as np
+
+from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.runner import Prefill, RowState
+from pipelinerl.engines.http_server import create_app
+from pipelinerl.http_service import listen, serve
+
+#: In all more than the buffers of a connection hold: a receiver that stands still stops the sender.
+LAYOUT: Final = WeightLayout(
+    parameters=tuple(ParameterSpec(name=f"p{row:02}", shape=(2**16,), dtype=DType.FLOAT32) for row in range(24))
+)
+BUCKET_BYTES: Final = 2**18
+#: So slow that many engines leave the processor to one another.
+STEP_S: Final = 0.004
+PROMPT: Final = [1, 2, 3]
+
+
+def weights(version: int, *, before: Callable[[int], None] = lambda _: None) -> Callable[[], Iterator[tuple[str, Any]]]:
+    """All weights of a version; `before(row)` is called before each parameter is gathered."""
+
+    def source() -> Iterator[tuple[str, Any]]:
+        for row, parameter in enumerate(LAYOUT.parameters):
+            before(row)
+            yield parameter.name, np.full(parameter.shape, version, np.float32)
+
+    return source
+
+
+@final
+class VersionRunner:
+    """`ModelRunner`."""
+
+    slots = 64
+    context_length = 256
+    vocab_size = 2**20
+    layout = LAYOUT
+    cache_bytes = 0
+
+    def __init__(self) -> None:
+        self._current = np.zeros(LAYOUT.num_bytes, np.uint8)
+        self._staged = np.zeros(LAYOUT.num_bytes, np.uint8)
+
+    def prefill(self, prefills: Sequence[Prefill]) -> None:
+        pass
+
+    def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
+        pass
+
+    def place(self, states: Sequence[RowState]) -> None:
+        pass
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        pass
+
+    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+        time.sleep(STEP_S)
+        values = self._current.view(np.float32)
+        low, high = float(values.min()), float(values.max())
+        return [int(low)] * num_rows, [low - high] * num_rows
+
+    def staging(self) -> Any:
+        return self._staged
+
+    def finish_staging(self) -> None:
+        pass
+
+    def swap(self) -> None:
+        self._current, self._staged = self._staged, self._current
+
+
+@final
+class _NoText:
+    """`Tokenizer`, and its detokenizer, of a model that has no text: a prompt is token ids."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def encode_chat(self, messages: object) -> list[int]:
+        return PROMPT
+
+    def decode(self, token_ids: object) -> str:
+        return ""
+
+    def detokenizer(self) -> Self:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def application() -> Any:
+    """The engine behind its routes."""
+    settings = BatchingSettings(model_id="versions", max_waiting=4096, seed=0)
+    return create_app(BatchingEngine(settings, load=VersionRunner, tokenizer=_NoText(), pull=None), token=None)
+
+
+@final
+class Nursery:
+    """Engines in processes of their own, which end with the `with` block at the latest."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fakes.version_engine"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.pids: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for url in list(self.pids):
+            self.kill(url)
+        self._process.kill()
+        self._process.wait(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def born(self) -> str:
+        """The base URL of a new engine, which listens."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n")
+        pid, port = self._process.stdout.readline().split()
+        url = f"http://127.0.0.1:{port}"
+        self.pids[url] = int(pid)
+        return url
+
+    def kill(self, url: str) -> None:
+        """With SIGKILL."""
+        os.kill(self.pids.pop(url), signal.SIGKILL)
+
+    def freeze(self, url: str) -> None:
+        """It stands still until `thaw`."""
+        os.kill(self.pids[url], signal.SIGSTOP)
+
+    def thaw(self, url: str) -> None:
+        """It goes on."""
+        os.kill(self.pids[url], signal.SIGCONT)
+
+
+def _engine() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        os.write(1, f"{os.getpid()} {listener.getsockname()[1]}\n".encode())
+        serve(application(), listener)
+
+
+def _nursery() -> None:
+    import pipelinerl.weights.collective  # torch, once for all
+
+    assert pipelinerl.weights.collective.dist.is_available()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are nobody's zombies
+    for _ in sys.stdin:
+        if os.fork() == 0:
+            sys.stdin.close()
+            _engine()
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    _nursery()

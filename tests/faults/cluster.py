@@ -1,0 +1,181 @@
+"""`Cluster`: the real roles of a small run, each in a process of its own that can be killed and started again at once.
+
+The processes are forked from one that has imported everything, so that a kill costs a fraction of a second; nothing
+else is spared: an embedded server with `appendfsync everysec`, HTTP, gloo, checkpoints on disk. The model is a table of
+bigrams that knows nothing, and a coin decides which texts are right.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, final
+
+import httpx
+
+from launch.ports import free_ports, is_free
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.observability.events import Event, read_events
+from pipelinerl.streams.embedded_redis import EmbeddedRedis
+from tests.faults.role_process import TOKEN, VERIFIER, Fuse, Seat, play_role
+
+DEADLINE_S = 60.0
+GROUPS_PER_STEP, GROUP_SIZE = 4, 8
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.faults.role_process"])
+
+
+@cache
+def model() -> Path:
+    """A bigram model for which all texts are equally likely, made once for each process."""
+    path = Path(mkdtemp(prefix="uniform-bigram-"))
+    tokenizer = char_tokenizer(alphabet="0123456789+= ")
+    BigramModel.random(len(tokenizer), seed=0, scale=0.0).save(path)
+    tokenizer.save_pretrained(str(path), save_jinja_files=False)
+    return path
+
+
+def recipe(seed: int) -> dict[str, Any]:
+    """A run of steps of four groups that goes on until it is stopped; every other step is checkpointed."""
+    return {
+        "run": {"name": "chaos", "seed": seed, "steps": 100_000},
+        "model": {"path": str(model())},
+        "engine": {"type": "bigram", "slots": 64, "context_length": 64},
+        "trainer": {"type": "bigram"},
+        "optimizer": {"learning_rate": 0.01},
+        "domains": [{"name": "sums", "source": "addition", "verifier": VERIFIER}],
+        "objective": {"preset": "pipelinerl"},
+        "sampling": {"group_size": GROUP_SIZE, "max_tokens": 4},
+        "training": {"rollouts_per_step": GROUPS_PER_STEP * GROUP_SIZE, "no_signal": "train", "deadline_s": DEADLINE_S},
+        "staleness": {"j": 4, "k": float("inf")},
+        "streams": {"max_groups": 4 * GROUPS_PER_STEP},
+        "actor": {"groups_in_flight": 8},
+        "evaluation": {"problems": 0},
+        "checkpoint": {"interval_steps": 2, "keep": 2},
+    }
+
+
+@final
+class Cluster:
+    """Made by `running`."""
+
+    def __init__(self, directory: Path, *, seed: int, mutant: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.server = EmbeddedRedis(directory / "redis").start()
+        self._controller, engine = free_ports(2)
+        self._roles = ("controller", "engine", "trainer", "actor")
+        ports = {"controller": self._controller, "engine": engine}
+        self.seats = {
+            role: Seat(
+                role=role,
+                name=role,
+                recipe=recipe(seed),
+                run_dir=directory,
+                redis_url=self.server.url,
+                controller_url=f"http://127.0.0.1:{self._controller}",
+                port=ports.get(role, 0),
+                mutant=mutant if role == "trainer" else "",
+            )
+            for role in self._roles
+        }
+        self.fuses = {name: Fuse(seat.fuse) for name, seat in self.seats.items()}
+        self.processes: dict[str, Any] = {}
+        self.supervised: set[str] = set()
+        """Roles that are started again when they end with status 1, as the launcher does."""
+
+    def begin(self) -> None:
+        """Start every role."""
+        self.start("controller")
+        self.until(lambda: not is_free(self._controller), "the controller to listen")
+        for name in self._roles[1:]:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        """Start a process, which must not be alive."""
+        self.fuses[name].put_out()
+        self.processes[name] = _FORKS.Process(target=play_role, args=(self.seats[name],), name=name)
+        self.processes[name].start()
+
+    def kill(self, name: str, *, operation: str, points: int, patience_s: float) -> bool:
+        """`kill -9` at that point of its life, or once patience has run out; True when it was at that point."""
+        process = self.processes[name]
+        self.fuses[name].light(operation, points)
+        process.join(patience_s)
+        reached = process.exitcode is not None
+        process.kill()
+        process.join()
+        return reached
+
+    def kill_server(self) -> list[dict[str, Any]]:
+        """`kill -9` to the stream server, and a new life of it on the same files; what it had answered for until then.
+
+        What had been made is looked at between the two lives, when nobody is answered.
+        """
+        os.kill(self.server.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.server.pid, os.WEXITED | os.WNOWAIT)
+        made = self.witnessed("made")
+        self.server.start()
+        return made
+
+    def events(self, kind: str = "") -> list[Event]:
+        """The event log so far."""
+        path = self.directory / "events.jsonl"
+        return [event for event in (read_events(path) if path.is_file() else []) if kind in ("", event["kind"])]
+
+    def witnessed(self, name: str) -> list[dict[str, Any]]:
+        """Lines of `made` or `trained`."""
+        path = self.directory / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def served_weights(self) -> tuple[int, int]:
+        """(epoch, version) of what the engine serves now."""
+        url = f"http://127.0.0.1:{self.seats['engine'].port}/health"
+        answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=DEADLINE_S).raise_for_status()
+        return answer.json()["epoch"], answer.json()["model_version"]
+
+    def until(self, reached: Callable[[], Any], what: str, *, timeout_s: float = DEADLINE_S) -> None:
+        """Wait; raises AssertionError, with what the roles wrote, when it takes too long or one of them has ended."""
+        deadline = time.monotonic() + timeout_s
+        while not reached():
+            for name in self.supervised:
+                if self.processes[name].exitcode == 1:
+                    self.start(name)
+            ended = [name for name, process in self.processes.items() if process.exitcode is not None]
+            if ended or time.monotonic() > deadline:
+                reason = f"{', '.join(ended)} ended" if ended else f"{timeout_s:g} s were not enough"
+                raise AssertionError(f"waiting for {what}: {reason}\n{self.story()}")
+            time.sleep(0.01)
+
+    def story(self) -> str:
+        """The last lines of every log."""
+        logs = sorted(self.directory.glob("*.log"))
+        return "\n".join(f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-12:]) for log in logs)
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        self.server.stop()
+
+
+@contextmanager
+def running(directory: Path, *, seed: int, mutant: str = "") -> Iterator[Cluster]:
+    """A cluster that has begun; nothing of it is alive afterwards."""
+    cluster = Cluster(directory, seed=seed, mutant=mutant)
+    try:
+        cluster.begin()
+        yield cluster
+    finally:
+        cluster.end()

@@ -1,0 +1,306 @@
+"""One role of a run in a process of its own, which can be made to kill itself at a chosen point, and what it witnessed.
+
+The role, its streams and its recipe are the real ones. Between it and the stream server stands `Mortal`: before and
+after each operation the process passes a point, at which its fuse may have burnt down; that is a `kill -9`, or a
+`kill -STOP`, of which nothing but the place was chosen. There are such points around each phase of a weight update and
+each checkpoint, too. What happened is written down in files that outlive the process:
+
+    made.jsonl      a group was appended, and the server has answered: whoever made it may rely on it from here on
+    trained.jsonl   a step is about to be reported, and these are the groups behind it
+    trimmed.jsonl   a stream was trimmed, the server has answered, and when it was about to be asked
+
+Designs that look right, and are not, can be put in the place of the trainer's (`MUTANTS`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+from zlib import crc32
+
+from pipelinerl import registry
+from pipelinerl.config import parse
+from pipelinerl.engines import bigram_engine  # noqa: F401  imported before the fork, not after each
+from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
+from pipelinerl.roles import actor_role, controller_role, engine_role, process, trainer_role
+from pipelinerl.streams.records import decode_group
+from pipelinerl.streams.stream import Entry, Stream
+from pipelinerl.training import admission, checkpoint, checkpoint_fence, intake, loop
+from pipelinerl.types import Outcome, Problem, RolloutGroup, Verdict
+from pipelinerl.weights import collective  # noqa: F401  likewise, with torch
+
+OPERATIONS = ("none", "append", "read", "claim", "acknowledge", "trim", "renew", "last_id", "update", "checkpoint")
+VERIFIER = "coin"
+TOKEN = "of this test"
+
+
+@final
+class Coin:
+    """A verifier that finds half of all texts right."""
+
+    async def verify(self, problem: Problem, text: str) -> Verdict:
+        right = bool(crc32(text.encode()) & 1)
+        return Verdict(outcome=Outcome.CORRECT if right else Outcome.WRONG, reward=float(right))
+
+
+registry.VERIFIERS[VERIFIER] = registry.Entry(f"{__name__}:Coin")  # type: ignore[index]
+
+
+@final
+class Fuse:
+    """Three bytes that two processes share: which operation burns it, how many points are left, and the signal."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_bytes(bytes(3))
+        with path.open("r+b") as file:
+            self._shared = mmap.mmap(file.fileno(), 3)
+
+    def light(self, operation: str, points: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send itself the signal at the so-many-th point of that operation from now on."""
+        self._shared[1] = points
+        self._shared[2] = number
+        self._shared[0] = OPERATIONS.index(operation)
+
+    def put_out(self) -> None:
+        self._shared[0] = 0
+
+    def point(self, operation: str) -> None:
+        if self._shared[0] and OPERATIONS[self._shared[0]] == operation:
+            if self._shared[1] == 0:
+                self.put_out()
+                os.kill(os.getpid(), self._shared[2])
+                return
+            self._shared[1] -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a process is told: which role it plays, where, and with which flaw."""
+
+    role: str
+    name: str
+    recipe: Mapping[str, Any]
+    run_dir: Path
+    redis_url: str
+    controller_url: str
+    port: int = 0
+    mutant: str = ""
+
+    @property
+    def fuse(self) -> Path:
+        return self.run_dir / "fuses" / self.name
+
+
+def fingerprint(group: RolloutGroup) -> str:
+    """Tells two copies of one order's group apart: what was sampled, by which weights."""
+    digest = hashlib.blake2b(digest_size=12)
+    for rollout in group.rollouts:
+        digest.update(f"{rollout.epoch}.{rollout.oldest_version}.{rollout.newest_version}".encode())
+        for turn in rollout.turns:
+            digest.update(turn.token_ids.tobytes() + turn.behavior_logprobs.tobytes())
+    return digest.hexdigest()
+
+
+@final
+class Witness:
+    """Appends lines to files; what it wrote is there when the process is gone."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._step: list[tuple[int, str]] = []
+
+    def note_batch(self, groups: list[RolloutGroup]) -> None:
+        self._step = [(group.index, fingerprint(group)) for group in groups]
+
+    def will_report(self, payload: bytes) -> None:
+        report = decode_report(payload)
+        if isinstance(report, StepDone):
+            self._write("trained", [{"epoch": report.epoch, "version": report.model_version, "groups": self._step}])
+
+    def made(self, payloads: list[bytes], first_id: int) -> None:
+        lines = []
+        for number, payload in enumerate(payloads, start=first_id):
+            group = decode_group(payload)
+            epoch = min(rollout.epoch for rollout in group.rollouts)
+            newest = max(rollout.newest_version for rollout in group.rollouts)
+            facts = {"index": group.index, "entry": number, "copy": fingerprint(group), "time": time.time()}
+            lines.append(facts | {"epoch": epoch, "newest": newest})
+        self._write("made", lines)
+
+    def trimmed(self, stream: str, *, asked: float) -> None:
+        self._write("trimmed", [{"stream": stream, "pid": os.getpid(), "asked": asked}])
+
+    def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
+        handle = os.open(self._directory / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(handle, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        os.close(handle)
+
+
+@final
+class Mortal:
+    """A stream whose user may be killed before and after each operation."""
+
+    def __init__(self, inner: Stream, fuse: Fuse, witness: Witness) -> None:
+        self._inner = inner
+        self._fuse = fuse
+        self._witness = witness
+
+    async def append(self, stream: str, payloads: list[bytes], *, first_id: int | None = None) -> int:
+        self._fuse.point("append")
+        if stream == REPORTS:
+            self._witness.will_report(payloads[0])
+        new = await self._inner.append(stream, payloads, first_id=first_id)
+        if stream.startswith(ROLLOUTS) and first_id is not None:
+            self._witness.made(payloads, first_id)
+        self._fuse.point("append")
+        return new
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+        if not callable(method):
+            return method
+
+        async def called(*arguments: Any, **named: Any) -> Any:
+            self._fuse.point(name)
+            asked = time.time()
+            answer = await method(*arguments, **named)
+            if name == "trim":
+                self._witness.trimmed(arguments[0], asked=asked)
+            self._fuse.point(name)
+            return answer
+
+        return called
+
+
+@final
+class SharedIntake:
+    """Reads rollouts as a consumer group does, not by the checkpoint's offset. The base of both mutants.
+
+    With `early`, what was handed out is acknowledged at once, and dies with the trainer. Without, it is acknowledged
+    when a checkpoint holds it, and is handed out again when the trainer dies before that.
+    """
+
+    early = True
+
+    def __init__(self, stream: Stream, **offsets: Any) -> None:
+        self._orders = intake.Intake(stream, offsets={})
+        self._stream = stream
+        self._held: list[Entry] = []
+
+    async def start(self) -> None:
+        await self._orders.start()
+
+    async def read_orders(self, *, block_s: float) -> Any:
+        return await self._orders.read_orders(block_s=block_s)
+
+    async def read(self, *, block_s: float) -> intake.Arrivals:
+        groups = []
+        for partition in await self._stream.streams(ROLLOUTS):
+            entries = await self._stream.claim(
+                partition, group="trainer", consumer="t", count=64, block_s=0.02, reclaim_idle_s=0.2
+            )
+            new = [entry for entry in entries if entry not in self._held]
+            groups += [decode_group(entry.payload) for entry in new]
+            self._held += new
+        if self.early:
+            await self._acknowledge()
+        return intake.Arrivals(groups, await self._orders.read_orders(block_s=min(block_s, 0.05)))
+
+    def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
+        return {}
+
+    async def trim(self, offsets: dict[str, str], **fence: Any) -> None:
+        if not self.early:
+            await self._acknowledge()
+
+    async def _acknowledge(self) -> None:
+        for entry in self._held:
+            await self._stream.acknowledge(entry.stream, group="trainer", entry_ids=[entry.entry_id])
+        self._held = []
+
+
+def acknowledge_before_training() -> None:
+    loop.Intake = SharedIntake  # type: ignore[misc,assignment]
+
+
+def acknowledge_after_checkpoint() -> None:
+    """And nobody remembers which orders have ended."""
+    SharedIntake.early = False
+    loop.Intake = SharedIntake  # type: ignore[misc,assignment]
+    admission.Ledger.has = lambda self, index: False  # type: ignore[method-assign]
+
+
+def claim_nothing() -> None:
+    """Checkpoints are put in place by whoever has one."""
+    checkpoint_fence.Fence.check = lambda self, epoch: None  # type: ignore[method-assign]
+
+
+MUTANTS: Mapping[str, Callable[[], None]] = {
+    "": lambda: None,
+    "unfenced": claim_nothing,
+    "ack_before": acknowledge_before_training,
+    "ack_after": acknowledge_after_checkpoint,
+}
+
+ROLES: Mapping[str, Any] = {
+    "controller": lambda identity: controller_role.run(identity, start=controller_role.Start.AFRESH),
+    "engine": engine_role.run,
+    "trainer": trainer_role.run,
+    "actor": actor_role.run,
+}
+
+
+def play_role(seat: Seat) -> None:
+    """The whole life of one process."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: none outlives the process that they are forked from
+    log = os.open(seat.run_dir / f"{seat.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    fuse, witness = Fuse(seat.fuse), Witness(seat.run_dir)
+    open_stream, build = process.open_stream, loop.build
+
+    async def opened(*arguments: Any, **named: Any) -> Any:
+        return Mortal(await open_stream(*arguments, **named), fuse, witness)
+
+    def noted(groups: list[RolloutGroup], **named: Any) -> Any:
+        witness.note_batch(groups)
+        return build(groups, **named)
+
+    process.open_stream, loop.build = opened, noted
+    update, sync = EngineClient.request_weight_update, checkpoint._sync_tree
+
+    async def updated(*arguments: Any, **named: Any) -> Any:
+        fuse.point("update")
+        answer = await update(*arguments, **named)
+        fuse.point("update")
+        return answer
+
+    def synced(directory: Path) -> None:
+        fuse.point("checkpoint")
+        sync(directory)
+        fuse.point("checkpoint")  # before it is put in place
+
+    EngineClient.request_weight_update, checkpoint._sync_tree = updated, synced  # type: ignore[method-assign]
+    MUTANTS[seat.mutant]()
+    identity = process.Identity(
+        config=parse(seat.recipe),
+        run_dir=seat.run_dir,
+        name=seat.name,
+        redis_url=seat.redis_url,
+        controller_url=seat.controller_url,
+        token=TOKEN,
+        port=seat.port,
+    )
+    process.run_until_signalled(ROLES[seat.role], identity)

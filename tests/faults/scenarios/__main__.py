@@ -1,0 +1,43 @@
+"""`python -m tests.faults.scenarios`: plays scenarios by name and seed; what `pipelinerl chaos` runs in a checkout.
+
+The exit status is 1 when something that was promised did not hold, 2 for an unknown name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from tests.faults.scenarios.scenario import find, names, play, summary
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and play."""
+    parser = argparse.ArgumentParser(prog="pipelinerl chaos")
+    parser.add_argument("--scenario", default="all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args(arguments)
+    known = names()
+    if given.scenario not in ("all", *known):
+        print(f"no scenario is called {given.scenario!r}; there are: {', '.join(known)}", file=sys.stderr)
+        return 2
+    chosen = known if given.scenario == "all" else [given.scenario]
+    if given.list:
+        print("\n".join(f"{name:<18} {summary(name)}" for name in chosen))
+        return 0
+    logging.disable(logging.ERROR)  # what is killed and comes back says so
+    broken = False
+    for name in chosen:
+        seeds = range(given.seed, given.seed + given.count)
+        tally = play(find(name), seeds, told=lambda line: print(line, file=sys.stderr, flush=True))
+        print(tally, flush=True)
+        broken = broken or bool(tally.broken)
+    return int(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The controller is killed between any two side effects; prompts, directives, events and ledger are as without.
+
+Each seed plays a random run of the pure core twice, once with deaths, and kills the service of a scripted run at some
+of its crash points: before or after each append, trim and line of the event log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from pipelinerl.rng import generator
+from tests.controller.test_journal import NEVER, live, same_with_and_without_deaths
+from tests.faults.scenarios.scenario import Verdict
+
+SHORT = range(10)
+#: Every crash point over 20 steps, and 10,000 random runs, are tests/controller/test_journal.py's.
+LONG = range(100)
+
+STEPS = 6
+CRASHES = 4
+
+
+def play(seed: int, directory: Path) -> Verdict:
+    """One random run with deaths, and four crash points of a scripted one."""
+    broken = []
+    try:
+        same_with_and_without_deaths(seed)
+    except AssertionError as error:
+        broken.append(str(error))
+    undisturbed, points = asyncio.run(live(directory / "undisturbed", steps=STEPS, kill_at=NEVER))
+    chosen = generator(seed, "crash points").choice(points, size=CRASHES, replace=False) + 1
+    for kill_at in map(int, chosen):
+        outcome, _ = asyncio.run(live(directory / str(kill_at), steps=STEPS, kill_at=kill_at))
+        if outcome != undisturbed:
+            broken.append(f"killed at point {kill_at} of {points}: other prompts, directives or events")
+    return Verdict({"kills": CRASHES, "runs with deaths": 1, "that differ": len(broken)}, tuple(broken))

@@ -1,0 +1,169 @@
+"""Trainer, actor or Redis are killed (kill -9) at random points: no acknowledged rollout is lost, none trained twice.
+
+A rollout group is acknowledged once the server has answered its append. Each copy of a group that was ever acknowledged
+must come to one of these ends, or it is lost:
+
+    trained      in the lineage of the weights that are left at the end, exactly once
+    duplicate    another copy of the same order, earlier in the stream, was
+    abandoned    weights have sampled it that went with a trainer; the order is issued again
+    forgotten    the killed server had not written it down: under `appendfsync everysec` it may hold a write back while
+                 the disk is busy, and forgets the end of its history. The order is issued again
+    waiting      it lies after the offset of the newest checkpoint, for whoever goes on
+
+Every order that was issued ends once or is in flight: the ledger balances. Each seed is one run with ten kills.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from pipelinerl.errors import PipelineError
+from pipelinerl.messages import ROLLOUTS
+from pipelinerl.rng import generator
+from pipelinerl.roles.remote import Remote
+from pipelinerl.training.checkpoint import CheckpointStore
+from tests.faults.cluster import Cluster, model, running
+from tests.faults.scenarios.scenario import Verdict
+
+SHORT = range(1)
+LONG = range(20)
+
+KILLS = 10
+#: Where a role may die. What a right trainer never does (it acknowledges nothing) ends in a kill at any moment.
+POINTS = {
+    "trainer": ("append", "read", "trim", "update", "checkpoint", "acknowledge"),
+    "actor": ("append", "claim", "acknowledge", "renew"),
+}
+PARTITION = f"{ROLLOUTS}actor"
+
+
+def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) -> Verdict:
+    """One run with kills of whoever the seed says; of a mutant, kills of the trainer alone."""
+    broken: list[str] = []
+    forgotten: set[int] = set()
+    figures = Counter[str]()
+    with running(directory, seed=seed, mutant=mutant) as cluster:
+        try:
+            for number in range(kills):
+                disturb(cluster, seed, number, forgotten, figures, mutant)
+            settle(cluster)
+        except (AssertionError, PipelineError) as error:
+            broken.append(str(error))
+        found = Findings(cluster, forgotten)
+    figures |= Counter(
+        {"acknowledged groups": len(found.made), "lost": len(found.lost), "trained twice": len(found.twice)}
+    )
+    broken += [f"order {index} is lost: {why}" for index, why in found.lost]
+    broken += [f"order {index} was trained {times} times" for index, times in found.twice]
+    broken += found.unbalanced
+    order = ("kills", "of trainers", "of actors", "of servers", "acknowledged groups", "forgotten by a server", "lost")
+    return Verdict({name: figures[name] for name in (*order, "trained twice")}, tuple(broken))
+
+
+def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figures: Counter[str], mutant: str) -> None:
+    """The run gets on by two steps; then somebody dies, and is started again."""
+    random = generator(seed, "kill", number)
+    steps = len(cluster.events("step"))
+    cluster.until(lambda: len(cluster.events("step")) >= steps + 2, f"two steps before kill {number}")
+    victim = "trainer" if mutant else str(random.choice(["trainer", "actor", "server"], p=[0.4, 0.4, 0.2]))
+    if victim == "server":
+        time.sleep(random.uniform(0, 0.1))
+        made = {group["entry"] for group in cluster.kill_server()}
+        with Redis.from_url(cluster.server.url) as server:
+            kept = {_number(entry_id) for entry_id, _ in server.xrange(f"chaos:{PARTITION}")}
+        gone = {entry for entry in made - kept if entry > min(kept, default=0)}  # what was trimmed lies before the rest
+        forgotten |= gone
+        figures["forgotten by a server"] += len(gone)
+    else:
+        operation = "acknowledge" if mutant else str(random.choice(POINTS[victim]))
+        cluster.kill(victim, operation=operation, points=int(random.integers(0, 8)), patience_s=0.4)
+        cluster.start(victim)
+    figures["kills"] += 1
+    figures[f"of {victim}s"] += 1
+
+
+def settle(cluster: Cluster) -> None:
+    """The run gets on once more and is stopped by its owner."""
+    steps = len(cluster.events("step"))
+    cluster.until(lambda: len(cluster.events("step")) >= steps + 4, "four steps after the last kill")
+    Remote.of(cluster.directory).stop()
+    cluster.until(lambda: cluster.events("run_finished") or _ended(cluster), "the end of the run")
+
+
+def _ended(cluster: Cluster) -> bool:
+    """Trainer and controller end by themselves when the run is over."""
+    return cluster.processes["controller"].exitcode == 0
+
+
+def still_read(cluster: Cluster, offset: int) -> set[int]:
+    """Entries that whoever goes on will read: after the offset; of a mutant, what its group has not acknowledged."""
+    key = f"chaos:{PARTITION}"
+    with Redis.from_url(cluster.server.url) as server:
+        kept = {_number(entry_id) for entry_id, _ in server.xrange(key)}
+        for group in server.xinfo_groups(key):
+            held = server.xpending_range(key, group["name"], min="-", max="+", count=10_000)
+            delivered = _number(group["last-delivered-id"])
+            return {entry for entry in kept if entry > delivered} | {_number(one["message_id"]) for one in held}
+    return {entry for entry in kept if entry > offset}
+
+
+def _number(entry_id: bytes) -> int:
+    return int(entry_id.partition(b"-")[0])
+
+
+class Findings:
+    """What the witnesses, the event log, the last checkpoint and the stream say together."""
+
+    def __init__(self, cluster: Cluster, forgotten: set[int]) -> None:
+        self.made = sorted(cluster.witnessed("made"), key=lambda group: group["entry"])
+        self._forgotten = forgotten
+        self._began = {event["epoch"]: event["model_version"] for event in cluster.events("trainer_ready")}
+        latest = CheckpointStore(cluster.directory / "checkpoints", keep=2, model_directory=model()).latest()
+        offset = latest[1].offsets.get(PARTITION, "0-0") if latest is not None else "0-0"
+        self._waiting = still_read(cluster, _number(offset.encode()))
+        last = latest[1].model_version if latest is not None else None
+        self._trained = self._lineage(cluster.witnessed("trained"), last)
+        times = Counter(index for index, _ in self._trained)
+        self.twice = sorted((index, count) for index, count in times.items() if count > 1)
+        self.lost = sorted(self._lost())
+        finished = cluster.events("run_finished")
+        ledgers = [event["ledger"] for event in finished]
+        self.unbalanced = [
+            f"the ledger does not balance: {ledger}"
+            for ledger in ledgers
+            if ledger["issued"] != sum(count for fate, count in ledger.items() if fate != "issued")
+            or ledger["trained"] != len(self._trained)
+        ]
+
+    def _lineage(self, steps: Iterable[dict[str, Any]], last: int | None) -> list[tuple[int, str]]:
+        """Groups behind the weights of the newest checkpoint: (order, copy), a step's that was made twice once."""
+        by_version: dict[int, tuple[int, list[tuple[int, str]]]] = {}
+        for step in steps:
+            epoch, version = step["epoch"], step["version"]
+            cut_off = any(later > epoch and began < version for later, began in self._began.items())
+            if not cut_off and (last is None or version <= last):
+                by_version[version] = (epoch, [(index, copy) for index, copy in step["groups"]])
+        return [group for _, groups in by_version.values() for group in groups]
+
+    def _lost(self) -> Iterable[tuple[int, str]]:
+        trained = dict(self._trained)
+        entry_of = {group["copy"]: group["entry"] for group in reversed(self.made)}
+        for group in self.made:
+            index, entry = group["index"], group["entry"]
+            copy = trained.get(index)
+            if copy is not None and entry_of.get(copy, -1) <= entry:
+                continue  # it was trained itself, or a copy before it was
+            abandoned = any(later > group["epoch"] and began < group["newest"] for later, began in self._began.items())
+            waiting = copy is None and entry in self._waiting
+            if not (abandoned or waiting or entry in self._forgotten):
+                yield (
+                    index,
+                    f"its group {entry} was acknowledged, and "
+                    + ("nothing of it was trained" if copy is None else "another was sampled and trained in its place"),
+                )

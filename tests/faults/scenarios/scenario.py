@@ -1,0 +1,95 @@
+"""`Scenario`: a fault, drawn from a seed and brought upon the real thing, and what must hold all the same.
+
+A scenario is a module beside this file with a function `play(seed, directory) -> Verdict`, the seeds `SHORT` (for
+`make test`) and `LONG` (for `make chaos`), and a first line that says what dies and what survives. pytest and
+`pipelinerl chaos` play the same functions, so a seed that fails in the one is replayed by the other.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_NOT_SCENARIOS = frozenset({"__main__", "scenario"})
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one seed: figures, which add up over seeds, and sentences on what did not hold (none: all did)."""
+
+    figures: Mapping[str, int]
+    broken: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One module of this folder."""
+
+    name: str
+    play: Callable[[int, Path], Verdict]
+    short: range
+    long: range
+
+
+@dataclass(slots=True)
+class Tally:
+    """Verdicts of one scenario, summed up."""
+
+    scenario: Scenario
+    seeds: list[int] = field(default_factory=list)
+    figures: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        figures = ", ".join(f"{number} {name}" for name, number in self.figures.items())
+        spread = f"seed {self.seeds[0]}" if len(self.seeds) == 1 else f"seeds {self.seeds[0]} to {self.seeds[-1]}"
+        line = f"{self.scenario.name}: {figures or 'no figures'} ({spread}, {self.seconds:.0f} s)"
+        return "\n".join([line, *(f"  BROKEN {sentence}" for sentence in self.broken)])
+
+
+def names() -> list[str]:
+    """Scenarios that exist: the modules beside this file that define `play`."""
+    files = {path.stem: path for path in Path(__file__).parent.glob("*.py")}
+    return sorted(name for name in files.keys() - _NOT_SCENARIOS if "\ndef play(" in files[name].read_text())
+
+
+def find(name: str) -> Scenario:
+    """The scenario of that name; ModuleNotFoundError when there is none."""
+    module = importlib.import_module(f"tests.faults.scenarios.{name}")
+    return Scenario(name, module.play, module.SHORT, module.LONG)
+
+
+def summary(name: str) -> str:
+    """What it is about, in a line; nothing is imported."""
+    text = Path(__file__).with_name(f"{name}.py").read_text()
+    return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+
+
+def play(scenario: Scenario, seeds: Iterable[int], *, told: Callable[[str], None] = lambda line: None) -> Tally:
+    """Play seed after seed, each in an empty directory; what was promised and did not hold names its seed.
+
+    `told` hears of each seed as it ends.
+    """
+    tally = Tally(scenario)
+    began = time.monotonic()
+    for seed in seeds:
+        tally.seeds.append(seed)
+        with tempfile.TemporaryDirectory(prefix=f"{scenario.name}-{seed}-", ignore_cleanup_errors=True) as directory:
+            try:
+                verdict = scenario.play(seed, Path(directory))
+            except Exception as error:
+                verdict = Verdict({}, ("".join(traceback.format_exception(error)),))
+        tally.figures.update(verdict.figures)
+        told(f"{scenario.name} seed {seed}: {'BROKEN' if verdict.broken else 'held'}")
+        again = f"again with: pipelinerl chaos --scenario {scenario.name} --seed {seed}"
+        tally.broken += [f"seed {seed}: {sentence}; {again}" for sentence in verdict.broken]
+    tally.seconds = time.monotonic() - began
+    return tally

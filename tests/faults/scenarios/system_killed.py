@@ -1,0 +1,112 @@
+"""Launcher, roles and Redis are killed at once: losses, weights and prompts are those of an undisturbed run.
+
+Lockstep (j = k = 1, the ratio over recomputed log-probs) on the CPU, where a run is a function of its seed, through the
+real `pipelinerl run` and `pipelinerl run --resume`. The moment is when the event log has reached a drawn length. What
+is compared, to the bit: every step's figures and the orders it was trained on, and the files of the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from pipelinerl.rng import generator
+from tests.fakes.live_run import LiveRun, launched, new_run, resumed
+from tests.faults.scenarios.scenario import Verdict
+
+SHORT = range(1)
+LONG = range(20)
+
+STEPS = 10
+LOCKSTEP = (
+    f"run.steps={STEPS}",
+    "checkpoint.interval_steps=3",
+    "staleness.j=1",
+    "staleness.k=1",
+    "objective.grad1.over=old",
+)
+FIGURES = ("loss", "grad_norm", "reward", "entropy", "tokens", "sampled_tokens", "orders")
+#: Of a run's own life, not of what it learned: the manifest names stream offsets, the copies of its log grow.
+NOT_COMPARED = ("manifest.json", "run/")
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a run has come to."""
+
+    steps: dict[int, tuple[Any, ...]]
+    files: dict[str, str]
+    ledger: dict[str, int]
+
+    @classmethod
+    def by(cls, run: LiveRun) -> Learned:
+        newest = run.directory / "checkpoints" / f"step-{STEPS:06d}"
+        found = {str(path.relative_to(newest)): path for path in newest.rglob("*") if path.is_file()}
+        return cls(
+            # of a step that was made twice, the later
+            steps={event["step"]: tuple(event[name] for name in FIGURES) for event in run.events("step")},
+            files={
+                name: hashlib.blake2b(path.read_bytes()).hexdigest()
+                for name, path in sorted(found.items())
+                if not name.startswith(NOT_COMPARED)
+            },
+            ledger=run.events("run_finished")[-1]["ledger"],
+        )
+
+
+@cache
+def undisturbed() -> tuple[Learned, int]:
+    """What nobody disturbed comes to, and how many lines its event log has; made once for each process."""
+    directory = Path(mkdtemp(prefix="undisturbed-")) / "run"
+    with launched(new_run(directory, *LOCKSTEP), directory) as run:
+        assert run.end(300) == 0, run.story()
+    return Learned.by(run), len(run.events())
+
+
+def play(seed: int, directory: Path) -> Verdict:
+    """One run that is killed whole and resumed."""
+    expected, lines = undisturbed()
+    at = int(generator(seed, "whole system").integers(1, lines))
+    path = directory / "run"
+    with launched(new_run(path, *LOCKSTEP), path) as run:
+        run.until(lambda run: len(run.events()) >= at, f"line {at} of the event log", timeout_s=200)
+        killed = kill_everything(run)
+    with launched(resumed(path), path) as run:
+        ended = run.end(300)
+    figures = {"systems killed": 1, "processes": killed}
+    if ended:
+        return Verdict(figures | {"bit-identical": 0}, (f"the resumed run ended with {ended}:\n{run.story()}",))
+    broken = differences(expected, Learned.by(run))
+    return Verdict(figures | {"bit-identical": int(not broken)}, tuple(broken))
+
+
+def kill_everything(run: LiveRun) -> int:
+    """`kill -9` to every process of the run; how many there were."""
+    processes = [run.launcher.pid, *run.note_processes()]
+    for pid in processes:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it has gone with the launcher
+    run.launcher.wait()
+    return len(processes)
+
+
+def differences(expected: Learned, found: Learned) -> list[str]:
+    """In words: what is not as in the undisturbed run."""
+    told = [
+        f"step {step}: {dict(zip(FIGURES, found.steps.get(step, ()), strict=False))} instead of {figures}"
+        for step, figures in expected.steps.items()
+        if found.steps.get(step) != figures
+    ]
+    told += [f"{name} differs" for name, digest in expected.files.items() if found.files.get(name) != digest]
+    for name in ("trained", "filtered", "stale", "failed"):
+        if found.ledger[name] != expected.ledger[name]:
+            told.append(f"{found.ledger[name]} orders {name} instead of {expected.ledger[name]}")
+    return told

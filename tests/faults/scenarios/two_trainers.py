@@ -1,0 +1,177 @@
+"""A second trainer takes over while the first is stopped in the middle of a write: the first writes nothing afterwards.
+
+The first is stopped (kill -STOP, as a machine that swaps or a network that is cut would do) at a random point: around a
+report, a read, a phase of a weight update, a checkpoint that is about to be put in place. A second trainer begins a
+higher epoch and trains; then the first goes on where it was. It must say that it is fenced and end; and of what it
+tries until then nothing may come into effect:
+
+    reports       no event of the controller tells of its steps, publications or checkpoints
+    weights       no rollout is sampled by weights of its epoch that are newer than those at the take-over
+    checkpoints   none of its epoch is put in place, and the new trainer's are whole
+    trims         it trims no stream: what it asks for is refused
+
+Each seed is one run with five take-overs, each by a trainer that the next one fences.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from numpy.random import Generator
+
+from pipelinerl.errors import CheckpointError, PipelineError
+from pipelinerl.messages import ROLLOUTS
+from pipelinerl.rng import generator
+from pipelinerl.training.checkpoint import load
+from pipelinerl.training.checkpoint_fence import Fence
+from tests.faults.cluster import Cluster, running
+from tests.faults.scenarios.scenario import Verdict
+
+SHORT = range(1)
+LONG = range(20)
+
+TAKE_OVERS = 5
+POINTS = ("append", "read", "update", "checkpoint", "trim")
+WORDS = "has taken over"
+
+
+@dataclass(slots=True)
+class TakeOver:
+    """What was there when the second trainer had begun, and the first had not gone on yet."""
+
+    epoch: int
+    at: float = field(default_factory=time.time)
+    events: int = 0
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    newest_weights: int = 0
+    claimed: bool = True
+    """Had the second claimed the checkpoints? One put in place before is no loss: it starts again, from there."""
+
+
+def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE_OVERS) -> Verdict:
+    """One run with take-overs; a mutant is always stopped where its checkpoint is about to be put in place."""
+    broken: list[str] = []
+    figures = Counter({"take-overs": 0, "in the middle of a write": 0, "writes after fencing": 0})
+    with running(directory, seed=seed, mutant=mutant) as cluster:
+        cluster.supervised.add("trainer")  # one that began while a later checkpoint was put in place starts again
+        try:
+            for number in range(take_overs):
+                points = ("checkpoint",) if mutant else POINTS
+                found = take_over(cluster, generator(seed, "take-over", number), points, figures)
+                figures["take-overs"] += 1
+                figures["writes after fencing"] += len(found)
+                broken += [f"take-over {number}: {sentence}" for sentence in found]
+        except (AssertionError, PipelineError) as error:
+            broken.append(str(error))
+    return Verdict(dict(figures), tuple(broken))
+
+
+def take_over(cluster: Cluster, random: Generator, points: Sequence[str], figures: Counter[str]) -> list[str]:
+    """Stop the trainer, start another, let the first go on; what it wrote all the same."""
+    steps_are(cluster, 3, "three steps before a take-over")
+    first = cluster.processes.pop("trainer")
+    in_a_write = stop(cluster, first.pid, operation=str(random.choice(points)), points=int(random.integers(6)))
+    figures["in the middle of a write"] += in_a_write
+    epoch = len(cluster.events("trainer_ready"))
+    cluster.start("trainer")
+    cluster.until(lambda: len(cluster.events("trainer_ready")) > epoch, f"epoch {epoch + 1}")
+    head_start(cluster, up_to_s=float(random.choice([0.0, 0.1, 2.0])))
+    seen = before(cluster, epoch)
+    os.kill(first.pid, signal.SIGCONT)
+    cluster.until(lambda: first.exitcode is not None, "the fenced trainer to end")
+    steps_are(cluster, 3, f"three steps of epoch {epoch + 1}")
+    written = list(after(cluster, seen, pid=first.pid))
+    if first.exitcode != 2 or WORDS not in (cluster.directory / "trainer.log").read_text():
+        written.append(f"the fenced trainer must end with status 2 and say so, it ended with {first.exitcode}")
+    return written
+
+
+def head_start(cluster: Cluster, *, up_to_s: float) -> None:
+    """The second trainer makes a step, if it can: a broadcast that the first has not ended keeps it from publishing."""
+    steps, deadline = len(cluster.events("step")), time.monotonic() + up_to_s
+    while len(cluster.events("step")) == steps and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def steps_are(cluster: Cluster, more: int, what: str) -> None:
+    """Wait for so many more steps."""
+    steps = len(cluster.events("step"))
+    cluster.until(lambda: len(cluster.events("step")) >= steps + more, what)
+
+
+def stop(cluster: Cluster, pid: int, *, operation: str, points: int) -> bool:
+    """Stop the trainer at that point, or after a while wherever it is; True when it was at the point."""
+    cluster.fuses["trainer"].light(operation, points, signal.SIGSTOP)
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        if _is_stopped(pid):
+            return True
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGSTOP)
+    cluster.fuses["trainer"].put_out()
+    return False
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def before(cluster: Cluster, epoch: int) -> TakeOver:
+    """The state of things after `epoch` has been fenced."""
+    sampled = [group["newest"] for group in cluster.witnessed("made") if group["epoch"] <= epoch]
+    published = [event["model_version"] for event in cluster.events("publish")]
+    served = cluster.served_weights()
+    claimed = Fence(cluster.directory / "checkpoints").epoch > epoch  # looked at before what it guards
+    return TakeOver(
+        epoch,
+        events=len(_told(cluster)),
+        checkpoints=_checkpoints(cluster),
+        claimed=claimed,
+        newest_weights=max([*sampled, *published, *([served[1]] if served[0] <= epoch else [])], default=0),
+    )
+
+
+def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Any:
+    """What the fenced trainer has written since, in words."""
+    told = _told(cluster)[seen.events :]  # read first: what it tells of was witnessed before
+    reported = {(step["epoch"], step["version"]) for step in cluster.witnessed("trained")}
+    for event in told:
+        version = event["model_version"]
+        if event["kind"] == "step" and not any((epoch, version) in reported for epoch in range(seen.epoch + 1, 99)):
+            yield f"the controller took its report of step {version}"
+        if event["kind"] == "checkpoint" and _epoch_of(Path(event["path"])) == seen.epoch:
+            yield f"the controller took its report of {event['path']}"
+    for group in cluster.witnessed("made"):
+        if group["epoch"] <= seen.epoch and group["newest"] > seen.newest_weights and group["time"] > seen.at:
+            yield f"an engine sampled order {group['index']} with its weights {group['epoch']}.{group['newest']}"
+    for name, inode in _checkpoints(cluster).items():
+        path = cluster.directory / "checkpoints" / name
+        if seen.claimed and seen.checkpoints.get(name) != inode and _epoch_of(path) == seen.epoch:
+            yield f"it put {name} in place"
+    for trim in cluster.witnessed("trimmed"):
+        if trim["pid"] == pid and trim["asked"] > seen.at and trim["stream"].startswith(ROLLOUTS):
+            yield f"it trimmed {trim['stream']}"
+
+
+def _told(cluster: Cluster) -> list[Any]:
+    """Events that a trainer's reports lead to."""
+    return [event for event in cluster.events() if event["kind"] in ("step", "checkpoint")]
+
+
+def _checkpoints(cluster: Cluster) -> dict[str, int]:
+    return {path.name: path.stat().st_ino for path in (cluster.directory / "checkpoints").glob("step-*")}
+
+
+def _epoch_of(path: Path) -> int:
+    """Of a checkpoint that is there and whole; one that was removed meanwhile has none."""
+    try:
+        return load(path).epoch
+    except (CheckpointError, FileNotFoundError):
+        return 0

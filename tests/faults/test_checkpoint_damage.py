@@ -1,0 +1,86 @@
+"""A thousand bit flips and truncations, anywhere in a checkpoint or in its copy behind a URL: each one is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from pipelinerl import rng
+from pipelinerl.errors import CheckpointError
+from pipelinerl.training.checkpoint import CheckpointStore, load
+from pipelinerl.training.checkpoint_copies import CheckpointCopies
+from pipelinerl.training.checkpoint_manifest import Manifest
+from pipelinerl.training.checkpoint_retention import Retention
+from pipelinerl.weights.place import Place
+from tests.fakes.checkpoints import model_directory, save, state_of
+
+SEED = 0
+DAMAGES = 1000
+
+
+def damages(files: dict[str, bytes], *, seed: int) -> Iterator[tuple[str, str, bytes]]:
+    """(what was done, file, its bytes since): a bit flipped in two of three, a truncation in the third."""
+    source = rng.generator(seed, "damages")
+    names = sorted(files)
+    for _ in range(DAMAGES):
+        name = names[source.integers(len(names))]
+        data = files[name]
+        where = int(source.integers(len(data)))
+        if source.integers(3):
+            bit = int(source.integers(8))
+            flipped = np.frombuffer(data, np.uint8).copy()
+            flipped[where] ^= 1 << bit
+            yield f"seed {seed}: bit {bit} of byte {where} of {name}", name, flipped.tobytes()
+        else:
+            yield f"seed {seed}: {name} cut to {where} of {len(data)} bytes", name, data[:where]
+
+
+def missed(
+    files: dict[str, bytes], write: Callable[[str, bytes], object], check: Callable[[], object], *, seed: int
+) -> list[str]:
+    """Damages that `check` does not find."""
+    unseen = []
+    for what, name, data in damages(files, seed=seed):
+        write(name, data)
+        try:
+            check()
+        except CheckpointError:
+            pass
+        else:
+            unseen.append(what)
+        write(name, files[name])
+    check()
+    return unseen
+
+
+def test_in_a_directory(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model_directory(tmp_path / "model"))
+    path = save(store, 7)
+    files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    assert len(files) == 5
+    assert missed(files, lambda name, data: (path / name).write_bytes(data), lambda: load(path), seed=SEED) == []
+    assert load(path) == state_of(7)
+
+
+def test_in_a_copy(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("name = 'x'\n")
+    copies = CheckpointCopies(
+        f"memory://{tmp_path.name}/copies", retention=Retention(1), run_files=(tmp_path / "recipe.toml",)
+    )
+    store = CheckpointStore(
+        tmp_path / "checkpoints", keep=1, model_directory=model_directory(tmp_path / "model"), copies=copies
+    )
+    store.copy(save(store, 7))
+    (copy,) = copies.newest()
+    place = Place(copies.url)
+    files = {name: place.read(f"{copy.folder}/{name}") for name in (*copy.manifest.files, "manifest.json")}
+    assert len(files) == 6
+
+    def check() -> None:
+        text = place.read(f"{copy.folder}/manifest.json")
+        assert Manifest.parse(text, where="here") == copy.manifest
+        copies.fetch(copy, tmp_path / "fetched")
+
+    assert missed(files, lambda name, data: place.write(f"{copy.folder}/{name}", data), check, seed=SEED + 1) == []

@@ -1,0 +1,80 @@
+"""A full disk: the trainer pauses and says why, goes on when there is room, and nothing is lost or damaged."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl import rng
+from pipelinerl.training.checkpoint import CheckpointStore, load
+from tests.fakes import small_disk
+from tests.fakes.checkpoints import model_directory, save, state_of, versions_in
+
+SEED = 0
+
+
+def run_on_small_disk(directory: Path, *, rounds: int) -> dict[str, Any]:
+    """A whole run whose checkpoints' disk is full `rounds` times; what it says at its end."""
+    checkpoints = directory / "checkpoints"
+    if reason := small_disk.why_not(checkpoints):
+        pytest.skip(f"no small disk may be mounted here ({reason}); the test of a file size limit stands in for it")
+    words = [sys.executable, "-m", "tests.fakes.run_on_small_disk", str(directory), str(rounds)]
+    done = subprocess.run(
+        [*small_disk.command(checkpoints, size="400k"), *words], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def assert_paused_and_went_on(told: dict[str, Any], *, rounds: int) -> None:
+    steps = 10 * (rounds + 2)
+    assert told["finished"] == "run_finished"
+    assert told["steps"] == list(range(1, steps + 1)), "no step was lost, none was taken twice"
+    assert told["checkpoints"] == list(range(10, steps + 1, 10)), "every checkpoint was made in the end"
+    assert len(told["pauses"]) == rounds and len(told["delayed"]) >= rounds
+    for pause in told["pauses"]:
+        assert pause["version"] % 10 == 0, "it pauses where the checkpoint is due"
+        assert f"the checkpoint of step {pause['version']} cannot be written yet" in pause["waits_for"]
+        assert "No space left on device" in pause["waits_for"]
+    assert told["unloadable"] == []
+    ledger = told["ledger"]
+    assert ledger["trained"] == steps * 8
+    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+
+
+def test_a_run_pauses_while_the_disk_is_full_and_goes_on(tmp_path: Path) -> None:
+    assert_paused_and_went_on(run_on_small_disk(tmp_path, rounds=2), rounds=2)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("run", range(10))
+def test_disks_full_20_times(tmp_path: Path, run: int) -> None:
+    assert_paused_and_went_on(run_on_small_disk(tmp_path / str(run), rounds=2), rounds=2)
+
+
+def test_wherever_the_room_ends_the_checkpoints_before_stay_as_they_were(tmp_path: Path) -> None:
+    """By a limit on the size of files, at twenty places of what a checkpoint writes; it needs no disk of its own."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model_directory(tmp_path / "model"))
+    padding = 2**16
+    save(store, 1, padding=padding)
+    sizes = [file.stat().st_size for file in store.all()[0].rglob("*") if file.is_file()]
+    limits = rng.generator(SEED, "limits").integers(0, max(sizes), 20).tolist()
+    print(f"seed {SEED}: files limited to {limits} bytes")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for version, limit in enumerate(limits, start=2):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            with pytest.raises(OSError, match="File too large"):
+                save(store, version, padding=padding)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        path, state = store.latest() or pytest.fail("nothing is left")
+        assert state == state_of(version - 1) and versions_in(path, state) == {version - 1}
+        assert not (store.directory / f"step-{version:06d}").exists()
+        assert load(save(store, version, padding=padding)) == state_of(version), "with room, it is made"

@@ -1,0 +1,104 @@
+"""Trainers killed while they save: every checkpoint that is there is whole and of one version, none is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipelinerl import rng
+from pipelinerl.training.checkpoint import CheckpointStore, load
+from tests.fakes.checkpoints import versions_in
+from tests.fakes.saving_process import store_in
+
+SEED = 0
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def nursery(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """The process that makes trainers."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.fakes.saving_process", str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # with its children
+        process.communicate()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def kill_while_saving(directory: Path, *, kills: int, seed: int) -> None:
+    """Each trainer saves for a random while, in which none to a few checkpoints are made, then gets SIGKILL."""
+    directory.mkdir(parents=True)
+    waits = rng.generator(seed, "kills").uniform(0.0, 3.0, kills)
+    with nursery(directory) as process:
+        store, _ = store_in(directory)
+        child = int(answer(process))
+        one_s = seconds_per_checkpoint(store)
+        newest = cut_off = 0
+        for number, wait in enumerate(waits.tolist()):
+            time.sleep(wait * one_s)
+            os.kill(child, signal.SIGKILL)
+            assert answer(process) == "collected"
+            halves = [f for f in (directory / "location").glob("step-*") if not (f / "manifest.json").is_file()]
+            cut_off += any(store.directory.glob(".*-step-*")) or bool(halves)
+            before, newest = newest, newest_whole(directory, directory / f"fetched-{number}")
+            assert before <= newest, "lost"
+            child = int(answer(process))
+    print(f"seed {seed}: {kills} kills, {cut_off} in the middle of a checkpoint or a copy, up to version {newest}")
+    assert newest >= 3 and cut_off >= kills // 10, "few were killed at what this is about"
+
+
+def seconds_per_checkpoint(store: CheckpointStore) -> float:
+    """As this machine is now: from the first to the third."""
+    seen: dict[int, float] = {}
+    deadline = time.monotonic() + DEADLINE_S
+    while 3 not in seen:
+        assert time.monotonic() < deadline, "the trainer saves nothing"
+        for path in store.all():
+            seen.setdefault(int(path.name[5:]), time.monotonic())
+        time.sleep(0.001)
+    return (seen[3] - min(seen.values())) / (3 - min(seen))
+
+
+def newest_whole(directory: Path, into: Path) -> int:
+    """The newest version; every checkpoint, and the newest copy, which is fetched, must be whole and of one version."""
+    store, copies = store_in(directory)
+    for path in store.all():
+        state = load(path)  # raises: unloadable
+        assert versions_in(path, state) == {state.model_version}, "mixed"
+    for copy in copies.newest():
+        copies.fetch(copy, into)
+        assert versions_in(into, copy.manifest.state) == {copy.manifest.state.model_version}, "mixed"
+        break
+    found = store.latest()
+    return found[1].model_version if found else 0
+
+
+def test_a_trainer_killed_while_saving_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    kill_while_saving(tmp_path / "run", kills=25, seed=SEED)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_200_trainers_killed_while_saving(tmp_path: Path) -> None:
+    kill_while_saving(tmp_path / "run", kills=200, seed=SEED + 1)

@@ -1,0 +1,71 @@
+"""Every scenario, with its few seeds here and its many in `make chaos`; each says its figures and its seeds.
+
+The mutants show that a scenario can fail: designs that look right, and are not, are put in the place of the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.controller import controller
+from tests.faults.scenarios import role_killed, starved, two_trainers
+from tests.faults.scenarios.scenario import Verdict, find, names, play
+
+
+def played(name: str, seeds: range, capsys: pytest.CaptureFixture[str]) -> None:
+    tally = play(find(name), seeds)
+    with capsys.disabled():
+        print(f"\n{tally}")
+    assert tally.broken == [], "\n".join(tally.broken)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.timeout(600)
+def test_a_few_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    played(name, find(name).short, capsys)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.chaos
+@pytest.mark.timeout(7200)
+def test_many_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    played(name, find(name).long, capsys)
+
+
+def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
+    """Whether a mutant is caught depends on where its death falls: one of a few seeds must do it."""
+    for seed in range(4):
+        verdict = attempt(seed)
+        if verdict.figures[figure]:
+            return verdict
+    raise AssertionError(f"no seed shows {figure!r}; the last said {verdict}")
+
+
+@pytest.mark.parametrize(("mutant", "figure"), [("ack_before", "lost"), ("ack_after", "trained twice")])
+@pytest.mark.timeout(300)
+def test_an_acknowledgement_is_no_offset(tmp_path: Path, mutant: str, figure: str) -> None:
+    def attempt(seed: int) -> Verdict:
+        return role_killed.play(seed, tmp_path / str(seed), mutant=mutant, kills=3)
+
+    assert first_that_fails(attempt, figure).broken
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_without_a_fence_the_first_trainers_checkpoint_is_put_in_place(tmp_path: Path) -> None:
+    def attempt(seed: int) -> Verdict:
+        return two_trainers.play(seed, tmp_path / str(seed), mutant="unfenced", take_overs=3)
+
+    assert "in place" in " ".join(first_that_fails(attempt, "writes after fencing").broken)
+
+
+def test_a_watchdog_that_takes_a_filtered_group_for_progress_is_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mark = controller.progress_mark
+    monkeypatch.setattr(controller, "progress_mark", lambda state: (*mark(state), state.account.ended))
+    seed = list(starved.Situation).index(starved.Situation.NO_SIGNAL)
+    assert "the watchdog must speak once" in " ".join(starved.play(seed, tmp_path).broken)

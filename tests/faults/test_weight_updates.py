@@ -1,0 +1,221 @@
+"""Updates of a fleet by broadcast whose engines are killed and stopped in the middle, under load, with real processes.
+
+Every weight of the engines' model is its version, so each token tells which weights made it. The trainer is this
+process, which is never started again; a pool routes to those alone that the last report says serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from inference_contract.schemas import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    InitProcessGroupRequest,
+    ProcessGroupStatus,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl.engines.engine_pool import EnginePool
+from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.rng import generator
+from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.publisher import Publication, PublishReport
+from tests.fakes.version_engine import BUCKET_BYTES, LAYOUT, PROMPT, Nursery, weights
+
+ENGINES = 4
+#: Asked for at once, so that every engine has something to do whenever it dies.
+REQUESTS = 12
+ROWS = len(LAYOUT.parameters)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the load has seen."""
+
+    tokens: int = 0
+    switched: int = 0
+    mixed: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
+
+
+class Timed:
+    """`EngineControl` that remembers when groups were joined: by generation, first asked and last answered."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self.joins: dict[int, tuple[float, float]] = {}
+
+    async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+        asked, _ = self.joins.setdefault(request.generation, (time.monotonic(), 0.0))
+        answer = await self._client.init_process_group(url, request)
+        self.joins[request.generation] = asked, time.monotonic()
+        return answer
+
+    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        return await self._client.request_weight_update(url, request)
+
+
+class Fleet:
+    """A trainer, its engines, and a pool under load that knows the proven ones."""
+
+    def __init__(self, nursery: Nursery, client: EngineClient) -> None:
+        self.nursery = nursery
+        self.client = client
+        self.control = Timed(client)
+        self.engines = [nursery.born() for _ in range(ENGINES)]
+        self.proven: set[str] = set()
+        self.pool = EnginePool(client, deadline_s=120.0, suspect_s=0.2)
+        self.publisher = BroadcastPublisher(self.control, bucket_bytes=BUCKET_BYTES)
+        self.epoch, self.version, self.membership = 1, 0, 0
+        self.tally = Tally()
+
+    async def publish(
+        self, *, timeout_s: float, before: Callable[[int], None] = lambda _: None, epoch: int | None = None
+    ) -> PublishReport:
+        """The next version to all engines; whoever is not named as serving it is proven no more."""
+        if epoch is not None:
+            await self.publisher.close()
+            self.publisher, self.epoch = BroadcastPublisher(self.control, bucket_bytes=BUCKET_BYTES), epoch
+        self.version, self.membership = self.version + 1, self.membership + 1
+        publication = Publication(
+            version=self.version,
+            epoch=self.epoch,
+            layout=LAYOUT,
+            weights=weights(self.version, before=before),
+            engines=tuple(self.engines),
+            membership=self.membership,
+            timeout_s=timeout_s,
+        )
+        report = await self.publisher.publish(publication)
+        self.proven = set(report.pauses_s)
+        self.pool.update(sorted(self.proven))
+        return report
+
+    async def serves(self, url: str) -> tuple[int, int]:
+        health = await self.client.health(url)
+        return health.epoch, health.model_version
+
+    @asynccontextmanager
+    async def under_load(self) -> AsyncIterator[None]:
+        asking = [asyncio.create_task(self._ask(seed)) for seed in range(REQUESTS)]
+        try:
+            yield
+        finally:
+            for task in asking:
+                task.cancel()
+            ended = await asyncio.gather(*asking, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ended), ended
+
+    async def _ask(self, seed: int) -> None:
+        while True:
+            answered = await self.pool.complete(request(seed))
+            if answered.url not in self.proven:
+                self.tally.unproven.append(answered.url)
+            self.count(answered.completion)
+
+    def count(self, completion: ChatCompletion) -> None:
+        """Every token must be of the version that its span names, and of that alone."""
+        for choice in completion.choices:
+            versions = [version for version, length in choice.version_spans or () for _ in range(length)]
+            rows = list(zip(choice.token_ids or (), choice.token_logprobs or (), versions, strict=True))
+            self.tally.tokens += len(rows)
+            self.tally.switched += len(set(versions)) > 1
+            self.tally.mixed += [f"{row}" for row in rows if row[0] != row[2] or row[1] != 0.0]
+
+
+def request(seed: int) -> ChatCompletionRequest:
+    return ChatCompletionRequest(
+        prompt_token_ids=PROMPT, max_tokens=40 + seed, n=2, temperature=1.0, seed=seed, return_token_ids=True
+    )
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as made:
+        yield made
+
+
+@pytest.fixture
+async def fleet(nursery: Nursery) -> AsyncIterator[Fleet]:
+    async with EngineClient() as client:
+        made = Fleet(nursery, client)
+        assert (await made.publish(timeout_s=60.0)).failed == {}
+        yield made
+        await made.publisher.close()
+
+
+@pytest.mark.parametrize(
+    "kills", [8, pytest.param(100, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])], ids=["short", "long"]
+)
+async def test_killed_in_the_middle_of_the_broadcast(fleet: Fleet, kills: int) -> None:
+    """The death is seen at once, the others form a new generation and serve the version; no token is ever mixed."""
+    timeout_s = 12.0
+    draw = generator(0, "kills")
+    detections, reforms = [], []
+    async with fleet.under_load():
+        for _ in range(kills):
+            victim, row = fleet.engines[draw.integers(ENGINES)], int(draw.integers(1, ROWS))
+            killed: list[float] = []
+
+            def strike(now: int, victim: str = victim, row: int = row, killed: list[float] = killed) -> None:
+                if now == row and not killed:
+                    fleet.nursery.kill(victim)
+                    killed.append(time.monotonic())
+
+            before = set(fleet.control.joins)
+            report = await fleet.publish(timeout_s=timeout_s, before=strike)
+            survivors = [url for url in fleet.engines if url != victim]
+            assert set(report.failed) == {victim} and set(report.pauses_s) == set(survivors), report
+            assert [await fleet.serves(url) for url in survivors] == [(1, fleet.version)] * len(survivors)
+            newer = sorted(fleet.control.joins.keys() - before)
+            (asked, answered) = fleet.control.joins[newer[-1]]
+            assert len(newer) == 2, "one generation for the membership, one more without the dead"
+            detections.append(asked - killed[0])
+            reforms.append(answered - asked)
+            fleet.engines = [*survivors, fleet.nursery.born()]
+    worst = f"detection {max(detections):.3f} s, re-form {max(reforms):.3f} s, {fleet.tally.tokens} tokens"
+    print(f"{kills} kills: at worst {worst}")
+    assert max(detections) <= timeout_s / 3 + 1.0, worst
+    assert max(reforms) <= 1.0, worst
+    assert fleet.tally.mixed == [] and fleet.tally.unproven == []
+    assert fleet.tally.tokens > 100 * kills and fleet.tally.switched > kills, "updates met samples in flight"
+
+
+@pytest.mark.parametrize(
+    "freezes", [2, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])], ids=["short", "long"]
+)
+async def test_frozen_in_the_middle_and_awake_in_another_epoch(fleet: Fleet, freezes: int) -> None:
+    """Others are served without it by the end of the publication; awake, it serves nobody until it was updated."""
+    draw = generator(0, "freezes")
+    async with fleet.under_load():
+        for number in range(freezes):
+            victim, row = fleet.engines[draw.integers(ENGINES)], int(draw.integers(0, ROWS))
+
+            def strike(now: int, victim: str = victim, row: int = row) -> None:
+                if now == row:
+                    fleet.nursery.freeze(victim)
+
+            everyone, old = list(fleet.engines), (fleet.epoch, fleet.version)
+            survivors = [url for url in everyone if url != victim]
+            report = await fleet.publish(timeout_s=15.0, before=strike)
+            assert set(report.failed) == {victim} and set(report.pauses_s) == set(survivors), report
+            fleet.engines = survivors
+            assert (await fleet.publish(timeout_s=20.0, epoch=fleet.epoch + number % 2)).failed == {}
+            now = fleet.epoch, fleet.version
+            assert [await fleet.serves(url) for url in survivors] == [now] * len(survivors)
+            fleet.nursery.thaw(victim)
+            awake = await fleet.client.chat(victim, request(0))  # by somebody who does not ask the pool
+            fleet.count(awake)
+            assert (awake.epoch, awake.model_version) in (old, (old[0], old[1] + 1)), "it says what it serves"
+            fleet.engines = everyone
+            assert (await fleet.publish(timeout_s=20.0)).failed == {}
+            assert [await fleet.serves(url) for url in everyone] == [(fleet.epoch, fleet.version)] * ENGINES
+    assert fleet.tally.mixed == [] and fleet.tally.unproven == []
+    assert fleet.tally.tokens > 100 * freezes

@@ -1,0 +1,243 @@
+"""Five hundred manifests with one thing wrong each: none is accepted, no process dies, and the old weights serve on.
+
+Each is a PREPARE that would be accepted, changed in one place by a mutation drawn from a seed; a failure prints it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from inference_contract import routes
+from inference_contract.schemas import ChatCompletionRequest
+from pipelinerl import rng
+from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.publisher import Publication
+from tests.fakes.scripted_engine import LAYOUT
+from tests.fakes.served import as_process
+
+MUTATIONS = 500
+EPOCH, VERSION = 2, 5
+
+Manifest = dict[str, Any]
+Draw = np.random.Generator
+Mutation = Callable[[Manifest, Draw], Any]
+
+NOT_NUMBERS: tuple[Any, ...] = ("1", "", None, [], {}, float("nan"), float("inf"), -1, 1.5, True, 10**400)
+NOT_SIZES: tuple[Any, ...] = (*NOT_NUMBERS, -(2**40), 2**62, [3], "x" * 10_000)
+NOT_TEXTS: tuple[Any, ...] = (None, 7, [], {}, "", "x" * 100_000, ["a"], True)
+
+
+def _one_of(draw: Draw, values: Any) -> Any:
+    return values[draw.integers(len(values))]
+
+
+def _spec(manifest: Manifest, draw: Draw) -> Manifest:
+    found: Manifest = _one_of(draw, manifest["layout"]["parameters"])
+    return found
+
+
+def shape(manifest: Manifest, draw: Draw) -> None:
+    spec = _spec(manifest, draw)
+    dims = spec["shape"]
+    at = int(draw.integers(len(dims)))
+    changed = [
+        [*dims, 1], [*dims, 0], dims[:-1], [*dims[:at], dims[at] + 1, *dims[at + 1 :]],
+        [*dims[:at], 0, *dims[at + 1 :]], [*dims[:at], _one_of(draw, NOT_SIZES), *dims[at + 1 :]],
+        [32 * 32] if len(dims) == 2 else [4, 8], None, "32", {"0": 32}, [[32]], 32, [1] * 100_000,
+    ]  # fmt: skip
+    spec["shape"] = _one_of(draw, changed)
+
+
+def dtype(manifest: Manifest, draw: Draw) -> None:
+    others = ["float64", "float16", "bfloat16", "int8", "FLOAT32", "float32 ", "complex64", "object"]
+    _spec(manifest, draw)["dtype"] = _one_of(draw, [*others, *NOT_TEXTS])
+
+
+def name(manifest: Manifest, draw: Draw) -> None:
+    unknown = ["table", "table.weight2", "Table.weight", "table.weight\u0000", "../etc/passwd", "table.wei\u200bght"]
+    _spec(manifest, draw)["name"] = _one_of(draw, [*unknown, *NOT_TEXTS])
+
+
+def order(manifest: Manifest, draw: Draw) -> None:
+    manifest["layout"]["parameters"].reverse()
+
+
+def missing(manifest: Manifest, draw: Draw) -> None:
+    rows = manifest["layout"]["parameters"]
+    del rows[int(draw.integers(len(rows)))]
+
+
+def doubled(manifest: Manifest, draw: Draw) -> None:
+    rows = manifest["layout"]["parameters"]
+    rows.insert(int(draw.integers(len(rows) + 1)), deepcopy(_spec(manifest, draw)))
+
+
+def unknown(manifest: Manifest, draw: Draw) -> None:
+    extra = {"name": f"extra.{draw.integers(99)}", "shape": [int(draw.integers(9))], "dtype": "float32"}
+    rows = manifest["layout"]["parameters"]
+    rows.insert(int(draw.integers(len(rows) + 1)), extra)
+
+
+def many(manifest: Manifest, draw: Draw) -> None:
+    rows = [{"name": f"p{row}", "shape": [2**40, 2**40], "dtype": "float64"} for row in range(2_000)]
+    manifest["layout"]["parameters"] = rows
+
+
+def layout(manifest: Manifest, draw: Draw) -> None:
+    manifest["layout"] = _one_of(draw, [None, [], {}, "", 3, {"parameters": None}, {"parameters": []}, {"rows": []}])
+
+
+def layout_id(manifest: Manifest, draw: Draw) -> None:
+    if draw.integers(2):
+        del manifest["layout"]
+    manifest["layout_id"] = _one_of(draw, ["", "0" * 32, LAYOUT.layout_id[:-1], 7, [], "x" * 100_000])
+
+
+def version(manifest: Manifest, draw: Draw) -> None:
+    manifest["version"] = _one_of(draw, [*range(VERSION), *NOT_NUMBERS, 2**63])
+
+
+def epoch(manifest: Manifest, draw: Draw) -> None:
+    manifest["epoch"] = _one_of(draw, [*range(EPOCH), *NOT_NUMBERS, 2**63])
+
+
+def membership(manifest: Manifest, draw: Draw) -> None:
+    if draw.integers(2):
+        manifest["generation"] += int(_one_of(draw, [-(2**40), -1, 1, 2**41]))
+    else:
+        manifest[_one_of(draw, ["group", "generation"])] = _one_of(draw, ["others", "", None, [], {}, -1, 1.5, 10**400])
+
+
+def digest(manifest: Manifest, draw: Draw) -> None:
+    """A pull needs one that is text; a COMMIT of what was not prepared is refused whatever its digest."""
+    if draw.integers(2):
+        manifest |= {"transport": "pull", "sources": ["http://127.0.0.1:9"]}
+        manifest["digest"] = _one_of(draw, [None, 7, [], {}, True])
+    else:
+        manifest |= {"phase": "commit", "digest": _one_of(draw, ["", "0" * 32, "x" * 100_000])}
+
+
+def phase(manifest: Manifest, draw: Draw) -> None:
+    manifest["phase"] = _one_of(draw, ["PREPARE", "abort", "commit", "begin", *NOT_TEXTS])
+
+
+def transport(manifest: Manifest, draw: Draw) -> None:
+    pulls = [
+        {"sources": []}, {"sources": ["file:///etc/passwd"]}, {"sources": ["http://u:p@h"]}, {"sources": "http://a:1"},
+        {"shards": [[]]}, {"sources": ["http://a:1"], "shards": [["http://a:1"]]}, {"sources": ["http://a:1/x"]},
+    ]  # fmt: skip
+    if draw.integers(2):
+        manifest |= {"transport": "pull", "digest": "0" * 32, **_one_of(draw, pulls)}
+    else:
+        manifest["transport"] = _one_of(draw, ["rdma", "Broadcast", *NOT_TEXTS])
+
+
+def numbers(manifest: Manifest, draw: Draw) -> None:
+    field = _one_of(draw, ["bucket_bytes", "timeout_s"])
+    wrong = [0, -1, -1e300, float("nan"), float("-inf"), 1e9, 10**400, "x", [], {}]
+    manifest[field] = _one_of(draw, wrong if field == "timeout_s" else [0, -1, 1.5, float("nan"), "x", [], {}])
+
+
+def on_update(manifest: Manifest, draw: Draw) -> None:
+    manifest["on_update"] = _one_of(draw, ["restart", "CONTINUE", *NOT_TEXTS])
+
+
+def field(manifest: Manifest, draw: Draw) -> None:
+    if draw.integers(2):
+        manifest[_one_of(draw, ["force", "__class__", "Version", "skip_digest"])] = True
+    else:
+        del manifest[_one_of(draw, ["phase", "version", "group", "generation", "layout"])]
+
+
+def text(manifest: Manifest, draw: Draw) -> bytes:
+    """What is not one JSON object of these fields."""
+    whole = json.dumps(manifest).encode()
+    cut = whole[: int(draw.integers(1, len(whole)))]
+    deep = b"[" * 100_000
+    other = [b"", b"null", b"[]", b"7", deep, b'{"layout":' * 5_000, whole + b"}", whole[1:], b"\xff\xfe" + whole, cut]
+    picked: bytes = _one_of(draw, other)
+    return picked
+
+
+ALL: tuple[Mutation, ...] = (
+    shape, dtype, name, order, missing, doubled, unknown, many, layout, layout_id, version, epoch, membership, digest,
+    phase, transport, numbers, on_update, field, text,
+)  # fmt: skip
+
+
+def mutants(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
+    """Each with the name of what was changed; the kinds go round, so that none is left out."""
+    for number in range(MUTATIONS):
+        kind, changed = ALL[number % len(ALL)], deepcopy(manifest)
+        body = kind(changed, rng.generator(number, "manifest"))
+        yield f"{kind.__name__} {number}", json.dumps(changed).encode() if body is None else body
+
+
+def weights() -> Iterator[tuple[str, Any]]:
+    for parameter in LAYOUT.parameters:
+        values = rng.generator(VERSION, parameter.name).normal(size=parameter.shape)
+        yield parameter.name, values.astype(np.float32)
+
+
+@pytest.mark.timeout(300)
+async def test_no_mutated_manifest_is_accepted_and_the_old_version_serves_on() -> None:
+    greedy = ChatCompletionRequest(
+        prompt_token_ids=[3, 5], max_tokens=24, temperature=0.0, return_token_ids=True, seed=0
+    )
+    with as_process("tests.fakes.scripted_engine") as (url, process):
+        async with EngineClient() as client:
+            publisher = BroadcastPublisher(client)
+
+            async def published(number: int) -> None:
+                report = await publisher.publish(
+                    Publication(
+                        version=number,
+                        epoch=EPOCH,
+                        layout=LAYOUT,
+                        weights=weights,
+                        engines=(url,),
+                        membership=1,
+                        timeout_s=60.0,
+                    )
+                )
+                assert report.failed == {}
+
+            await published(VERSION)
+            assert publisher._group is not None
+            before = (await client.chat(url, greedy)).choices
+            manifest: Manifest = {
+                "phase": "prepare", "version": VERSION + 1, "epoch": EPOCH, "transport": "broadcast",
+                "group": "weights", "generation": publisher._group.generation, "bucket_bytes": 128, "timeout_s": 5.0,
+                "layout": LAYOUT.model_dump(mode="json"),
+            }  # fmt: skip
+            answers: dict[str, tuple[int, str]] = {}
+            with httpx.Client(base_url=url, trust_env=False, timeout=20.0) as raw:
+                for kind, body in mutants(manifest):
+                    answer = raw.post(
+                        routes.REQUEST_WEIGHT_UPDATE, content=body, headers={"content-type": "application/json"}
+                    )
+                    answers[kind] = answer.status_code, answer.text[:300]
+                    assert 400 <= answer.status_code < 500, f"{kind}: {answers[kind]} for {body[:300]!r}"
+                    assert len(answer.content) < 10_000, f"{kind}: the refusal repeats the body"
+                assert process.poll() is None
+                health = await client.health(url)
+                assert (health.epoch, health.model_version, health.state) == (EPOCH, VERSION, "ready")
+                assert (await client.chat(url, greedy)).choices == before
+                accepted = raw.post(routes.REQUEST_WEIGHT_UPDATE, json=manifest)
+                assert accepted.status_code == 200, "what was mutated would have been accepted as it was"
+                raw.post(routes.REQUEST_WEIGHT_UPDATE, json={**manifest, "phase": "abort"}).raise_for_status()
+            assert len(answers) == MUTATIONS
+            await publisher.close()
+            publisher = BroadcastPublisher(client)
+            publisher._generation = int(manifest["generation"])
+            await published(VERSION + 1)
+            assert (await client.chat(url, greedy)).choices[0].token_ids == before[0].token_ids, "the same weights"
+            await publisher.close()

@@ -1,0 +1,45 @@
+"""Who is hired is started once, who is dismissed is stopped, however often the controller says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.local import Supervisor
+from launch.plan import Launch, OnExit, Plan, Ports
+from launch.staff import Staff
+from pipelinerl.config import parse
+from pipelinerl.observability.status import HiredEngine, RunStatus
+
+LAUNCH = Launch(
+    config=parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}]}),
+    run_dir=Path("/runs/x"),
+    ports=Ports(controller=5000, engines=(5001,), redis=5002),
+    token_file=Path("/runs/x/tokens.json"),
+    cores=(0, 1),
+    python="py",
+)
+
+
+def status(*hired: str, dismissed: tuple[str, ...] = ()) -> RunStatus:
+    return RunStatus(run="x", hired=tuple(HiredEngine(name=name, type="bigram") for name in hired), dismissed=dismissed)
+
+
+def test_an_engine_that_was_hired_is_one_like_the_recipes_but_for_its_type_and_its_end() -> None:
+    recipes, hired = LAUNCH.engine("engine-0", port=5001), LAUNCH.engine("engine-1", port=5001, type="bigram")
+    assert (recipes.on_exit, hired.on_exit) == (OnExit.RESTART, OnExit.SPARE)
+    assert [*hired.argv[:-2], "--type", "bigram"] == [
+        "engine-1" if word == "engine-0" else word for word in recipes.argv
+    ] + ["--type", "bigram"]
+    assert hired.health == "http://127.0.0.1:5001/health" and hired.cpu == recipes.cpu
+
+
+def test_the_status_says_the_whole_each_time(tmp_path: Path) -> None:
+    supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
+    staff = Staff(supervisor, LAUNCH)
+    for _ in range(2):
+        staff.follow(status("engine-1", "engine-2", "engine-3", dismissed=("engine-3", "nobody")))
+    assert [supervisor.knows(f"engine-{number}") for number in (1, 2, 3)] == [True, True, False]
+    urls = {process.spec.health for process in supervisor._processes.values()}
+    assert len(urls) == 2, "ports that are given, and not bound yet, are not given again"
+    staff.follow(status("engine-1", dismissed=("engine-2",)))
+    assert supervisor.pids == {}

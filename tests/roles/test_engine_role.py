@@ -1,0 +1,53 @@
+"""The process of an engine lives as long as the engine does, so that whoever supervises it can start another."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+from transformers import AutoModelForCausalLM
+
+from launch.ports import free_ports
+from pipelinerl.config import load
+from pipelinerl.config_sections import MODELS
+from pipelinerl.errors import EngineUnreachable
+from pipelinerl.roles import engine_role
+from pipelinerl.roles.process import Identity
+from tests.fakes.served import in_thread
+from tests.fakes.sglang_server import SglangServer, create_app
+
+READY_S = 60.0
+
+
+async def _until_ready(http: httpx.AsyncClient, role: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(READY_S):
+        while not role.done():
+            try:
+                (await http.get("/health")).raise_for_status()
+                return
+            except httpx.HTTPError:
+                await asyncio.sleep(0.05)
+    await role
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
+async def test_it_ends_when_the_engine_has_stopped_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    server = SglangServer(AutoModelForCausalLM.from_pretrained(MODELS / "tiny_speller"), context_length=64)
+    with in_thread(create_app(server)) as stock:
+        config = load("tiny", ["engine.type=sglang_server", f'engine.servers=["{stock}"]'])
+        (port,) = free_ports(1)
+        identity = Identity(
+            config=config, run_dir=tmp_path, name="engine-0", redis_url="", controller_url="", token=None, port=port
+        )
+        role = asyncio.create_task(engine_role.run(identity))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0, trust_env=False) as http:
+            await _until_ready(http, role)
+            theirs = {"new_version": "theirs", "abort_all_requests": False}
+            httpx.post(f"{stock}/update_weight_version", json=theirs).raise_for_status()
+            answer = await http.post("/v1/chat/completions", json={"prompt_token_ids": [7, 9], "max_tokens": 4})
+            assert answer.status_code == 503
+        with pytest.raises(EngineUnreachable, match="has stopped by itself"):
+            await asyncio.wait_for(role, READY_S)

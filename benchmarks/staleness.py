@@ -45,7 +45,7 @@ WEIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
     "plain": (_SCORE, "objective.is_weight=one"),
     "TIS-2": (_SCORE, 'objective.is_weight={ kind = "token_ratio", high = 2.0 }'),
 }
-_STEPS: Final = ("run.steps=300", "evaluation.interval_steps=100")
+_STEPS: Final = ("run.steps=200", "evaluation.interval_steps=100")
 _QUICK: Final = ("run.steps=32", "evaluation.interval_steps=16", "evaluation.problems=64")
 
 

@@ -11,6 +11,7 @@ import time
 import httpx
 
 from inference_contract.engine import Engine
+from inference_contract.errors import EngineStopped
 from inference_contract.schemas import EngineState
 from pipelinerl import registry
 from pipelinerl.engines.http_server import create_app
@@ -93,10 +94,17 @@ async def run(identity: Identity) -> None:
 
 
 async def _stopped(engine: Engine) -> None:
-    """Return once the engine, which has served, does so no more."""
-    for waits_for_end in (False, True):
-        while (engine.health().state is EngineState.STOPPED) is not waits_for_end:
-            await asyncio.sleep(WATCH_S)
+    """Return once the engine, which has started, serves no more."""
+    while not _started(engine) or engine.health().state is not EngineState.STOPPED:
+        await asyncio.sleep(WATCH_S)
+
+
+def _started(engine: Engine) -> bool:
+    try:
+        engine.model_card()
+    except EngineStopped:
+        return False
+    return True
 
 
 async def _offer(identity: Identity, url: str) -> None:

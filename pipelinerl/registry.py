@@ -16,10 +16,11 @@ from pipelinerl.errors import RecipeError
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where an implementation lives, and the top-level packages that it needs installed."""
+    """Where an implementation lives, the top-level packages that it needs installed, and how they are had."""
 
     target: str
     needs: tuple[str, ...] = ()
+    remedy: str = "pip install it"
 
     @property
     def installed(self) -> bool:
@@ -27,11 +28,14 @@ class Entry:
         return all(importlib.util.find_spec(name) is not None for name in self.needs)
 
 
+_JAX: Final = "pip install 'pipelinerl[jax]'"
+_VLLM: Final = "its pins clash with ours, so it has an environment of its own: make test-vllm builds it, docs/vllm.md"
+
 #: `from_options(EngineOptions) -> Engine`
 ENGINES: Final[Mapping[str, Entry]] = {
     "torch": Entry("pipelinerl.engines.torch_engine:from_options", ("torch", "transformers")),
-    "jax": Entry("pipelinerl.engines.jax_engine:from_options", ("jax",)),
-    "vllm": Entry("pipelinerl.engines.vllm_engine:from_options", ("vllm", "torch", "transformers")),
+    "jax": Entry("pipelinerl.engines.jax_engine:from_options", ("jax",), _JAX),
+    "vllm": Entry("pipelinerl.engines.vllm_engine:from_options", ("vllm", "torch", "transformers"), _VLLM),
     "vllm_server": Entry("pipelinerl.engines.stock_server:vllm_server", ("torch", "transformers")),
     "sglang_server": Entry("pipelinerl.engines.stock_server:sglang_server", ("torch", "transformers")),
     "bigram": Entry("pipelinerl.engines.bigram_engine:from_options"),
@@ -43,7 +47,7 @@ SERVER_ENGINES: Final = frozenset({"vllm_server", "sglang_server"})
 #: A class without arguments that satisfies `Trainer`.
 TRAINERS: Final[Mapping[str, Entry]] = {
     "torch": Entry("pipelinerl.trainers.torch_trainer:TorchTrainer", ("torch", "transformers", "accelerate")),
-    "jax": Entry("pipelinerl.trainers.jax_trainer:JaxTrainer", ("jax", "optax", "tensorstore")),
+    "jax": Entry("pipelinerl.trainers.jax_trainer:JaxTrainer", ("jax", "optax", "tensorstore"), _JAX),
     "bigram": Entry("pipelinerl.trainers.bigram_trainer:BigramTrainer"),
 }
 
@@ -68,7 +72,7 @@ def find(kind: str, entries: Mapping[str, Entry], name: str) -> Entry:
         raise RecipeError(f"{kind} must be one of {', '.join(entries)}, got {name!r}")
     missing = [package for package in entry.needs if importlib.util.find_spec(package) is None]
     if missing:
-        raise RecipeError(f"{kind} {name!r} needs {', '.join(missing)}, which is not installed; pip install it")
+        raise RecipeError(f"{kind} {name!r} needs {', '.join(missing)}, which is not installed; {entry.remedy}")
     return entry
 
 

@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
 RECIPE ?= tiny
+# Test processes at once; a file's tests stay together.
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 SITE   := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -23,7 +25,7 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out; WITH_VLLM=1, the short form of test-vllm
-	@$(QUIET_THREADS) $(BIN)/python -m pytest -m "not gpu and not slow and not chaos and not vllm" $(ARGS)
+	@$(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not slow and not chaos and not vllm" $(ARGS)
 	@$(if $(WITH_VLLM),$(MAKE) --no-print-directory test-vllm MARK="vllm and not slow and not chaos" ARGS=)
 
 test-vllm: $(VLLM)/.installed ## the vLLM engine and adapter, in an environment of its own, .venv-vllm

@@ -8,7 +8,8 @@ without a model; several share a process. The trainer's side is the real publish
 
 `control` is the time of a 1-byte update outside the broadcast: PREPARE and COMMIT of every engine at once. `trainer` is
 the processor time that the trainer's process spends on it, the engines' being theirs: on two cores, 64 engines that
-answer two requests each take turns, which they would not do on machines of their own.
+answer two requests each take turns, which they would not do on machines of their own. What any control by HTTP costs
+here is `plain`: every engine is asked twice for its health.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import resource
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
@@ -28,7 +29,7 @@ import torch
 import uvicorn
 import uvloop
 
-from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from benchmarks.measure import Paired, Row, bootstrap_median, print_table, write_record
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import (
     ChatCompletion,
@@ -47,11 +48,11 @@ from inference_contract.schemas import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
+from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.weight_receiver import WeightReceiver
 from pipelinerl.http_service import listen
 from pipelinerl.weights.broadcast import BroadcastPublisher
-from pipelinerl.weights.control_client import ControlClient
 from pipelinerl.weights.publisher import Publication
 
 #: (engines, tensors)
@@ -186,7 +187,7 @@ def _fleet(engines: int, tensors: int, *, real: bool) -> Iterator[list[str]]:
 class _Trainer:
     """The trainer of one fleet."""
 
-    def __init__(self, control: ControlClient, layout: WeightLayout, engines: list[str]) -> None:
+    def __init__(self, control: EngineClient, layout: WeightLayout, engines: list[str]) -> None:
         self._publisher = BroadcastPublisher(control)
         self._layout = layout
         self._engines = tuple(engines)
@@ -219,36 +220,48 @@ class _Trainer:
         await self._publisher.close()
 
 
+_ARMS: Final = ("real", "tiny", "control", "trainer", "plain")
+
+
 async def _measure(engines: int, tensors: int, rounds: int) -> dict[str, Any]:
-    """Medians of one fleet, in milliseconds, and the paired ratio."""
+    """Medians of one fleet, in milliseconds, and the paired ratios."""
     with (
         _fleet(engines, tensors, real=True) as real_urls,
         _fleet(engines, tensors, real=False) as tiny_urls,
-        closing(ControlClient()) as control,
     ):
-        real = _Trainer(control, _layout(tensors, real=True), real_urls)
-        tiny = _Trainer(control, _layout(tensors, real=False), tiny_urls)
-        forming, _, _ = await tiny.update()
-        await real.update()
-        samples: dict[str, list[float]] = {name: [] for name in ("real", "tiny", "control", "trainer", "ratio")}
-        for number in range(-2, rounds):
-            first, second = (real, tiny) if number % 2 else (tiny, real)
-            timed = {id(one): await one.update() for one in (first, second)}
-            if number >= 0:
-                whole, (all_s, control_s, trainer_s) = timed[id(real)][0], timed[id(tiny)]
-                for name, value in zip(samples, (whole, all_s, control_s, trainer_s), strict=False):
-                    samples[name].append(1e3 * value)
-                samples["ratio"].append(whole / all_s)
-        await real.close()
-        await tiny.close()
+        async with EngineClient() as client:
+            real = _Trainer(client, _layout(tensors, real=True), real_urls)
+            tiny = _Trainer(client, _layout(tensors, real=False), tiny_urls)
+            forming, _, _ = await tiny.update()
+            await real.update()
+            samples: dict[str, list[float]] = {name: [] for name in _ARMS}
+            for number in range(-2, rounds):
+                first, second = (real, tiny) if number % 2 else (tiny, real)
+                timed = {id(one): await one.update() for one in (first, second)}
+                plain = await _asked_twice(client, tiny_urls)
+                if number >= 0:
+                    for name, value in zip(_ARMS, (timed[id(real)][0], *timed[id(tiny)], plain), strict=True):
+                        samples[name].append(1e3 * value)
+            await real.close()
+            await tiny.close()
+    timings = Paired({name: tuple(values) for name, values in samples.items()})
     return {
         "engines": engines,
         "tensors": tensors,
         "first_with_joining_ms": 1e3 * forming,
         "samples": samples,
-        **{f"{name}_ms": bootstrap_median(samples[name]).as_dict() for name in ("real", "tiny", "control", "trainer")},
-        "real_over_tiny": bootstrap_median(samples["ratio"]).as_dict(),
+        **{f"{name}_ms": bootstrap_median(samples[name]).as_dict() for name in _ARMS},
+        "real_over_tiny": timings.ratio("real", "tiny").as_dict(),
+        "control_over_plain": timings.ratio("control", "plain").as_dict(),
     }
+
+
+async def _asked_twice(client: EngineClient, urls: list[str]) -> float:
+    """Seconds until every engine has answered two requests that ask nothing of it, one after the other."""
+    began = time.perf_counter()
+    for _ in range(2):
+        await asyncio.gather(*(client.health(url) for url in urls))
+    return time.perf_counter() - began
 
 
 def run(*, quick: bool = False) -> dict[str, Any]:
@@ -262,6 +275,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         control = fleet["control_ms"]["median"]
         rows += [
             Row(f"{name}: control, ms", control, f"<= {target:.3g}", control <= target),
+            Row(f"{name}: control ÷ two plain requests", fleet["control_over_plain"]["median"]),
             Row(f"{name}: trainer's processor, ms", fleet["trainer_ms"]["median"]),
             Row(f"{name}: 1-byte update, ms", fleet["tiny_ms"]["median"]),
             Row(f"{name}: real ÷ 1-byte", fleet["real_over_tiny"]["median"]),

@@ -145,8 +145,22 @@ def write_record(name: str, payload: Mapping[str, Any], *, folder: Path = RESULT
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     record = {"benchmark": name, "machine": machine_facts(), **payload}
-    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    path.write_text(_laid_out(record) + "\n")
     return path
+
+
+def _laid_out(value: Any, margin: str = "") -> str:
+    """JSON that a person and a diff can read: what holds nothing but numbers and words takes one line."""
+    nested = isinstance(value, Mapping | list | tuple) and any(
+        isinstance(part, Mapping | list | tuple) for part in (value.values() if isinstance(value, Mapping) else value)
+    )
+    if not nested:
+        return json.dumps(value, allow_nan=False)
+    inner = margin + "  "
+    if isinstance(value, Mapping):
+        parts = [f"{json.dumps(str(key))}: {_laid_out(part, inner)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(inner + part for part in parts) + f"\n{margin}}}"
+    return "[\n" + ",\n".join(inner + _laid_out(part, inner) for part in value) + f"\n{margin}]"
 
 
 def machine_facts() -> dict[str, Any]:

@@ -15,7 +15,6 @@ from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.proof import TOLERANCES, Canary, CanaryProver
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.weights.broadcast import BroadcastPublisher
-from pipelinerl.weights.control_client import ControlClient
 from pipelinerl.weights.engine_control import EngineControl
 from pipelinerl.weights.layout import wire_layout
 from pipelinerl.weights.publisher import Publisher
@@ -33,14 +32,14 @@ async def run(identity: Identity) -> None:
     latest = checkpoints.latest()
     workers = started(config, objective, checkpoint=latest[0] if latest else None)
     stream = await identity.stream()
-    client, control = EngineClient(token=identity.token), ControlClient(token=identity.token)
+    client = EngineClient(token=identity.token)
     loop = TrainingLoop(
         loop_settings(config),
         step=workers.step(),
         layout=wire_layout(workers.policy.weight_layout()),
         objective=objective,
         stream=stream,
-        publisher=publisher_of(identity, control),
+        publisher=publisher_of(identity, client),
         prover=CanaryProver(canary_of(config), client),
         checkpoints=checkpoints,
         restored=latest[1] if latest else None,
@@ -51,7 +50,6 @@ async def run(identity: Identity) -> None:
     finally:
         await loop.close()
         await client.close()
-        control.close()
         await stream.close()
         workers.close()
 

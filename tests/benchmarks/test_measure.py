@@ -64,6 +64,14 @@ def test_a_record_names_its_machine(tmp_path: Path) -> None:
         write_record("x", {"bad": float("nan")}, folder=tmp_path)
 
 
+def test_a_record_has_a_line_for_each_row_of_numbers(tmp_path: Path) -> None:
+    payload = {"fleets": [{"engines": 4, "samples": {"real": (1.5, 2.5), "none": []}}], "none": {}, "by_step": {1: 2}}
+    text = write_record("x", payload, folder=tmp_path).read_text()
+    assert '      "samples": {\n        "real": [1.5, 2.5],\n        "none": []\n      }\n' in text
+    assert json.loads(text)["fleets"] == [{"engines": 4, "samples": {"real": [1.5, 2.5], "none": []}}]
+    assert json.loads(text)["by_step"] == {"1": 2}
+
+
 def test_the_table_marks_what_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("t", [Row("speed-up", Interval(2, 1.9, 2.1), ">= 2", False), Row("time", 0.12345)])
     out = capsys.readouterr().out

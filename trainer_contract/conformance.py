@@ -41,6 +41,7 @@ from trainer_contract.probes import (
     stepped,
     weights_of,
 )
+from trainer_contract.reading_checks import reads_are_of_the_last_step
 from trainer_contract.types import Head
 
 _LOGPROB_TOLERANCE: Final = 2e-4
@@ -375,6 +376,7 @@ CHECKS: Final[tuple[Callable[[Subject, Path], None], ...]] = (
     unknown_options_are_refused,
     layout_is_what_is_gathered,
     state_continues_exactly,
+    reads_are_of_the_last_step,
     broken_state_is_refused,
 )
 

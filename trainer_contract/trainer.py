@@ -1,6 +1,9 @@
-"""`Trainer`: the five verbs and the state. The training loop calls them in this order and from one thread:
+"""`Trainer`: the five verbs and the state. The training loop calls them in this order:
 
     init_worker → ( forward* → forward_at* → backward+ → optimizer_step → gather_weights? → save_state? )* → close
+
+`gather_weights` and `save_state` read what the last `optimizer_step` left. They may run on another thread while the
+forward and backward passes of the next step do, so that a publication or a checkpoint costs no time of its own.
 
 Promises: `backward` called on the parts of a batch accumulates the gradient of the whole; `optimizer_step` is the only
 verb that changes weights; `save_state` then `init_worker(restore_from)` continues bit for bit; every rank gathers the

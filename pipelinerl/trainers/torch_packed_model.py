@@ -6,7 +6,7 @@ the output layer. Its sibling with a value head is in `torch_value_model`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, cast, final
 
@@ -73,9 +73,16 @@ class PackedModel(nn.Module):
         """Parameters under Hugging Face's names, tied ones once."""
         yield from self.model.named_parameters()
 
-    def save(self, path: Path) -> None:
-        """Write a Hugging Face model directory."""
-        self.model.save_pretrained(path)
+    def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write a Hugging Face model directory with these values of the parameters."""
+        save_model(self.model, path, weights)
+
+
+def save_model(model: PreTrainedModel, path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a Hugging Face model directory: the model's buffers, and `weights` in place of its parameters."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    model.save_pretrained(path, state_dict={**buffers, **weights})
 
 
 def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: SegmentPlan) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, final
+from typing import Final, Protocol, Self, final
 
 import torch
 from safetensors import SafetensorError
@@ -43,9 +43,29 @@ class Saveable(Protocol):
         """Every parameter once, under the name it is known by."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write the model's directory."""
+    def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write the model's directory with these values of all its parameters."""
         ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """Of torch's generators: the CPU's, and CUDA's where there is one."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @classmethod
+    def now(cls) -> Self:
+        """As it is; passes that draw from it leave this copy alone."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+
+    def restore(self) -> None:
+        """Draw from here on again."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda)
 
 
 @final
@@ -56,6 +76,11 @@ class SavedState:
     model_path: Path
     model_version: int
     tensors: Mapping[str, Tensor]
+
+    @property
+    def random(self) -> RandomState:
+        """Of the trainer that was saved."""
+        return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
     def restore_optimizer(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
         """Put the moments back, and the random state of torch.
@@ -78,20 +103,25 @@ class SavedState:
                 f"{self.model_path.parent} has optimizer state for {len(state)} of {len(ordered)} parameters"
             )
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        torch.set_rng_state(self.tensors["rng.cpu"])
-        if "rng.cuda" in self.tensors and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.tensors["rng.cuda"])
+        self.random.restore()
 
 
-def save(path: Path, *, model: Saveable, head: Head, optimizer: Optimizer, model_version: int) -> None:
-    """Write the state below the existing directory `path`."""
+def save(
+    path: Path,
+    *,
+    model: Saveable,
+    weights: Mapping[str, Tensor],
+    random: RandomState,
+    head: Head,
+    optimizer: Optimizer,
+    model_version: int,
+) -> None:
+    """Write the state below the existing directory `path`; `weights` are the values of `model.named_weights`."""
     name_of = {id(parameter): name for name, parameter in model.named_weights()}
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    tensors = {"rng.cpu": random.cpu} | ({} if random.cuda is None else {"rng.cuda": random.cuda})
     for parameter, moments in optimizer.state.items():
         tensors |= {f"{name_of[id(parameter)]}.{kind}": moments[kind].contiguous() for kind in _MOMENTS}
-    model.save(path / "model")
+    model.save(path / "model", weights)
     save_file(tensors, path / "optimizer.safetensors")
     architecture = _architecture(model.model.config)
     record = {"format": _FORMAT, "head": head, "model_version": model_version, "architecture": architecture}

@@ -56,6 +56,9 @@ class _Worker:
     optimizer: Optimizer
     gather_dtype: torch.dtype
     vocab_size: int
+    #: The storage that is trained, which a parameter leaves while other weights are lent to it.
+    own: Mapping[str, Tensor]
+    random: torch_state.RandomState
     model_version: int = 0
     has_gradient: bool = False
 
@@ -115,10 +118,12 @@ class TorchTrainer:
             optimizer=optimizer,
             gather_dtype=gather_dtype,
             vocab_size=config.get_text_config().vocab_size,
+            own={name: parameter.detach() for name, parameter in accelerator.unwrap_model(model).named_weights()},
+            random=torch_state.RandomState.now(),
         )
         if saved is not None:
             saved.restore_optimizer(optimizer, dict(self._state.named_parameters()))
-            self._state.model_version = saved.model_version
+            self._state.model_version, self._state.random = saved.model_version, saved.random
 
     def forward(self, micro_batch: MicroBatch) -> Float32:
         """Log-probs, or values, f32 [T] of every token; 0 at segment starts."""
@@ -179,6 +184,7 @@ class TorchTrainer:
         worker.optimizer.step()
         self.discard_gradient()
         worker.model_version += 1
+        worker.random = torch_state.RandomState.now()
         return StepStats(worker.model_version, norm, learning_rate)
 
     def discard_gradient(self) -> None:
@@ -189,12 +195,12 @@ class TorchTrainer:
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
         """Parameters in the model's order, in the dtype of the model directory: what an engine loaded from it holds."""
         dtype = str(self._worker.gather_dtype).removeprefix("torch.")
-        return tuple(ParameterInfo(name, tuple(p.shape), dtype) for name, p in self._worker.named_parameters())
+        return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self._worker.own.items())
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Detached tensors; of an fp32 model the trainer's own memory, not a copy."""
-        for name, parameter in self._worker.named_parameters():
-            yield name, parameter.detach().to(self._worker.gather_dtype)
+        for name, own in self._worker.own.items():
+            yield name, own.to(self._worker.gather_dtype)
 
     def save_state(self, path: Path) -> None:
         """Write a Hugging Face model directory, optimizer and random state below the directory `path`."""
@@ -202,6 +208,8 @@ class TorchTrainer:
         torch_state.save(
             path,
             model=worker.unwrapped,
+            weights=worker.own,
+            random=worker.random,
             head=worker.spec.head,
             optimizer=worker.optimizer,
             model_version=worker.model_version,

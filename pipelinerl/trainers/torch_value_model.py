@@ -7,7 +7,7 @@ the first advantages are those of no critic at all, where a random head would be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, cast, final
 
@@ -16,11 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipelinerl.trainers.torch_packed_model import hidden_states, load_for_training, probe_packing
+from pipelinerl.trainers.torch_packed_model import hidden_states, load_for_training, probe_packing, save_model
 from pipelinerl.trainers.torch_segments import SegmentPlan
 from trainer_contract.errors import SpecError
 
 HEAD_FILE: Final = "value_head.safetensors"
+#: Names of the head's parameters begin so.
+_HEAD: Final = "value_head."
 
 
 @final
@@ -67,9 +69,10 @@ class PackedValueModel(nn.Module):
         """Parameters of the layers, then those of the head."""
         yield from self.model.named_parameters()
         for name, parameter in self.value_head.named_parameters():
-            yield f"value_head.{name}", parameter
+            yield f"{_HEAD}{name}", parameter
 
-    def save(self, path: Path) -> None:
-        """Write a value model's directory."""
-        self.model.save_pretrained(path)
-        save_file(self.value_head.state_dict(), path / HEAD_FILE)
+    def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write a value model's directory with these values of the parameters."""
+        head = {name: weights[f"{_HEAD}{name}"] for name, _ in self.value_head.named_parameters()}
+        save_model(self.model, path, {name: w for name, w in weights.items() if not name.startswith(_HEAD)})
+        save_file(head, path / HEAD_FILE)

@@ -5,7 +5,7 @@ checkpoints to the disk shares with the trainer. Three arms, in turn, with a che
 `j = 1` and a checkpoint at each reload boundary come to:
 
     none         steps alone
-    beside       captured by the trainer's thread, then digested, synced and renamed beside the next step
+    beside       captured beside the passes of the next step, then digested, synced and renamed
     standing     the same checkpoint while training waits for it
 
 The share of a step is (beside − none) ÷ none for whatever makes it slower, and the stall ÷ none for standing still. A
@@ -93,7 +93,8 @@ class Training:
     async def _steps(self, after: Callable[[], object]) -> float:
         began = time.perf_counter()
         for _ in range(self.steps):
-            await self._in_worker(self._step)
+            await self._in_worker(self._passes)
+            await self._in_worker(self._update)
             await self._in_worker(after)
         return (time.perf_counter() - began) / self.steps
 
@@ -108,13 +109,17 @@ class Training:
         saving = Checkpointing(self.store, report=report, trim=trim, deadline_s=60.0)
         began = time.perf_counter()
         for _ in range(self.steps):
-            await self._in_worker(self._step)
-            await saving.begin(self._state(), lambda: self._in_worker(self._capture))
+            await self._in_worker(self._passes)
+            await saving.captured()
+            await self._in_worker(self._update)
+            await saving.begin(self._state(), self._capture)
         await saving.finish()
         return (time.perf_counter() - began) / self.steps
 
-    def _step(self) -> None:
+    def _passes(self) -> None:
         self.trainer.backward(self.batch, resolve("pipelinerl"))
+
+    def _update(self) -> None:
         self.trainer.optimizer_step(learning_rate=1e-5)
 
     def _state(self) -> TrainingState:
@@ -159,7 +164,7 @@ def measure(size: Size, *, rounds: int, interval: int) -> tuple[list[Row], dict[
         arms = {"none": training.alone, "beside": training.beside, "standing": training.standing}
         times = paired(arms, rounds=rounds, warmup=1)
         tokens, bytes_written = training.batch.num_tokens, _bytes_of(training.store.all()[-1])
-        # The first stall of a sample waits for nothing; one that waits for the checkpoint before counts whole.
+        # One that waits for the checkpoint before, or for the passes to have covered the capture, counts whole.
         stall, step = median(training.stalls), times.median("none")
     share, slower = stall / step, times.ratio("beside", "none")
     enough = tokens * share / _TARGET

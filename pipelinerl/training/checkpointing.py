@@ -3,13 +3,15 @@
 | stage | waits for | who unblocks it |
 |---|---|---|
 | begin | the checkpoint before this one | the disk and the location, or whoever makes room there |
-| capture | the trainer's thread | the step under way |
+| capture | a thread of its own: read the trainer, write | the disk, as above |
 | settle | a thread of its own: sync, rename, copy | the disk and the location, as above |
 
-Training stands still while the first two last. What fails for a reason that may pass (a full disk, an object store that
-cannot be reached) is said to the controller and tried again; training goes on meanwhile until the next checkpoint is
-due, and then waits, since the streams keep all that was trained after the last durable one. Nothing is lost if it is
-killed there. After `deadline_s` it gives up; what cannot pass is raised at once.
+Training stands still for the first alone, and for what of the second the passes of the next step have not covered:
+weights and moments are read while they are computed, and changed only when `captured` has returned. What fails for a
+reason that may pass (a full disk, an object store that cannot be reached) is said to the controller and tried again;
+training goes on meanwhile until the next checkpoint is due, and then waits, since the streams keep all that was trained
+after the last durable one. Nothing is lost if it is killed there. After `deadline_s` it gives up; what cannot pass is
+raised at once.
 """
 
 from __future__ import annotations
@@ -55,19 +57,32 @@ class Checkpointing:
         self._trim = trim
         self._deadline_s = deadline_s
         self._under_way: asyncio.Task[None] | None = None
+        self._capturing: asyncio.Task[Capture] | None = None
+        self._stall_s = 0.0
         self._thread: Future[Any] | None = None
 
-    async def begin(self, state: TrainingState, capture: Callable[[], Awaitable[Capture]]) -> None:
-        """Capture the state, once the checkpoint before is durable; the rest happens beside the training.
+    async def begin(self, state: TrainingState, capture: Callable[[], Capture]) -> None:
+        """Begin to capture the state on another thread, once the checkpoint before is durable.
 
         Raises:
             CheckpointError: the checkpoint before was lost on its way to the disk.
-            Exception: what has kept it, or this capture, from succeeding for too long.
+            Exception: what has kept it from succeeding for too long.
         """
         began = time.monotonic()
         await self.finish()
-        captured = await self._insist(state, capture)
-        self._under_way = asyncio.create_task(self._settle(captured, stall_s=time.monotonic() - began))
+        self._stall_s = time.monotonic() - began
+        self._capturing = asyncio.create_task(self._insist(state, lambda: self._beside(capture)))
+        self._under_way = asyncio.create_task(self._settle(state, self._capturing))
+
+    async def captured(self) -> None:
+        """Wait until nothing more is read of the trainer: its state may change only afterwards. Raises as `begin`."""
+        if self._capturing is None:
+            return
+        began, capturing, self._capturing = time.monotonic(), self._capturing, None
+        await asyncio.wait({capturing})
+        self._stall_s += time.monotonic() - began
+        if capturing.exception() is not None:
+            await self.finish()
 
     async def finish(self) -> None:
         """Wait until what is under way is durable and reported. Raises as `begin` does."""
@@ -88,13 +103,13 @@ class Checkpointing:
         if self._thread is not None:
             await settled(self._thread, timeout_s=_RETRY_S)
 
-    async def _settle(self, captured: Capture, *, stall_s: float) -> None:
-        state = captured.state
+    async def _settle(self, state: TrainingState, capturing: Awaitable[Capture]) -> None:
+        captured = await capturing
         path = await self._insist(state, lambda: self._beside(lambda: self._store.commit(captured)))
         await self._insist(state, lambda: self._beside(lambda: self._store.copy(path)))
         await self._trim(await self._beside(self._store.oldest_kept_offsets))
         await self._report(
-            Checkpointed(epoch=state.epoch, model_version=state.model_version, path=str(path), stall_s=stall_s)
+            Checkpointed(epoch=state.epoch, model_version=state.model_version, path=str(path), stall_s=self._stall_s)
         )
 
     async def _insist(self, state: TrainingState, attempt: Callable[[], Awaitable[T]]) -> T:

@@ -244,6 +244,7 @@ class TrainingLoop:
     async def _train(self, batch: TrainBatch) -> dict[str, float] | Poison:
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
         await self._publishing.finish()
+        await self._checkpointing.captured()
         if isinstance(accumulated, Poison):
             return accumulated
         rate = self._current.knobs.learning_rate * self._settings.schedule.factor(self._version)
@@ -301,15 +302,12 @@ class TrainingLoop:
             kl_coefficient=self._objective.coefficient,
         )
 
-        def capture() -> Capture:
-            return self._checkpoints.capture(
-                state,
-                layout=self._trainer.weight_layout(),
-                weights=self._trainer.gather_weights(),
-                parts=self._step.parts(),
-            )
+        layout, parts = self._trainer.weight_layout(), self._step.parts()
 
-        await self._checkpointing.begin(state, lambda: self._in_worker(capture))
+        def capture() -> Capture:
+            return self._checkpoints.capture(state, layout=layout, weights=self._trainer.gather_weights(), parts=parts)
+
+        await self._checkpointing.begin(state, capture)
 
     async def _trim(self, offsets: dict[str, str]) -> None:
         await self._intake.trim(offsets, epoch=self._current.epoch)

@@ -57,10 +57,13 @@ class TrainStep:
         return self.passes.policy
 
     def parts(self) -> dict[str, Callable[[Path], None]]:
-        """What a checkpoint holds of the workers: who writes it, by the name of its directory."""
+        """What a checkpoint holds of the workers as they are now: who writes it, by the name of its directory.
+
+        They may be called on another thread, until `apply`.
+        """
         parts: dict[str, Callable[[Path], None]] = {"trainer": self._policy.save_state}
         parts |= {"critic": self.critic.worker.save_state} if self.critic else {}
-        return parts | ({"history": self.passes.history.save} if self.passes.history else {})
+        return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
 
     def will_sample(self, *, acceptance: float) -> None:
         """The policy's weights are about to be published: keep what later steps, with this k, will need of them."""

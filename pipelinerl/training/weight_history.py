@@ -14,7 +14,8 @@ why. Nothing is ever computed at other weights in their place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self, final
@@ -108,19 +109,9 @@ class WeightHistory:
 
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 
-    def save(self, path: Path) -> None:
-        """Write a file for each version below the directory `path`."""
-        for version, weights in self._held.items():
-            specs = {
-                info.name: TensorSpec(
-                    dtype=info.dtype,
-                    shape=info.shape,
-                    data_ptr=weights[info.name].ctypes.data,
-                    data_len=weights[info.name].nbytes,
-                )
-                for info in self._layout
-            }
-            serialize_file(specs, path / f"{_PREFIX}{version:06d}.safetensors", metadata={"format": "pt"})
+    def saver(self) -> Callable[[Path], None]:
+        """What writes a file for each version that is held now below a directory, whenever it is called."""
+        return partial(_save, self._layout, dict(self._held))
 
     @classmethod
     def restored(cls, path: Path, layout: Sequence[ParameterInfo]) -> Self:
@@ -131,6 +122,20 @@ class WeightHistory:
         """
         files = sorted(path.glob(f"{_PREFIX}*.safetensors"))
         return cls(layout, {int(file.stem.removeprefix(_PREFIX)): _read(file, layout) for file in files})
+
+
+def _save(layout: Sequence[ParameterInfo], held: Mapping[int, HostWeights], path: Path) -> None:
+    for version, weights in held.items():
+        specs = {
+            info.name: TensorSpec(
+                dtype=info.dtype,
+                shape=info.shape,
+                data_ptr=weights[info.name].ctypes.data,
+                data_len=weights[info.name].nbytes,
+            )
+            for info in layout
+        }
+        serialize_file(specs, path / f"{_PREFIX}{version:06d}.safetensors", metadata={"format": "pt"})
 
 
 def _read(file: Path, layout: Iterable[ParameterInfo]) -> HostWeights:

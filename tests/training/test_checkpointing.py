@@ -33,12 +33,9 @@ class Room:
     trimmed: list[dict[str, str]] = field(default_factory=list)
 
     async def begin(self, version: int) -> None:
-        state = state_of(version)
-
-        async def captured() -> Capture:
-            return await asyncio.to_thread(capture, self.store, state)
-
-        await self.saving.begin(state, captured)
+        """Begin, and wait for the capture."""
+        await self.saving.begin(state_of(version), lambda: capture(self.store, state_of(version)))
+        await self.saving.captured()
 
     async def until_told(self, kind: type[Message]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -104,6 +101,37 @@ async def test_what_may_pass_is_told_and_tried_until_it_has_passed(tmp_path: Pat
         await asyncio.wait_for(made.saving.finish(), DEADLINE_S)
         assert isinstance(made.told[-1], Checkpointed) and made.trimmed
         assert [path.name.split("-e")[0] for path in (tmp_path / "location" / "run").iterdir()] == ["step-000001"]
+
+
+async def test_passes_run_beside_the_capture_and_the_weights_change_after_it(tmp_path: Path) -> None:
+    state, may_read = state_of(1), threading.Event()
+
+    def reads() -> Capture:
+        assert may_read.wait(DEADLINE_S)
+        return capture(made.store, state)
+
+    async with room(tmp_path) as made:
+        await asyncio.wait_for(made.saving.begin(state, reads), DEADLINE_S)
+        waits = asyncio.create_task(made.saving.captured())
+        await asyncio.sleep(0.05)
+        assert not waits.done()
+        may_read.set()
+        await waits
+        await made.saving.finish()
+        (told,) = [message for message in made.told if isinstance(message, Checkpointed)]
+        assert 0.05 <= told.stall_s < DEADLINE_S
+        await made.saving.begin(state_of(2), lambda: capture(made.store, state_of(2)))
+        await made.saving.finish()
+        await made.saving.captured()
+        assert isinstance(made.told[-1], Checkpointed) and made.told[-1].stall_s < 0.05, "nothing waited for it"
+
+
+async def test_a_capture_that_cannot_succeed_is_raised_to_who_waits_for_it(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.saving.begin(state_of(1), lambda: capture(made.store, {}))  # type: ignore[arg-type]
+        with pytest.raises(AttributeError):
+            await asyncio.wait_for(made.saving.captured(), DEADLINE_S)
+        await made.saving.finish()
 
 
 async def test_a_capture_that_fails_holds_training_until_it_succeeds(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_only_published_weights_are_held(trainer: BigramTrainer) -> None:
 def test_it_is_the_same_after_a_checkpoint(trainer: BigramTrainer, tmp_path: Path) -> None:
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [3, 3, 3])
-    history.save(tmp_path)
+    history.saver()(tmp_path)
     again = WeightHistory.restored(tmp_path, trainer.weight_layout())
     assert again.versions == [0, 1, 2]
     for version in again.versions:
@@ -86,7 +86,7 @@ def test_it_is_the_same_after_a_checkpoint(trainer: BigramTrainer, tmp_path: Pat
 def test_a_damaged_file_and_one_of_another_model_are_refused(trainer: BigramTrainer, tmp_path: Path) -> None:
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [1])
-    history.save(tmp_path)
+    history.saver()(tmp_path)
     (wider,) = trainer.weight_layout()
     with pytest.raises(CheckpointError, match=r"version-000000.safetensors cannot be used: the parameter 'bigram.log"):
         WeightHistory.restored(tmp_path, [replace(wider, shape=(9, 9))])

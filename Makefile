@@ -6,12 +6,16 @@ VLLM   ?= .venv-vllm
 RECIPE ?= tiny
 # Test processes at once; a file's tests stay together.
 WORKERS ?= 2
+# vLLM's part of the suite, in short, belongs to `make test` where vLLM's CPU build can be had. WITH_VLLM= leaves it out.
+WITH_VLLM ?= $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m))
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 SITE   := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 # On few cores, threads of numerical libraries that spin while they wait take the core from those that work.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+
+PARALLEL := -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-vllm chaos check format bench gpu-check clean
@@ -24,12 +28,13 @@ install: $(VENV)/.installed ## create the environment, once
 run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out; WITH_VLLM=1, the short form of test-vllm
-	@$(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu and not slow and not chaos and not vllm" $(ARGS)
-	@$(if $(WITH_VLLM),$(MAKE) --no-print-directory test-vllm MARK="vllm and not slow and not chaos" ARGS=)
+test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out
+	@$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not slow and not chaos and not vllm" $(ARGS)
+	@$(if $(ARGS),,$(if $(WITH_VLLM),$(MAKE) --no-print-directory test-vllm MARK="vllm and not slow and not chaos",\
+	  echo "make test: vLLM's part of the suite is left out (WITH_VLLM=$(WITH_VLLM), $$(uname -sm))"))
 
-test-vllm: $(VLLM)/.installed ## the vLLM engine and adapter, in an environment of its own, .venv-vllm
-	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest -m "$(or $(MARK),vllm and not chaos)" $(ARGS)
+test-vllm: $(VLLM)/.installed ## the vLLM engine and adapters in full, in an environment of its own, .venv-vllm
+	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest $(PARALLEL) -m "$(or $(MARK),vllm and not chaos)" $(ARGS)
 
 chaos: $(VENV)/.installed-dev ## every fault by its many seeds, and live runs whose processes are killed; takes an hour
 	@$(QUIET_THREADS) $(BIN)/python -m pytest -m chaos $(ARGS)

@@ -112,7 +112,7 @@ class CoreLoop:
         with self._guard:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing; send the request to another one")
-            if self.num_waiting + samples > self._max_waiting:
+            if self._num_open + samples > self._slots + self._max_waiting:
                 raise Overloaded(
                     f"the waiting queue holds at most {self._max_waiting} samples, {self.num_waiting} wait and "
                     f"{samples} more were asked for; retry later or at another engine"
@@ -204,7 +204,9 @@ class CoreLoop:
         """Never while the core is paused for an update: what begins after it is all of one version."""
         async with self._turn:
             begun = [sequence for sequence in request.sequences if sample_id(sequence) in self._open]
-            salt = label_of(*self.serving)  # no prompt is read from a cache that older weights have filled
+            # No prompt is read from a cache that older weights have filled, but that of a sample which still waits
+            # in the core when an update comes: its siblings' is named by the weights that it was begun with.
+            salt = label_of(*self.serving)
             await self._core.add(begun, stop_ids=self._stop_ids, salt=salt)
 
     def _withdraw(self, request: Request) -> None:

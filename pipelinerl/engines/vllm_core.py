@@ -72,6 +72,7 @@ class VllmCore:
         self._client = client
         self.staged = staged
         self.cache_bytes = 0
+        self._unanswered = set[asyncio.Future[None]]()
 
     @classmethod
     async def start(cls, settings: CoreSettings, layout: WeightLayout, serving: tuple[int, int]) -> Self:
@@ -112,9 +113,18 @@ class VllmCore:
         """Begin the samples of one request, in one step: alone on the engine it is computed alike each time."""
         requests = [self._client.add_request_async(_order(each, stop_ids, salt)) for each in sequences]
         if len(requests) > 1:
-            # The core obeys in order and at once, but may answer a pause that is over only when it is idle.
-            requests = [self.pause(OnUpdate.CONTINUE), *requests, self.resume()]
+            # The core obeys in order and at once, but a pause that is over before it looks is answered when no sample
+            # is left anywhere: whoever waited for that would let one request sample at a time, and no update in flight.
+            pausing = asyncio.ensure_future(self.pause(OnUpdate.CONTINUE))
+            self._unanswered.add(pausing)
+            pausing.add_done_callback(self._answered)
+            requests.append(self.resume())
         await asyncio.gather(*requests)
+
+    def _answered(self, pausing: asyncio.Future[None]) -> None:
+        self._unanswered.discard(pausing)
+        if not pausing.cancelled():
+            pausing.exception()  # that the core has died, which whoever takes its outputs learns as well
 
     async def abort(self, sample_ids: list[str]) -> None:
         """Free what these samples hold; nothing more comes of them."""

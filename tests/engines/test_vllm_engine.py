@@ -5,6 +5,7 @@ Run by `make test-vllm`, in an environment of its own; what needs no vLLM is run
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -172,6 +173,17 @@ class TestReal:
             assert named == version
             expected = logprobs_of(model, PROMPT, tokens)[old:]
             assert torch.allclose(torch.tensor(logprobs[old:]), expected, atol=2e-4)
+
+    def test_requests_sample_side_by_side(self, tied: Served) -> None:
+        """A request of several samples begins while another runs, and one that is shorter ends before it."""
+        with opened(tied.url) as session, ThreadPoolExecutor(1) as asking:
+            before = session.generated_tokens()
+            long = asking.submit(session.chat, n=4, seed=1, max_tokens=220, prompt_token_ids=PROMPT)
+            while session.generated_tokens() == before:
+                time.sleep(0.001)
+            short = session.chat(n=4, seed=2, max_tokens=1, prompt_token_ids=PROMPT)
+            assert len(short.choices) == 4 and not long.done()
+            assert len(long.result().choices) == 4
 
     def test_more_prompts_at_once_than_a_step_takes(self, tied: Served) -> None:
         """On CPU vLLM dies of a seeded sample whose prompt it computes in parts, so it must not be in parts."""

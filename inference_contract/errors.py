@@ -148,6 +148,11 @@ def _tree(root: type[ContractError]) -> list[type[ContractError]]:
     return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
 
 
+def has_error_shape(body: Any) -> bool:
+    """Is this decoded JSON body an engine's own error, and not that of something in front of it or around it?"""
+    return isinstance(body, dict) and isinstance(body.get("error"), dict)
+
+
 def from_wire(status: int, body: Any) -> ContractError:
     """The error an engine answered with, as the class it was raised as.
 
@@ -155,9 +160,9 @@ def from_wire(status: int, body: Any) -> ContractError:
         status: HTTP status of the answer.
         body: decoded JSON body; anything that is not the error shape gives a plain `ContractError`.
     """
-    error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict):
+    if not has_error_shape(body):
         return ContractError(f"expected a contract error body, got HTTP {status} with another body")
+    error = body["error"]
     classes = {cls.code: cls for cls in _tree(ContractError)}
     cls = classes.get(str(error.get("code")), ContractError)
     return cls(str(error.get("message")), param=error.get("param"))

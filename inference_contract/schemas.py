@@ -6,9 +6,9 @@ An unknown field is refused by name, never dropped in silence. Shapes are in ele
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from inference_contract.weights import (
     Backend as Backend,
@@ -27,6 +27,11 @@ from inference_contract.weights import (
 from inference_contract.wire import Wire as Wire
 
 # --- chat completions --------------------------------------------------------------------------------------------
+
+#: Engines sample in float32 and count in int32: what lies between these bounds and zero, or above, has no place there.
+LEAST_TEMPERATURE: Final = 1e-5
+LEAST_TOP_P: Final = 1e-6
+MOST_TOP_K: Final = 2**31 - 1
 
 
 class ChatMessage(Wire):
@@ -47,7 +52,8 @@ class ChatCompletionRequest(Wire):
 
     `prompt_token_ids` replaces the tokenised `messages`. With `return_token_ids` each choice carries `token_ids`,
     `token_logprobs` and `version_spans`. Log-probs are those of the distribution sampled from, after temperature,
-    top-k and top-p. The noise of sample i at position t is a function of (`seed`, i, t) alone.
+    top-k and top-p. The noise of sample i at position t is a function of (`seed`, i, t) alone. A `temperature` of 0 is
+    greedy; a `top_k` beyond the vocabulary keeps every token.
     """
 
     model: str | None = None
@@ -57,8 +63,8 @@ class ChatCompletionRequest(Wire):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0, description="0 keeps every token")
+    top_p: float = Field(default=1.0, ge=LEAST_TOP_P, le=1.0)
+    top_k: int = Field(default=0, ge=0, le=MOST_TOP_K, description="0 keeps every token")
     stop: str | list[str] | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: bool = False
@@ -67,6 +73,20 @@ class ChatCompletionRequest(Wire):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     user: str | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _greedy_or_warm(cls, temperature: float) -> float:
+        if 0.0 < temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"must be 0, which is greedy, or at least {LEAST_TEMPERATURE:g}, got {temperature:g}")
+        return temperature
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_somewhere(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if stop == "" or (isinstance(stop, list) and "" in stop):
+            raise ValueError("a stop string must have a character; an empty one would end every text at its first")
+        return stop
 
     @model_validator(mode="after")
     def _prompt_given(self) -> Self:

@@ -6,11 +6,11 @@
 
 Every process is `python -m pipelinerl.cli <role>` with the arguments
 
-    --recipe <run>/recipe.toml --run-dir <run> --name <name> --token-file <file> --redis-url … --controller-url …
+    --recipe <run>/recipe.toml --run-dir <run> --name <name> --token-file <file> --controller-url …
 
-and, where it serves HTTP, `--port`. They stop in the order actors, trainer, engines, parameter servers, controller,
-redis, so that each finds what it still needs. The controller's exit with status 0 completes the run. What dies is
-started again.
+where the stream server is the embedded one, `--redis-url`, and, where it serves HTTP, `--port`. They stop in the order
+actors, trainer, engines, parameter servers, controller, redis, so that each finds what it still needs. The controller's
+exit with status 0 completes the run. What dies is started again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
+from urllib.parse import quote
 
 from pipelinerl.config import RunConfig
 
@@ -50,7 +51,8 @@ class ProcessSpec:
     Attributes:
         argv: program and arguments.
         env: added to the launcher's environment.
-        health: `http://…` that answers 200, or `tcp://host:port` that accepts, once it is ready; None: at once.
+        health: `http://…` that answers 200, or `redis://host:port/<file of its password>` that answers PING, once it is
+            ready; None: at once.
         after: names of the processes that must be healthy before this one is started.
         restarts: how often it may be started again; staying up for a while gives the budget back.
         stop_order: lower stops earlier; equal ones together.
@@ -145,7 +147,8 @@ class Launch:
         config, ports = self.config, self.ports
         argv = [self.python, "-m", "pipelinerl.cli", role, "--recipe", str(self.run_dir / "recipe.toml")]
         argv += ["--run-dir", str(self.run_dir), "--name", name, "--token-file", str(self.token_file)]
-        argv += ["--redis-url", config.streams.redis_url or f"redis://{_LOOPBACK}:{ports.redis}/0"]
+        if ports.redis is not None:  # a server of the user's is read from the recipe: its address may hold a secret
+            argv += ["--redis-url", f"redis://{_LOOPBACK}:{ports.redis}/0"]
         argv += ["--controller-url", f"http://{_LOOPBACK}:{ports.controller}"]
         argv += [] if port is None else ["--port", str(port)]
         argv += told
@@ -193,7 +196,7 @@ def processes_of(launch: Launch) -> Plan:
     embedded = ports.redis is not None
     specs = []
     if embedded:
-        health = f"tcp://{_LOOPBACK}:{ports.redis}"
+        health = f"redis://{_LOOPBACK}:{ports.redis}{quote(str(launch.run_dir / 'redis' / 'password'))}"
         specs.append(spec("redis", "redis", port=ports.redis, health=health, stop_order=5))
     after = ("redis",) if embedded else ()
     complete = OnExit.COMPLETE

@@ -17,7 +17,7 @@ import urllib.request
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, final
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from launch.plan import ProcessSpec
 
@@ -128,15 +128,23 @@ def exit_words(status: int) -> str:
 
 def _answers(address: str) -> bool:
     parts = urlsplit(address)
-    if parts.scheme == "tcp":
-        with contextlib.suppress(OSError), socket.create_connection((parts.hostname, parts.port), _PROBE_TIMEOUT_S):
-            return True
+    if parts.scheme == "redis":
+        with contextlib.suppress(OSError):
+            return _plays_ping_pong((parts.hostname or "", parts.port or 0), Path(unquote(parts.path)))
         return False
     # No proxy: a health check never leaves this machine, whatever the environment says.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with contextlib.suppress(OSError, ValueError), opener.open(address, timeout=_PROBE_TIMEOUT_S) as answer:
         return bool(answer.status == 200)
     return False
+
+
+def _plays_ping_pong(address: tuple[str, int], password: Path) -> bool:
+    """Is it a stream server with that password, and done reading its file?"""
+    words = f"AUTH {password.read_text()}\r\nPING\r\n".encode()
+    with socket.create_connection(address, _PROBE_TIMEOUT_S) as link, link.makefile("rb") as answers:
+        link.sendall(words)
+        return answers.readline() == b"+OK\r\n" and answers.readline() == b"+PONG\r\n"
 
 
 def _readable(line: str) -> str:

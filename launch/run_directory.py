@@ -1,7 +1,7 @@
 """The directory of a run: made once, resumed many times, used by one launcher at a time.
 
 runs/tiny/
-  recipe.toml      the resolved recipe, whole: no base, no overrides
+  recipe.toml      the resolved recipe, whole: no base, no overrides; it may hold a secret, and is its owner's only
   tokens.json      bearer token and password of this run, readable by its owner only
   events.jsonl     what happened (written by the controller)
   checkpoints/     (written by the training loop)
@@ -71,7 +71,7 @@ class RunDirectory:
                 ) from None
             os.ftruncate(file, 0)
             os.pwrite(file, str(os.getpid()).encode(), 0)
-            _write_token(self.tokens)
+            _write_private(self.tokens, json.dumps({"token": secrets.token_urlsafe(32)}))
             yield
         finally:
             os.close(file)
@@ -102,7 +102,7 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
             break
         chosen.run_directory.rmdir()
     directory = RunDirectory(chosen.run_directory.resolve(), chosen)
-    directory.recipe.write_text(tomli_w.dumps(to_table(chosen)))
+    _write_private(directory.recipe, tomli_w.dumps(to_table(chosen)))
     return directory
 
 
@@ -119,8 +119,8 @@ def open_run(path: Path) -> RunDirectory:
     return RunDirectory(path.resolve(), load(recipe))
 
 
-def _write_token(path: Path) -> None:
+def _write_private(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(file, "w") as stream:
-        json.dump({"token": secrets.token_urlsafe(32)}, stream)
+        stream.write(text)

@@ -190,7 +190,14 @@ def bench(
 RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; the same for every role.")]
 Name = Annotated[str, typer.Option("--name", help="This process' name; unique within the run.")]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's directory [default: by the recipe].")]
-RedisUrl = Annotated[str, typer.Option("--redis-url", help="Where the streams are.")]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--redis-url",
+        envvar="PIPELINERL_REDIS_URL",  # where a password is in nobody's process list
+        help="Where the streams are [default: by the recipe, else redis://127.0.0.1:6379/0].",
+    ),
+]
 ControllerUrl = Annotated[str, typer.Option("--controller-url", help="Where the controller is.")]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="Bearer token [default: $PIPELINERL_TOKEN].")]
 Host = Annotated[str, typer.Option("--host", help="Address to bind.")]
@@ -212,7 +219,7 @@ def redis(
     recipe: RoleRecipe = "tiny",
     name: Name = "redis",
     run_dir: RunDir = None,
-    redis_url: RedisUrl = LOCAL_REDIS,
+    redis_url: RedisUrl = None,
     controller_url: ControllerUrl = LOCAL_CONTROLLER,
     token_file: TokenFile = None,
     port: Port = 6379,
@@ -229,7 +236,7 @@ def controller(
     recipe: RoleRecipe = "tiny",
     name: Name = "controller",
     run_dir: RunDir = None,
-    redis_url: RedisUrl = LOCAL_REDIS,
+    redis_url: RedisUrl = None,
     controller_url: ControllerUrl = LOCAL_CONTROLLER,
     token_file: TokenFile = None,
     host: Host = "127.0.0.1",
@@ -259,7 +266,7 @@ def engine(
     recipe: RoleRecipe = "tiny",
     name: Name = "engine-0",
     run_dir: RunDir = None,
-    redis_url: RedisUrl = LOCAL_REDIS,
+    redis_url: RedisUrl = None,
     controller_url: ControllerUrl = LOCAL_CONTROLLER,
     token_file: TokenFile = None,
     host: Host = "127.0.0.1",
@@ -283,7 +290,7 @@ def parameter_server(
     recipe: RoleRecipe = "tiny",
     name: Name = "parameter-server-0",
     run_dir: RunDir = None,
-    redis_url: RedisUrl = LOCAL_REDIS,
+    redis_url: RedisUrl = None,
     controller_url: ControllerUrl = LOCAL_CONTROLLER,
     token_file: TokenFile = None,
     host: Host = "127.0.0.1",
@@ -304,7 +311,7 @@ def actor(
     recipe: RoleRecipe = "tiny",
     name: Name = "actor-0",
     run_dir: RunDir = None,
-    redis_url: RedisUrl = LOCAL_REDIS,
+    redis_url: RedisUrl = None,
     controller_url: ControllerUrl = LOCAL_CONTROLLER,
     token_file: TokenFile = None,
     changes: Changes = None,
@@ -320,7 +327,7 @@ def trainer(
     recipe: RoleRecipe = "tiny",
     name: Name = "trainer",
     run_dir: RunDir = None,
-    redis_url: RedisUrl = LOCAL_REDIS,
+    redis_url: RedisUrl = None,
     controller_url: ControllerUrl = LOCAL_CONTROLLER,
     token_file: TokenFile = None,
     changes: Changes = None,
@@ -335,7 +342,7 @@ def _identity(
     recipe: str,
     name: str,
     run_dir: Path | None,
-    redis_url: str,
+    redis_url: str | None,
     controller_url: str,
     token_file: Path | None,
     changes: list[str] | None,
@@ -350,7 +357,7 @@ def _identity(
         config=config,
         run_dir=run_dir or config.run_directory,
         name=name,
-        redis_url=redis_url,
+        redis_url=redis_url or config.streams.redis_url or LOCAL_REDIS,
         controller_url=controller_url.rstrip("/"),
         token=read_token(token_file),
         host=host,

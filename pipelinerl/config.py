@@ -111,6 +111,11 @@ class RunConfig(Section):
                 f"streams.max_groups ({self.streams.max_groups}) must be at least the {self.groups_per_step} groups of "
                 "a step (training.rollouts_per_step / sampling.group_size): a step could never be filled"
             )
+        if self.engine.max_waiting < self.sampling.group_size:
+            raise ValueError(
+                f"engine.max_waiting ({self.engine.max_waiting}) must be at least sampling.group_size "
+                f"({self.sampling.group_size}): an engine would refuse every group"
+            )
         for path, tokens in (
             ("sampling.max_tokens", self.sampling.max_tokens),
             ("evaluation.max_tokens", self.evaluation_max_tokens),

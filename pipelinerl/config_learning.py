@@ -28,7 +28,7 @@ class TrainingSection(Section):
     which keeps about k/j versions in host memory), one at those that the step starts from (`recompute`), or the sampler
     (`behavior`)."""
     deadline_s: float = Field(default=300.0, gt=0)
-    """How long a step may wait for rollouts before the run says so and stops."""
+    """How long a step may wait without a rollout, or a word of the controller, before the run says so and stops."""
 
 
 class RewardSection(Section):

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from inference_contract.schemas import OnUpdate
 from inference_contract.weights import BaseUrl, Transport
 from pipelinerl.controller.evaluation import Pin
+from pipelinerl.controller.knobs import COLDEST, HOTTEST
 from pipelinerl.engines.options import WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
@@ -83,11 +84,11 @@ class SamplingSection(Section):
     """How training rollouts are sampled."""
 
     group_size: int = Field(default=16, ge=1)
-    temperature: float = Field(default=1.0, gt=0, le=100)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
+    temperature: float = Field(default=1.0, ge=COLDEST, le=HOTTEST)
+    top_p: float = Field(default=1.0, ge=1e-6, le=1)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
     max_tokens: int = Field(default=256, ge=1)
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
 
 #: At least 0 and below 1.
@@ -152,7 +153,7 @@ class EvaluationSection(Section):
     max_tokens: int | None = Field(default=None, ge=1)
     samples: int = Field(default=1, ge=1)
     """Of each problem; more than one need a temperature."""
-    temperature: float = Field(default=0.0, ge=0, le=100)
+    temperature: float = Field(default=0.0, ge=0, le=HOTTEST)
     """0 is greedy."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """The k of pass@k, each at most `samples`."""
@@ -163,6 +164,8 @@ class EvaluationSection(Section):
 
     @model_validator(mode="after")
     def _can_be_estimated(self) -> Self:
+        if 0 < self.temperature < COLDEST:
+            raise ValueError(f"evaluation.temperature must be 0 or at least {COLDEST:g}, got {self.temperature:g}")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"evaluation.samples ({self.samples}) of one problem are all the same at evaluation.temperature = 0; "

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import signal
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from ipaddress import ip_address
 from typing import Any, Final, final
 
@@ -96,7 +97,8 @@ async def _invalid(_: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         return refusal(400, _NOT_JSON, code="invalid_json")
     param = ".".join(path) or None
-    return refusal(422, f"{param or place}: {first['msg']}", code="invalid_request_error", param=param)
+    said = first["msg"].removeprefix("Value error, ")
+    return refusal(422, f"{param or place}: {said}", code="invalid_request_error", param=param)
 
 
 async def _unforeseen(request: Request, _: Exception) -> Response:
@@ -178,7 +180,15 @@ async def _up(app: FastAPI) -> AsyncIterator[None]:
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
     """`serve_until` as the whole work of a process: blocks until SIGTERM or SIGINT."""
-    uvloop.run(serve_until(app, listener))
+
+    async def until_signalled() -> None:
+        serving = asyncio.ensure_future(serve_until(app, listener))
+        for number in (signal.SIGTERM, signal.SIGINT):  # else uvicorn, when it has ended, lets it kill the process
+            asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+        with suppress(asyncio.CancelledError):
+            await serving
+
+    uvloop.run(until_signalled())
 
 
 def _resolved(host: str, port: int) -> tuple[Any, Any, Any, Any, Any]:

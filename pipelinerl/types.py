@@ -57,7 +57,7 @@ class Sampling:
 class PromptOrder:
     """The controller's order to sample one problem G times.
 
-    `order_id` is deterministic (`prompt-000123`, `eval-40-000007`): repeating an order is a no-op. `index` is its
+    `order_id` is deterministic (`prompt-000123`, `eval-40-2-000007`): repeating an order is a no-op. `index` is its
     position in its sequence; `seed` keys the sampling noise. An `engine` (base URL) that is named answers alone.
     """
 

@@ -19,6 +19,7 @@ import pytest
 from pipelinerl import cli
 from pipelinerl.config import MODELS
 from pipelinerl.http_service import listen
+from pipelinerl.roles.process import REDIS_VARIABLE
 
 SHIPPED = MODELS / "tiny_speller"
 
@@ -158,3 +159,18 @@ def test_the_module_is_the_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("pipelinerl: /nope has no live run")
+
+
+def test_roles_find_the_streams_by_argument_environment_or_recipe(
+    pipelinerl: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's password need not stand in a command line, where everybody may read it."""
+    found: list[str] = []
+    monkeypatch.setattr(cli, "_start", lambda role, identity: found.append(identity.redis_url))
+    recipe = ("--set", "streams.redis_url=redis://:a@recipe")
+    pipelinerl("actor")
+    pipelinerl("actor", *recipe)
+    monkeypatch.setenv(REDIS_VARIABLE, "redis://:b@environment")
+    pipelinerl("actor", *recipe)
+    pipelinerl("actor", *recipe, "--redis-url", "redis://argument")
+    assert found == [cli.LOCAL_REDIS, "redis://:a@recipe", "redis://:b@environment", "redis://argument"]

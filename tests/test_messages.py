@@ -130,7 +130,7 @@ WIRE: list[tuple[Message, dict[str, Any]]] = [
     ),
     (
         EvaluationDone(
-            order_id="eval-6-000001",
+            order_id="eval-6-2-000001",
             index=1,
             correct=1,
             judged=2,
@@ -140,7 +140,7 @@ WIRE: list[tuple[Message, dict[str, Any]]] = [
             epoch=4,
         ),
         {
-            "order_id": "eval-6-000001",
+            "order_id": "eval-6-2-000001",
             "index": 1,
             "correct": 1,
             "judged": 2,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from inference_contract import routes
-from inference_contract.conformance.session import Session, body, refused
+from inference_contract.conformance.chat_checks import check_columns
+from inference_contract.conformance.session import Session, body, refused, succeeded
+from inference_contract.schemas import LEAST_TEMPERATURE, LEAST_TOP_P, MOST_TOP_K, ChatCompletion
 
 _SECRET = "do-not-repeat-me-4711"
 
@@ -26,9 +28,26 @@ def wrong_type_is_refused(session: Session) -> None:
 
 def out_of_range_is_refused(session: Session) -> None:
     """Values outside their range are refused by name."""
-    for name, value in (("temperature", -1.0), ("top_p", 0.0), ("n", 0), ("max_tokens", 0)):
-        error = refused(session.post(routes.CHAT_COMPLETIONS, body(**{name: value})), 400, 422)
+    beyond = (
+        *(("temperature", -1.0), ("temperature", 1e-38), ("top_p", 0.0), ("top_p", 1e-46), ("top_k", MOST_TOP_K + 1)),
+        *(("top_k", 2**63), ("n", 0), ("max_tokens", 0), ("stop", "")),
+    )
+    for name, value in beyond:
+        error = refused(session.completed(**{name: value}), 400, 422)
         assert error["param"] == name, f"{name}={value}: param must be {name!r}, got {error['param']!r}"
+    session.chat()
+
+
+def edges_of_ranges_are_answered(session: Session) -> None:
+    """The last value of a range is served, or refused by name by an engine that lacks the field; it ends no engine."""
+    for name, value in (("temperature", LEAST_TEMPERATURE), ("top_p", LEAST_TOP_P), ("top_k", MOST_TOP_K)):
+        answer = session.completed(**{name: value})
+        if answer.status_code in (400, 422):
+            param = refused(answer, 400, 422)["param"]
+            assert param == name, f"{name}={value}: param must be {name!r}, got {param!r}"
+        else:
+            check_columns(ChatCompletion.model_validate(succeeded(answer)).choices[0])
+    session.chat()
 
 
 def missing_prompt_is_refused(session: Session) -> None:
@@ -78,6 +97,7 @@ CHECKS = (
     unknown_field_is_refused,
     wrong_type_is_refused,
     out_of_range_is_refused,
+    edges_of_ranges_are_answered,
     missing_prompt_is_refused,
     malformed_body_is_refused,
     too_long_prompt_is_refused,

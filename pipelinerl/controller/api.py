@@ -21,9 +21,11 @@ from __future__ import annotations
 import math
 import time
 from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
 
 from fastapi import Body, FastAPI, Header, Query
 from fastapi.responses import JSONResponse, Response
+from pydantic import AfterValidator
 
 from pipelinerl.controller.fleet import Standing
 from pipelinerl.controller.inputs import (
@@ -38,8 +40,24 @@ from pipelinerl.controller.service import ControllerService
 from pipelinerl.errors import RecipeError
 from pipelinerl.http_service import guard, refusal, refuse_in_one_shape
 
+
+def _can_be_looked_up(url: str) -> str:
+    try:
+        address = urlsplit(url)
+        (address.hostname or "").encode("idna")
+        found = bool(address.hostname) and address.port != 0
+    except ValueError:
+        found = False
+    if not found:
+        raise ValueError(
+            "must name a host whose labels have 1 to 63 characters each, and a port from 1 to 65535 if any, such as "
+            "http://gpu-1.lab:8001"
+        )
+    return url
+
+
 #: An engine's base URL, as it is written in the fleet: no path, no query, no secret.
-BaseUrl = Annotated[str, Body(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256)]
+BaseUrl = Annotated[str, Body(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(_can_be_looked_up)]
 
 #: How long what an engine has may run on when the engine is to go, in seconds, unless its operator says otherwise.
 PATIENCE_S: Final = 60.0

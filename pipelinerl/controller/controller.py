@@ -7,10 +7,12 @@
     TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs), then prompts
     StepSkipped                trainer   a Directive, which stops the run after the third in a row
     Progress, Published        trainer   prompts
-    Starving                   trainer   the lost orders again, if no actor works on any
+    Starving                   trainer   the lost orders again, if no actor works on any; a Directive, if it waits for
+                                         an evaluation
     Proved                     trainer   prompts, for engines that serve now (`engine_decisions.py`)
     GroupFailed, Evaluation…   actor     prompts; an evaluation's result
-    knobs, engine comes/goes   API, poll a Directive when the trainer must publish without waiting for a step
+    knobs                      API       a Directive, then prompts: both sides pace by the same
+    engine comes/goes          API, poll a Directive when the trainer must publish without waiting for a step
 
 What it waits for, and who unblocks it: `waiting_for` says so in words. Prompts are issued within the staleness budget
 (`StalenessBounds.may_issue`) and within `max_groups`; an evaluation before the first step runs alone.
@@ -23,7 +25,7 @@ from typing import Any, final
 
 import msgspec
 
-from pipelinerl.controller import engine_decisions
+from pipelinerl.controller import engine_decisions, trainer_news
 from pipelinerl.controller.account import Account
 from pipelinerl.controller.directives import directive, ending
 from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Record, Send
@@ -135,7 +137,7 @@ class Controller:
             case Proved() if report.epoch == self.state.epoch:
                 return self._proved(report, now=now)
             case Checkpointed() | CheckpointDelayed() if report.epoch == self.state.epoch:
-                return self._checkpoint_told(report)
+                return trainer_news.checkpoint_told(self.state, report)
             case TrainerStopped() if report.epoch == self.state.epoch:
                 return self._trainer_stopped()
             case GroupFailed():
@@ -151,7 +153,10 @@ class Controller:
                 return []  # of an abandoned epoch: its author is fenced
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
-        """Change knobs; they reach the trainer with its next directive. Raises RecipeError and changes nothing."""
+        """Change knobs, and tell the trainer at once: prompts are issued by the new ones from now on.
+
+        Raises RecipeError and changes nothing.
+        """
         before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
         changed = {
             name: value
@@ -161,7 +166,8 @@ class Controller:
         self.state.knob_log.append(
             KnobChange(time=time, step=self.state.version, cursor=self.state.account.cursor, who=who, changes=changed)
         )
-        return [Record("knobs", {"changes": changed, "who": who, "step": self.state.version}), *self.issue()]
+        effects: list[Effect] = [Record("knobs", {"changes": changed, "who": who, "step": self.state.version})]
+        return effects + self._unasked(f"knobs-e{self.state.epoch}-{len(self.state.knob_log)}") + self.issue()
 
     def stop(self, reason: str) -> list[Effect]:
         """End the run at the next step boundary: last publication, checkpoint and evaluation included."""
@@ -230,7 +236,8 @@ class Controller:
             return [Send(self.state.answers[report.report_id])]
         if report.report_id in self.state.begun:
             return []  # an earlier trainer's, said again before it was answered: its epoch is over
-        if len(self.state.fleet.members()) < self.settings.engines_expected and self.state.phase is Phase.STARTING:
+        self.state.awaited = engine_decisions.awaited(self.state, engines_expected=self.settings.engines_expected)
+        if self.state.awaited and self.state.phase is Phase.STARTING:
             self.state.pending_ready = report
             return []
         self.state.pending_ready = None
@@ -247,7 +254,7 @@ class Controller:
         effects: list[Effect] = [
             Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
         ]
-        if self.state.phase is Phase.STARTING:
+        if self.state.phase is not Phase.FINISHED:  # from FINISHING, too: as this one stops, the last evaluation begins
             self.state.phase = Phase.TRAINING
         if self.state.version == 0 and not self.state.results:
             self._evaluator.want(self.state)
@@ -263,13 +270,7 @@ class Controller:
         self.state.account.update(report.consumed)
         self.state.stepped = report.consumed
         self.state.last_step = report.stats
-        effects: list[Effect] = [
-            Record(
-                "step",
-                {"step": self.state.version, "model_version": self.state.version}
-                | {"orders": report.orders, **report.stats},
-            )
-        ]
+        effects: list[Effect] = [trainer_news.stepped(report)]
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
         if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
@@ -288,23 +289,12 @@ class Controller:
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
             self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
-        told = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
-        return [Record("step_skipped", told), self._answer(report.report_id, publish=False), *self.issue()]
+        told = trainer_news.skipped(report, step=step)
+        return [told, self._answer(report.report_id, publish=False), *self.issue()]
 
     def _published(self, report: Published) -> list[Effect]:
         lost = engine_decisions.published(self.state, report)
-        self.state.last_publish = report
-        record = Record(
-            "publish",
-            {
-                "model_version": report.model_version,
-                "send_s": report.send_s,
-                "total_s": report.total_s,
-                "pause_s": max(report.pauses_s.values(), default=0.0),
-                "engines": len(report.pauses_s),
-                "failed": report.failed,
-            },
-        )
+        record = trainer_news.published(self.state, report)
         return [record, *lost, *self.reload_if_due(), *self.issue()]
 
     def _proved(self, report: Proved, *, now: float) -> list[Effect]:
@@ -312,24 +302,17 @@ class Controller:
         return effects + self.reload_if_due() + self.issue()
 
     def _starving(self, report: Starving) -> list[Effect]:
-        """Orders that no actor works on while the trainer waits for them went with the stream server's last second."""
+        """Orders that no actor works on while the trainer waits for them went with the stream server's last second.
+
+        Where it waits for an evaluation, it hears that there is a controller: the wait is bounded by the evaluation's.
+        """
+        if self.state.evaluation is not None and (comes_first(self.state) or holds_updates(self.state)):
+            return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
         idle = self.state.actors and not any(alive.groups_in_flight for alive, _ in self.state.actors.values())
         if self.state.evaluation is not None or not idle or not self.state.fleet.proven():
             return []
         lost = self.state.account.lost(set(range(self.state.account.cursor)) - set(report.held))
         return [Record("orders_lost", {"orders": len(lost)}), *self.issue()] if lost else []
-
-    def _checkpoint_told(self, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
-        """A delay is told again and again: it is an event once, and part of what the run waits for while it lasts."""
-        version = report.model_version
-        if isinstance(report, Checkpointed):
-            self.state.unsaved = ""
-            told = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
-            return [Record("checkpoint", told)]
-        is_new = not self.state.unsaved
-        self.state.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
-        told = {"model_version": version, "reason": report.reason}
-        return [Record("checkpoint_delayed", told)] if is_new else []
 
     def _trainer_stopped(self) -> list[Effect]:
         self.state.phase = Phase.FINISHING
@@ -378,6 +361,12 @@ class Controller:
         directive = self._directive(report_id, publish=publish)
         self.state.answers = {report_id: directive}
         return Send(directive)
+
+    def _unasked(self, name: str) -> list[Effect]:
+        """What the trainer has to hear while it waits for a step; once it was told to stop, it waits for none."""
+        if self.state.phase is not Phase.TRAINING or self.ending is not None:
+            return []
+        return [Send(self._directive(name, publish=False))]
 
     def _directive(self, answers: str, *, publish: bool) -> Directive:
         wanted, held = publish or self.state.postponed, holds_updates(self.state)

@@ -95,6 +95,16 @@ def overdue(state: RunState, *, now: float) -> list[Effect]:
     return [effect for url in late for effect in _gone(state, url, "drained; what it still had is handed over")]
 
 
+def awaited(state: RunState, *, engines_expected: int) -> list[str]:
+    """Names of the engines with which the run begins and that are still to join; none waits for who was taken out."""
+    hired = {hire.name for hire in state.hires}
+    out = [record.name for record in state.fleet.records() if record.dismissed and record.name not in hired]
+    members = state.fleet.members()
+    come = {*out, *(state.fleet.by_url[url].name for url in members)}
+    missing = [name for name in map("engine-{}".format, range(engines_expected)) if name not in come]
+    return missing[: max(0, engines_expected - len(out) - len(members))]
+
+
 def dismissed(state: RunState) -> list[str]:
     """Names of the engines whose processes are to end; ascending."""
     records = {record.name for record in state.fleet.records() if record.dismissed and record.name}
@@ -121,10 +131,11 @@ def _answered(state: RunState, url: str) -> list[Effect]:
 
 
 def _relieve(state: RunState, url: str, *, now: float) -> list[Effect]:
-    """An engine serves: drain the one that it replaces."""
+    """An engine serves: drain the one that it replaces, once: it will prove itself again."""
     name = state.fleet.by_url[url].name
     for hire in state.hires:
         if hire.name == name and hire.replaces and hire.wanted:
+            _replaced(state, hire.replaces)
             return _drain(state, hire.replaces, now=now, patience_s=hire.patience_s)
     return []
 
@@ -151,7 +162,13 @@ def _gone(state: RunState, url: str, reason: str) -> list[Effect]:
 def _ended(state: RunState, url: str) -> list[Effect]:
     record = state.fleet.by_url[url]
     _unwant(state, record.name)
+    _replaced(state, url)
     return _lost(url, record.last_error)
+
+
+def _replaced(state: RunState, url: str) -> None:
+    """No hire is to replace it any more: whoever is at that URL next is another engine."""
+    state.hires = [msgspec.structs.replace(h, replaces="") if h.replaces == url else h for h in state.hires]
 
 
 def _unwant(state: RunState, name: str) -> None:

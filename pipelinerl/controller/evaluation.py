@@ -115,10 +115,12 @@ class EvaluationResult:
 class Evaluation:
     """Collects answers until every problem has one, or failed.
 
-    `asked` counts questions by problem; those from `next_index` on have not been asked yet.
+    `asked` counts questions by problem; those from `next_index` on have not been asked yet. `number` tells it from one
+    of the same version that was given up, whose answers may still come.
     """
 
     model_version: int
+    number: int
     plan: EvaluationPlan
     epoch: int = 0
     pin: Pin = Pin.NONE
@@ -146,7 +148,7 @@ class Evaluation:
 
     def concerns(self, order_id: str) -> bool:
         """Is this order one of its questions?"""
-        return order_id.startswith(f"eval-{self.model_version}-")
+        return order_id.startswith(f"eval-{self.model_version}-{self.number}-")
 
     def accepts(self, answer: EvaluationDone) -> bool:
         """Is every token of it of the pinned version? Without a pin, all are welcome."""

@@ -24,7 +24,7 @@ from pipelinerl.messages import EvaluationDone
 
 @final
 class Evaluator:
-    """Decides on evaluations; what it changes of a run's state is `evaluation`, `evaluation_due` and who is pinned."""
+    """Decides on evaluations: of a run's state it changes `evaluation…` and, in the fleet, who is pinned."""
 
     def __init__(self, plan: EvaluationPlan, orders: OrderBook) -> None:
         self.plan = plan
@@ -109,8 +109,10 @@ class Evaluator:
                     return []
                 version = min(loaded.values())
         state.evaluation_due = None
+        state.evaluations_begun += 1
         state.evaluation = Evaluation(
             model_version=version,
+            number=state.evaluations_begun,
             plan=self.plan,
             epoch=state.epoch,
             pin=pin,
@@ -149,9 +151,8 @@ class Evaluator:
         return max(1, room // (1 + len(state.fleet.proven())))
 
     def _asking(self, evaluation: Evaluation, indices: list[int]) -> list[Effect]:
-        orders = [
-            self._orders.asking(index, version=evaluation.model_version, engine=evaluation.engine) for index in indices
-        ]
+        version, number, engine = evaluation.model_version, evaluation.number, evaluation.engine
+        orders = [self._orders.asking(index, version=version, number=number, engine=engine) for index in indices]
         return [IssuePrompts(orders)] if orders else []
 
 

@@ -1,12 +1,13 @@
 """The knobs of a live run: validated as a whole, changed by patch, logged with who and when.
 
 A change is accepted at once and takes effect at the next step boundary; the log is append-only and part of a snapshot.
+A run that goes on takes its recipe's knobs, and over them what the log says was changed live.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from reprlib import repr as short
 from typing import Any, Final, Self
@@ -16,6 +17,11 @@ from pipelinerl.staleness import PRESETS, StalenessBounds
 
 _FIXED: Final = frozenset({"group_size", "max_groups", "k_finite"})
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
+
+#: Temperatures that every engine samples at; colder ones divide by next to nothing.
+COLDEST, HOTTEST = 1e-5, 100.0
+#: The largest number that any knob may be but for k = inf: journal and streams carry it in whatever form it was sent.
+LARGEST: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,11 @@ class Knobs:
         for name, value in positive.items():
             if not (value > 0 and math.isfinite(value)):
                 raise RecipeError(f"{name} must be a positive number, got {value}")
+        for name, value in (positive | {"j": self.j, "k": self.k}).items():
+            if value > LARGEST and not (name == "k" and math.isinf(value)):
+                raise RecipeError(f"{name} must be at most {LARGEST}, got {value:g}")
+        if not COLDEST <= self.temperature <= HOTTEST:
+            raise RecipeError(f"temperature must be from {COLDEST:g} to {HOTTEST:g}, got {self.temperature:g}")
         for domain, weight in self.domain_weights.items():
             if weight < 0:
                 raise RecipeError(f"domain_weights.{domain} must not be negative, got {weight:g}")
@@ -99,6 +110,20 @@ class Knobs:
             else:
                 values[name] = self._converted(name, value)
         return replace(self, **values)
+
+    def with_live(self, log: Iterable[KnobChange]) -> Self:
+        """These knobs, the recipe's, with what was changed while the run was live, but for domains that are gone.
+
+        Raises:
+            RecipeError: they cannot run together.
+        """
+        changes: dict[str, Any] = {}
+        for change in log:
+            changes |= change.changes if change.live else {}
+        weights = {
+            name: each for name, each in changes.pop("domain_weights", {}).items() if name in self.domain_weights
+        }
+        return self.patched(changes | ({"domain_weights": weights} if weights else {}))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; an infinite k is the text `inf`, which JSON can carry."""
@@ -147,10 +172,14 @@ def _preset(name: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobChange:
-    """One line of the knob log; `cursor` is the first order that was not issued before it."""
+    """One line of the knob log; `cursor` is the first order that was not issued before it.
+
+    It is `live` unless it follows from a recipe that was edited before the run went on.
+    """
 
     time: float
     step: int
     cursor: int = 0
     who: str
     changes: dict[str, Any]
+    live: bool = True

@@ -33,10 +33,10 @@ class OrderBook:
             seed=rng.key(self.seed, "sampling", index),
         )
 
-    def asking(self, index: int, *, version: int, engine: str = "") -> PromptOrder:
-        """Held-out problem `index` for the evaluation of `version`, to be answered by `engine` alone if one is named.
+    def asking(self, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
+        """Held-out problem `index` for evaluation `number`, that of `version`; an `engine` that is named answers alone.
 
-        Equal at each asking but for the engine: a sample is a function of its seed and of the weights.
+        Equal at each asking but for its id and engine: a sample is a function of its seed and of the weights.
         """
         plan = self.evaluation
         sampling = replace(
@@ -48,7 +48,7 @@ class OrderBook:
             max_tokens=plan.max_tokens,
         )
         return PromptOrder(
-            order_id=f"eval-{version}-{index:06d}",
+            order_id=f"eval-{version}-{number}-{index:06d}",
             index=index,
             purpose=Purpose.EVALUATION,
             problem=self.held_out_problem(index),

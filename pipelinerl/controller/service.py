@@ -64,7 +64,8 @@ class Start(StrEnum):
     AFRESH = "afresh"
     """With the run: from the state it is given."""
     FROM_JOURNAL = "from_journal"
-    """In the middle of a run whose controller died; afresh when the journal does not tell the whole story."""
+    """In the middle of a run whose controller died; afresh when the journal does not tell the whole story, or tells of
+    another launch."""
 
 
 class EngineProbe(Protocol):
@@ -115,7 +116,7 @@ class ControllerService:
     async def run(self) -> None:
         """Serve until the run is over, which sets `finished`; raises what stops it before."""
         found = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
-        if found is None:
+        if found is None or found[1].state.launch != self.controller.state.launch:
             await self._begin()
         else:
             await self._go_on(*found)

@@ -31,7 +31,7 @@ class Phase(StrEnum):
 class Hire(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that an operator wants to be started, and whether it is still wanted.
 
-    With `replaces` (a URL), that one is drained once this one serves.
+    With `replaces` (a URL), that one is drained once this one serves; it is cleared as soon as that has been seen to.
     """
 
     name: str
@@ -50,9 +50,11 @@ class RunState(msgspec.Struct, kw_only=True):
         hires: engines beyond the recipe's, in the order in which they were asked for; a run resumed begins without.
         actors: last heartbeat of each, and when it came.
         first_version, training_since: where and when this trainer began to train, for the estimate of the end.
-        pending_ready: the trainer's question, while engines that are expected have not joined.
+        pending_ready: the trainer's question, while engines that are expected have not joined; awaited: their names.
         begun: the trainers' reports with which an epoch has begun; none begins another.
         answers: the last directive by the report that it answers, since a report may be repeated.
+        launch: tells the launch of the run that this state is of from others; empty where roles are started by hand.
+        evaluations_begun: how many, begun anew or not: the number of the last.
         evaluation_due: one that waits for weights to be served; postponed: a publication that waits for one to end.
         stop_reason, stop_sent: why the run is to end before its last step, and whether the trainer has been told.
         reload_asked: (epoch, membership) for which a publication between steps was asked last.
@@ -63,6 +65,7 @@ class RunState(msgspec.Struct, kw_only=True):
         progress, progressed_at, stall_told: the watchdog's: see `waiting.py`.
     """
 
+    launch: str = ""
     knobs: Knobs
     knob_log: list[KnobChange] = []
     first_domain_weights: dict[str, float]
@@ -73,6 +76,7 @@ class RunState(msgspec.Struct, kw_only=True):
     epoch: int = 0
     version: int = 0
     evaluation: Evaluation | None = None
+    evaluations_begun: int = 0
     evaluation_due: EvaluationDue | None = None
     postponed: bool = False
     results: list[EvaluationResult] = []
@@ -82,6 +86,7 @@ class RunState(msgspec.Struct, kw_only=True):
     training_since: float = 0.0
     first_version: int = 0
     pending_ready: TrainerReady | None = None
+    awaited: list[str] = []
     begun: list[str] = []
     answers: dict[str, Directive] = {}
     stop_reason: str | None = None
@@ -99,8 +104,12 @@ class RunState(msgspec.Struct, kw_only=True):
         """The weights by which order `index` is drawn, however often it is issued: those of when it was first."""
         for change in reversed(self.knob_log):
             if change.cursor <= index and "domain_weights" in change.changes:
-                return change.changes["domain_weights"]
-        return self.first_domain_weights
+                return self._drawable(change.changes["domain_weights"])
+        return self._drawable(self.first_domain_weights)
+
+    def _drawable(self, weights: dict[str, float]) -> dict[str, float]:
+        """Weights of the domains that there are: a recipe edited since may have others."""
+        return {domain: weights.get(domain, 0.0) for domain in self.knobs.domain_weights}
 
     def checkpoint_record(self) -> dict[str, Any]:
         """What a checkpoint must carry of the controller, as plain values."""
@@ -108,14 +117,35 @@ class RunState(msgspec.Struct, kw_only=True):
             "epoch": self.epoch,
             "account": self.account.to_record(),
             "knobs": self.knobs.to_json(),
+            "first_domain_weights": self.first_domain_weights,
             "knob_log": [msgspec.to_builtins(change) for change in self.knob_log],
             "evaluations": [msgspec.to_builtins(result) for result in self.results],
         }
 
-    def resume(self, record: Mapping[str, Any]) -> None:
-        """Continue from a `checkpoint_record`; the trainer's own account arrives with its `TrainerReady`."""
+    def resume(self, record: Mapping[str, Any], *, step: int) -> None:
+        """Continue from a `checkpoint_record` of `step`; the trainer's own account arrives with its `TrainerReady`.
+
+        The knobs are the recipe's, which may have been edited, but for what was changed live. Orders that are issued
+        again keep the mixture by which they were drawn.
+
+        Raises:
+            RecipeError: the recipe's knobs and those changed live cannot run together.
+        """
         self.epoch = int(record["epoch"])
-        self.knobs = self.knobs.patched(record["knobs"])
+        before, recipe = record["knobs"], self.knobs
         self.knob_log = [KnobChange(**change) for change in record["knob_log"]]
+        self.first_domain_weights = record.get("first_domain_weights", self.first_domain_weights)
+        self.knobs = recipe.with_live(self.knob_log)
+        edited = {name: value for name, value in self.knobs.to_json().items() if value != before[name]}
+        if edited:
+            change = KnobChange(
+                time=max((change.time for change in self.knob_log), default=0.0),
+                step=step,
+                cursor=int(record["account"]["cursor"]),
+                who="the edited recipe",
+                changes=edited,
+                live=False,
+            )
+            self.knob_log.append(change)
         self.results = msgspec.convert(record["evaluations"], list[EvaluationResult])
         self.resumed_account = dict(record["account"])

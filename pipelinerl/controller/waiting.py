@@ -48,6 +48,8 @@ def _stage(state: RunState, now: float) -> str:
         return f"{_unanswered(state)} answers of {state.evaluation.engine}, which evaluates and is the only engine left"
     if not state.fleet.members():
         return f"an engine to join{_lost_engines(state)}"
+    if state.pending_ready is not None:
+        return f"{', '.join(state.awaited)} to join{_lost_engines(state)}"
     if state.phase is Phase.STARTING:
         return "the trainer to be ready"
     if not state.fleet.proven():

@@ -14,7 +14,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from inference_contract import routes
-from inference_contract.errors import from_wire
+from inference_contract.errors import from_wire, has_error_shape
 from inference_contract.schemas import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -127,7 +127,8 @@ class EngineClient:
 
         Raises:
             ContractError: the engine answered with it.
-            EngineUnreachable: no answer, or none in time.
+            EngineUnreachable: no answer, or none in time; or a failure that is not told in the contract's shape, which
+                a server that is ending sends, or a proxy in front of one that has ended.
         """
         patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         method = "GET" if body is None else "POST"
@@ -136,7 +137,7 @@ class EngineClient:
                 method, url + path, data=body, timeout=patience, allow_redirects=False
             ) as response:
                 status, content = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a name that no resolver takes
             # A connection that does not come about counts as refused, whatever the network did with it.
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
                 what = f"had no answer within {timeout_s:g} s"
@@ -145,7 +146,10 @@ class EngineClient:
             raise EngineUnreachable(f"{method} {url}{path} {what}") from error
         if status == 200:
             return content
-        raise from_wire(status, _decoded(content))
+        answer = _decoded(content)
+        if status >= 500 and not has_error_shape(answer):
+            raise EngineUnreachable(f"{method} {url}{path} failed: HTTP {status} without the contract's error")
+        raise from_wire(status, answer)
 
     def _opened(self) -> aiohttp.ClientSession:
         # Made by the first call, for it belongs to the event loop in which it is made.

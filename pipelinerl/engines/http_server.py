@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_contract import routes
 from inference_contract.engine import Engine
-from inference_contract.errors import ContractError, DeadlineExceeded, InvalidRequest
+from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, InvalidRequest
 from inference_contract.schemas import (
     ChatCompletionRequest,
     Health,
@@ -150,7 +150,8 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
-    return InvalidRequest(f"{param or 'body'}: {first['msg']}{more}", param=param)
+    said = first["msg"].removeprefix("Value error, ")
+    return InvalidRequest(f"{param or 'body'}: {said}{more}", param=param)
 
 
 async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
@@ -231,14 +232,30 @@ async def _event(send: Send, data: bytes, *, last: bool = False) -> None:
 
 
 class _Refusals:
-    """Turns contract errors into answers, and the leaving of a client into silence."""
+    """Turns contract errors into answers, and the leaving of a client into silence.
+
+    A request that is cancelled is one that the end of the server has met, after its grace: the client is told to ask
+    elsewhere, if no answer has begun.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if not begun:
+                stopped = EngineStopped("the engine is closing and has not finished this; send it to another one")
+                await _answer(send, stopped.status, json.dumps(stopped.to_wire()).encode())
+            raise
         except ContractError as error:
             await _answer(send, error.status, json.dumps(error.to_wire()).encode())
         except _Disconnected:

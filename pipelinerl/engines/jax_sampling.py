@@ -41,7 +41,9 @@ def _sample(
     logits: Array, temperature: Array, top_k: Array, top_p: Array, noise: Array, *, truncates: bool
 ) -> tuple[Array, Array]:
     greedy = temperature == 0
-    logprobs = jax.nn.log_softmax(logits / jnp.where(greedy, 1.0, temperature)[:, None], axis=-1)
+    # Shifted before the division, which magnifies what rounding leaves: the likeliest token is at 0 exactly.
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(greedy, 1.0, temperature)[:, None]
+    logprobs = scaled - jnp.log(jnp.exp(scaled).sum(axis=-1, keepdims=True))
     if truncates:
         drops = ((top_k > 0) | (top_p < 1)) & ~greedy
         logprobs = jnp.where(drops[:, None], _truncated(logprobs, top_k, top_p), logprobs)

@@ -130,9 +130,12 @@ class WeightReceiver:
         self._drop()
 
     def _drop(self) -> None:
-        if self._update is not None and self._update.stage is _Stage.RECEIVING:
-            self._update.stage = _Stage.DROPPED
-            self._update.arrival.give_up()
+        """From here on nobody can commit it; its group is left, unless all of it has come."""
+        update = self._update
+        if update is not None and update.stage is _Stage.RECEIVING:
+            update.stage = _Stage.DROPPED
+            if not update.arrival.received.done() or update.arrival.failed:
+                update.arrival.give_up()
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
         """Join the weight group; a new membership drops what the one before had staged.
@@ -176,7 +179,9 @@ class WeightReceiver:
                 f"update {_named(update.request)} is being received; commit or abort it before {_named(request)}"
             )
         if update is not None:
+            self._drop()
             await self._end_of_receive(update, request.timeout_s)
+            self._check_transport(request)  # the group may have been left with what was dropped, or meanwhile
         self._update = self._armed(request)
         return self._answer(UpdateStatus.PREPARED)
 
@@ -314,9 +319,7 @@ class WeightReceiver:
         update = self._update
         if update is None or update.key != (request.epoch, request.version) or update.stage is not _Stage.RECEIVING:
             raise NotPrepared(f"update {_named(request)} is not staged here; nothing to abort")
-        update.stage = _Stage.DROPPED
-        if not update.arrival.received.done() or update.arrival.failed:
-            update.arrival.give_up()
+        self._drop()
         return self._answer(UpdateStatus.ABORTED)
 
     def _fail(self, update: _Update) -> None:

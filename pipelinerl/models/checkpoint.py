@@ -54,6 +54,15 @@ def model_type(path: Path) -> str:
         ) from None
 
 
+def vocab_size(path: Path) -> int | None:
+    """What the model's token ids lie below, by config.json; None where that does not say."""
+    try:
+        table = json.loads((path / "config.json").read_text())
+        return int((table.get("text_config") or table)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def check_weights(path: Path) -> PreTrainedModel:
     """The causal LM of a local directory without its weights, of which only names and shapes are read: quick.
 

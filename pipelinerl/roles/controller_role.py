@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.controller.api import create_api
 from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.evaluation import EvaluationPlan
+from pipelinerl.controller.knobs import Knobs
 from pipelinerl.controller.service import ControllerService, Start
 from pipelinerl.controller.settings import ControllerSettings
 from pipelinerl.controller.state import RunState
@@ -33,8 +35,19 @@ def build_controller(config: RunConfig, restored: TrainingState | None) -> Contr
     knobs = knobs_of(config)
     state = RunState(knobs=knobs, first_domain_weights=knobs.domain_weights)
     if restored is not None:
-        state.resume(restored.controller)
+        state.resume(restored.controller, step=restored.model_version)
     return Controller(settings_of(config), state, training_problem=training.problem, held_out_problem=held_out.problem)
+
+
+def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
+    """A sentence for each knob that was changed while the run was live and differs from its recipe."""
+    recipe = knobs_of(config).to_json()
+    return [
+        f"{name} is {value}, as it was set while the run was live; the recipe says {recipe[name]}: "
+        "`pipelinerl knobs set` changes it"
+        for name, value in knobs.to_json().items()
+        if value != recipe[name]
+    ]
 
 
 def settings_of(config: RunConfig) -> ControllerSettings:
@@ -81,6 +94,9 @@ async def run(identity: Identity, *, start: Start) -> None:
         stream = await identity.stream()
         client = EngineClient(token=identity.token)
         controller = build_controller(identity.config, latest[1] if latest else None)
+        for sentence in overruled(identity.config, controller.state.knobs) if start is Start.AFRESH else ():
+            logging.getLogger("pipelinerl").warning(sentence)
+        controller.state.launch = identity.launch
         controller.state.epoch = max(controller.state.epoch, checkpoints.claimed_epoch)
         service = ControllerService(
             controller,

@@ -7,6 +7,7 @@ A role is started by the launcher or by hand, with the same arguments. Its main 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -30,6 +31,8 @@ log = logging.getLogger("pipelinerl")
 
 #: Where a token may also come from, when no file is named.
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
+#: Where the address of the streams may come from, with its password, when no argument gives it; before the recipe.
+REDIS_VARIABLE = "PIPELINERL_REDIS_URL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,11 @@ class Identity:
     token: str | None
     host: str = "127.0.0.1"
     port: int = 0
+
+    @property
+    def launch(self) -> str:
+        """Tells this launch of the run from others, by the token that was made for it, and does not give that away."""
+        return "" if self.token is None else hashlib.sha256(self.token.encode()).hexdigest()[:16]
 
     async def stream(self) -> Stream:
         """The run's streams. Raises AddressError when the server does not answer."""

@@ -9,6 +9,7 @@ server's from a copy.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.story import tell
+from pipelinerl.roles.process import REDIS_VARIABLE
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import decode_group
@@ -43,7 +45,7 @@ def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
         events = read_events(run_dir / "events.jsonl")
     except (OSError, ValueError) as error:
         raise UserError(f"{run_dir} has no readable events.jsonl, so it is no run: {error}") from None
-    begun = [Lineage(int(event["epoch"]), int(event["model_version"])) for event in events if event["kind"] == _BEGUN]
+    begun = [(int(event["epoch"]), int(event["model_version"])) for event in events if event["kind"] == _BEGUN]
     return {version: _record(event, begun) for event in tell(events).steps if (version := int(event["step"]))}
 
 
@@ -69,12 +71,13 @@ def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutG
     return asyncio.run(_groups(config, run_dir))
 
 
-def _record(event: Event, begun: Sequence[Lineage]) -> RecordedStep:
+def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
+    # Of a step that was taken twice the later counts: that of the last trainer which began below it.
+    epoch, began_at = max(each for each in begun if each[1] < version)
     return RecordedStep(
         version=version,
-        # Of a step that was taken twice the later counts: that of the last trainer which began below it.
-        lineage=max((each for each in begun if each.began_at < version), key=lambda each: each.epoch),
+        lineage=Lineage(epoch, began_at, earlier=tuple(each for each in begun if each[0] < epoch)),
         orders=tuple(event.get("orders", ())),
         figures={name: value for name, value in event.items() if isinstance(value, int | float)},
     )
@@ -98,7 +101,7 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
 def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
     """The run's own server where the recipe names one, else a copy of the embedded one's data."""
     if config.streams.redis_url is not None:
-        yield config.streams.redis_url
+        yield os.environ.get(REDIS_VARIABLE) or config.streams.redis_url
         return
     if (run_dir / "controller.json").exists():
         raise UserError(f"{run_dir} is live; stop it first (pipelinerl stop {run_dir}), or take a copy of it")

@@ -21,7 +21,7 @@ import tomli_w
 from pipelinerl.config import RunConfig, load, parse, to_table
 from pipelinerl.errors import CheckpointError, UserError
 from pipelinerl.roles.parts import checkpoints_of, copies_of, objective_of
-from pipelinerl.training.checkpoint_copies import RUN, CheckpointCopies
+from pipelinerl.training.checkpoint_copies import RUN, CheckpointCopies, without_secrets
 from pipelinerl.training.checkpoint_manifest import MANIFEST
 from pipelinerl.training.checkpoint_retention import Retention
 from pipelinerl.weights.place import Place
@@ -55,7 +55,7 @@ def claim(config: RunConfig) -> bool:
     place = Place(url)
     if place.names():
         return False
-    place.write(_RECIPE, tomli_w.dumps(to_table(config)).encode())
+    place.write(_RECIPE, without_secrets(tomli_w.dumps(to_table(config)).encode()))
     return True
 
 
@@ -78,6 +78,7 @@ def _brought(url: str) -> Path:
         (draft / _RECIPE).write_bytes(recipe)
     else:
         _bring_model(checkpoint, draft, run_dir)
+    (draft / _RECIPE).chmod(0o600)  # whoever goes on may write the password of their stream server into it
     draft.rename(run_dir)
     return run_dir
 

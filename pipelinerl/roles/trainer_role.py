@@ -6,6 +6,7 @@ from inference_contract.schemas import ChatMessage, Transport
 from pipelinerl.config import RunConfig
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.errors import RecipeError
+from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.roles.parts import checkpoints_of, objective_of
 from pipelinerl.roles.process import Identity
@@ -93,6 +94,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         no_signal=config.training.no_signal or no_signal_of(config.objective),
         deadline_s=config.training.deadline_s,
         on_update=config.engine.on_update,
+        vocab_size=vocab_size(config.model.resolved),
         schedule=LearningRateSchedule(
             warmup_steps=config.optimizer.warmup_steps,
             steps=config.run.steps,

@@ -11,7 +11,7 @@ from pipelinerl import registry
 from pipelinerl.config import RunConfig
 from pipelinerl.config_learning import CriticSection, ReferenceSection
 from pipelinerl.config_sections import ModelSection
-from pipelinerl.errors import ModelError
+from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.training.critic import Critic
@@ -19,7 +19,7 @@ from pipelinerl.training.passes import OldLogprobs, Passes
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.training.step import TrainStep
 from pipelinerl.training.weight_history import WeightHistory
-from trainer_contract.errors import SpecError
+from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Head, OptimizerSpec, TrainerSpec
 
@@ -60,6 +60,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
 
     Raises:
         ModelError: a model, device or head cannot be had; says of which worker.
+        RecipeError: the checkpoint is of another recipe: it lacks the state of a worker, or that is of another model.
     """
     policy = _worker(config, "trainer", spec_of(config, restore_from=checkpoint and checkpoint / "trainer"))
     critic = reference = None
@@ -96,6 +97,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
         model_path=config.model.resolved,
         seed=config.run.seed,
         precision=config.trainer.precision,
+        head_precision=config.model.head_precision,
         device=config.trainer.device,
         gradient_checkpointing=config.trainer.gradient_checkpointing,
         options=config.trainer.options,
@@ -129,4 +131,20 @@ def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:
         worker.init_worker(spec)
     except SpecError as error:
         raise ModelError(f"{name}: {error}") from error
+    except StateError as error:  # its files are what was saved: the digests were right
+        raise RecipeError(_unfit(name, spec, error)) from error
     return worker
+
+
+def _unfit(name: str, spec: TrainerSpec, error: StateError) -> str:
+    """Why the saved state of a worker is none for this recipe, and what to do."""
+    state = spec.restore_from
+    if spec.head is Head.VALUE and state is not None and not state.is_dir():
+        return (
+            f"objective: it needs a {name}, and the checkpoint {state.parent} has none, for the run went without so "
+            f"far; go on with the objective that it had, or begin another run from the model in {state.parent}"
+        )
+    return (
+        f"trainer.type, model.path: the {name}'s state in the checkpoint is of others ({error}); go on with those that "
+        "the run had, or begin another run"
+    )

@@ -1,10 +1,10 @@
 """Which rollout groups may train: the staleness bound k, duplicates, signal, and the account of all of it.
 
-Pure. A group that is read ends in exactly one of: trained, filtered (no signal, no valid verdict, or in a step that was
-skipped since something was not finite), stale; an order that failed never comes and ends so. A duplicate of one that
-already ended, or is waiting, counts nowhere; nor does a group that abandoned weights have sampled, whose order is
-issued again. What ended is remembered as a frontier and a sparse set, so that the memory is bounded by how far groups
-overtake one another.
+Pure. A group that is read ends in exactly one of: trained, filtered (no signal, no valid verdict, not computable, or in
+a step that was skipped since something was not finite), stale; an order that failed never comes and ends so. A
+duplicate of one that already ended, or is waiting, counts nowhere; nor does a group that abandoned weights have
+sampled, whose order is issued again. What ended is remembered as a frontier and a sparse set, so that the memory is
+bounded by how far groups overtake one another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Any, Self, final
 import numpy as np
 
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.types import RolloutGroup
+from pipelinerl.training.packing import alone
+from pipelinerl.types import Rollout, RolloutGroup
+from trainer_contract.batch import check
+from trainer_contract.errors import BatchError
 
 
 class Fate(StrEnum):
@@ -31,17 +34,31 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Which weights this trainer descends from: its epoch, and the version at which the epoch began.
+    """Which weights this trainer descends from: its epoch, the version at which that began, and the same of `earlier`.
 
-    Weights of an earlier epoch are ancestors up to the version that the epoch started from; later ones were abandoned.
+    Weights of an earlier epoch are ancestors up to the lowest version that any epoch after it began at; what it made
+    later was abandoned, whatever versions the line has reached since. An epoch that left no checkpoint is in no list,
+    and needs none: whoever came after it began where it did, or below.
     """
 
     epoch: int
     began_at: int
+    earlier: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def epochs(self) -> tuple[tuple[int, int], ...]:
+        """Every (epoch, version it began at), this one last."""
+        return (*self.earlier, (self.epoch, self.began_at))
 
     def includes(self, group: RolloutGroup) -> bool:
         """Were all tokens of the group sampled by ancestors of the current weights?"""
-        return all(rollout.epoch >= self.epoch or rollout.newest_version <= self.began_at for rollout in group.rollouts)
+        return all(
+            rollout.epoch >= self.epoch or rollout.newest_version <= self._newest_of(rollout.epoch)
+            for rollout in group.rollouts
+        )
+
+    def _newest_of(self, epoch: int) -> int:
+        return min(began_at for later, began_at in self.epochs if later > epoch)
 
 
 @final
@@ -103,9 +120,25 @@ def has_signal(group: RolloutGroup) -> bool:
 
 def is_judged(group: RolloutGroup) -> bool:
     """Has any rollout a valid verdict and tokens to train on?"""
-    return any(r.verdict.outcome.is_judgement and r.num_sampled_tokens > 0 for r in group.rollouts)
+    return any(_trains(rollout) for rollout in group.rollouts)
+
+
+def fault_of(group: RolloutGroup, *, vocab_size: int | None) -> str:
+    """What of a judged group no trainer can compute, such as a token id that is none; "" when there is nothing.
+
+    An engine that serves another model, or is broken, makes such groups: every trainer that read one would end of it.
+    """
+    try:
+        check(alone([rollout for rollout in group.rollouts if _trains(rollout)]), vocab_size=vocab_size or 2**31)
+    except BatchError as error:
+        return str(error)
+    return ""
 
 
 def is_stale(group: RolloutGroup, *, producing: int, bounds: StalenessBounds) -> bool:
     """Must the group be refused for the step that produces version `producing`?"""
     return not bounds.accepts(producing=producing, oldest=group.oldest_version)
+
+
+def _trains(rollout: Rollout) -> bool:
+    return rollout.verdict.outcome.is_judgement and rollout.num_sampled_tokens > 0

@@ -6,14 +6,17 @@ lowest index, so that a batch does not depend on the order of arrival. What beca
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import final
 
 from pipelinerl.objective.signal import NoSignal
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.admission import Fate, Ledger, Lineage, has_signal, is_judged, is_stale
+from pipelinerl.training.admission import Fate, Ledger, Lineage, fault_of, has_signal, is_judged, is_stale
 from pipelinerl.types import RolloutGroup
+
+log = logging.getLogger("pipelinerl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +38,17 @@ class Batcher:
         lineage: Lineage,
         no_signal: NoSignal,
         teaches: Callable[[RolloutGroup], bool] = has_signal,
+        vocab_size: int | None = None,
     ) -> None:
-        """`teaches` tells of a group whether it has anything to teach under the run's objective."""
+        """`teaches` tells of a group whether it has anything to teach under the run's objective.
+
+        Token ids must lie below `vocab_size`, where it is known.
+        """
         self.ledger = ledger
         self.lineage = lineage
         self._no_signal = no_signal
         self._teaches = teaches
+        self._vocab_size = vocab_size
         self._waiting: dict[int, RolloutGroup] = {}
         self.duplicates = 0
         self.stale_tokens = 0
@@ -64,6 +72,9 @@ class Batcher:
         elif not self.lineage.includes(group):
             self._abandoned.append(group.index)
         elif not is_judged(group) or (self._no_signal is NoSignal.FILTER and not has_signal(group)):
+            self.ledger.settle([group.index], Fate.FILTERED)
+        elif fault := fault_of(group, vocab_size=self._vocab_size):
+            log.error("group %d of actor %s cannot train and is filtered: %s", group.index, group.actor, fault)
             self.ledger.settle([group.index], Fate.FILTERED)
         else:
             self._waiting[group.index] = group

@@ -12,7 +12,8 @@
     commit    any time later             digests, manifest, sync, rename, sync of the parent; what is not kept goes
 
 Both run beside the training, which waits before it changes weights until they are captured. A directory with a final
-name is whole, or its digests say that it is not; whatever is partial or damaged is skipped, loudly.
+name is whole, or its digests say that it is not; whatever is partial or damaged is skipped, loudly. A trainer that
+begins below a damaged one sets that aside, as damaged-e<its epoch>-step-000100: it counts as none and is not removed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +41,8 @@ from trainer_contract.types import ParameterInfo
 __all__ = ["Capture", "CheckpointStore", "TrainingState", "load"]
 
 log = logging.getLogger("pipelinerl")
+#: Below every version.
+_NONE: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,8 @@ class CheckpointStore:
         self._model_directory = model_directory
         self._copies = copies
         self._fence = Fence(directory)
-        self._found: Path | None = None
+        self._listed: int | None = None
+        self._found = _NONE
 
     @property
     def claimed_epoch(self) -> int:
@@ -77,16 +82,25 @@ class CheckpointStore:
     def claim(self, epoch: int) -> None:
         """Shut out every trainer of an earlier epoch: from now on it neither adds nor removes a checkpoint here.
 
+        Damaged checkpoints above the one that was found are set aside: they are not the newest of what comes now.
+
         Raises:
             FencedError: a later epoch has claimed the directory.
             CheckpointError: since this store was asked for the latest, the trainer before has made a later one.
         """
         self._fence.claim(epoch)
-        newest = self.all()[-1:]
-        if self._found is not None and newest and _version(newest[0]) > _version(self._found):
-            raise CheckpointError(
-                f"{newest[0]} appeared while this trainer began from {self._found.name}; start it again, from there"
-            )
+        if self._listed is None:
+            return
+        with self._fence.held(epoch):
+            above = [path for path in self.all() if _version(path) > self._found]
+            if above and _version(above[-1]) > self._listed:
+                begun = "the beginning" if self._found == _NONE else _name(self._found)
+                raise CheckpointError(
+                    f"{above[-1]} appeared while this trainer began from {begun}; start it again, from there"
+                )
+            for path in above:
+                aside = path.rename(self.directory / f"damaged-e{epoch}-{path.name}")
+                log.error("a damaged checkpoint is set aside: %s; look what became of it, then remove it", aside)
 
     def capture(
         self,
@@ -106,7 +120,8 @@ class CheckpointStore:
         """
         with self._fence.held(state.epoch):
             for abandoned in self.directory.glob(".*-step-*"):  # of a trainer that was killed or fenced meanwhile
-                shutil.rmtree(abandoned)
+                with _as_far_as_it_goes(abandoned):
+                    shutil.rmtree(abandoned)
         temporary = self.directory / f".writing-e{state.epoch}-{_name(state.model_version)}"
         try:
             temporary.mkdir(parents=True)
@@ -122,25 +137,32 @@ class CheckpointStore:
     def commit(self, capture: Capture) -> Path:
         """Make a capture the checkpoint of its step; returns its directory once it is durable.
 
+        What is not kept is removed as far as that goes.
+
         Raises:
             FencedError: a later epoch has claimed the directory.
             CheckpointError: what was written cannot be forced to the disk; the capture is void.
             OSError: it could not be completed; it may be tried again.
         """
-        final_path, temporary = self.directory / _name(capture.state.model_version), capture.directory
-        with self._fence.blamed(capture.state.epoch):
-            self._copy_model_files(temporary)
-            manifest = Manifest(capture.state, _digests(temporary))
-            (temporary / MANIFEST).write_text(manifest.text)
-            _sync_tree(temporary)
+        state, temporary = capture.state, capture.directory
+        final_path = self.directory / _name(state.model_version)
         replaced = self.directory / f".replaced-{final_path.name}"
-        with self._fence.held(capture.state.epoch):
-            if final_path.exists():  # the same step of an abandoned epoch, or of a run that stops where it just saved
-                final_path.rename(replaced)
-            temporary.rename(final_path)
+        in_place = not temporary.exists() and _is_of(final_path, state)  # by a try that failed after that
+        if not in_place:
+            with self._fence.blamed(state.epoch):
+                self._copy_model_files(temporary)
+                (temporary / MANIFEST).write_text(Manifest(state, _digests(temporary)).text)
+                _sync_tree(temporary)
+        with self._fence.held(state.epoch):
+            if not in_place:
+                if final_path.exists():  # the same step of an abandoned epoch, or of a run that stops where it saved
+                    final_path.rename(replaced)
+                temporary.rename(final_path)
             _sync(self.directory)
-            shutil.rmtree(replaced, ignore_errors=True)
-            self._prune(capture.state)
+            if replaced.exists():
+                with _as_far_as_it_goes(replaced):
+                    shutil.rmtree(replaced)
+            self._prune(state)
         return final_path
 
     def copy(self, path: Path) -> None:
@@ -166,13 +188,15 @@ class CheckpointStore:
 
     def latest(self) -> tuple[Path, TrainingState] | None:
         """The newest checkpoint that is whole; damaged ones are named in the log and skipped."""
-        for path in reversed(self.all()):
+        paths = self.all()
+        self._listed, self._found = max(map(_version, paths), default=_NONE), _NONE
+        for path in reversed(paths):
             try:
                 state = load(path)
             except CheckpointError as error:
                 log.error("skipping a damaged checkpoint: %s", error)
             else:
-                self._found = path
+                self._found = _version(path)
                 return path, state
         return None
 
@@ -190,8 +214,10 @@ class CheckpointStore:
     def _prune(self, newest: TrainingState) -> None:
         paths = {_version(path): path for path in self.all()}
         for version in paths.keys() - self._retention.survivors(paths, newest.accuracies):
-            removed = self.directory / f".removed-{paths[version].name}"  # what is half removed has no final name
-            shutil.rmtree(paths[version].rename(removed))
+            path = paths[version]
+            removed = self.directory / f".removed-{path.name}"  # what is half removed has no final name
+            with _as_far_as_it_goes(path):
+                shutil.rmtree(path.rename(removed))
 
     def _copy_model_files(self, target: Path) -> None:
         for source in sorted(self._model_directory.iterdir()):
@@ -209,6 +235,24 @@ def load(path: Path) -> TrainingState:
     manifest = Manifest.read(path)
     manifest.verify(path)
     return manifest.state
+
+
+def _is_of(path: Path, state: TrainingState) -> bool:
+    """Does the manifest there, if there is one, say that the checkpoint is of this state?"""
+    try:
+        found = Manifest.read(path)
+    except CheckpointError:
+        return False
+    return Manifest(state, found.files).digest == found.digest
+
+
+@contextmanager
+def _as_far_as_it_goes(path: Path) -> Iterator[None]:
+    """Of the removal of what is not kept, none of which is worth a checkpoint: the next ones try again."""
+    try:
+        yield
+    except OSError as error:
+        log.error("%s cannot be removed now: %s", path, error)
 
 
 def _name(version: int) -> str:

@@ -1,6 +1,7 @@
 """`CheckpointCopies`: a run's checkpoints at a location, from which any machine can go on with the run.
 
-    <location>/<run>/step-000100-e1-5f0c9a1e/     version, epoch, and the beginning of a digest of its own
+    <location>/<run>/step-000100-e1-5f0c9a1e/     version, epoch, and the beginning of a digest of its own; where the
+                                                  epoch saves a version again, -e1-2-…, -e1-3-… and so on
         …                                         as in the run's directory
         run/recipe.toml, run/events.jsonl         what else it takes to go on with the run and to report on it
         manifest.json                             written last: without it there is no checkpoint
@@ -19,15 +20,31 @@ from pathlib import Path
 from typing import BinaryIO, Final, final
 
 from pipelinerl.errors import CheckpointError
-from pipelinerl.training.checkpoint_manifest import MANIFEST, Manifest, digest_of_bytes, digest_while_copying
+from pipelinerl.training.checkpoint_manifest import (
+    MANIFEST,
+    Manifest,
+    TrainingState,
+    digest_of_bytes,
+    digest_while_copying,
+)
 from pipelinerl.training.checkpoint_retention import Retention
 from pipelinerl.weights.place import Place
 
 log = logging.getLogger("pipelinerl")
 
-_FOLDER: Final = re.compile(r"step-(\d+)-e(\d+)-[0-9a-f]{8}")
+_FOLDER: Final = re.compile(r"step-(\d+)-e(\d+)(?:-(\d+))?-[0-9a-f]{8}")
 #: Below it lie the files of the run itself.
 RUN: Final = "run"
+
+
+#: User and password of an address, as they stand before its host, and as redis-py takes them from its query.
+_USER_INFO: Final = re.compile(rb"""(?<=://)[^/?#\s"']*@""")
+_USER_QUERY: Final = re.compile(rb"""(?<=[?&])(?:username|password)=[^&#\s"']*&?""")
+
+
+def without_secrets(text: bytes) -> bytes:
+    """A recipe or an event log as others than its owner may read it: addresses without users and passwords."""
+    return _USER_QUERY.sub(b"", _USER_INFO.sub(b"", text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +64,8 @@ class Copy:
 class CheckpointCopies:
     """The copies below `url`, of one run; one trainer at a time writes there.
 
-    `run_files` are the run's own, taken as they are when a checkpoint is copied; those that do not exist are left out.
+    `run_files` are the run's own, taken as they are when a checkpoint is copied, but `without_secrets`; those that do
+    not exist are left out.
     """
 
     def __init__(self, url: str, *, retention: Retention, run_files: Sequence[Path] = ()) -> None:
@@ -64,9 +82,11 @@ class CheckpointCopies:
             OSError: or what else the library behind the URL raises; it may be tried again.
         """
         local = Manifest.read(path)
-        folder = f"{path.name}-e{local.state.epoch}-{local.digest[:8]}"
+        folder = self._folder_of(f"{path.name}-e{local.state.epoch}", local.digest[:8])
         if not self._place.has(f"{folder}/{MANIFEST}"):
-            beside = {f"{RUN}/{file.name}": _whole_lines(file) for file in self._run_files if file.is_file()}
+            beside = {
+                f"{RUN}/{file.name}": without_secrets(_whole_lines(file)) for file in self._run_files if file.is_file()
+            }
             for name in local.files:
                 self._place.upload(path / name, f"{folder}/{name}")
             for name, data in beside.items():
@@ -74,7 +94,7 @@ class CheckpointCopies:
             digests = {name: digest_of_bytes(data) for name, data in beside.items()}
             text = Manifest(local.state, local.files | digests).text
             self._place.write(f"{folder}/{MANIFEST}", text.encode())
-        self._prune(local.state.accuracies)
+        self._prune(local.state)
 
     def newest(self) -> Iterator[Copy]:
         """Copies that have a whole manifest, the newest first; others are named in the log and skipped."""
@@ -111,24 +131,35 @@ class CheckpointCopies:
         if found != copy.manifest.files.get(name):
             raise CheckpointError(f"{where} has changed since it was written; choose another checkpoint")
 
-    def _prune(self, accuracies: dict[int, float]) -> None:
-        """Keep the latest whole copy of each version that is to stay."""
+    def _folder_of(self, stem: str, digest: str) -> str:
+        """That of an earlier try, or one that counts as later than all of the same version and epoch."""
+        same = [folder for folder in self._folders() if folder.startswith(f"{stem}-")]
+        tried = [folder for folder in same if folder.endswith(digest)]
+        if tried:
+            return tried[-1]
+        return f"{stem}-{_order(same[-1])[2] + 1}-{digest}" if same else f"{stem}-{digest}"
+
+    def _prune(self, newest: TrainingState) -> None:
+        """Keep the latest whole copy of each version that is to stay; of versions above this one none."""
         whole = [folder for folder in self._folders() if self._place.has(f"{folder}/{MANIFEST}")]
-        latest = {_order(folder)[0]: folder for folder in whole}
-        stays = {latest[version] for version in self._retention.survivors(latest, accuracies)}
+        latest = {version: folder for folder in whole if (version := _order(folder)[1]) <= newest.model_version}
+        stays = {latest[version] for version in self._retention.survivors(latest, newest.accuracies)}
+        for folder in whole:
+            if _order(folder)[1] > newest.model_version:
+                log.warning("%s/%s is removed: the run went on from before it", self.url, folder)
         for folder in set(self._folders()) - stays:
             self._place.remove(f"{folder}/{MANIFEST}")  # first, so that what is half removed does not count
             self._place.remove(folder)
 
     def _folders(self) -> list[str]:
-        """By version and epoch, oldest first, whole or not."""
+        """By epoch, version and number, oldest first, whole or not."""
         return sorted((name for name in self._place.names() if _FOLDER.fullmatch(name)), key=_order)
 
 
-def _order(folder: str) -> tuple[int, int]:
+def _order(folder: str) -> tuple[int, int, int]:
     found = _FOLDER.fullmatch(folder)
     assert found is not None
-    return int(found[1]), int(found[2])
+    return int(found[2]), int(found[1]), int(found[3] or 1)
 
 
 def _whole_lines(file: Path) -> bytes:

@@ -9,7 +9,7 @@ shrink or go missing unseen. The digests guard against damage, not against an ad
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, Self, cast
 
@@ -29,7 +29,8 @@ class TrainingState:
     """What a checkpoint carries besides weights and optimizer.
 
     `offsets` are the stream positions to read on from; `ledger` the orders that ended (`Ledger.to_record`);
-    `controller` the controller's snapshot as of the same step boundary; `kl_coefficient` β where it is controlled.
+    `controller` the controller's snapshot as of the same step boundary; `kl_coefficient` β where it is controlled;
+    `epochs` the lineage as [epoch, version it began at], the trainer's own last (older checkpoints have none).
     """
 
     model_version: int
@@ -38,6 +39,7 @@ class TrainingState:
     ledger: dict[str, Any]
     controller: dict[str, Any]
     kl_coefficient: float | None = None
+    epochs: list[list[int]] = field(default_factory=list)
 
     @property
     def accuracies(self) -> dict[int, float]:
@@ -109,7 +111,10 @@ class Manifest:
 
     def _record(self) -> dict[str, Any]:
         """As JSON reads it back, which turns integer keys into text."""
-        record: dict[str, Any] = {"format": _FORMAT, "state": asdict(self.state), "files": self.files}
+        state = asdict(self.state)
+        if not self.state.epochs:
+            del state["epochs"]  # as it was written before there was a list
+        record: dict[str, Any] = {"format": _FORMAT, "state": state, "files": self.files}
         return cast(dict[str, Any], json.loads(json.dumps(record)))
 
 

@@ -64,7 +64,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """`deadline_s` bounds every wait of the loop; `shaping` is by domain; `kl` controls the coefficient of the KL."""
+    """`deadline_s` bounds every wait of the loop; `shaping` is by domain; `kl` controls the coefficient of the KL.
+
+    `vocab_size`, where it is known, is what the token ids of a group must lie below.
+    """
 
     micro_batch_tokens: int
     tokens_per_step: int | None
@@ -74,6 +77,7 @@ class LoopSettings:
     schedule: LearningRateSchedule
     shaping: Mapping[str, RewardShaping] = field(default_factory=dict)
     kl: KLController | None = None
+    vocab_size: int | None = None
 
 
 @final
@@ -109,6 +113,7 @@ class TrainingLoop:
             lineage=Lineage(0, 0),
             no_signal=settings.no_signal,
             teaches=is_judged if learns_from_equals(objective, settings.shaping) else has_signal,
+            vocab_size=settings.vocab_size,
         )
         self._intake = Intake(stream, offsets=restored.offsets if restored else {})
         self._talk = Conversation(stream, deadline_s=settings.deadline_s, obey=self._obey)
@@ -125,6 +130,7 @@ class TrainingLoop:
         self._checkpointing = Checkpointing(
             checkpoints, report=self._talk.report, trim=self._trim, deadline_s=settings.deadline_s
         )
+        self._earlier = tuple((epoch, began_at) for epoch, began_at in restored.epochs) if restored else ()
         self._claimed = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._reported = Consumed()
@@ -154,9 +160,7 @@ class TrainingLoop:
             ),
             self._intake.read_orders,
         )
-        self._batcher.lineage = Lineage(self._current.epoch, self._version)
         while not self._current.stop:
-            await self._checkpointing.raise_if_failed()
             started = time.monotonic()
             batch = await self._collect()
             if batch is None:
@@ -198,9 +202,10 @@ class TrainingLoop:
 
     async def _collect(self) -> TrainBatch | None:
         """The next batch, or None when told to stop while waiting."""
-        heard_at = time.monotonic()
-        deadline = heard_at + self._settings.deadline_s
+        moved_at = told_at = time.monotonic()
         while True:
+            await self._checkpointing.raise_if_failed()
+            await self._publishing.raise_if_failed()
             knobs = self._current.knobs
             budget = StepBudget(rollouts=knobs.rollouts_per_step, tokens=self._settings.tokens_per_step)
             producing = self._version + 1
@@ -215,22 +220,26 @@ class TrainingLoop:
                     token_budget=self._settings.micro_batch_tokens,
                     producing=producing,
                 )
-            if time.monotonic() > deadline:
+            if time.monotonic() - moved_at > self._settings.deadline_s:
                 raise DeadlineError(
-                    f"step {producing} waited {self._settings.deadline_s:.0f} s for {budget.rollouts} rollouts and has "
-                    f"{self._batcher.num_waiting} groups; see what the controller waits for with `pipelinerl status`"
+                    f"step {producing} needs {budget.rollouts} rollouts and has {self._batcher.num_waiting} groups, "
+                    f"and nothing came for {self._settings.deadline_s:.0f} s; see what the controller waits for with "
+                    "`pipelinerl status`"
                 )
-            waiting = self._batcher.waiting
+            waiting, current = self._batcher.waiting, self._current
             for directive in await self._read(block_s=1.0):
                 await self._talk.hear(directive)
             await self._report_progress()
             if self._current.stop:
                 return None
+            now = time.monotonic()
             if self._batcher.waiting != waiting:
-                heard_at = time.monotonic()
-            elif time.monotonic() - heard_at > PATIENCE_S:
+                moved_at = told_at = now
+            elif self._current is not current:
+                moved_at = now
+            if now - told_at > PATIENCE_S:
                 await self._talk.report(Starving(epoch=self._current.epoch, model_version=self._version, held=waiting))
-                heard_at = time.monotonic()
+                told_at = now
 
     async def _read(self, *, block_s: float) -> list[Directive]:
         """Take in what is new; the directives are still to be obeyed."""
@@ -283,6 +292,7 @@ class TrainingLoop:
     async def _obey(self, directive: Directive) -> None:
         if not self._claimed:  # the first: whoever was here before is shut out before this trainer writes anything
             await self._in_worker(lambda: self._checkpoints.claim(directive.epoch))
+            self._batcher.lineage = Lineage(directive.epoch, self._version, self._earlier)
             self._claimed = True
         self._batcher.end(directive.failed, Fate.FAILED)
         self._batcher.end(directive.stale, Fate.STALE)
@@ -300,6 +310,7 @@ class TrainingLoop:
             ledger=self._batcher.ledger.to_record(),
             controller=controller,
             kl_coefficient=self._objective.coefficient,
+            epochs=[[epoch, began_at] for epoch, began_at in self._batcher.lineage.epochs],
         )
 
         layout, parts = self._trainer.weight_layout(), self._step.parts()

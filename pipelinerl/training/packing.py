@@ -54,6 +54,15 @@ def pack(rollouts: Sequence[WeightedRollout], *, token_budget: int) -> list[Pack
     return [Packed(_micro_batch([rollouts[i] for i in members]), members) for members in bins]
 
 
+def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
+    """Rollouts, in no certain order, as one micro-batch that teaches nothing."""
+    weighted = [
+        WeightedRollout(rollout=rollout, advantages=np.zeros(rollout.num_sampled_tokens), token_weight=0.0)
+        for rollout in rollouts
+    ]
+    return _micro_batch(weighted)
+
+
 def with_columns(batch: MicroBatch, columns: Mapping[str, Any]) -> MicroBatch:
     """The micro-batch with these columns [T] in place of its own."""
     return replace(batch, **columns)

@@ -24,10 +24,10 @@ import numpy as np
 from inference_contract.errors import ContractError, Overloaded
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
 from pipelinerl.errors import EngineUnreachable
-from pipelinerl.training.packing import WeightedRollout, pack
+from pipelinerl.training.packing import alone
 from pipelinerl.types import Outcome, Rollout, Turn, Verdict, VersionSpan
 from pipelinerl.weights.publisher import PublishReport
-from trainer_contract.errors import NonFiniteError
+from trainer_contract.errors import BatchError, NonFiniteError
 from trainer_contract.types import Float32, MicroBatch
 
 
@@ -160,6 +160,8 @@ class CanaryProver:
         batch = micro_batch_of(completion, version=published.version)
         try:
             expected = await forward(batch)
+        except BatchError as error:
+            raise _Refuted(f"the trainer cannot compute its answer: {error}") from error
         except NonFiniteError as error:
             raise _Refuted(f"the trainer has no log-probs to compare with: {error}") from error
         differences = np.abs(batch.behavior_logprobs - expected)[batch.loss_mask]
@@ -177,16 +179,11 @@ def micro_batch_of(completion: ChatCompletion, *, version: int) -> MicroBatch:
     """A canary's answer as the trainer reads it, with the engine's log-probs in `behavior_logprobs`.
 
     Raises:
-        _Refuted: a choice has no tokens, or not all of them are of `version`.
+        _Refuted: there is no choice; one has no tokens, ids that are none, or not all of them are of `version`.
     """
-    rollouts = [_rollout(completion, choice, version) for choice in completion.choices]
-    size = sum(rollout.num_tokens for rollout in rollouts)
-    weighted = [
-        WeightedRollout(rollout=rollout, advantages=np.zeros(rollout.num_sampled_tokens), token_weight=0.0)
-        for rollout in rollouts
-    ]
-    (packed,) = pack(weighted, token_budget=size)
-    return packed.micro_batch
+    if not completion.choices:
+        raise _Refuted("the canary must be answered with at least one choice, its answer has none")
+    return alone([_rollout(completion, choice, version) for choice in completion.choices])
 
 
 def _rollout(completion: ChatCompletion, choice: Choice, version: int) -> Rollout:
@@ -195,9 +192,15 @@ def _rollout(completion: ChatCompletion, choice: Choice, version: int) -> Rollou
         raise _Refuted(f"the canary must be answered with token ids and their log-probs; choice {choice.index} is not")
     if choice.version_spans != [(version, len(tokens))]:
         raise _Refuted(f"the canary must be sampled by version {version}, its spans are {choice.version_spans}")
+    try:
+        context_ids, sampled_ids = np.array(prompt, np.int32), np.array(tokens, np.int32)
+    except OverflowError as error:
+        raise _Refuted(
+            f"the canary must be answered with token ids, choice {choice.index} has others: {error}"
+        ) from None
     turn = Turn(
-        context_token_ids=np.array(prompt, np.int32),
-        token_ids=np.array(tokens, np.int32),
+        context_token_ids=context_ids,
+        token_ids=sampled_ids,
         behavior_logprobs=np.array(logprobs, np.float32),
         spans=(VersionSpan(version, len(tokens)),),
     )

@@ -56,6 +56,11 @@ class Publishing:
             task, self._under_way = self._under_way, None
             await task
 
+    async def raise_if_failed(self) -> None:
+        """Raise what has ended the publication under way, if anything has that is not an engine's."""
+        if self._under_way is not None and self._under_way.done():
+            await self.finish()
+
     async def close(self) -> None:
         """Leave the weight group."""
         await self._publisher.close()

@@ -21,6 +21,7 @@ from the memory in which they arrived; a replica is another such server, and a r
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` without any |
+| a reader of a GET | it takes the next piece, leaves or dies | `BODY_TIMEOUT_S` for a piece; then it is cut off |
 | a copy | the other server | the order's timeout |
 | a digest, a save | its thread, which waits for nobody | – |
 """
@@ -65,7 +66,7 @@ from pipelinerl.weights.server_wire import (
 from pipelinerl.weights.snapshot_store import Snapshot, SnapshotStore
 from pipelinerl.weights.version_table import Version, VersionTable
 
-#: Bytes that have not come by then are not coming.
+#: Bytes that have not come by then are not coming, and what has not been taken by then is not wanted.
 BODY_TIMEOUT_S: Final = 30.0
 #: What is handed to a connection at once: others have their turn between two.
 _PIECE_BYTES: Final = 4 * 2**20
@@ -279,11 +280,20 @@ class _Read:
             if asked is not None:
                 headers.append((b"content-range", f"bytes {start}-{end - 1}/{size}".encode()))
             await send({"type": "http.response.start", "status": 200 if asked is None else 206, "headers": headers})
-            view = version.segment.bytes.data
-            for piece in range(start, end, _PIECE_BYTES):
-                body = view[piece : min(piece + _PIECE_BYTES, end)]
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            try:
+                await _give(version.segment.bytes.data, start, end, send)
+            except TimeoutError:  # an answer that is not whole ends its connection
+                log.warning("a reader of %s has taken nothing for %g s: cut off", named(key), BODY_TIMEOUT_S)
+
+
+async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
+    """The bytes [start, end) and the end of the body. Raises `TimeoutError` for a reader that stands still."""
+    for piece in range(start, end, _PIECE_BYTES):
+        body = view[piece : min(piece + _PIECE_BYTES, end)]
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+    async with asyncio.timeout(BODY_TIMEOUT_S):
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @final

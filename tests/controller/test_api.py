@@ -112,6 +112,11 @@ async def test_an_engine_that_was_taken_out_stays_out(run: Running, http: httpx.
     assert (await http.get("/engines")).json()["members"] == [ENGINE]
 
 
+async def test_a_host_that_nobody_can_look_up_is_refused_in_a_sentence(run: Running, http: httpx.AsyncClient) -> None:
+    answer = await http.post("/engines", json={"url": "http://gpu..box:8001"})
+    assert answer.json()["error"]["message"].startswith("url: must name a host whose labels have 1 to 63 characters")
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -126,6 +131,12 @@ async def test_an_engine_that_was_taken_out_stays_out(run: Running, http: httpx.
         {"url": "http://host:1?x=1"},
         {"url": "http://host:1\nx"},
         {"url": "http://" + "h" * 300},
+        {"url": "http://gpu..box:8001"},
+        {"url": f"http://{'h' * 64}:8001"},
+        {"url": "http://:8001"},
+        {"url": "http://[::1:8001"},
+        {"url": "http://host:65536"},
+        {"url": "http://host:x"},
         {"url": ENGINE, "incarnation": "x" * 65},
         {"url": ENGINE, "incarnation": 1},
     ],

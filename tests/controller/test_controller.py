@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from pipelinerl.controller.effects import IssuePrompts, Record, Send
-from pipelinerl.controller.inputs import EngineOffered, KnobsPatched
+from pipelinerl.controller.evaluation import Pin
+from pipelinerl.controller.inputs import EngineOffered, EngineRemoved, Heard, KnobsPatched
+from pipelinerl.controller.state import Phase
 from pipelinerl.controller.waiting import waiting_for
 from pipelinerl.errors import RecipeError
-from pipelinerl.messages import StepSkipped, TrainerReady
+from pipelinerl.messages import Starving, StepSkipped, TrainerReady
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
 
 
@@ -115,7 +118,7 @@ def test_prompts_wait_for_weights_and_for_the_first_evaluation() -> None:
     assert run.orders == []
     assert waiting_for(run.controller.state, now=0.0) == f"the trainer to publish its weights to {ENGINE}"
     run.publish()
-    assert [order.order_id for order in run.orders] == [f"eval-0-{i:06d}" for i in range(3)]
+    assert [order.order_id for order in run.orders] == [f"eval-0-1-{i:06d}" for i in range(3)]
     for _ in range(3):
         run.sample()
         run.answer()
@@ -160,6 +163,78 @@ def test_an_engine_that_joins_late_is_given_weights_without_waiting_for_a_step()
     assert run.controller.reload_if_due() == [], "asked once for each membership"
 
 
+def test_knobs_reach_a_trainer_that_waits_for_a_step() -> None:
+    """Prompts are issued by the new ones at once: a trainer with the old ones could wait for more than will come."""
+    run = world(evaluation_problems=0, j=1, k=1, rollouts_per_step=8)
+    run.begin()
+    run.publish()
+    effects = run.controller.decide(KnobsPatched(now=0.0, changes={"rollouts_per_step": 4}, who="test", time=0.0))
+    (said,) = [effect.directive for effect in effects if isinstance(effect, Send)]
+    assert (said.answers, said.knobs.rollouts_per_step) == ("knobs-e1-1", 4)
+    assert (said.publish_to, said.checkpoint, said.stop) == ([], False, False)
+
+
+def test_knobs_are_not_told_to_a_trainer_that_is_not_there_or_was_told_to_stop() -> None:
+    run = world(evaluation_problems=0)
+    change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
+    assert [type(effect) for effect in run.controller.decide(change)] == [Record]
+    run.begin()
+    run.apply(run.controller.stop("enough"))
+    assert [type(effect) for effect in run.controller.decide(change) if isinstance(effect, Send)] == []
+    assert run.directive is not None and run.directive.stop
+
+
+def test_a_trainer_that_waits_for_an_evaluation_hears_that_there_is_a_controller() -> None:
+    run = world()
+    run.begin()
+    starving = Heard(now=1.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
+    assert run.controller.decide(starving) == [], "no evaluation runs that would end: the trainer's own deadline counts"
+    run.publish()
+    (said,) = run.controller.decide(starving)
+    assert isinstance(said, Send) and said.directive.answers == "held-e1-0"
+    assert (said.directive.publish_to, said.directive.checkpoint, said.directive.stop) == ([], False, False)
+    for _ in range(3):
+        run.sample()
+        run.answer()
+    assert run.controller.decide(starving) == [], "it waits for groups now"
+
+
+def test_a_trainer_that_comes_back_during_the_last_evaluation_does_not_cost_its_result() -> None:
+    run = World(controller(steps=2, evaluation_problems=3, pin=Pin.GATE), random.Random(0))
+    run.begin()
+    while run.controller.state.phase is not Phase.FINISHING:
+        run.act()
+    run.directive, run.awaiting = None, "ready-2"
+    run.sampling.clear()
+    run.orders.clear()
+    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=2, consumed=run.consumed()))
+    assert run.finished is None
+    assert run.directive is not None and run.directive.stop
+    while run.finished is None:
+        run.act()
+    assert run.finished == "all 2 steps are done"
+    assert run.controller.state.results[-1].model_version == 2
+
+
+def test_the_run_begins_without_an_engine_that_was_taken_out_before_the_trainer_came() -> None:
+    run = World(controller(evaluation_problems=0), random.Random(0))
+    run.controller.settings = replace(run.controller.settings, engines_expected=3)
+    for number in range(2):
+        run.give(
+            EngineOffered(
+                now=0.0, url=f"http://engine-{number}", incarnation="1", name=f"engine-{number}", type="torch"
+            )
+        )
+    run.awaiting = "ready-1"
+    run.tell(TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=run.consumed()))
+    assert run.directive is None
+    assert waiting_for(run.controller.state, now=0.0) == "engine-2 to join"
+    run.give(EngineRemoved(now=0.0, engine="engine-1"))
+    assert waiting_for(run.controller.state, now=0.0).startswith("engine-2 to join; http://engine-1 is expelled")
+    run.give(EngineOffered(now=0.0, url="http://engine-2", incarnation="1", name="engine-2", type="torch"))
+    assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-2"]
+
+
 def test_a_resumed_controller_issues_again_what_was_in_flight_and_nothing_else() -> None:
     run = world()
     run.begin()
@@ -168,7 +243,7 @@ def test_a_resumed_controller_issues_again_what_was_in_flight_and_nothing_else()
     snapshot, consumed = run.controller.state.checkpoint_record(), run.consumed()
     ended = set(range(consumed.frontier)) | set(consumed.beyond) | set(snapshot["account"]["failed"])
     resumed = controller()
-    resumed.state.resume(snapshot)
+    resumed.state.resume(snapshot, step=7)
     resumed.decide(EngineOffered(now=0.0, url=ENGINE))
     resumed.handle(TrainerReady(report_id="r", incarnation="2", model_version=7, consumed=consumed), now=0.0)
     assert resumed.state.epoch == run.controller.state.epoch + 1

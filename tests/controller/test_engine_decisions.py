@@ -119,6 +119,35 @@ def test_a_swap_drains_the_old_engine_when_the_new_one_has_proven_itself(run: Wo
     assert made.state.fleet.by_url[ENGINE].dismissed
 
 
+def test_a_swap_drains_once_whoever_comes_to_the_old_address_later(run: World) -> None:
+    """A port is given again, and an engine proves itself after each evaluation that it answers alone."""
+    made = run.controller
+    made.decide(EngineOffered(now=0.0, url=ENGINE, incarnation="1"))
+    made.decide(EnginesHired(now=0.0, type="torch", count=2, replaces=ENGINE, patience_s=9.0))
+    made.decide(EngineOffered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
+    give_weights(run, ENGINE, NEW)
+    assert "engine_draining" in [kind for kind, _ in told(made, proof(run, worst={NEW: 1e-6}, now=5.0))]
+    made.decide(EngineIdle(now=9.0, url=ENGINE))
+    for url, name in ((ENGINE, "engine-3"), ("http://engine-2", "engine-2")):
+        made.decide(EngineOffered(now=10.0, url=url, incarnation="3", name=name))
+    made.state.fleet.begin_epoch()
+    give_weights(run, NEW, ENGINE, "http://engine-2")
+    told(made, proof(run, worst={ENGINE: 1e-6, NEW: 1e-6, "http://engine-2": 1e-6}))
+    assert [standing(made, url) for url in (ENGINE, NEW)] == [Standing.HEALTHY, Standing.HEALTHY]
+
+
+def test_who_was_removed_is_replaced_no_more(run: World) -> None:
+    made = run.controller
+    made.decide(EngineOffered(now=0.0, url=ENGINE, incarnation="1"))
+    made.decide(EnginesHired(now=0.0, type="torch", replaces=ENGINE, patience_s=9.0))
+    made.decide(EngineRemoved(now=0.0, engine=ENGINE))
+    for url, name in ((ENGINE, "engine-2"), (NEW, "engine-1")):
+        made.decide(EngineOffered(now=0.0, url=url, incarnation="2", name=name))
+    give_weights(run, ENGINE, NEW)
+    told(made, proof(run, worst={ENGINE: 1e-6, NEW: 1e-6}))
+    assert standing(made, ENGINE) is Standing.HEALTHY
+
+
 def test_a_drained_engine_goes_when_it_is_idle_and_its_process_with_it(run: World) -> None:
     made = run.controller
     made.decide(EngineOffered(now=0.0, url=NEW, incarnation="1", name="engine-1"))

@@ -15,7 +15,7 @@ def answer(
     index: int, *, correct: int = 0, judged: int = 1, versions: tuple[int, int] = (5, 5), epoch: int = 1
 ) -> EvaluationDone:
     return EvaluationDone(
-        order_id=f"eval-5-{index:06d}",
+        order_id=f"eval-5-1-{index:06d}",
         index=index,
         correct=correct,
         judged=judged,
@@ -27,7 +27,9 @@ def answer(
 
 
 def evaluation(problems: int, pin: Pin = Pin.NONE, **plan: Any) -> Evaluation:
-    return Evaluation(model_version=5, epoch=1, pin=pin, plan=EvaluationPlan(problems=problems, max_tokens=8, **plan))
+    return Evaluation(
+        model_version=5, number=1, epoch=1, pin=pin, plan=EvaluationPlan(problems=problems, max_tokens=8, **plan)
+    )
 
 
 def test_only_what_was_judged_counts() -> None:

@@ -18,7 +18,7 @@ from pipelinerl.controller.inputs import (
     Ticked,
 )
 from pipelinerl.controller.waiting import waiting_for
-from pipelinerl.messages import TrainerReady
+from pipelinerl.messages import GroupFailed, TrainerReady
 from pipelinerl.types import Purpose
 from tests.controller.world import ENGINE, World, controller
 
@@ -72,6 +72,23 @@ def unanswering(run: World) -> World:
 
     run.sample = only_training  # type: ignore[method-assign]
     return run
+
+
+def test_what_an_evaluation_that_was_given_up_hears_late_ends_no_problem_of_the_next() -> None:
+    run = world(engines=(ENGINE,))
+    run.begin()
+    run.publish()
+    old = list(run.orders)
+    run.awaiting = "ready-2"
+    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=0, consumed=run.consumed()))
+    run.publish()
+    evaluation = run.controller.state.evaluation
+    assert evaluation is not None and evaluation.restarts == 1
+    for order in old:
+        run.tell(
+            GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="the engine died")
+        )
+    assert run.controller.state.evaluation is not None and run.controller.state.evaluation.answers == {}
 
 
 @pytest.mark.parametrize("pin", [Pin.AUTO, Pin.GATE, Pin.ENGINE])

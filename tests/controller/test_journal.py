@@ -118,7 +118,7 @@ def answers(version: int) -> list[Message]:
     """Of the evaluation that began at `version`."""
     return [
         EvaluationDone(
-            order_id=f"eval-{version}-{i:06d}",
+            order_id=f"eval-{version}-{version // 5 + 1}-{i:06d}",
             index=i,
             correct=1,
             judged=1,
@@ -289,6 +289,29 @@ async def test_of_two_controllers_the_first_is_fenced_before_it_does_anything(tm
         assert not await first._journal.whole() and await second._journal.whole()
         assert "knobs" not in {event["kind"] for event in read_events(tmp_path / "first.jsonl")}
         assert "knobs" in {event["kind"] for event in read_events(tmp_path / "second.jsonl")}
+
+
+@pytest.mark.parametrize(("launch", "members"), [("this", ["http://first"]), ("another", [])])
+async def test_the_journal_of_another_launch_is_not_gone_on_with(
+    tmp_path: Path, launch: str, members: list[str]
+) -> None:
+    """A controller that failed as the run was resumed is started again, and must not find itself in the run before."""
+    before = controller()
+    before.state.launch = "this"
+    before.decide(EngineOffered(now=0.0, url="http://first", incarnation="1"))
+    stream = MemoryStream()
+    await (await Journal.begin(stream)).snapshot(before.state)
+    made = controller()
+    made.state.launch = launch
+    with EventLog(tmp_path / "events.jsonl") as log:
+        service = ControllerService(
+            made, name="test", stream=stream, probe=Healthy(), events=log, poll_s=3600.0, start=Start.FROM_JOURNAL
+        )
+        running = asyncio.create_task(service.run())
+        await service.perform(Ticked(now=0.0))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert (made.state.launch, made.state.fleet.members()) == (launch, members)
 
 
 async def test_an_answer_that_was_lost_is_no_fence() -> None:

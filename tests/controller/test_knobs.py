@@ -78,6 +78,26 @@ def test_what_a_run_fixes_is_no_knob(name: str) -> None:
         knobs().patched({name: 1})
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"evaluation_interval_steps": 1e20}, "evaluation_interval_steps must be at most 2147483647, got 1e+20"),
+        ({"groups_in_flight": 2**31}, "groups_in_flight must be at most 2147483647, got 2.14748e+09"),
+        ({"rollouts_per_step": 10**300}, "rollouts_per_step must be at most 2147483647, got 1e+300"),
+        ({"k": 1e20}, "k must be at most 2147483647, got 1e+20"),
+        ({"j": 1e20, "k": "inf"}, "j must be at most 2147483647, got 1e+20"),
+        ({"learning_rate": 10**30}, "learning_rate must be at most 2147483647, got 1e+30"),
+        ({"domain_weights.a": 10**30}, "the sum of domain_weights must be at most 2147483647, got 1e+30"),
+        ({"temperature": 1e-6}, "temperature must be from 1e-05 to 100, got 1e-06"),
+        ({"temperature": 101}, "temperature must be from 1e-05 to 100, got 101"),
+    ],
+)
+def test_numbers_that_journal_or_engines_cannot_take_are_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        knobs().patched(change)
+    assert str(refused.value) == sentence
+
+
 def test_a_step_must_fit_the_streams() -> None:
     with pytest.raises(RecipeError, match="rollouts_per_step must be at most 100, the room of the streams"):
         knobs(max_groups=50).patched({"rollouts_per_step": 102})

@@ -184,7 +184,7 @@ class World:
                     oldest_version=began,
                     newest_version=self.loaded.get(self.where[order.order_id], 0),
                     num_tokens=1,
-                    epoch=1,
+                    epoch=self.controller.state.epoch,
                 )
             )
         elif self.rng.random() < 0.1:

@@ -268,7 +268,7 @@ async def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(tmp_path: Path
     cut_off = latest[1].model_version
     assert cut_off in (10, 20), "on a busy machine it gets further before it is seen"
     resumed = new_controller()
-    resumed.state.resume(latest[1].controller)
+    resumed.state.resume(latest[1].controller, step=cut_off)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
         events = await run(tmp_path, model, url, controller=resumed, stream=MemoryStream(), restored=latest)
     after = [event["step"] for event in events if event["kind"] == "step"]

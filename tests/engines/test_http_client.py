@@ -75,6 +75,12 @@ async def test_nobody_listens(client: EngineClient) -> None:
         await client.health("http://127.0.0.1:9")
 
 
+@pytest.mark.parametrize("host", ["gpu..box:8001", f"{'h' * 64}:8001", "host:65536"])
+async def test_a_name_that_no_resolver_takes(client: EngineClient, host: str) -> None:
+    with pytest.raises(EngineUnreachable, match=r"^GET http://.*/health failed: "):
+        await client.health(f"http://{host}")
+
+
 async def test_nobody_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -111,10 +117,11 @@ def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
     [
         (whole(b"{}"), EngineUnreachable, "must answer with a Health; state: Field required"),
         (b"SSH-2.0-OpenSSH\r\n", EngineUnreachable, "is the engine running"),
-        (whole(b"<html>", b"502 Bad Gateway"), ContractError, "got HTTP 502 with another body"),
+        (whole(b"<html>", b"502 Bad Gateway"), EngineUnreachable, "HTTP 502 without the contract's error"),
+        (whole(b"Internal Server Error", b"500 Internal Server Error"), EngineUnreachable, "HTTP 500 without"),
         (whole(b"", b"302 Found", b"location: /login\r\n"), ContractError, "got HTTP 302 with another body"),
     ],
-    ids=["no answer of the contract", "no HTTP", "a proxy's error", "a login page"],
+    ids=["no answer of the contract", "no HTTP", "a proxy's error", "a server that ends", "a login page"],
 )
 async def test_something_else_answers(answer: bytes, raised: type[Exception], sentence: str) -> None:
     async with answering(answer) as (url, _), EngineClient() as client:

@@ -16,8 +16,10 @@ import httpx
 import openai
 import pytest
 
-from inference_contract.schemas import EngineMetrics
+from inference_contract.errors import EngineStopped
+from inference_contract.schemas import ChatCompletionRequest, EngineMetrics
 from pipelinerl.engines import http_server
+from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.engines.http_server import METRICS_PREFIX, create_app
 from pipelinerl.errors import AddressError
 from pipelinerl.http_service import listen, serve
@@ -178,8 +180,6 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event() -> None:
         async def stream(self, request: Any) -> Any:
             async for chunk in self._engine.stream(request):
                 yield chunk
-                from inference_contract.errors import EngineStopped
-
                 raise EngineStopped("the engine is closing")
 
     failing: Any = Failing()
@@ -217,6 +217,18 @@ def test_an_address_of_another_machine_is_one_sentence() -> None:
 def test_without_a_token_only_loopback_is_served() -> None:
     with pytest.raises(AddressError, match=r"refusing to serve on 0\.0\.0\.0 without a token"):
         serve(application(), listen("0.0.0.0", 0))
+
+
+async def test_a_server_that_ends_tells_whoever_waits_to_ask_elsewhere() -> None:
+    request = ChatCompletionRequest.model_validate(ASK | {"n": 16, "max_tokens": 180})
+    with as_process("tests.fakes.scripted_engine", "none", "0.1") as (served, process):
+        async with EngineClient(chat_timeout_s=30.0) as client:
+            asking = asyncio.create_task(client.chat(served, request))
+            await asyncio.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(EngineStopped, match="send it to another one"):
+                await asking
+        assert process.wait(8) in (0, -signal.SIGTERM)
 
 
 def test_sigterm_ends_the_process_within_seconds_with_a_request_running() -> None:

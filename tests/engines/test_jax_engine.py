@@ -235,6 +235,20 @@ def test_it_samples_as_the_plain_sampler_does(vocab: int) -> None:
     assert not jax.config.read("jax_enable_x64")
 
 
+def test_no_log_prob_is_above_zero_however_low_the_temperature() -> None:
+    """A temperature of 1e-5 makes logits of 1e5 and more, of which fp32 has only the hundredths."""
+    logits = rng.generator(1, "cold").standard_normal((64, 50)).astype(np.float32)
+    _, logprobs = sample(
+        jax.numpy.asarray(logits),
+        temperature=np.full(64, 1e-5, np.float32),
+        top_k=np.zeros(64, np.int32),
+        top_p=np.ones(64, np.float32),
+        noise=np.linspace(0.0, 0.99, 64),
+        truncates=False,
+    )
+    assert np.asarray(logprobs).tolist() == [0.0] * 64
+
+
 # --- weights -------------------------------------------------------------------------------------------------------
 
 

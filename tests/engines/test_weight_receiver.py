@@ -222,6 +222,28 @@ async def test_silence_fails_the_receive_and_names_the_parameters(setting: Setti
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
+async def test_an_update_that_nobody_commits_gives_way_to_the_next_of_its_group(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
+    await setting.send()
+    await asyncio.sleep(0.4)
+    assert await setting.phase(UpdatePhase.PREPARE, version=2) is UpdateStatus.PREPARED
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_a_receive_that_failed_unseen_asks_for_another_group(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
+    await asyncio.sleep(0.6)
+    with pytest.raises(NotPrepared, match="higher generation"):
+        await setting.phase(UpdatePhase.PREPARE, version=2)
+    await setting.join(2)
+    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
 async def test_a_dead_trainer_fails_the_receive_at_once(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=60)
@@ -442,6 +464,21 @@ async def test_a_later_epoch_ends_what_an_earlier_has_under_way_and_shuts_it_out
         await setting.phase(UpdatePhase.PREPARE, version=10, epoch=1, **PULL)
     assert setting.target.serving() == (0, 0), "though nothing of epoch 2 is committed yet"
     assert await setting.phase(UpdatePhase.COMMIT, version=4, epoch=2) is UpdateStatus.COMMITTED
+
+
+async def test_a_prepare_that_replaces_an_update_takes_its_commit_away(setting: Setting) -> None:
+    """Both at once: were the commit let through, what is received next would land in the weights that it serves."""
+    setting.receiver = WeightReceiver(setting.target, pull=_Pull())
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=0.05, **PULL)
+    await asyncio.sleep(0.1)
+    committed, prepared = await asyncio.gather(
+        setting.phase(UpdatePhase.COMMIT),
+        setting.phase(UpdatePhase.PREPARE, version=2, **PULL),
+        return_exceptions=True,
+    )
+    assert isinstance(committed, NotPrepared) and prepared is UpdateStatus.PREPARED
+    assert setting.target.serving() == (0, 0) and not setting.target.current.any()
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
 async def test_pull_that_is_not_offered_is_refused(setting: Setting) -> None:

@@ -85,6 +85,8 @@ class Fault(StrEnum):
     STREAMS_STOP_STRING = "streams_stop_string"
     RETOKENIZES = "retokenizes"
     DROPS_UNKNOWN_FIELDS = "drops_unknown_fields"
+    CLAMPS_TOP_K = "clamps_top_k"
+    FAILS_AT_LARGE_TOP_K = "fails_at_large_top_k"
     TRUNCATES_PROMPT = "truncates_prompt"
     COUNTS_NOTHING = "counts_nothing"
     PULLS_WITHOUT_TOKEN = "pulls_without_token"
@@ -215,6 +217,8 @@ class ScriptedEngine:
     def _samples(self, request: ChatCompletionRequest) -> tuple[list[int], list[_Sample], int]:
         if request.model not in (None, "scripted"):
             raise UnknownModel(f"this engine serves 'scripted', got {request.model!r}", param="model")
+        if self._fault is Fault.FAILS_AT_LARGE_TOP_K and request.top_k > VOCAB:
+            raise OverflowError("no such number of tokens")
         text = "".join(message.content for message in request.messages or ())
         prompt = request.prompt_token_ids or [1 + ord(char) % (VOCAB - 1) for char in text]
         if self._fault is Fault.TRUNCATES_PROMPT:
@@ -388,19 +392,27 @@ class ScriptedEngine:
         return EngineMetrics(model_version=self._serving[1], epoch=self._serving[0], **self._counts)
 
 
-class DropsUnknownFields:
-    """ASGI around the real server: what the schema does not know is taken out before it can be refused."""
+def _known_fields(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in body if name in ChatCompletionRequest.model_fields}
 
-    def __init__(self, app: Any) -> None:
+
+def _clamped_top_k(body: dict[str, Any]) -> dict[str, Any]:
+    return body | {"top_k": min(body["top_k"], VOCAB)}
+
+
+class Forgives:
+    """ASGI around the real server: `mends` takes out of a body what the schema would refuse."""
+
+    def __init__(self, app: Any, mends: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._app = app
+        self._mends = mends
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def stripped() -> Any:
             message = await receive()
             try:
-                body = json.loads(message["body"])
-                known = {name: body[name] for name in body if name in ChatCompletionRequest.model_fields}
-                return message | {"body": json.dumps(known).encode()}
+                mended = self._mends(json.loads(message["body"]))
+                return message | {"body": json.dumps(mended).encode()}
             except (KeyError, ValueError, TypeError):
                 return message
 
@@ -412,7 +424,9 @@ def application(fault: Fault = Fault.NONE, *, token: str | None = None, step_s: 
     """The server over a scripted engine."""
     app = create_app(ScriptedEngine(fault, step_s=step_s, token=token), token=token)
     if fault is Fault.DROPS_UNKNOWN_FIELDS:
-        app.add_middleware(DropsUnknownFields)
+        app.add_middleware(Forgives, mends=_known_fields)
+    if fault is Fault.CLAMPS_TOP_K:
+        app.add_middleware(Forgives, mends=_clamped_top_k)
     return app
 
 

@@ -29,6 +29,8 @@ CAUGHT_BY = {
     Fault.STREAMS_STOP_STRING: "stream_equals_whole_with_stop",
     Fault.RETOKENIZES: "prompt_ids_go_through",
     Fault.DROPS_UNKNOWN_FIELDS: "unknown_field_is_refused",
+    Fault.CLAMPS_TOP_K: "out_of_range_is_refused",
+    Fault.FAILS_AT_LARGE_TOP_K: "edges_of_ranges_are_answered",
     Fault.TRUNCATES_PROMPT: "too_long_prompt_is_refused",
     Fault.COUNTS_NOTHING: "metrics_count_tokens",
     Fault.PULLS_WITHOUT_TOKEN: "pull_is_served",

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from inference_contract.schemas import (
+    ChatCompletionRequest,
     DType,
     InitProcessGroupRequest,
     ParameterSpec,
@@ -192,3 +193,24 @@ def test_shards_are_about_equal_and_cover_the_bytes_once_by_whole_buckets(
 def test_half_a_request_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         WeightUpdateRequest.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("temperature", 1e-38, "must be 0, which is greedy, or at least 1e-05, got 1e-38"),
+        ("top_p", 1e-46, "greater than or equal to 0.000001"),
+        ("top_k", 2**31, "less than or equal to 2147483647"),
+        ("stop", "", "a stop string must have a character"),
+        ("stop", ["a", ""], "a stop string must have a character"),
+    ],
+)
+def test_what_no_engine_can_sample_with_is_refused_by_name(name: str, value: object, sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence) as refused:
+        ChatCompletionRequest.model_validate({"prompt_token_ids": [1], name: value})
+    assert [error["loc"] for error in refused.value.errors()] == [(name,)]
+
+
+def test_the_edges_of_what_engines_sample_with_are_taken() -> None:
+    for temperature in (0.0, 1e-5, 100.0):
+        ChatCompletionRequest(prompt_token_ids=[1], temperature=temperature, top_p=1e-6, top_k=2**31 - 1, stop=[])

@@ -73,7 +73,7 @@ def test_a_run_completes_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_started_only_after_what_it_needs_is_healthy(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    slow = _spec("slow", "import time; time.sleep(0.4)\n" + SERVE, port, health=f"tcp://127.0.0.1:{port}")
+    slow = _spec("slow", "import time; time.sleep(0.4)\n" + SERVE, port, health=f"http://127.0.0.1:{port}/")
     probe = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
     result, said = _run([slow, _spec("main", probe, after=("slow",), on_exit=OnExit.COMPLETE, restarts=0)], tmp_path)
     assert (result.outcome, said) == (Outcome.COMPLETED, [])

@@ -28,7 +28,7 @@ def test_order_ports_and_duties() -> None:
     ports = {spec.name: spec.argv[spec.argv.index("--port") + 1] for spec in made.specs if "--port" in spec.argv}
     assert ports == {"redis": "5003", "controller": "5000", "engine-0": "5001", "engine-1": "5002"}
     assert made.spec("engine-1").health == "http://127.0.0.1:5002/health"
-    assert made.spec("redis").health == "tcp://127.0.0.1:5003"
+    assert made.spec("redis").health == "redis://127.0.0.1:5003/runs/x/redis/password"
     assert [spec.name for spec in made.specs if spec.on_exit is OnExit.COMPLETE] == ["controller"]
     stops = sorted(made.specs, key=lambda spec: spec.stop_order)
     assert [spec.name.split("-")[0] for spec in stops] == [
@@ -76,12 +76,14 @@ def test_given_parameter_servers_are_used_and_none_started() -> None:
 
 
 def test_a_given_redis_is_used_and_none_started() -> None:
-    config = _config(streams={"redis_url": "redis://db:6379/3"})
+    config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
     assert Ports.count(config) == 2
     made = _plan(config)
     assert "redis" not in [spec.name for spec in made.specs]
     assert made.spec("controller").after == ()
-    assert "redis://db:6379/3" in made.spec("trainer").argv
+    for spec in made.specs:
+        assert "--redis-url" not in spec.argv, "the recipe says it"
+        assert "s3cret" not in f"{spec.argv} {spec.env}", "everybody may read command lines"
 
 
 @pytest.mark.parametrize(

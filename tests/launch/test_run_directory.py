@@ -31,6 +31,7 @@ def test_the_written_recipe_is_the_whole_recipe(tmp_path: Path) -> None:
     assert made.path == tmp_path / "tiny"
     assert to_table(open_run(made.path).config) == to_table(config)
     assert "learning_rate = 1e-06" in made.recipe.read_text()
+    assert stat.S_IMODE(made.recipe.stat().st_mode) == 0o600, "it may hold the password of a stream server"
 
 
 def test_a_taken_name_gets_a_number(tmp_path: Path) -> None:

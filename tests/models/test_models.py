@@ -13,7 +13,7 @@ from inference_contract.schemas import ChatMessage
 from pipelinerl.config import MODELS
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import check_directory, load_model, save_model
+from pipelinerl.models.checkpoint import check_directory, load_model, save_model, vocab_size
 from pipelinerl.models.tiny_decoder import (
     CHAT_TEMPLATE,
     SPELL_BACKWARD_PHRASE,
@@ -243,3 +243,19 @@ def test_the_shipped_model_is_small_and_knows_its_task_in_part(tmp_path):
     model = load_model(copy)
     assert model.config.vocab_size == tokenizer.vocab_size <= 64
     assert np.isfinite(sum(float(p.detach().sum()) for p in model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"vocab_size": 7}, 7),
+        ({"text_config": {"vocab_size": 9}}, 9),
+        ({}, None),
+        ([], None),
+        ({"text_config": None, "vocab_size": 7}, 7),
+    ],
+)
+def test_the_vocabulary_is_what_config_json_says(config, expected, tmp_path):
+    assert vocab_size(tmp_path) is None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vocab_size(tmp_path) == expected

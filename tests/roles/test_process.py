@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,12 @@ def test_a_token_comes_from_its_file_or_the_environment(tmp_path: Path, monkeypa
     assert (read_token(file), read_token(None)) == ("secret", "other")
     monkeypatch.setenv(TOKEN_VARIABLE, "")
     assert read_token(None) is None
+
+
+def test_a_launch_is_told_by_its_token_which_it_does_not_give_away(tmp_path: Path) -> None:
+    first, second = (replace(identity(tmp_path), token=token).launch for token in ("token-1", "token-2"))
+    assert first != second and "token" not in first
+    assert identity(tmp_path).launch == ""
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
 
 from launch.run_directory import create
 from pipelinerl.config import RunConfig, load, parse, to_table
+from pipelinerl.config_sections import StreamsSection
 from pipelinerl.errors import UserError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.roles import resumption
@@ -75,6 +77,21 @@ def test_a_url_becomes_the_runs_directory_with_checkpoint_recipe_and_events(conf
     found = checkpoints_of(config, path).latest()
     assert found is not None and found[1] == state_of(6)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "no draft is left"
+
+
+def test_no_secret_goes_to_the_location_or_is_the_worlds_to_read(config: RunConfig) -> None:
+    url = "redis://ada:s3cret@db:6379/3?db=1&password=s3cret&timeout=9"
+    path, store = begun(config.model_copy(update={"streams": StreamsSection(redis_url=url)}))
+    assert load(path / "recipe.toml").streams.redis_url == url
+    store.copy(save(store, 3))
+    place = Place(url_of(config))
+    (copy,) = [name for name in place.names() if name.startswith("step-")]
+    for name in ("recipe.toml", f"{copy}/run/recipe.toml"):
+        assert b"s3cret" not in place.read(name) and b"ada" not in place.read(name)
+    shutil.rmtree(path)
+    resumption.directory_of(url_of(config))
+    assert load(path / "recipe.toml").streams.redis_url == "redis://db:6379/3?db=1&timeout=9"
+    assert stat.S_IMODE((path / "recipe.toml").stat().st_mode) == 0o600
 
 
 def test_a_damaged_copy_is_skipped_loudly(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import pytest
 
 from pipelinerl import rng
 from pipelinerl.config import RunConfig, parse
-from pipelinerl.errors import ModelError
+from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.roles.parts import objective_of
-from pipelinerl.roles.workers import Workers, started
+from pipelinerl.roles.workers import Workers, spec_of, started
 from pipelinerl.training.adaptive import AdaptiveObjective
 from pipelinerl.training.batch import build
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
@@ -24,6 +24,7 @@ from pipelinerl.training.step import Accumulated, TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.probes import weights_of
+from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, TrainerSpec
 
 VOCAB = 16
 
@@ -117,6 +118,33 @@ def test_a_resumed_run_continues_all_three_to_the_bit(config: RunConfig, tmp_pat
     again.close()
 
 
+def test_every_key_of_the_recipe_reaches_the_backend() -> None:
+    trainer = {"type": "torch", "precision": "bf16", "device": "cuda", "gradient_checkpointing": True}
+    config = config_of(
+        "torch",
+        "/a/model",
+        run={"seed": 3},
+        model={"path": "/a/model", "head_precision": "fp32"},
+        trainer=trainer | {"options": {"mesh": 2}},
+        optimizer={"learning_rate": 0.01, "betas": [0.5, 0.6], "eps": 1e-3, "weight_decay": 0.7, "grad_clip": 0.8},
+    )
+    spec = spec_of(config, restore_from=Path("/a/state"))
+    assert spec == TrainerSpec(
+        model_path=Path("/a/model"),
+        seed=3,
+        precision=Precision.BF16,
+        head_precision=HeadPrecision.FP32,
+        device=Device.CUDA,
+        optimizer=OptimizerSpec(betas=(0.5, 0.6), eps=1e-3, weight_decay=0.7, grad_clip=0.8),
+        gradient_checkpointing=True,
+        options={"mesh": 2},
+        restore_from=Path("/a/state"),
+    )
+    plain = TrainerSpec(model_path=Path("/plain"))
+    same = {field.name for field in fields(TrainerSpec) if getattr(spec, field.name) == getattr(plain, field.name)}
+    assert same == {"head"}, "which is not the recipe's to choose; what is new in the spec is missing above"
+
+
 def test_only_the_workers_that_are_needed_are_started(tmp_path: Path) -> None:
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     plain = config_of("bigram", str(tmp_path / "model"), objective="grpo", critic=None, kl_control=None)
@@ -137,6 +165,45 @@ def test_a_model_that_is_missing_is_named(sections: dict[str, Any], sentence: st
     config = config_of("bigram", str(tmp_path / "model"), **sections)
     with pytest.raises(ModelError, match=sentence):
         started(config, objective_of(config), checkpoint=None)
+
+
+def saved(config: RunConfig, tmp_path: Path) -> Path:
+    """A checkpoint of a run that has just begun."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
+    workers = started(config, objective_of(config), checkpoint=None)
+    path = store.save(
+        TrainingState(model_version=0, epoch=1, offsets={}, ledger={}, controller={}),
+        layout=workers.policy.weight_layout(),
+        weights=workers.policy.gather_weights(),
+        parts=workers.step().parts(),
+    )
+    workers.close()
+    return path
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_an_objective_that_needs_one(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    kind, model = config.trainer.type, str(config.model.path)
+    before = saved(config_of(kind, model, objective="grpo", critic=None, kl_control=None), tmp_path)
+    with pytest.raises(RecipeError, match=rf"^objective: it needs a critic, and the checkpoint {before} has none"):
+        started(config, objective_of(config), checkpoint=before)
+
+
+@pytest.mark.parametrize("other", ["model", "type"])
+def test_a_checkpoint_of_another_model_or_trainer_is_refused_by_the_recipes_keys(other: str, tmp_path: Path) -> None:
+    BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
+    shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
+    random_decoder(shape).save_pretrained(tmp_path / "decoder")
+    BigramModel.random(VOCAB + 1, seed=1).save(tmp_path / "larger")
+    before = saved(config_of("bigram", str(tmp_path / "model")), tmp_path)
+    changed = (
+        config_of("bigram", str(tmp_path / "larger"))
+        if other == "model"
+        else config_of("torch", str(tmp_path / "decoder"))
+    )
+    with pytest.raises(RecipeError, match=r"^trainer.type, model.path: the trainer's state in the checkpoint is of"):
+        started(changed, objective_of(changed), checkpoint=before)
 
 
 def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:

@@ -51,6 +51,19 @@ def test_weights_of_an_abandoned_epoch_are_no_ancestors_however_new(epoch: int, 
     assert Lineage(epoch=2, began_at=7).includes(group(0, version=version, epoch=epoch)) is not stale
 
 
+@pytest.mark.parametrize(
+    ("epoch", "version", "included"),
+    [(1, 50, True), (1, 57, False), (2, 50, True), (2, 60, True), (2, 61, False), (3, 99, True), (4, 99, True)],
+)
+def test_what_an_epoch_abandoned_stays_abandoned_when_a_later_one_has_passed_that_version(
+    epoch: int, version: int, included: bool
+) -> None:
+    """Epoch 1 got to 57 with a checkpoint at 50; epoch 2 began there and saved 60, where epoch 3 began."""
+    lineage = Lineage(epoch=3, began_at=60, earlier=((1, 0), (2, 50)))
+    assert lineage.includes(group(0, version=version, epoch=epoch)) is included
+    assert lineage.epochs == ((1, 0), (2, 50), (3, 60))
+
+
 def test_signal_needs_two_judged_rewards_that_differ() -> None:
     assert has_signal(group(0, (0.0, 1.0)))
     assert not has_signal(group(0, (1.0, 1.0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,8 @@ from pipelinerl.objective.signal import NoSignal
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.admission import Fate, Ledger, Lineage
 from pipelinerl.training.batcher import Batcher, StepBudget
-from tests.fakes.rollouts import group
+from pipelinerl.types import Outcome, Verdict
+from tests.fakes.rollouts import group, rollout
 
 BOUNDS = StalenessBounds(1, 4)
 
@@ -79,6 +81,18 @@ def test_groups_without_signal_are_dropped_or_kept(mode: NoSignal, filtered: int
     waiting = batcher(no_signal=mode)
     waiting.offer(group(0, (1.0, 1.0)))
     assert (waiting.ledger.counts[Fate.FILTERED], waiting.num_waiting) == (filtered, left)
+
+
+@pytest.mark.parametrize("where", ["prompt", "sampled"])
+def test_what_no_trainer_can_compute_is_filtered_and_named(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    waiting = Batcher(ledger=Ledger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, vocab_size=5)
+    foreign = rollout(reward=1.0, **{where: [1, 5]})
+    waiting.offer(replace(group(0), rollouts=(rollout(reward=0.0), foreign)))
+    assert (waiting.ledger.counts[Fate.FILTERED], waiting.num_waiting) == (1, 0)
+    assert "group 0 of actor actor-0 cannot train and is filtered: token_ids must lie in 0..4, got 5" in caplog.text
+    unjudged = replace(foreign, verdict=Verdict(outcome=Outcome.TIMEOUT, reward=0.0))
+    waiting.offer(replace(group(1), rollouts=(rollout(reward=0.0), rollout(reward=1.0), unjudged)))
+    assert waiting.waiting == [1], "what is not packed is nobody's to compute"
 
 
 def test_a_step_in_which_nothing_teaches_is_no_step() -> None:

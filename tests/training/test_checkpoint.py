@@ -15,8 +15,9 @@ import pytest
 
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.bigram import BigramModel
+from pipelinerl.training import checkpoint
 from pipelinerl.training.checkpoint import CheckpointStore, TrainingState, load
-from tests.fakes.checkpoints import model_directory, save, state_of
+from tests.fakes.checkpoints import capture, model_directory, save, state_of
 from trainer_contract.types import TrainerSpec
 
 SHIPPED = Path(__file__).resolve().parents[2] / "pipelinerl" / "models" / "tiny_speller"
@@ -171,6 +172,46 @@ def test_a_full_disk_leaves_the_checkpoints_as_they_were(store: CheckpointStore)
         store.save(state_of(4), layout=[], weights=[], parts={"trainer": full})
     assert latest(store) == state_of(2)
     assert latest(store) is not None and save(store, 4).name == "step-000004"
+
+
+def test_what_fails_after_it_is_in_place_may_be_tried_again(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 2)
+    save(store, 4)
+    captured, sync = capture(store, state_of(4, epoch=2)), checkpoint._sync
+
+    def broken(path: Path) -> None:
+        if path == store.directory:
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_sync", broken)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                store.commit(captured)
+            assert latest(store) == state_of(4, epoch=2)
+    assert store.commit(captured).name == "step-000004"
+    assert [path.name for path in sorted(store.directory.iterdir())] == ["step-000002", "step-000004"]
+
+
+def test_what_cannot_be_removed_is_said_and_costs_no_checkpoint(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        raise OSError(39, "Directory not empty", str(path))
+
+    for version in (1, 2):
+        save(store, version)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", busy)
+        for version in (3, 4):
+            save(store, version)
+    assert [path.name for path in store.all()] == ["step-000003", "step-000004"]
+    assert "step-000001 cannot be removed now: [Errno 39] Directory not empty" in caplog.text
+    save(store, 5)
+    assert not list(store.directory.glob(".*")), "it is tried again"
 
 
 def test_the_offsets_that_may_be_trimmed_need_no_reading_of_weights(store: CheckpointStore) -> None:

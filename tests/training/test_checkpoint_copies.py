@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pipelinerl.training.checkpoint import CheckpointStore, load
 from pipelinerl.training.checkpoint_copies import CheckpointCopies
 from pipelinerl.training.checkpoint_retention import Retention
 from pipelinerl.weights.place import Place
-from tests.fakes.checkpoints import model_directory, save, state_of, versions_in
+from tests.fakes.checkpoints import capture, model_directory, save, state_of, versions_in
 
 
 @pytest.fixture(params=["directory", "memory"])
@@ -77,6 +78,37 @@ def test_the_same_step_of_a_later_epoch_counts_and_replaces_the_earlier(
     assert len(Place(copies.url).names()) == 1, "a second try of the same is a no-op"
     save_both(store, 2, epoch=2)
     assert [copy.manifest.state.epoch for copy in copies.newest()] == [2]
+
+
+def test_what_is_saved_again_counts_whatever_its_digest(
+    store: CheckpointStore, copies: CheckpointCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same version and epoch with other ledgers, each time before the one before was swept up."""
+    ledgers = []
+    for frontier in range(6):
+        state = replace(state_of(2), ledger={"frontier": frontier})
+        with monkeypatch.context() as patched:
+            patched.setattr(Place, "remove", lambda *_: None)
+            store.copy(store.commit(capture(store, state)))
+        ledgers.append(next(copies.newest()).manifest.state.ledger["frontier"])
+    assert ledgers == [0, 1, 2, 3, 4, 5] and len(Place(copies.url).names()) == 6
+    store.copy(store.all()[-1])
+    assert [copy.manifest.state.ledger["frontier"] for copy in copies.newest()] == [5]
+    assert [copy.name for copy in copies.newest()] == ["step-000002"]
+
+
+def test_copies_above_where_the_run_went_on_push_out_nothing(
+    store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in (10, 20, 30):
+        save_both(store, version)
+    (store.directory / "step-000030" / "model.safetensors").write_bytes(b"")
+    again = CheckpointStore(store.directory, keep=2, model_directory=tmp_path / "model", copies=copies)
+    assert again.latest() == (store.directory / "step-000020", state_of(20))
+    again.claim(2)
+    save_both(again, 22, epoch=2)
+    assert versions(copies) == [22, 20]
+    assert "step-000030-e1-" in caplog.text and "the run went on from before it" in caplog.text
 
 
 class Killed(BaseException):

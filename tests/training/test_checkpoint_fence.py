@@ -76,6 +76,38 @@ def test_a_checkpoint_that_appeared_while_a_trainer_began_is_not_passed_over(
         second.claim(2)
 
 
+def test_nor_is_the_first_one_of_all(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+    first, second = stores
+    assert second.latest() is None
+    first.commit(capture(first, state_of(1, epoch=1)))
+    with pytest.raises(CheckpointError, match="step-000001 appeared while this trainer began from the beginning"):
+        second.claim(2)
+
+
+@pytest.mark.parametrize("whole", [[10], []], ids=["from an older one", "from the beginning"])
+def test_a_damaged_one_above_is_set_aside_and_does_not_push_out_what_comes_now(
+    stores: tuple[CheckpointStore, CheckpointStore], whole: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, second = stores
+    first = CheckpointStore(second.directory, keep=3, model_directory=second.directory.with_name("model"))
+    for version in (*whole, 20, 30):
+        first.commit(capture(first, state_of(version, epoch=1)))
+    for version in (20, 30):
+        (first.directory / f"step-{version:06d}" / "model.safetensors").write_bytes(b"")
+    found = second.latest()
+    assert ([found[1].model_version] if found else []) == whole
+    second.claim(2)
+    assert [path.name for path in second.all()] == [f"step-{version:06d}" for version in whole]
+    for version in (20, 30):
+        assert (second.directory / f"damaged-e2-step-{version:06d}" / "manifest.json").is_file()
+        assert f"set aside: {second.directory}/damaged-e2-step-{version:06d}" in caplog.text
+    for version in (12, 14):
+        second.commit(capture(second, state_of(version, epoch=2)))
+        assert [path.name for path in second.all()] == [f"step-{version:06d}"]
+        assert second.oldest_kept_offsets() == state_of(version).offsets
+    assert len(list(second.directory.glob("damaged-*"))) == 2, "nothing removes them silently"
+
+
 def test_an_earlier_epoch_cannot_claim(tmp_path: Path) -> None:
     fence = Fence(tmp_path / "checkpoints")
     fence.claim(3)

@@ -41,8 +41,8 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
 from pipelinerl.trainers.bigram_trainer import BigramTrainer
-from pipelinerl.training.admission import Fate
-from pipelinerl.training.checkpoint import CheckpointStore
+from pipelinerl.training.admission import Fate, Ledger
+from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.packing import WeightedRollout, pack
 from pipelinerl.training.passes import Passes
@@ -141,7 +141,8 @@ class Room:
 
     async def say(self, answers: str, **fields: Any) -> None:
         """Put a directive into the order stream."""
-        knobs = TrainerKnobs(k=4, learning_rate=fields.pop("learning_rate", 0.1), rollouts_per_step=4)
+        rate, rollouts = fields.pop("learning_rate", 0.1), fields.pop("rollouts_per_step", 4)
+        knobs = TrainerKnobs(k=4, learning_rate=rate, rollouts_per_step=rollouts)
         given = {
             "epoch": 1,
             "publish_to": [],
@@ -164,7 +165,9 @@ class Room:
 
 
 @asynccontextmanager
-async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S, warmup_steps: int = 0) -> AsyncIterator[Room]:
+async def room(
+    tmp_path: Path, *, deadline_s: float = DEADLINE_S, warmup_steps: int = 0, restored: TrainingState | None = None
+) -> AsyncIterator[Room]:
     model = tmp_path / "model"
     BigramModel.random(7, seed=0).save(model)
     stream, engines, trainer = MemoryStream(), Engines(), BigramTrainer()
@@ -178,6 +181,7 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S, warmup_steps: 
             no_signal=NoSignal.TRAIN,
             deadline_s=deadline_s,
             on_update=OnUpdate.CONTINUE,
+            vocab_size=7,
             schedule=LearningRateSchedule(warmup_steps=warmup_steps, steps=9, shape="constant", final_fraction=0.0),
         ),
         step=TrainStep(passes=Passes(policy=trainer)),
@@ -187,7 +191,7 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S, warmup_steps: 
         publisher=engines,
         prover=engines,
         checkpoints=store,
-        restored=None,
+        restored=restored,
         at=steps.append,
     )
     made = Room(stream, engines, store, loop, trainer, steps)
@@ -280,6 +284,31 @@ async def test_a_publication_that_fails_is_reported_and_training_goes_on(tmp_pat
         assert (await made.heard(StepDone)).model_version == 1
 
 
+@pytest.mark.parametrize("where", ["publish", "prove"])
+async def test_a_publication_that_dies_ends_the_wait_for_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    async def dies(*_: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    async with room(tmp_path) as made:
+        monkeypatch.setattr(Engines, where, dies)
+        await made.begin(publish_to=[ENGINE], prove=[ENGINE])
+        assert made.task is not None
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            await asyncio.wait_for(made.task, DEADLINE_S / 2)
+
+
+async def test_a_group_of_another_models_tokens_is_filtered_before_it_reaches_the_trainer(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        foreign = replace(group(0), rollouts=(rollout(reward=0.0), rollout(reward=1.0, sampled=[3, 7])))
+        await made.stream.append(ROLLOUTS + "a", [encode_group(foreign)], first_id=1)
+        await made.roll_out(1, 2)
+        done = await made.heard(StepDone)
+        assert (done.orders, done.consumed.filtered) == ([1, 2], 1)
+
+
 async def test_a_checkpoint_holds_what_the_run_goes_on_from(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
@@ -300,6 +329,17 @@ async def test_a_checkpoint_holds_what_the_run_goes_on_from(tmp_path: Path) -> N
         restored = BigramTrainer()
         restored.init_worker(TrainerSpec(model_path=tmp_path / "model", restore_from=latest[0] / "trainer"))
         assert restored.model_version == 1
+
+
+async def test_a_checkpoint_says_of_every_epoch_before_where_it_began(tmp_path: Path) -> None:
+    before = TrainingState(
+        model_version=0, epoch=2, offsets={}, ledger=Ledger().to_record(), controller={}, epochs=[[1, 0], [2, 0]]
+    )
+    async with room(tmp_path, restored=before) as made:
+        await made.begin(epoch=4, checkpoint=True, controller_state={})
+        await made.heard(Checkpointed)
+        latest = made.store.latest()
+        assert latest is not None and latest[1].epochs == [[1, 0], [2, 0], [4, 0]]
 
 
 async def test_a_directive_that_comes_twice_is_obeyed_once(tmp_path: Path) -> None:
@@ -415,11 +455,26 @@ async def test_a_wait_ends_and_names_whom_it_waited_for(tmp_path: Path, culprit:
         if culprit == "actors":
             await made.begin()
             await made.roll_out(0)
-            sentence = "step 1 waited 0 s for 4 rollouts and has 1 groups; see what the controller waits for"
+            sentence = "step 1 needs 4 rollouts and has 1 groups, and nothing came for 0 s; see what the controller"
         else:
             sentence = "the trainer waited 0 s for the controller to answer ready-.*; is the controller running"
         with pytest.raises(DeadlineError, match=sentence):
             await ended(made)
+
+
+@pytest.mark.parametrize("by", ["groups", "directives"])
+async def test_a_wait_in_which_something_comes_goes_on(tmp_path: Path, by: str) -> None:
+    async with room(tmp_path, deadline_s=1.0) as made:
+        await made.roll_out(0)
+        await made.begin(rollouts_per_step=8)
+        for number in (1, 2, 3):
+            await asyncio.sleep(0.6)
+            if by == "groups":
+                await made.roll_out(number)
+            else:
+                await made.say(f"knobs-e1-{number}", rollouts_per_step=8)
+        await made.roll_out(4, 5, 6, 7)
+        assert (await made.heard(StepDone)).consumed.trained == 4
 
 
 async def test_the_rate_is_the_knob_times_the_schedule(tmp_path: Path) -> None:

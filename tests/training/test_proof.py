@@ -118,6 +118,19 @@ def _choices(**changes: Any) -> Any:
     return twist
 
 
+def _tokens(token: int) -> Any:
+    """Every sampled token is this one."""
+
+    def twist(completion: ChatCompletion) -> ChatCompletion:
+        choices = [
+            choice.model_copy(update={"token_ids": [token] * len(choice.token_ids or ())})
+            for choice in completion.choices
+        ]
+        return completion.model_copy(update={"choices": choices})
+
+    return twist
+
+
 @pytest.mark.parametrize(
     ("twist", "report", "sentence"),
     [
@@ -128,6 +141,11 @@ def _choices(**changes: Any) -> Any:
         (_choices(token_ids=[]), {}, "choice 0 is not"),
         (_choices(token_logprobs=[-0.1]), {}, "choice 0 is not"),
         (_choices(version_spans=[(0, 1), (1, 3)]), {}, "must be sampled by version 0"),
+        (_tokens(10_000), {}, "the trainer cannot compute its answer: token_ids must lie in 0.."),
+        (_tokens(-1), {}, "the trainer cannot compute its answer: token_ids must lie in 0.."),
+        (_tokens(2**31), {}, "the canary must be answered with token ids, choice 0 has others"),
+        (_tokens(2**70), {}, "the canary must be answered with token ids, choice 0 has others"),
+        (lambda completion: completion.model_copy(update={"choices": []}), {}, "at least one choice"),
     ],
 )
 async def test_what_is_no_proof(tmp_path: Path, twist: Any, report: dict[str, Any], sentence: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 from launch.ports import free_ports
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.errors import DeadlineError, UpdateError
-from pipelinerl.weights import push
+from pipelinerl.weights import parameter_server, push
 from pipelinerl.weights.pull_publisher import PullPublisher
 from pipelinerl.weights.puller import WeightPuller
 from pipelinerl.weights.push import Placement
@@ -133,6 +134,25 @@ def test_a_server_that_stands_still_ends_at_the_deadline(server: Server) -> None
         assert 1.5 < time.monotonic() - began < 6
     finally:
         os.kill(process.pid, signal.SIGCONT)
+
+
+def test_a_reader_that_stands_still_holds_no_version_for_ever(replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_server, "BODY_TIMEOUT_S", 0.5)
+    address = ("127.0.0.1", int(replica.rpartition(":")[2]))
+    with (
+        closing(Placement([replica], token=TOKEN)) as placement,
+        socket.create_connection(address, timeout=5) as reader,
+    ):
+        for version in (1, 2):
+            placement.place(publication(version, layout=LARGE), {}, deadline=soon())
+        reader.sendall(f"GET /weights/1/1 HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n\r\n".encode())
+        assert reader.recv(1024).startswith(b"HTTP/1.1 200")
+        placement.confirm(1, {}, deadline=soon())
+        assert _held(replica) == [(1, 1), (1, 2)], "nobody is counted on to need 1.1 any more, but it is being read"
+        deadline = soon()
+        while _held(replica) != [(1, 2)]:
+            assert time.monotonic() < deadline, "it is held for a reader that reads no more"
+            time.sleep(0.05)
 
 
 def test_a_pull_that_is_given_up_ends_at_once(server: Server) -> None:

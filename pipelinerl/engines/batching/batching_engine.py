@@ -193,7 +193,7 @@ class BatchingEngine:
             token_limit=room if asked.token_limit is None else min(asked.token_limit, room),
             temperature=asked.temperature,
             top_p=asked.top_p,
-            top_k=asked.top_k,
+            top_k=asked.top_k if asked.top_k < model.vocab_size else 0,
             streams=streams,
         )
         seed = asked.seed if asked.seed is not None else rng.key(self._settings.seed, "request", number)

@@ -261,9 +261,11 @@ class DecodeLoop:
             self._abort_running()
         self._runner.swap()
         self.serving = (commit.epoch, commit.version)
+        recomputes = commit.on_update is OnUpdate.RECOMPUTE_KV
         for sequence in running:
             sequence.mark_version(commit.version)
-        if commit.on_update is OnUpdate.RECOMPUTE_KV and running:
+            sequence.lends_prompt = recomputes
+        if recomputes and running:
             rows = enumerate(running)
             self._runner.prefill([Prefill(_before_next(sequence), [row]) for row, sequence in rows])
         with self._changed:

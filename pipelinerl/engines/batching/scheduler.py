@@ -3,8 +3,9 @@
     submit ─▶ waiting (bounded) ─▶ admit ─▶ running: rows 0..B-1, no holes ─▶ retire
 
 Sequences join and leave at every decode step. The samples of a request that are admitted together share one prefill;
-one that joins later, because the rows were full, takes the prompt's cache from a sibling that still runs. When rows
-end, the last rows move into the holes, so the batch stays dense; each move has a distinct source and target.
+one that joins later, because the rows were full, takes the prompt's cache from a sibling that still runs, if the
+weights that serve have computed it. When rows end, the last rows move into the holes, so the batch stays dense; each
+move has a distinct source and target.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Scheduler:
     """Rows and the waiting queue.
 
     Args:
-        slots: rows. max_waiting: most samples that may wait for a row.
+        slots: rows. max_waiting: most samples that may wait for a row, beyond those that a free one awaits.
         prefill_tokens: most prompt tokens admitted at once, so that a flood of prompts cannot starve decoding; a single
             longer prompt is still admitted, alone.
     """
@@ -60,8 +61,8 @@ class Scheduler:
         Raises:
             Overloaded: its samples do not fit in the queue.
         """
-        samples = len(request.sequences)
-        if self.num_waiting + samples > self._max_waiting:
+        samples, free = len(request.sequences), self._slots - len(self.running)
+        if self.num_waiting + samples > self._max_waiting + free:
             raise Overloaded(
                 f"the waiting queue holds at most {self._max_waiting} samples, {self.num_waiting} wait and {samples} "
                 "more were asked for; retry later or at another engine"
@@ -113,7 +114,8 @@ class Scheduler:
         return list(requests.values())
 
     def _sibling(self, request: Request) -> int | None:
-        return next((row for row, sequence in enumerate(self.running) if sequence.request is request), None)
+        rows = enumerate(self.running)
+        return next((row for row, sequence in rows if sequence.request is request and sequence.lends_prompt), None)
 
     def _start(self, request: Request, sibling: int | None) -> Admission:
         first_row = len(self.running)

@@ -22,6 +22,7 @@ from inference_contract.schemas import (
     StreamOptions,
 )
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.runner import RowState
 from pipelinerl.engines.bigram_engine import BigramRunner
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -156,7 +157,7 @@ async def test_the_context_bounds_the_answer(engine: BatchingEngine, gate: Gated
         (_ask(10_000), InvalidRequest, r"in \[0, \d+\), got 10000"),
         (_ask(-1), InvalidRequest, "got -1"),
         (_ask(7, model="other"), UnknownModel, "serves 'm', got 'other'"),
-        (_ask(7, n=17), Overloaded, "at most 16 samples"),
+        (_ask(7, n=21), Overloaded, "at most 16 samples"),
     ],
 )
 async def test_what_cannot_be_served_is_refused(
@@ -326,6 +327,45 @@ async def test_continue_keeps_the_cache_and_recompute_rebuilds_it(engine: Batchi
     ]
     gate.open()
     assert len((await task).choices) == 2
+
+
+@pytest.mark.parametrize(
+    ("on_update", "joins"),
+    [
+        (OnUpdate.CONTINUE, ["prefill 2 tokens to rows [3]", "copy 2 tokens from row 1 to rows [3]"]),
+        (OnUpdate.RECOMPUTE_KV, ["copy 2 tokens from row 0 to rows [3]", "copy 2 tokens from row 0 to rows [3]"]),
+    ],
+)
+async def test_a_late_sample_takes_no_prompt_that_older_weights_computed(
+    engine: BatchingEngine, gate: GatedRunner, on_update: OnUpdate, joins: list[str]
+) -> None:
+    """Its span says that the new ones sampled it; so they compute the prompt once more, and then that one is shared."""
+    shorts = [await _started(engine, gate, _ask(7, 8, max_tokens=3))]
+    shorts.append(await _submitted(engine, _ask(7, 8, max_tokens=3)))
+    long = await _submitted(engine, _ask(7, 8, 9, n=4, max_tokens=9))
+    await _steps(engine, gate, 1)
+    _stage(engine, seed=1)
+    commit = await _commit(engine, on_update)
+    await _steps(engine, gate, 1)
+    await commit
+    known = len(gate.log)
+    await _steps(engine, gate, 2)  # each ends one of the short ones, whose row a late sample takes
+    assert gate.log[known:] == joins
+    gate.open()
+    choices = (await long).choices
+    assert [choice.version_spans for choice in choices] == [[(0, 1), (1, 8)]] * 2 + [[(1, 9)]] * 2
+    await asyncio.gather(*shorts)
+
+
+async def test_a_top_k_beyond_the_vocabulary_keeps_every_token(engine: BatchingEngine, gate: GatedRunner) -> None:
+    """However large it is, it never reaches the arrays of a runner; and it costs no sorting."""
+    placed: list[RowState] = []
+    place = gate.place
+    gate.place = lambda states: (placed.extend(states), place(states))[1]  # type: ignore[method-assign]
+    gate.open()
+    for top_k in (2**31 - 1, gate.vocab_size, gate.vocab_size - 1):
+        await engine.complete(_ask(7, top_k=top_k))
+    assert [state.top_k for state in placed] == [0, 0, gate.vocab_size - 1]
 
 
 async def test_abort_ends_running_samples_with_what_they_have(engine: BatchingEngine, gate: GatedRunner) -> None:

@@ -62,11 +62,26 @@ def test_without_a_sibling_the_prompt_is_computed_again() -> None:
 
 
 def test_the_queue_is_bounded_in_samples() -> None:
-    scheduler = _scheduler(max_waiting=3)
+    scheduler = _scheduler(slots=4, max_waiting=3)
+    scheduler.submit(_request("running", samples=4))
+    scheduler.admit()
     scheduler.submit(_request("a", samples=2))
     with pytest.raises(Overloaded, match="at most 3 samples, 2 wait and 2 more"):
         scheduler.submit(_request("b", samples=2))
     scheduler.submit(_request("c", samples=1))
+
+
+def test_samples_for_free_rows_do_not_count_as_waiting() -> None:
+    scheduler = _scheduler(slots=4, max_waiting=2)
+    with pytest.raises(Overloaded):
+        scheduler.submit(_request("more than rows and queue", samples=7))
+    scheduler.submit(_request("a", samples=6))
+    with pytest.raises(Overloaded):
+        scheduler.submit(_request("b"))
+    scheduler.admit()
+    assert scheduler.num_waiting == 2
+    scheduler.retire([0])
+    scheduler.submit(_request("b"))
 
 
 def test_prompts_beyond_the_budget_wait_for_the_next_step_but_a_long_one_still_enters() -> None:

@@ -18,6 +18,15 @@ os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """A role that ran in the test's process leaves its loop's handlers behind; the next test has Python's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def own_logging() -> Iterator[None]:
     root = logging.getLogger()

@@ -11,7 +11,7 @@ again).
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | all ranks to join, PREPARE | the engines | the group's timeout: a third of the publication's |
-| each bucket of the broadcast | the engines receive or die | the group's timeout |
+| each bucket of the broadcast | the engines receive or die | the group's timeout, `_BUCKET_S` at most |
 | COMMIT | the engines | the group's timeout; with `drain`, the publication's |
 """
 
@@ -47,6 +47,9 @@ from pipelinerl.weights.sender import WeightSender
 _EPOCH_STEP: Final = 2**40
 _MEMBERSHIP_STEP: Final = 2**12
 
+#: Engines take a bucket in milliseconds. One that is killed may leave gloo waiting, once in a hundred times.
+_BUCKET_S: Final = 10.0
+
 #: An engine that failed with one of these was waiting for another that is the cause.
 _VICTIM = (DeadlineExceeded, PeerLost)
 
@@ -69,6 +72,7 @@ class _Progress:
     began: float
     send_s: float = 0.0
     digest: str = ""
+    broke: bool = False
     pauses_s: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -300,10 +304,10 @@ class BroadcastPublisher:
 
     async def _sent(self, progress: _Progress, sender: WeightSender, group: Collective | None) -> str:
         """Gather, hash and broadcast on a thread; returns the digest."""
-        began = time.monotonic()
+        began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _BUCKET_S)
         sending = in_background(
             f"send-{_version(progress.publication)}",
-            lambda: sender.send(group, deadline=progress.deadline, silence_s=progress.publication.timeout_s / 3),
+            lambda: sender.send(group, deadline=progress.deadline, silence_s=silence_s),
         )
         if not await settled(sending, timeout_s=progress.remaining_s + 1.0):
             raise DeadlineError(f"the broadcast has not ended within {progress.publication.timeout_s:g} s")
@@ -339,7 +343,9 @@ class BroadcastPublisher:
             if isinstance(answer, PipelineError)
         }
         progress.drop(lost)
-        if not lost or not can_retry or time.monotonic() > progress.deadline:
+        # With nobody lost it broke by one who is back already: a process that was started again answers by its URL.
+        hopeless, progress.broke = progress.broke and not lost, True
+        if hopeless or not can_retry or time.monotonic() > progress.deadline:
             progress.drop(dict.fromkeys(progress.targets, f"the broadcast broke: {reason}"))
 
     async def _abort(self, progress: _Progress, url: str) -> WeightUpdateResponse:

@@ -118,7 +118,7 @@ def answers(version: int) -> list[Message]:
     """Of the evaluation that began at `version`."""
     return [
         EvaluationDone(
-            order_id=f"eval-{version}-{version // 5 + 1}-{i:06d}",
+            order_id=f"eval-{version}-{-(-version // 5) + 1}-{i:06d}",
             index=i,
             correct=1,
             judged=1,

@@ -51,19 +51,6 @@ def test_an_engine_is_replaced_and_the_new_one_killed_under_load(tmp_path: Path)
     assert not run.alive()
 
 
-@pytest.mark.timeout(200)
-def test_groups_that_cannot_be_fresh_any_more_are_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Orders are issued eight steps ahead, but only what is one version old may train: most come too late."""
-    directory = tmp_path / "run"
-    with launched(new_run(directory, "run.steps=40", "staleness.j=8", "staleness.k=1"), directory) as run:
-        assert run.end(150) == 0, run.story()
-    assert run.events("group_outdated")
-    assert max(event["staleness_max"] for event in run.events("step")) <= 1.0
-    (finished,) = run.events("run_finished")
-    assert finished["ledger"]["stale"] >= len(run.events("group_outdated")) > 0
-    assert_nothing_lost(run)
-
-
 # --- longer: make chaos -----------------------------------------------------------------------------------------------
 
 

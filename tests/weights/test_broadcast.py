@@ -48,20 +48,21 @@ def publication(version: int, engines: Sequence[str], **fields: Any) -> Publicat
 
 
 class Recording:
-    """`EngineControl` that remembers what passed through it."""
+    """`EngineControl` that remembers what passed through it, and reaches an engine elsewhere once it has `moved`."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
         self.joins: list[InitProcessGroupRequest] = []
         self.updates: list[tuple[str, WeightUpdateRequest]] = []
+        self.moved: dict[str, str] = {}
 
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
         self.joins.append(request)
-        return await self.client.init_process_group(url, request)
+        return await self.client.init_process_group(self.moved.get(url, url), request)
 
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
         self.updates.append((url, request))
-        return await self.client.request_weight_update(url, request)
+        return await self.client.request_weight_update(self.moved.get(url, url), request)
 
 
 @pytest.fixture
@@ -244,12 +245,34 @@ async def test_an_engine_that_dies_in_the_broadcast(
     assert one == two
 
 
-def _halting(sending: threading.Event, release: threading.Event) -> Callable[[], Iterator[tuple[str, Any]]]:
-    """Weights that halt before the second bucket, the first time, until they are released."""
+async def test_one_that_was_killed_and_started_again_meanwhile_is_served_with_the_others(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    """It answers by its URL when the broadcast has broken, so that nobody seems lost."""
+    with as_process("tests.fakes.scripted_engine") as (victim, process), in_thread(application()) as again:
+        warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=60.0))
+        assert warm.failed == {}
+        sending, release = threading.Event(), threading.Event()
+        source = _halting(sending, release, bucket=0)
+        update = asyncio.create_task(
+            publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=20.0))
+        )
+        await asyncio.to_thread(sending.wait, 5)
+        os.kill(process.pid, signal.SIGSTOP)  # what gloo sometimes makes of a peer that was killed: it waits
+        control.moved[victim] = again
+        release.set()
+        assert (await update).failed == {}
+        assert [await serving(control, url) for url in (again, *engines)] == [(1, 2)] * (1 + len(engines))
+
+
+def _halting(
+    sending: threading.Event, release: threading.Event, *, bucket: int = 1
+) -> Callable[[], Iterator[tuple[str, Any]]]:
+    """Weights that halt before a bucket (from 0), the first time, until they are released."""
 
     def source() -> Iterator[tuple[str, Any]]:
         for row, item in enumerate(weights(2)()):
-            if row == 1 and not sending.is_set():
+            if row == bucket and not sending.is_set():
                 sending.set()
                 assert release.wait(10)
             yield item

@@ -25,6 +25,7 @@ from inference_contract.schemas import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.engine_core import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.engines.torch_shared_bytes import SharedBytes
+from pipelinerl.engines.vllm_limits import check_request
 from pipelinerl.errors import ModelError
 
 #: How long the core's process may take to end before it is killed: nothing in it is worth waiting for.
@@ -107,7 +108,8 @@ class VllmCore:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """vLLM can do whatever the contract asks for."""
+        """Raise `InvalidRequest` for a temperature that vLLM would replace."""
+        check_request(request)
 
     async def add(self, sequences: list[Sequence], *, stop_ids: frozenset[int], salt: str) -> None:
         """Begin the samples of one request, in one step: alone on the engine it is computed alike each time."""

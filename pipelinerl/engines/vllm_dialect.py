@@ -20,6 +20,7 @@ from pipelinerl.engines.stock_core import Chunk, LabelSpan, StockModel
 from pipelinerl.engines.stock_http import StockHttp
 from pipelinerl.engines.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.vllm_engine import check_version
+from pipelinerl.engines.vllm_limits import check_request
 from pipelinerl.errors import EngineUnreachable, ModelError
 
 #: As it must be named on the server's command line.
@@ -75,7 +76,8 @@ class VllmDialect:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """vLLM can do whatever the contract asks for."""
+        """Raise `InvalidRequest` for a temperature that vLLM would replace."""
+        check_request(request)
 
     def order(self, sequence: Sequence, *, stop_ids: frozenset[int], salt: str) -> Mapping[str, Any]:
         """`GenerateRequest` of one sample, whose ends are ours: the limit and `stop_ids`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,13 @@ from inference_contract.conformance import Outcome, run
 from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import Session, refused
 from inference_contract.conformance.trainer import weights
+from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import EngineState, FinishReason
+from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.engines.vllm_engine import check_version, from_options
+from pipelinerl.engines.vllm_limits import check_request
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES
@@ -126,6 +129,21 @@ def test_what_it_cannot_do_is_refused_before_it_starts(options: dict[str, Any], 
         from_options(
             EngineOptions(model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, **options)
         )
+
+
+@pytest.mark.parametrize(("temperature", "refused"), [(0.0, False), (0.0099, True), (0.01, False), (1.0, False)])
+def test_temperatures_that_vllm_would_replace_are_refused(temperature: float, refused: bool) -> None:
+    request = Request(
+        request_id="r",
+        prompt_token_ids=[1],
+        token_limit=1,
+        temperature=temperature,
+        top_p=1.0,
+        top_k=0,
+        streams=False,
+    )
+    with pytest.raises(InvalidRequest, match=r"no temperature between 0 and 0\.01") if refused else nullcontext():
+        check_request(request)
 
 
 # --- with vLLM ---------------------------------------------------------------------------------------------------

@@ -207,6 +207,15 @@ async def test_commit_names_how_far_the_bytes_came(setting: Setting) -> None:
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED, "a late commit may be asked again"
 
 
+async def assert_only_a_higher_generation_serves(setting: Setting) -> None:
+    with pytest.raises(NotPrepared, match="higher generation"):
+        await setting.phase(UpdatePhase.PREPARE, version=2)
+    await setting.join(2)
+    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
 async def test_silence_fails_the_receive_and_names_the_parameters(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
@@ -214,12 +223,7 @@ async def test_silence_fails_the_receive_and_names_the_parameters(setting: Setti
     with pytest.raises(DeadlineExceeded, match=r"bucket 2 of 2 \(parameter 'second'\) from rank 0"):
         await setting.phase(UpdatePhase.COMMIT)
     assert not setting.target.current.any() and setting.receiver.dirty is None
-    with pytest.raises(NotPrepared, match="higher generation"):
-        await setting.phase(UpdatePhase.PREPARE, version=2)
-    await setting.join(2)
-    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2)
-    await setting.send()
-    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+    await assert_only_a_higher_generation_serves(setting)
 
 
 async def test_an_update_that_nobody_commits_gives_way_to_the_next_of_its_group(setting: Setting) -> None:
@@ -236,12 +240,7 @@ async def test_a_receive_that_failed_unseen_asks_for_another_group(setting: Sett
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
     await asyncio.sleep(0.6)
-    with pytest.raises(NotPrepared, match="higher generation"):
-        await setting.phase(UpdatePhase.PREPARE, version=2)
-    await setting.join(2)
-    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2)
-    await setting.send()
-    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+    await assert_only_a_higher_generation_serves(setting)
 
 
 async def test_a_dead_trainer_fails_the_receive_at_once(setting: Setting) -> None:

@@ -43,7 +43,7 @@ RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as run
 
 @app.command()
 def run(
-    recipe: Annotated[str | None, typer.Argument(help="Recipe file, or name of a shipped one [default: tiny].")] = None,
+    recipe: Annotated[str | None, typer.Argument(help="Recipe file, or name of a shipped one (default: tiny).")] = None,
     overrides: Overrides = None,
     resume: Annotated[str | None, typer.Option(help="Go on with the run in this directory, or at this URL.")] = None,
 ) -> None:
@@ -189,17 +189,17 @@ def bench(
 
 RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; the same for every role.")]
 Name = Annotated[str, typer.Option("--name", help="This process' name; unique within the run.")]
-RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's directory [default: by the recipe].")]
+RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's directory (default: by the recipe).")]
 RedisUrl = Annotated[
     str | None,
     typer.Option(
         "--redis-url",
         envvar="PIPELINERL_REDIS_URL",  # where a password is in nobody's process list
-        help="Where the streams are [default: by the recipe, else redis://127.0.0.1:6379/0].",
+        help="Where the streams are (default: by the recipe, else redis://127.0.0.1:6379/0).",
     ),
 ]
 ControllerUrl = Annotated[str, typer.Option("--controller-url", help="Where the controller is.")]
-TokenFile = Annotated[Path | None, typer.Option("--token-file", help="Bearer token [default: $PIPELINERL_TOKEN].")]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="Bearer token (default: $PIPELINERL_TOKEN).")]
 Host = Annotated[str, typer.Option("--host", help="Address to bind.")]
 Port = Annotated[int, typer.Option("--port", help="Port to bind.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the recipe: section.key=value.")]
@@ -271,8 +271,8 @@ def engine(
     token_file: TokenFile = None,
     host: Host = "127.0.0.1",
     port: Port = 8001,
-    type: Annotated[str | None, typer.Option(help="Engine type [default: the recipe's].")] = None,
-    model: Annotated[str | None, typer.Option(help="Model directory [default: the recipe's].")] = None,
+    type: Annotated[str | None, typer.Option(help="Engine type (default: the recipe's).")] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory (default: the recipe's).")] = None,
     changes: Changes = None,
 ) -> None:
     """An inference server; joins the run of the controller, or serves alone with --controller-url ''."""

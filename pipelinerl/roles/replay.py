@@ -6,6 +6,7 @@ Rollouts are kept from the oldest kept checkpoint on, so earlier steps cannot be
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelinerl.config import RunConfig, load
-from pipelinerl.errors import RecordError, UserError
+from pipelinerl.errors import CheckpointError, RecordError, UserError
 from pipelinerl.objective.presets import resolve
 from pipelinerl.roles.parts import checkpoints_of, objective_of
 from pipelinerl.roles.recorded_run import recorded_groups, recorded_step, recorded_steps
@@ -24,6 +25,8 @@ from pipelinerl.roles.workers import started
 from pipelinerl.training import checkpoint
 from pipelinerl.training.adaptive import AdaptiveObjective
 from pipelinerl.training.replay import COMPARED, RecordedStep, Replay, ReplayedStep
+
+log = logging.getLogger("pipelinerl")
 
 #: Figures that are shown without being compared.
 _MORE: Final = ("kl_k3", "ess", "clip_fraction", "truncated_fraction")
@@ -83,7 +86,11 @@ def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
 def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, checkpoint.TrainingState]:
     """The newest whole checkpoint before the step; the run's own beginning where nothing was trimmed yet."""
     for path in reversed(checkpoints_of(config, run_dir).all()):
-        state = checkpoint.load(path)
+        try:
+            state = checkpoint.load(path)
+        except CheckpointError as error:
+            log.error("skipping a damaged checkpoint: %s", error)
+            continue
         if state.model_version < step:
             return path, state
     return None, checkpoint.TrainingState(model_version=0, epoch=0, offsets={}, ledger={}, controller={})

@@ -1,0 +1,22 @@
+"""Where a replay begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipelinerl.config import load
+from pipelinerl.roles.parts import checkpoints_of
+from pipelinerl.roles.replay import _checkpoint_before
+from pipelinerl.training.checkpoint import CheckpointStore
+from tests.fakes.checkpoints import model_directory, save
+
+
+def test_it_begins_at_the_newest_whole_checkpoint_before_the_step(tmp_path: Path) -> None:
+    config = load("tiny")
+    directory = checkpoints_of(config, tmp_path).directory
+    store = CheckpointStore(directory, keep=3, model_directory=model_directory(tmp_path / "model"))
+    paths = [save(store, version) for version in (1, 2, 3)]
+    (paths[1] / "trainer" / "optimizer").write_bytes(b"damaged")
+    assert _checkpoint_before(config, tmp_path, 3)[0] == paths[0], "the second is damaged, the third too late"
+    assert _checkpoint_before(config, tmp_path, 4)[0] == paths[2]
+    assert _checkpoint_before(config, tmp_path, 1)[0] is None

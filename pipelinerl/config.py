@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from inference_contract.schemas import Transport
+from inference_contract.schemas import Backend, Transport
 from pipelinerl.config_learning import (
     CriticSection,
     KLControlSection,
@@ -43,8 +45,9 @@ from pipelinerl.config_sections import (
     WeightsSection,
 )
 from pipelinerl.errors import RecipeError
+from trainer_contract.types import Device
 
-__all__ = ["MODELS", "RECIPES", "RunConfig", "load", "parse", "to_table"]
+__all__ = ["MODELS", "RECIPES", "RunConfig", "load", "parse", "save", "to_table", "write_private"]
 
 RECIPES = Path(__file__).resolve().parent.parent / "launch" / "recipes"
 
@@ -125,6 +128,11 @@ class RunConfig(Section):
                     f"{path} ({tokens}) must be below engine.context_length ({self.engine.context_length}): the prompt "
                     "needs room too"
                 )
+        if self.weights.backend is Backend.NCCL and Device.CPU in (self.trainer.device, self.engine.device):
+            raise ValueError(
+                f'weights.backend = "nccl" goes from GPU to GPU, trainer.device is {self.trainer.device} and '
+                f"engine.device {self.engine.device}"
+            )
         return self
 
     @property
@@ -261,3 +269,16 @@ def to_table(config: RunConfig) -> dict[str, Any]:
     bounds = config.staleness.bounds
     table["staleness"] = {"j": bounds.j, "k": bounds.k if math.isinf(bounds.k) else int(bounds.k)}
     return table
+
+
+def save(config: RunConfig, path: Path) -> None:
+    """Write the resolved recipe, whole: no base, no overrides. It may hold a secret, and is its owner's only."""
+    write_private(path, tomli_w.dumps(to_table(config)))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that its owner alone may read, in place of what was there."""
+    path.unlink(missing_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(file, "w") as stream:
+        stream.write(text)

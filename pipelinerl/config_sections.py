@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from inference_contract.schemas import OnUpdate
-from inference_contract.weights import BaseUrl, Transport
+from inference_contract.weights import Backend, BaseUrl, Transport
 from pipelinerl.controller.evaluation import Pin
 from pipelinerl.controller.knobs import COLDEST, HOTTEST
 from pipelinerl.engines.options import WeightFormat
@@ -219,6 +219,18 @@ class WeightsSection(Section):
 
     transport: Transport = Transport.BROADCAST
     """Pushed to all engines at once, or pulled by each from a parameter server."""
+    backend: Backend = Backend.GLOO
+    """What carries a broadcast: gloo by way of the hosts' memory, nccl from GPU to GPU, each of which is one rank's."""
+    host: Annotated[str, Field(min_length=1)] | None = None
+    """Address of the trainer's machine at which engines meet for a broadcast; by default the one that faces them."""
+    timeout_s: float = Field(default=120.0, gt=0, le=3600)
+    """Longest that a publication may take. An engine that is not reached within it gets the next one."""
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if self.transport is Transport.PULL and (self.backend is not Backend.GLOO or self.host is not None):
+            raise ValueError('weights.backend and weights.host are of a broadcast, weights.transport is "pull"')
+        return self
 
 
 class ParameterServerSection(Section):

@@ -129,6 +129,11 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
+def url_of(host: str, port: int) -> str:
+    """The base URL of what listens there; an IPv6 address stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 async def serve_until(app: FastAPI, listener: socket.socket, *, over: asyncio.Future[Any] | None = None) -> None:
     """Serve a guarded application on `listener` until `over` completes, a signal comes or this task is cancelled.
 

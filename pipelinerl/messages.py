@@ -43,12 +43,14 @@ class Consumed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerReady(Message, frozen=True):
-    """A trainer has loaded weights `model_version` and asks what to do. Begins a new epoch."""
+    """A trainer has loaded weights `model_version` and asks what to do. Begins a new epoch, above all that were ever
+    `claimed` in its directory."""
 
     report_id: str
     incarnation: str
     model_version: int
     consumed: Consumed
+    claimed: int = 0
 
 
 class StepDone(Message, frozen=True):

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from pipelinerl.weights.address import address_towards
+
 #: Read when JAX is first used in a process: as many CPU devices, so that meshes can be tried, and machine code that is
 #: quicker to make than to run, since a test runs a program a few times only.
 _XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -25,6 +27,15 @@ def own_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def outward() -> str:
+    """The address of this machine that faces others; 198.51.100.0/24 is for documentation, and no host's."""
+    try:
+        return address_towards("198.51.100.7", 80)
+    except OSError:
+        pytest.skip("this machine has no network, and so no address but loopback")
 
 
 @pytest.fixture

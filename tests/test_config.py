@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import stat
 from pathlib import Path
 
 import pytest
-import tomli_w
 
 from inference_contract.schemas import OnUpdate
 from pipelinerl import config
-from pipelinerl.config import RunConfig, load, parse, to_table
+from pipelinerl.config import RunConfig, load, parse, save, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.reward import Over, RewardShaping
 from pipelinerl.staleness import StalenessBounds
@@ -67,6 +67,8 @@ def refusal(*overrides: str) -> str:
         ("domains=[]", "domains: must be one or more with names of their own, got none"),
         ("run.steps", "an override must read section.key=value, got 'run.steps'"),
         ("=3", "an override must read section.key=value, got '=3'"),
+        ("weights.backend=mpi", "weights.backend: Input should be 'gloo' or 'nccl', got 'mpi'"),
+        ("weights.timeout_s=0", "weights.timeout_s: "),
         ("weights.transport=pigeon", "weights.transport: Input should be 'broadcast' or 'pull', got 'pigeon'"),
         ("parameter_server.versions=1", "parameter_server.versions: Input should be greater than or equal to 2, got 1"),
         ('parameter_server.urls=["a:1"]', "parameter_server.urls.0: "),
@@ -98,6 +100,15 @@ def test_parameter_servers_are_started_where_weights_are_pulled_and_none_is_name
         "parameter_server.urls must name as many servers for each of the 2 shards, got 1 in all"
     )
     assert config.load("tiny", [*pulled, 'parameter_server.urls=["http://a:1"]']).servers_to_start == 0
+
+
+def test_what_carries_a_broadcast_is_refused_where_it_cannot() -> None:
+    assert refusal("weights.backend=nccl", "trainer.device=cpu") == (
+        'weights.backend = "nccl" goes from GPU to GPU, trainer.device is cpu and engine.device auto'
+    )
+    assert refusal("weights.host=trainer-0", "weights.transport=pull") == (
+        'weights.backend and weights.host are of a broadcast, weights.transport is "pull"'
+    )
 
 
 def test_a_secret_in_an_address_is_not_repeated() -> None:
@@ -155,8 +166,9 @@ def test_words_and_lists_become_values() -> None:
 def test_a_resolved_recipe_reads_back_equal(recipe: Path, tmp_path: Path) -> None:
     resolved = load(recipe, ["staleness.k=inf"])
     written = tmp_path / "resolved.toml"
-    written.write_text(tomli_w.dumps(to_table(resolved)))
+    save(resolved, written)
     again = load(written)
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600, "it may hold a secret"
     assert to_table(again) == to_table(resolved)
     assert again.staleness.bounds == resolved.staleness.bounds
     assert again.model_copy(update={"staleness": None}) == resolved.model_copy(update={"staleness": None})

@@ -41,8 +41,8 @@ ACCOUNT: dict[str, Any] = {"trained": 1, "filtered": 2, "stale": 3, "failed": 4,
 
 WIRE: list[tuple[Message, dict[str, Any]]] = [
     (
-        TrainerReady(report_id="ready-a", incarnation="a", model_version=5, consumed=CONSUMED),
-        {"report_id": "ready-a", "incarnation": "a", "model_version": 5, "consumed": ACCOUNT},
+        TrainerReady(report_id="ready-a", incarnation="a", model_version=5, consumed=CONSUMED, claimed=2),
+        {"report_id": "ready-a", "incarnation": "a", "model_version": 5, "consumed": ACCOUNT, "claimed": 2},
     ),
     (
         StepDone(

@@ -25,10 +25,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, final
 
-from inference_contract.errors import ContractError, Dirty, EngineStopped, Overloaded, UpdateInProgress
+from inference_contract.errors import ContractError, Dirty, EngineStopped, UpdateInProgress
 from inference_contract.schemas import FinishReason, OnUpdate
 from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, SampledToken, aborted, deliveries, sampled
 from pipelinerl.engines.batching.sample_loop import ServedModel
+from pipelinerl.engines.batching.scheduler import check_room
 from pipelinerl.engines.batching.sequence import Request, Sequence, extend
 from pipelinerl.engines.engine_core import CoreModel, EngineCore, Sampled, Step, label_of, sample_id
 
@@ -107,16 +108,18 @@ class CoreLoop:
         return max(self._num_open - self._slots, 0)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises `Overloaded` or `EngineStopped`, or what the core refuses it with."""
+        """Queue a request. Raises `InvalidRequest`, `Overloaded`, `EngineStopped`, or what the core refuses it with."""
         samples = len(request.sequences)
         with self._guard:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing; send the request to another one")
-            if self._num_open + samples > self._slots + self._max_waiting:
-                raise Overloaded(
-                    f"the waiting queue holds at most {self._max_waiting} samples, {self.num_waiting} wait and "
-                    f"{samples} more were asked for; retry later or at another engine"
-                )
+            check_room(
+                samples,
+                running=self.num_running,
+                waiting=self.num_waiting,
+                slots=self._slots,
+                max_waiting=self._max_waiting,
+            )
             self._core.check(request)
             self._requests[request.request_id] = request
             self._num_open += samples

@@ -1,9 +1,10 @@
 """`EnginePool`: one chat completion from whichever engine has least to do, surviving engines that come and go.
 
 Promises: a request is tried until it is answered or its deadline passes, on another engine if there is one, with the
-same seed, so an answer does not depend on how often it was tried; a refusal of the request itself is raised at once.
-All samples of a request are one engine's, which computes their prompt once. What runs at an engine that is no longer
-part of the run is handed over: cancelled there and tried elsewhere.
+same seed, so an answer does not depend on how often it was tried. An engine that refuses the request itself is not
+asked for it again, and others are, since engines of one run may differ; once all that serve have refused it, that is
+raised. All samples of a request are one engine's, which computes their prompt once. What runs at an engine that is no
+longer part of the run is handed over: cancelled there and tried elsewhere.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -88,28 +89,29 @@ class EnginePool:
         self._deadline_s = deadline_s
         self._suspect_s = suspect_s
         self._min_epoch = min_epoch
-        self._outstanding: dict[str, int] = {}
+        self._serving: frozenset[str] = frozenset()
+        self._known: frozenset[str] = frozenset()  # those that serve, and those that end what they have
+        self._outstanding: Counter[str] = Counter()  # of every engine at which something runs, whatever its standing
         self._suspect_until: dict[str, float] = {}
         self._running: dict[str, set[asyncio.Timeout]] = {}
-        self._finishing: frozenset[str] = frozenset()
         self._named: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self.update(urls)
 
     @property
     def outstanding(self) -> Mapping[str, int]:
-        """Tokens asked for and not yet answered, by engine."""
-        return dict(self._outstanding)
+        """Tokens asked for and not yet answered, by engine that serves."""
+        return {url: self._outstanding[url] for url in self._serving}
 
     def update(self, urls: Iterable[str], *, finishing: Iterable[str] = ()) -> None:
         """Use these engines from now on; those that are `finishing` may end what they have, others may not."""
-        self._outstanding = {url: self._outstanding.get(url, 0) for url in urls}
-        self._finishing = frozenset(finishing)
-        for url in self._running.keys() - self._outstanding.keys() - self._finishing:
+        self._serving = frozenset(urls)
+        self._known = self._serving | frozenset(finishing)
+        for url in self._running.keys() - self._known:
             for scope in self._running.pop(url):
                 if not scope.expired():
                     scope.reschedule(asyncio.get_running_loop().time())
-        self._suspect_until = {url: at for url, at in self._suspect_until.items() if url in self._outstanding}
+        self._suspect_until = {url: at for url, at in self._suspect_until.items() if url in self._serving}
         self._changed.set()
 
     async def complete(
@@ -120,14 +122,15 @@ class EnginePool:
         With `engine` (base URL), by that one alone, which is left to such requests while there are any.
 
         Raises:
-            ContractError: the request itself was refused.
+            ContractError: every engine that serves has refused the request itself; it is the last one's, and names it.
             EngineUnreachable: `engine` neither may be given work, nor may it finish what it has.
             DeadlineError: no engine answered in time; the message names the last failure.
         """
         deadline = time.monotonic() + self._deadline_s
         pause_s, last = _FIRST_PAUSE_S, "no engine is known"
+        refused: dict[str, ContractError] = {}
         while (remaining := deadline - time.monotonic()) > 0:
-            url = pick(self._choice(engine), self._suspect_until, now=time.monotonic())
+            url = pick(self._choice(engine, refused), self._suspect_until, now=time.monotonic())
             if url is None:
                 await self._change(min(pause_s, remaining))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -140,35 +143,40 @@ class EnginePool:
             except _ELSEWHERE as error:
                 last = f"{url}: {error}"
                 self._suspect_until[url] = time.monotonic() + _suspicion(error, self._suspect_s, pause_s)
+            except ContractError as error:
+                last, refused[url] = f"{url}: {error}", error
             except TimeoutError:
-                taken_out = "was taken out while it worked" if url not in self._outstanding else ""
+                taken_out = "was taken out while it worked" if url not in self._known else ""
                 last = f"{url} {taken_out or f'had not answered after {remaining:.1f} s'}"
             finally:
                 self._named[engine] -= 1
-        known = ", ".join(self._outstanding) or "none"
+        known = ", ".join(sorted(self._serving)) or "none"
         raise DeadlineError(
             f"no engine completed the request within {self._deadline_s:g} s (engines: {known}); last: {last}"
         )
 
-    def _choice(self, engine: str) -> Mapping[str, int]:
-        """Outstanding tokens of the engines that may answer: the one that is named, or all that nobody names now."""
-        if not engine:
-            return {url: tokens for url, tokens in self._outstanding.items() if not self._named[url]}
-        if (known := self._outstanding.keys() | self._finishing) and engine not in known:
+    def _choice(self, engine: str, refused: Mapping[str, ContractError]) -> Mapping[str, int]:
+        """Outstanding tokens of the engines to ask: the one that is named, or all that nobody names now.
+
+        Raises as `complete` does, but for its deadline.
+        """
+        if engine and self._known and engine not in self._known:
             raise EngineUnreachable(f"{engine}, which alone may answer, is not part of the run any more")
-        return {engine: 0} if known else {}
+        able = self._known & {engine} if engine else self._serving
+        if able and able <= refused.keys():
+            url, error = list(refused.items())[-1]
+            raise type(error)(f"{url}: {error.message}", param=error.param) from error
+        return {url: self._outstanding[url] for url in able if url not in refused and (engine or not self._named[url])}
 
     async def _tried(self, url: str, request: ChatCompletionRequest, scope: asyncio.Timeout) -> ChatCompletion:
         tokens = cost(request)
-        if url in self._outstanding:
-            self._outstanding[url] += tokens
+        self._outstanding[url] += tokens
         self._running.setdefault(url, set()).add(scope)
         try:
             completion = await self._client.chat(url, request)
         finally:
             self._running.get(url, set()).discard(scope)
-            if url in self._outstanding:  # the engines may have changed meanwhile
-                self._outstanding[url] = max(self._outstanding[url] - tokens, 0)
+            self._outstanding[url] -= tokens
         if completion.epoch < self._min_epoch:
             raise Dirty(f"it serves weights of epoch {completion.epoch}, not those of this run: has it restarted?")
         return completion

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, NotPrepared, PeerLost, StaleGeneration
 from inference_contract.schemas import InitProcessGroupRequest, ProcessGroupStatus
+from pipelinerl.engines.group_seat import Seat, Seating
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.weights.background import in_background, settled
 
@@ -19,7 +20,7 @@ from pipelinerl.weights.background import in_background, settled
 @dataclass(slots=True)
 class _Membership:
     request: InitProcessGroupRequest
-    joining: Future[Any]
+    joining: Future[Seat]
     usable: bool = True
 
     def close_if_left(self) -> None:
@@ -32,7 +33,8 @@ class _Membership:
 class GroupMember:
     """Used from one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, seating: Seating) -> None:
+        self._seating = seating
         self._membership: _Membership | None = None
 
     def replaced_by(self, request: InitProcessGroupRequest) -> bool:
@@ -49,7 +51,9 @@ class GroupMember:
         known = self._membership
         if known is None or request.generation > known.request.generation:
             self.leave()
-            known = _Membership(request, in_background(f"join-{request.generation}", lambda: _join(request)))
+            known = _Membership(
+                request, in_background(f"join-{request.generation}", lambda: self._seating.join(request))
+            )
             known.joining.add_done_callback(lambda _, new=known: new.close_if_left())  # type: ignore[misc]
             self._membership = known
         elif not known.usable or request.model_copy(update={"timeout_s": known.request.timeout_s}) != known.request:
@@ -95,8 +99,8 @@ class GroupMember:
                 param="generation",
             )
 
-    def collective(self) -> Any:
-        """The joined `pipelinerl.weights.collective.Collective`; `check` must have passed."""
+    def seat(self) -> Seat:
+        """The seat that is joined; `check` must have passed."""
         assert self._membership is not None
         return self._membership.joining.result()
 
@@ -105,22 +109,6 @@ class GroupMember:
         if self._membership is not None:
             self._membership.usable = False
             self._membership.close_if_left()
-
-
-def _join(request: InitProcessGroupRequest) -> Any:
-    # Torch is needed here and not before: an engine without it serves until somebody wants to update it.
-    from pipelinerl.weights.collective import Collective
-
-    return Collective.join(
-        host=request.rendezvous_host,
-        port=request.rendezvous_port,
-        group=request.group,
-        generation=request.generation,
-        rank=request.rank,
-        world_size=request.world_size,
-        backend=request.backend,
-        timeout_s=request.timeout_s,
-    )
 
 
 def as_contract(error: BaseException) -> ContractError:

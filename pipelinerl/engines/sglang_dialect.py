@@ -27,6 +27,7 @@ from pipelinerl.engines.stock_core import Chunk, LabelSpan, StockModel
 from pipelinerl.engines.stock_http import StockHttp
 from pipelinerl.engines.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
+from pipelinerl.weights.address import address_towards
 from pipelinerl.weights.background import in_background
 
 _PAUSES: Final = {
@@ -118,7 +119,7 @@ class SglangDialect:
                 "temperature": request.temperature,
                 "max_new_tokens": request.token_limit,
                 "stop_token_ids": sorted(stop_ids),
-                "ignore_eos": True,
+                "ignore_eos": not stop_ids,  # with it SGLang takes no token for an end, not even those asked for
                 "sampling_seed": sequence.noise_key % 2**31,
                 "skip_special_tokens": False,
             },
@@ -197,7 +198,7 @@ class SglangDialect:
 
     async def _form_group(self) -> None:
         """A group under a new name: SGLang keeps the old ones until they are destroyed."""
-        from pipelinerl.engines.torch_stock_group import Rendezvous, address_towards, lead_group
+        from pipelinerl.engines.torch_stock_group import Rendezvous, lead_group
 
         name = f"pipelinerl-{os.getpid()}-{time.time_ns()}"
         server = urlsplit(self._http.url)

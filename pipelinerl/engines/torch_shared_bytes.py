@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Self, final
 
@@ -30,14 +31,14 @@ class SharedBytes:
         """
         descriptor, path = tempfile.mkstemp(prefix="pipelinerl-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self.path = Path(path)
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
+        with ExitStack() as undone:
+            undone.callback(self.forget_name)
+            try:
+                os.posix_fallocate(descriptor, 0, num_bytes)
+            finally:
+                os.close(descriptor)
             self.tensor = attach(self.path, num_bytes)
-        except BaseException:
-            self.forget_name()
-            raise
-        finally:
-            os.close(descriptor)
+            undone.pop_all()
 
     def forget_name(self) -> None:
         """Nobody else will attach. Twice is a no-op."""

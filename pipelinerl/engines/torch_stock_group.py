@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -41,11 +40,3 @@ def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: fl
             f"the server's {world_size - 1} ranks have not joined {name} at {meeting.host}:{meeting.port}: {reason}"
         ) from error
     return Collective(made, backend=Backend.GLOO, name=f"group {name!r}")
-
-
-def address_towards(host: str, port: int) -> str:
-    """The address of this machine that faces (`host`, `port`); a datagram socket asks the routing table, no packet."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

@@ -26,6 +26,7 @@ from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.engine_core import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.engines.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.vllm_limits import check_request
+from pipelinerl.engines.worker_seat import WorkerSeating
 from pipelinerl.errors import ModelError
 
 #: How long the core's process may take to end before it is killed: nothing in it is worth waiting for.
@@ -69,15 +70,20 @@ class VllmCore:
     Every method but `close` raises vLLM's `EngineDeadError` when the core's process has died.
     """
 
-    def __init__(self, client: Any, staged: SharedBytes) -> None:
+    def __init__(self, client: Any, staged: SharedBytes, seating: WorkerSeating) -> None:
         self._client = client
+        self._seating = seating
         self.staged = staged
         self.cache_bytes = 0
         self._unanswered = set[asyncio.Future[None]]()
 
     @classmethod
-    async def start(cls, settings: CoreSettings, layout: WeightLayout, serving: tuple[int, int]) -> Self:
-        """Start the core's process, which loads the model; blocks the event loop meanwhile.
+    async def start(
+        cls, settings: CoreSettings, layout: WeightLayout, serving: tuple[int, int], seating: WorkerSeating
+    ) -> Self:
+        """Start the core's process, which loads the model, and meet the worker that takes the engine's seat.
+
+        Blocks the event loop meanwhile.
 
         Raises:
             ModelError: vLLM cannot serve this model here.
@@ -94,15 +100,17 @@ class VllmCore:
         except (ValueError, RuntimeError, OSError) as error:
             raise ModelError(f"vLLM cannot serve {settings.model_path}: {str(error).partition(chr(10))[0]}") from error
         assert isinstance(client, AsyncMPClient)
-        with SharedBytes(layout.num_bytes) as staged:
-            core = cls(client, staged)
-            sizes = await core._in_workers("pipelinerl_attach", str(staged.path), layout.model_dump_json(), os.getpid())
+        with SharedBytes(layout.num_bytes) as staged, seating.meeting() as seats:
+            core = cls(client, staged, seating)
+            told = (str(staged.path), layout.model_dump_json(), os.getpid(), str(seats))
+            sizes = await core._in_workers("pipelinerl_attach", *told)
         core.cache_bytes = sum(sizes)
         await client.set_weight_version_async(label_of(*serving))
         return core
 
     async def close(self) -> None:
         """End the core's process; blocks the event loop until it has ended."""
+        self._seating.close()
         self._client.shutdown(timeout=_CORE_ENDS_S)
 
     # --- samples -------------------------------------------------------------------------------------------------

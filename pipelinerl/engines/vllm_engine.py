@@ -1,8 +1,9 @@
 """The vLLM engine: vLLM's engine core behind the same contract, chat, streaming and weight updates as our own engines.
 
-Supported is vLLM 0.32, unquantized weights. Weights arrive over gloo, or are pulled, in memory of the host that the
-workers map, whatever device they run on: `engine.devices` of them share the model by tensor parallelism, and one copy
-of the bytes. Tests meet one worker and two of them, on CPU; CUDA takes the same path and has not been met yet.
+Supported is vLLM 0.32, unquantized weights. They arrive in memory of the host that all workers map: pulled, over gloo,
+or by NCCL through the device of the first worker, which has the engine's seat in the weight group. `engine.devices`
+workers share the model by tensor parallelism, and one copy of the bytes. Tests meet one worker and two of them, on CPU;
+CUDA takes the same path but for the copy from the device, and has not been met yet.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from typing import Any, Final
 
 from inference_contract.engine import Engine
+from inference_contract.schemas import Backend
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
 from pipelinerl.engines.core_loop import CoreLoop
@@ -19,6 +21,7 @@ from pipelinerl.engines.engine_core import CoreModel, EngineCore
 from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.engines.torch_skeleton import skeleton
 from pipelinerl.engines.torch_weights import layout_of
+from pipelinerl.engines.worker_seat import WorkerSeating
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from trainer_contract.types import HeadPrecision
@@ -46,8 +49,9 @@ def from_options(options: EngineOptions) -> Engine:
     check_version(_installed()[1])
     settings = BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed)
     tokenizer = ChatTokenizer.load(options.model_path)
-    loop = loop_of(options, settings, tokenizer.eos_token_ids)
-    return BatchingEngine(settings, loop=loop, tokenizer=tokenizer, pull=options.pull)
+    seating = WorkerSeating(frozenset([Backend.GLOO] if _built_for_cpu() else [Backend.GLOO, Backend.NCCL]))
+    loop = loop_of(options, settings, tokenizer.eos_token_ids, seating)
+    return BatchingEngine(settings, loop=loop, tokenizer=tokenizer, pull=options.pull, seating=seating)
 
 
 def check_version(version: str) -> None:
@@ -70,7 +74,9 @@ def _built_for_cpu() -> bool:
     return "cpu" in "".join(_installed())
 
 
-def loop_of(options: EngineOptions, settings: BatchingSettings, stop_ids: frozenset[int]) -> LoopBuilder:
+def loop_of(
+    options: EngineOptions, settings: BatchingSettings, stop_ids: frozenset[int], seating: WorkerSeating
+) -> LoopBuilder:
     """Samples by a core of vLLM's, which is started with the loop; `stop_ids` end a sample."""
 
     async def start_core() -> tuple[EngineCore, CoreModel]:
@@ -90,7 +96,7 @@ def loop_of(options: EngineOptions, settings: BatchingSettings, stop_ids: frozen
             cache_bytes=_cache_bytes(options, text) if _built_for_cpu() else None,
             seed=options.seed % 2**31,
         )
-        core = await VllmCore.start(core_settings, layout, settings.serving)
+        core = await VllmCore.start(core_settings, layout, settings.serving, seating)
         return core, CoreModel(
             slots=options.slots,
             context_length=options.context_length,

@@ -24,6 +24,7 @@ from vllm.model_executor.layers import utils as vllm_layers
 from inference_contract.schemas import WeightLayout
 from pipelinerl.engines.torch_shared_bytes import attach
 from pipelinerl.engines.torch_weights import parameters_in
+from pipelinerl.engines.torch_worker_seat import keep_seats
 
 _pack = vllm_layers.dispatch_cpu_unquantized_gemm
 
@@ -45,20 +46,25 @@ vllm_layers.dispatch_cpu_unquantized_gemm = _leave_unpacked
 class StagedWeights:
     """Methods that vLLM's worker gains. The names are the project's own, since vLLM refuses any that it has."""
 
+    rank: int
+    device: torch.device
     model_runner: Any
     _pipelinerl_staging: Tensor
     _pipelinerl_layout: WeightLayout
 
-    def pipelinerl_attach(self, path: str, layout: str, owner: int) -> int:
+    def pipelinerl_attach(self, path: str, layout: str, owner: int, seats: str) -> int:
         """Map the staging buffer; returns the bytes of this worker's cache of keys and values.
 
         Args:
             path: name of the shared bytes. layout: `WeightLayout` in JSON, what they will hold.
             owner: id of the process that serves the engine; this one ends with it, whatever ends it.
+            seats: where the engine waits for the worker that takes its seat in the weight group, the first one.
         """
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         self._pipelinerl_layout = WeightLayout.model_validate_json(layout)
         self._pipelinerl_staging = attach(Path(path), self._pipelinerl_layout.num_bytes)
+        if self.rank == 0:
+            keep_seats(Path(seats), self._pipelinerl_staging, self.device)
         caches: list[Tensor] = self.model_runner.kv_caches
         return sum(cache.nbytes for cache in caches)
 

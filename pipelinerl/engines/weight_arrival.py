@@ -16,6 +16,7 @@ from typing import Any, Self, final
 
 from inference_contract.schemas import WeightLayout, WeightUpdateRequest
 from pipelinerl.engines.group_member import GroupMember
+from pipelinerl.engines.group_seat import Seat
 from pipelinerl.engines.weight_target import WeightTarget
 from pipelinerl.errors import PipelineError
 from pipelinerl.weights.background import in_background
@@ -81,9 +82,9 @@ class Arrival:
     @classmethod
     def by_broadcast(cls, request: WeightUpdateRequest, target: WeightTarget, member: GroupMember) -> Self:
         """Receive from rank 0 of the group that is joined."""
-        collective, layout, staging = member.collective(), target.layout, target.staging()
+        seat, layout, staging = member.seat(), target.layout, target.staging()
         progress = _Progress(layout.num_bytes)
-        received = _started(request, target, lambda: _broadcast(collective, request, layout, staging, progress))
+        received = _started(request, target, lambda: _broadcast(seat, request, layout, staging, progress))
         return cls(request, "rank 0", "rank 0 of its group to send or leave", received, member.leave, progress)
 
     @classmethod
@@ -114,7 +115,7 @@ def _started(request: WeightUpdateRequest, target: WeightTarget, bring: Callable
 
 
 def _broadcast(
-    group: Any, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _Progress
+    seat: Seat, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _Progress
 ) -> Received:
     """Receive bucket after bucket; the time is counted from the first on, since the trainer may come later.
 
@@ -128,7 +129,7 @@ def _broadcast(
     bounds = layout.buckets(request.bucket_bytes)
     for bucket, (start, end) in enumerate(bounds):
         try:
-            group.broadcast(flat[start:end], deadline=time.monotonic() + request.timeout_s)
+            seat.broadcast(flat[start:end], deadline=time.monotonic() + request.timeout_s)
         except PipelineError as error:
             where = f"update {request.epoch}.{request.version}, {describe_bucket(layout, bucket, bounds)} from rank 0"
             raise type(error)(f"{where}: {error}; the old weights still serve") from error

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, final
+from typing import final
 
 from inference_contract.errors import (
     ContractError,
@@ -35,7 +35,6 @@ from inference_contract.errors import (
     UpdateInProgress,
 )
 from inference_contract.schemas import (
-    Backend,
     InitProcessGroupRequest,
     OnUpdate,
     ProcessGroupStatus,
@@ -46,6 +45,7 @@ from inference_contract.schemas import (
     WeightUpdateResponse,
 )
 from pipelinerl.engines.group_member import GroupMember, as_contract
+from pipelinerl.engines.group_seat import IN_PROCESS, Seating
 from pipelinerl.engines.weight_arrival import Arrival, Received
 from pipelinerl.engines.weight_target import WeightTarget
 from pipelinerl.weights.background import settled
@@ -98,10 +98,11 @@ class _Update:
 class WeightReceiver:
     """Satisfies the contract's two weight routes; every method runs on one event loop."""
 
-    def __init__(self, target: WeightTarget, *, pull: PullSource | None = None) -> None:
+    def __init__(self, target: WeightTarget, *, pull: PullSource | None = None, seating: Seating = IN_PROCESS) -> None:
         self._target = target
         self._pull = pull
-        self._member = GroupMember()
+        self._seating = seating
+        self._member = GroupMember(seating)
         self._update: _Update | None = None
         self._epoch = 0
         self._arming = asyncio.Lock()
@@ -141,13 +142,12 @@ class WeightReceiver:
         """Join the weight group; a new membership drops what the one before had staged.
 
         Raises:
-            InvalidRequest: the backend carries bytes from device to device, and this engine receives into the host's.
+            InvalidRequest: groups of that backend do not reach this engine.
             StaleGeneration, DeadlineExceeded, PeerLost: see `GroupMember.join`.
         """
-        if request.backend is Backend.NCCL and not _on_gpu(self._target.staging()):
+        if not self._seating.reaches(request.backend, self._target.staging()):
             raise InvalidRequest(
-                "backend must be gloo for this engine, which receives weights into host memory, got nccl, which "
-                "carries them from GPU to GPU",
+                f"backend must be gloo for this engine, which receives weights on the host, got {request.backend}",
                 param="backend",
             )
         if self._member.replaced_by(request):
@@ -338,10 +338,6 @@ class WeightReceiver:
             receive_s=self._totals.last_receive_s if committed else 0.0,
             num_bytes=self._target.layout.num_bytes if committed else 0,
         )
-
-
-def _on_gpu(staging: Any) -> bool:
-    return str(getattr(staging, "device", "cpu")).startswith("cuda")
 
 
 def _named(request: WeightUpdateRequest) -> str:

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -141,7 +142,8 @@ def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> 
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
         raise ModelError(f"{path.parent} cannot be written: {error}; choose another path") from error
-    try:
+    with ExitStack() as undone:
+        undone.callback(shutil.rmtree, staging, ignore_errors=True)
         model.save_pretrained(str(staging))
         tokenizer.save(staging)
         staging.chmod(0o755)
@@ -150,10 +152,8 @@ def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> 
             _sync(file)
         _sync(staging)
         staging.rename(path)
-        _sync(path.parent)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+        undone.pop_all()
+    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

@@ -7,6 +7,8 @@ import contextlib
 import logging
 import os
 import time
+from ipaddress import ip_address
+from typing import Any
 
 import httpx
 
@@ -16,9 +18,10 @@ from inference_contract.schemas import EngineState
 from pipelinerl import registry
 from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.errors import EngineUnreachable, RecipeError
-from pipelinerl.http_service import listen, serve_until
+from pipelinerl.errors import EngineUnreachable, RecipeError, UserError
+from pipelinerl.http_service import listen, serve_until, url_of
 from pipelinerl.roles.process import Identity
+from pipelinerl.weights.address import address_facing
 from pipelinerl.weights.puller import WeightPuller
 
 log = logging.getLogger("pipelinerl")
@@ -76,10 +79,10 @@ async def run(identity: Identity) -> None:
         EngineUnreachable: the engine has stopped by itself; another process may do better, so this one ends.
     """
     with listen(identity.host, identity.port) as listener:
+        url = offered_url(listener.getsockname(), identity.controller_url) if identity.controller_url else ""
         engine = build_engine(identity)
         app = create_app(engine, token=identity.token)
-        host, port = listener.getsockname()[:2]
-        offer = asyncio.create_task(_offer(identity, f"http://{host}:{port}")) if identity.controller_url else None
+        offer = asyncio.create_task(_offer(identity, url)) if url else None
         stopped = asyncio.create_task(_stopped(engine))
         try:
             await serve_until(app, listener, over=stopped)
@@ -91,6 +94,24 @@ async def run(identity: Identity) -> None:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
+
+
+def offered_url(bound: tuple[Any, ...], controller_url: str) -> str:
+    """Where others reach the engine that listens at `bound`, (host, port, …).
+
+    Raises:
+        UserError: nowhere, as far as the controller can tell, which is on another machine.
+    """
+    host, port = bound[:2]
+    facing = address_facing([controller_url])
+    if ip_address(host).is_unspecified:
+        host = facing
+    if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
+        raise UserError(
+            f"the controller at {controller_url} is not at this machine's loopback address, but this engine is, at "
+            f"{host}, where nobody else reaches it; start it with --host {facing}"
+        )
+    return url_of(host, port)
 
 
 async def _stopped(engine: Engine) -> None:
@@ -116,7 +137,7 @@ async def _offer(identity: Identity, url: str) -> None:
         "name": identity.name,
         "type": identity.config.engine.type,
     }
-    async with httpx.AsyncClient(headers=headers, timeout=5.0) as http:
+    async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as http:
         reachable = True
         while True:
             try:
@@ -126,6 +147,7 @@ async def _offer(identity: Identity, url: str) -> None:
                     reachable = True
             except httpx.HTTPError as error:
                 if reachable:
-                    log.warning("the controller at %s did not take this engine: %s", identity.controller_url, error)
+                    reason = str(error) or type(error).__name__  # a connection that times out has no words
+                    log.warning("the controller at %s did not take this engine: %s", identity.controller_url, reason)
                 reachable = False
             await asyncio.sleep(OFFER_S if reachable else OFFER_S / 4)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from pipelinerl.controller.fleet import base_url
 from pipelinerl.errors import DeadlineError, UserError
 from pipelinerl.observability.status import EngineStatus, RunStatus
 from pipelinerl.roles.remote import Remote
@@ -14,6 +15,8 @@ from pipelinerl.roles.remote import Remote
 _POLL_S: Final = 0.2
 #: An engine must have joined by then: it loads a model, and waits for a publication.
 _JOIN_S: Final = 300.0
+#: As status tells it: a pinned engine serves, though only the evaluation that it answers.
+_SERVES: Final = ("healthy", "pinned")
 
 
 def table(status: RunStatus) -> list[str]:
@@ -45,7 +48,7 @@ def joined(remote: Remote, which: str, *, logs: Path, within_s: float = _JOIN_S)
     Raises:
         UserError: it was expelled; DeadlineError: it has not come in time.
     """
-    engine = _until(remote, which, lambda state: state in ("healthy", "expelled"), within_s, "serve", f"; see {logs}")
+    engine = _until(remote, which, lambda state: state in (*_SERVES, "expelled"), within_s, "serve", f"; see {logs}")
     if engine.state == "expelled":
         raise UserError(f"{which} was expelled: {engine.last_error}")
     return engine
@@ -63,7 +66,7 @@ def _until(
     standing = "not heard of"
     while time.monotonic() < deadline:
         for engine in remote.status().engines:
-            if which.rstrip("/") in (engine.url, engine.name):
+            if base_url(which) in (engine.url, engine.name):
                 standing = f"{engine.state} {engine.last_error}".strip()
                 if reached(engine.state):
                     return engine

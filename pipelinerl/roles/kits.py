@@ -24,7 +24,7 @@ def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> 
     from inference_contract import conformance
 
     try:
-        httpx.get(f"{url}/health", timeout=10.0)
+        httpx.get(f"{url}/health", timeout=10.0, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AddressError(f"no engine answers at {url}: {error}; give its base URL, like http://host:port") from None
     return _told([(r.outcome.value, r.name, r.promise, r.reason) for r in conformance.run(url, token)], say)

@@ -16,6 +16,7 @@ from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.proof import TOLERANCES, Canary, CanaryProver
 from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.collective import offers
 from pipelinerl.weights.engine_control import EngineControl
 from pipelinerl.weights.layout import wire_layout
 from pipelinerl.weights.publisher import Publisher
@@ -59,10 +60,13 @@ def publisher_of(identity: Identity, control: EngineControl) -> Publisher:
     """What takes the weights to the engines, as the recipe says.
 
     Raises:
-        RecipeError: they are to be pulled, and no parameter server is named.
+        RecipeError: they are to be pulled, and no parameter server is named; or broadcast by what is not there.
     """
-    if identity.config.weights.transport is Transport.BROADCAST:
-        return BroadcastPublisher(control)
+    weights = identity.config.weights
+    if weights.transport is Transport.BROADCAST:
+        if not offers(weights.backend):
+            raise RecipeError(f"weights.backend is {weights.backend}, which torch cannot use here; say gloo")
+        return BroadcastPublisher(control, host=weights.host, backend=weights.backend)
     servers = identity.config.parameter_server
     if not servers.urls:
         raise RecipeError(
@@ -95,6 +99,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         deadline_s=config.training.deadline_s,
         on_update=config.engine.on_update,
         vocab_size=vocab_size(config.model.resolved),
+        publish_timeout_s=config.weights.timeout_s,
         schedule=LearningRateSchedule(
             warmup_steps=config.optimizer.warmup_steps,
             steps=config.run.steps,

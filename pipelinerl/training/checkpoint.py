@@ -22,7 +22,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -123,15 +123,16 @@ class CheckpointStore:
                 with _as_far_as_it_goes(abandoned):
                     shutil.rmtree(abandoned)
         temporary = self.directory / f".writing-e{state.epoch}-{_name(state.model_version)}"
-        try:
+        with ExitStack() as undone:
+            undone.callback(
+                shutil.rmtree, temporary, ignore_errors=True
+            )  # should the disk be full, others need the room
             temporary.mkdir(parents=True)
             _write_safetensors(temporary / "model.safetensors", layout, weights)
             for name, save in parts.items():
                 (temporary / name).mkdir()
                 save(temporary / name)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)  # should the disk be full, others need the room
-            raise
+            undone.pop_all()
         return Capture(state, temporary)
 
     def commit(self, capture: Capture) -> Path:

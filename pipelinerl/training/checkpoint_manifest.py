@@ -45,7 +45,7 @@ class TrainingState:
     def accuracies(self) -> dict[int, float]:
         """Accuracy by the model version that was evaluated, of every evaluation so far that was completed."""
         results = [one for one in self.controller.get("evaluations", ()) if not one.get("incomplete")]
-        return {int(one["model_version"]): float(one["accuracy"]) for one in results}
+        return {int(one["model_version"]): float(one["accuracy"]) for one in results if one["accuracy"] is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """`deadline_s` bounds every wait of the loop; `shaping` is by domain; `kl` controls the coefficient of the KL.
+    """`deadline_s` bounds every wait of the loop, `publish_timeout_s` a publication.
+
+    `shaping` is by domain; `kl` controls the coefficient of the KL.
 
     `vocab_size`, where it is known, is what the token ids of a group must lie below.
     """
@@ -78,6 +80,7 @@ class LoopSettings:
     shaping: Mapping[str, RewardShaping] = field(default_factory=dict)
     kl: KLController | None = None
     vocab_size: int | None = None
+    publish_timeout_s: float = 120.0
 
 
 @final
@@ -124,6 +127,7 @@ class TrainingLoop:
             weights=self._trainer.gather_weights,
             layout=layout,
             on_update=settings.on_update,
+            timeout_s=settings.publish_timeout_s,
             report=self._talk.report,
             raise_if_fenced=self._talk.raise_if_fenced,
         )
@@ -157,6 +161,7 @@ class TrainingLoop:
                 incarnation=incarnation,
                 model_version=self._version,
                 consumed=self._consumed(),
+                claimed=self._checkpoints.claimed_epoch,
             ),
             self._intake.read_orders,
         )

@@ -32,6 +32,7 @@ class Publishing:
         weights: Callable[[], Iterator[tuple[str, Any]]],
         layout: WeightLayout,
         on_update: OnUpdate,
+        timeout_s: float,
         report: Callable[[Message], Awaitable[None]],
         raise_if_fenced: Callable[[], Awaitable[None]],
     ) -> None:
@@ -41,6 +42,7 @@ class Publishing:
         self._weights = weights
         self._layout = layout
         self._on_update = on_update
+        self._timeout_s = timeout_s
         self._report = report
         self._raise_if_fenced = raise_if_fenced
         self._under_way: asyncio.Task[None] | None = None
@@ -74,6 +76,7 @@ class Publishing:
             engines=directive.publish_to,
             membership=directive.membership,
             on_update=self._on_update,
+            timeout_s=self._timeout_s,
         )
         await self._raise_if_fenced()
         try:

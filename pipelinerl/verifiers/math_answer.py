@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from asyncio.subprocess import PIPE, Process
+from contextlib import AsyncExitStack
 from typing import Final, final
 
 from pipelinerl.types import Problem, Verdict
@@ -59,17 +60,16 @@ class MathAnswer:
     async def _equivalent(self, gold: str, given: str) -> Verdict:
         async with self._turn:  # one question at a time; released by the answer, or by the deadline
             try:
-                worker = await asyncio.wait_for(self._ready_worker(), _STARTUP_S)
-                answer = await asyncio.wait_for(_ask(worker, gold, given), self._deadline_s)
+                async with AsyncExitStack() as unanswered:
+                    # Cancelled, too, between question and answer: the next would read the wrong one.
+                    unanswered.push_async_callback(self._end_worker)
+                    worker = await asyncio.wait_for(self._ready_worker(), _STARTUP_S)
+                    answer = await asyncio.wait_for(_ask(worker, gold, given), self._deadline_s)
+                    unanswered.pop_all()
             except TimeoutError:
-                await self._end_worker()
                 return timed_out(self._deadline_s)
             except (OSError, ValueError, KeyError) as error:
-                await self._end_worker()
                 return failed(f"the math-verify process ended or babbled: {type(error).__name__}: {error}")
-            except BaseException:
-                await self._end_worker()  # cancelled between question and answer: the next would read the wrong one
-                raise
         if answer is None:
             return failed(f"math-verify failed on {given[:80]!r} against {gold[:80]!r}")
         return CORRECT if answer else wrong(f"{given[:80]} is not {gold[:80]}")

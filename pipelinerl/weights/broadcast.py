@@ -4,9 +4,8 @@
 
 Promises: no byte is sent before every engine has accepted the manifest; the model is never held twice, one bucket is
 staged at a time and hashed as it goes; each engine ends with the old weights or the new, and the report says which.
-An engine that cannot be reached, dies or stands still is reported and left out, and the others are served in the same
-publication, by a new generation of the group; one that refuses stops the publication for all (it would be refused
-again).
+An engine that refuses, cannot be reached, dies or stands still is reported and left out, and the others are served in
+the same publication, by a new generation of the group: one that has another model must not keep the fleet from its.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -36,6 +35,7 @@ from inference_contract.schemas import (
     WeightUpdateResponse,
 )
 from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
+from pipelinerl.weights.address import address_facing
 from pipelinerl.weights.background import in_background, settled
 from pipelinerl.weights.collective import Collective, Rendezvous
 from pipelinerl.weights.engine_control import EngineControl, Preparation
@@ -110,12 +110,12 @@ class BroadcastPublisher:
         self,
         control: EngineControl,
         *,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         group: str = "weights",
         backend: Backend = Backend.GLOO,
         bucket_bytes: int = 16 * 2**20,
     ) -> None:
-        """`host` is an address of this machine that the engines can reach; the rendezvous listens there."""
+        """The rendezvous listens on `host`, an address of this machine that the engines reach; None finds one."""
         self._control = control
         self._preparation = Preparation(control)
         self._host = host
@@ -186,10 +186,9 @@ class BroadcastPublisher:
         self._leave()
         floor = publication.epoch * _EPOCH_STEP + publication.membership * _MEMBERSHIP_STEP
         self._generation = generation = max(self._generation + 1, floor)
-        if self._rendezvous is None:
-            self._rendezvous = Rendezvous(self._host)
-        requests = self._join_requests(members, generation, progress.group_timeout_s)
-        own = self._own_join(generation, len(members) + 1, requests[members[0]].timeout_s)
+        meeting = await self._meeting_place(members)
+        requests = self._join_requests(meeting, members, generation, progress.group_timeout_s)
+        own = self._own_join(meeting, generation, len(members) + 1, requests[members[0]].timeout_s)
         answers = await each_until_failure(
             members, lambda url: self._control.init_process_group(url, requests[url]), victim=_VICTIM
         )
@@ -204,17 +203,26 @@ class BroadcastPublisher:
             progress.drop(dict.fromkeys(members, f"rank 0 could not join: {own.exception() if own.done() else 'late'}"))
         return None
 
+    async def _meeting_place(self, members: Iterable[str]) -> Rendezvous:
+        """A store that all members reach: another one once an engine has come from outside this machine."""
+        host = await asyncio.to_thread(address_facing, members) if self._host is None else self._host
+        if self._rendezvous is not None and self._rendezvous.host != host:
+            self._rendezvous.close()
+            self._rendezvous = None
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(host)
+        return self._rendezvous
+
     def _join_requests(
-        self, members: Iterable[str], generation: int, timeout_s: float
+        self, meeting: Rendezvous, members: Iterable[str], generation: int, timeout_s: float
     ) -> dict[str, InitProcessGroupRequest]:
-        assert self._rendezvous is not None
         size = 1 + len(tuple(members))
         return {
             url: InitProcessGroupRequest(
                 group=self._name,
                 backend=self._backend,
-                rendezvous_host=self._rendezvous.host,
-                rendezvous_port=self._rendezvous.port,
+                rendezvous_host=meeting.host,
+                rendezvous_port=meeting.port,
                 rank=rank,
                 world_size=size,
                 generation=generation,
@@ -223,14 +231,12 @@ class BroadcastPublisher:
             for rank, url in enumerate(members, start=1)
         }
 
-    def _own_join(self, generation: int, world_size: int, timeout_s: float) -> Future[Collective]:
-        assert self._rendezvous is not None
-        host, port = self._rendezvous.host, self._rendezvous.port
+    def _own_join(self, meeting: Rendezvous, generation: int, world_size: int, timeout_s: float) -> Future[Collective]:
         return in_background(
             f"join-{generation}",
             lambda: Collective.join(
-                host=host,
-                port=port,
+                host=meeting.host,
+                port=meeting.port,
                 group=self._name,
                 generation=generation,
                 rank=0,
@@ -259,11 +265,7 @@ class BroadcastPublisher:
         )
 
     async def _prepared(self, progress: _Progress, group: _Group) -> bool:
-        """True when all targets are armed; otherwise those that were are aborted and the group is left.
-
-        Raises:
-            UpdateError: an engine refused.
-        """
+        """True when all targets are armed; otherwise those that were are aborted and the group is left."""
         layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
 
         def request(**named: Any) -> WeightUpdateRequest:
@@ -289,17 +291,10 @@ class BroadcastPublisher:
         for url in served:
             progress.pauses_s[url] = 0.0
             progress.digest = progress.digest or getattr(answers[url], "digest", None) or ""
-        gone = {
-            url: f"was lost at prepare: {error}"
-            for url, error in errors.items()
-            if isinstance(error, EngineStopped) or not isinstance(error, ContractError)
-        }
-        progress.drop(gone)
+        for url, error in errors.items():
+            lost = isinstance(error, EngineStopped) or not isinstance(error, ContractError)
+            progress.drop({url: f"{'was lost at prepare' if lost else 'refused'}: {error}"})
         progress.targets = [url for url in progress.targets if url not in served]
-        refused = {url: f"refused: {error}" for url, error in errors.items() if url not in gone}
-        if refused:
-            progress.drop(refused)
-            progress.drop(dict.fromkeys(progress.targets, "aborted, since another refused"))
         return False
 
     async def _sent(self, progress: _Progress, sender: WeightSender, group: Collective | None) -> str:

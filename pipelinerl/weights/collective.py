@@ -20,6 +20,7 @@ import torch.distributed
 
 from inference_contract.schemas import Backend
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
+from pipelinerl.weights.address import address_towards
 
 #: Torch's stubs leave out most of what is made in C++.
 dist: Any = torch.distributed
@@ -86,7 +87,7 @@ class Collective:
         try:
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
             membership = dist.PrefixStore(f"{group}/{generation}", store)
-            made = _process_group(backend, membership, rank, world_size, _local_address(host, port), patience)
+            made = _process_group(backend, membership, rank, world_size, address_towards(host, port), patience)
         except (RuntimeError, OSError) as error:
             raise _translated(error, f"joining {name} at {host}:{port} as rank {rank} of {world_size}") from error
         return Collective(made, backend=backend, name=name)
@@ -141,6 +142,11 @@ class Collective:
         work.wait()
 
 
+def offers(backend: Backend) -> bool:
+    """Can this process join a group of that backend?"""
+    return backend is Backend.GLOO or (torch.cuda.is_available() and hasattr(dist, "ProcessGroupNCCL"))
+
+
 def shared_tensor(memory: Any) -> torch.Tensor:
     """Flat uint8 numpy memory as a tensor on the same bytes; a tensor is itself."""
     return memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
@@ -154,7 +160,7 @@ def _process_group(backend: Backend, store: Any, rank: int, size: int, address: 
         options._timeout = patience
         options._threads = 1
         return dist.ProcessGroupGloo(store, rank, size, options)
-    if not (torch.cuda.is_available() and hasattr(dist, "ProcessGroupNCCL")):
+    if not offers(backend):
         raise UpdateError("backend nccl needs CUDA, which torch does not find here; use gloo")
     nccl = dist.ProcessGroupNCCL.Options()
     nccl._timeout = patience
@@ -162,14 +168,6 @@ def _process_group(backend: Backend, store: Any, rank: int, size: int, address: 
     # NCCL connects at the first collective unless told to: a missing rank must be found now.
     made.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return made
-
-
-def _local_address(host: str, port: int) -> str:
-    """The address of this machine that faces (`host`, `port`); a datagram socket asks the routing table, no packet."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
 
 
 def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | UpdateError:

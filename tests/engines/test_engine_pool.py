@@ -11,10 +11,14 @@ import pytest
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, Overloaded
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Usage
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.bigram_engine import BigramRunner
 from pipelinerl.engines.engine_pool import EnginePool, cost, pick
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.engines.http_server import create_app
 from pipelinerl.errors import DeadlineError, EngineUnreachable
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 
@@ -87,11 +91,60 @@ async def test_a_failing_engine_is_left_for_another_with_the_same_seed(error: Ex
     assert pool.outstanding["a"] == 0
 
 
-async def test_a_refused_request_is_not_tried_again() -> None:
-    client = Script(a=lambda: InvalidRequest("too long"), b=lambda: None)
-    with pytest.raises(InvalidRequest):
-        await EnginePool(client, ["a", "b"]).complete(ask())
-    assert len(client.asked) == 1
+@pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), ContractError("a fault")])
+async def test_what_one_engine_refuses_another_is_asked_for(error: ContractError) -> None:
+    client = Script(a=lambda: error, b=lambda: None)
+    pool = EnginePool(client, ["a", "b"])
+    assert [(await pool.complete(ask())).url for _ in range(2)] == ["b", "b"]
+    assert client.asked == [("a", 4), ("b", 4)] * 2, "the refusal says nothing of the next request"
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), ContractError("a fault")])
+async def test_what_every_engine_refuses_is_refused_promptly_by_the_last(error: ContractError) -> None:
+    client = Script(a=lambda: InvalidRequest("too long"), b=lambda: error)
+    with pytest.raises(type(error), match=f"^b: {error}$") as raised:
+        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), 2.0)
+    assert raised.value.param == error.param
+    assert client.asked == [("a", 4), ("b", 4)]
+
+
+async def test_after_a_refusal_an_engine_that_is_full_is_waited_for_and_the_other_not_asked_again() -> None:
+    outcomes: list[Any] = [Overloaded("full"), Overloaded("full"), None]
+    client = Script(a=lambda: InvalidRequest("too long"), b=lambda: outcomes.pop(0))
+    assert (await EnginePool(client, ["a", "b"]).complete(ask())).url == "b"
+    assert [url for url, _ in client.asked] == ["a", "b", "b", "b"]
+
+
+async def test_a_refusal_holds_once_no_other_engine_serves_but_not_while_none_does() -> None:
+    pool = EnginePool(Script(a=lambda: InvalidRequest("too long"), b=lambda: Dirty("half received")), ["a", "b"])
+    asked = asyncio.create_task(pool.complete(ask()))
+    await asyncio.sleep(0.01)
+    pool.update([], finishing=["a", "b"])
+    await asyncio.sleep(0.01)
+    assert not asked.done()
+    pool.update(["a"], finishing=["b"])
+    with pytest.raises(InvalidRequest, match="a: too long"):
+        await asyncio.wait_for(asked, 2.0)
+
+
+async def test_a_prompt_too_long_for_one_engine_is_answered_by_one_with_room_for_it(tokenizer: ChatTokenizer) -> None:
+    """Real engines, one of a shorter context than the other's."""
+
+    def built(context_length: int) -> BatchingEngine:
+        model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=context_length)
+        return BatchingEngine(
+            BatchingSettings(model_id="m"), load=lambda: BigramRunner(model, slots=2), tokenizer=tokenizer
+        )
+
+    long = ChatCompletionRequest(prompt_token_ids=[7] * 40, seed=4, max_tokens=2)
+    with in_thread(create_app(built(32), token=None)) as one, in_thread(create_app(built(64), token=None)) as other:
+        async with EngineClient() as client, asyncio.timeout(30):
+            pool = EnginePool(client, [one, other])
+            answers = await asyncio.gather(*(pool.complete(long) for _ in range(3)))  # at once, so that each is asked
+            assert {answer.url for answer in answers} == {other}
+            pool.update([one])
+            with pytest.raises(InvalidRequest, match=f"^{one}: .*context of 32 tokens"):
+                await pool.complete(long)
 
 
 async def test_a_lone_engine_is_tried_again_when_its_suspicion_ends() -> None:
@@ -128,6 +181,17 @@ async def test_an_engine_that_leaves_while_it_works_is_not_missed() -> None:
     await asyncio.sleep(0.01)
     pool.update(["b"], finishing=["a"])
     assert (await running).url == "a" and pool.outstanding == {"b": 0}
+
+
+async def test_what_runs_at_an_engine_that_misses_a_poll_still_counts_when_it_is_back() -> None:
+    pool = EnginePool(Script(a=lambda: 0.1, b=lambda: 0.05), ["a"])
+    old = asyncio.create_task(pool.complete(ask(n=8)))
+    await asyncio.sleep(0.01)
+    pool.update(["b"], finishing=["a"])
+    pool.update(["a", "b"])
+    assert pool.outstanding == {"a": 43, "b": 0}
+    assert (await pool.complete(ask())).url == "b", "it has less to do"
+    assert (await old).url == "a" and pool.outstanding == {"a": 0, "b": 0}
 
 
 async def test_what_runs_at_an_engine_that_was_taken_out_is_handed_over_with_its_seed() -> None:
@@ -189,6 +253,13 @@ async def test_an_engine_that_is_named_answers_alone_and_is_left_to_those_who_na
     assert [(await answer).url for answer in named] == ["a", "a", "a"]
     assert (await pool.complete(ask(), engine="b")).url == "b"
     assert (await pool.complete(ask())).url == "a", "when nobody names it any more"
+
+
+async def test_what_a_named_engine_refuses_is_refused() -> None:
+    client = Script(a=lambda: InvalidRequest("too long"), b=lambda: None)
+    with pytest.raises(InvalidRequest, match="a: too long"):
+        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask(), engine="a"), 2.0)
+    assert client.asked == [("a", 4)]
 
 
 async def test_a_named_engine_may_be_one_that_gets_no_other_work_but_not_one_that_is_gone() -> None:

@@ -23,14 +23,19 @@ from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import refused
 from inference_contract.conformance.trainer import weights
 from inference_contract.schemas import EngineState, FinishReason
+from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.sglang_dialect import SglangDialect
+from pipelinerl.engines.stock_http import StockHttp
+from pipelinerl.engines.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import AddressError, ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES, load
 from pipelinerl.weights.puller import WeightPuller
 from tests.fakes import sglang_server, stock_vllm
 from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
+from tests.fakes.scripted_engine import LAYOUT
 from tests.fakes.served import in_thread
 
 CONTEXT = 96
@@ -189,6 +194,13 @@ def test_no_token_is_named_after_weights_that_did_not_sample_it(stock: Stock) ->
         assert switches >= 6, f"samples were switched {switches} times: too few to show anything"
 
 
+def test_more_samples_than_it_ever_takes_are_refused_and_as_many_as_it_takes_are_answered(stock: Stock) -> None:
+    with stock.engine(max_waiting=4) as url, opened(url) as session:
+        error = refused(session.completed(n=21, max_tokens=1), 400)
+        assert error["param"] == "n" and "n must be at most 20" in error["message"]
+        assert len(session.chat(n=20, max_tokens=1).choices) == 20
+
+
 @pytest.mark.parametrize("on_update", ["drain", "recompute_kv"])
 def test_drain_and_recompute(stock: Stock, on_update: str) -> None:
     with stock.engine() as url, opened(url) as session:
@@ -293,3 +305,22 @@ def test_the_fake_refuses_what_sglang_would(sglang: Stock) -> None:
         told = [json.loads(line.removeprefix("data: "))["meta_info"] for line in events[:-1]]
         assert [meta["completion_tokens"] for meta in told] == [1, 2]
         assert "weight_versions" not in told[0] and [span["end"] for span in told[1]["weight_versions"]] == [2]
+
+
+async def test_sglang_is_asked_to_end_a_sample_at_its_stop_tokens(sglang: Stock) -> None:
+    """With `ignore_eos` it would go on to the limit: a sample that an update crosses is told of only at its end."""
+    request = Request(
+        request_id="r", prompt_token_ids=[7], token_limit=8, temperature=0.0, top_p=1.0, top_k=0, streams=True
+    )
+    request.add_sequences([0], [None])
+    http = StockHttp(sglang.url)
+    try:
+        with SharedBytes(1) as nothing:
+            dialect = SglangDialect(http, LAYOUT, nothing)
+            for stop_ids, tokens, reason in ((frozenset[int](), 8, "length"), (frozenset(range(500)), 1, "stop")):
+                order = dialect.order(request.sequences[0], stop_ids=stop_ids, salt="")
+                events = [event async for event in http.events("/generate", order)]
+                end = events[-1]["meta_info"]
+                assert (end["completion_tokens"], end["finish_reason"]["type"]) == (tokens, reason)
+    finally:
+        await http.close()

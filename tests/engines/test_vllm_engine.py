@@ -38,6 +38,8 @@ from trainer_contract.types import HeadPrecision
 
 CONTEXT = 256
 PROMPT = [7, 9, 11, 13, 15]
+#: Longer than a block of vLLM's cache, which is shared between requests while the weights are the same.
+LONG_PROMPT = [5 + place % 41 for place in range(200)]
 
 #: vLLM warns of much at import, and its engine core takes long to start on a busy machine.
 real = [
@@ -169,10 +171,11 @@ class TestReal:
             data = weights(trainer.layout, tag)
             version = publish(session, data)
             model = reference(served.model, trainer.layout, data)
-            for choice in session.chat(n=4, seed=tag, max_tokens=24, prompt_token_ids=PROMPT).choices:
-                assert choice.version_spans == [(version, len(choice.token_ids or []))]
-                expected = logprobs_of(model, PROMPT, choice.token_ids or [])
-                assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
+            for prompt in (PROMPT, LONG_PROMPT):
+                for choice in session.chat(n=4, seed=tag, max_tokens=24, prompt_token_ids=prompt).choices:
+                    assert choice.version_spans == [(version, len(choice.token_ids or []))]
+                    expected = logprobs_of(model, prompt, choice.token_ids or [])
+                    assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
 
     def test_recomputed_caches_are_those_of_the_new_weights(self, served: Served, session: Session) -> None:
         trainer = trainer_of(session)

@@ -171,7 +171,7 @@ class SglangServer:
         token = int((logprobs + (torch.from_numpy(noise) if params.temperature else 0)).argmax())
         sample.tokens.append(token)
         sample.logprobs.append(float(logprobs[token]))
-        if token in (params.stop_token_ids or ()):
+        if not params.ignore_eos and token in (params.stop_token_ids or ()):
             sample.finished = {"type": "stop", "matched": token}
         elif len(sample.tokens) >= params.max_new_tokens:
             sample.finished = {"type": "length", "length": params.max_new_tokens}

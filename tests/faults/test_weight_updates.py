@@ -171,18 +171,24 @@ async def test_killed_in_the_middle_of_the_broadcast(fleet: Fleet, kills: int) -
 
             before = set(fleet.control.joins)
             report = await fleet.publish(timeout_s=timeout_s, before=strike)
+            ended = time.monotonic()
             survivors = [url for url in fleet.engines if url != victim]
             assert set(report.failed) == {victim} and set(report.pauses_s) == set(survivors), report
             assert [await fleet.serves(url) for url in survivors] == [(1, fleet.version)] * len(survivors)
-            newer = sorted(fleet.control.joins.keys() - before)
-            (asked, answered) = fleet.control.joins[newer[-1]]
-            assert len(newer) == 2, "one generation for the membership, one more without the dead"
-            detections.append(asked - killed[0])
-            reforms.append(answered - asked)
+            _, *anew = sorted(fleet.control.joins.keys() - before)
+            if anew:
+                asked, answered = fleet.control.joins[anew[-1]]
+                assert len(anew) == 1, "one generation for the membership, one more without the dead"
+                detections.append(asked - killed[0])
+                reforms.append(answered - asked)
+            else:  # the last bytes were on their way already: it is missed at the commit, and nobody has to meet anew
+                assert report.failed[victim].startswith("did not commit"), report
+                detections.append(ended - killed[0])
             fleet.engines = [*survivors, fleet.nursery.born()]
     worst = f"detection {max(detections):.3f} s, re-form {max(reforms):.3f} s, {fleet.tally.tokens} tokens"
     print(f"{kills} kills: at worst {worst}")
     assert max(detections) <= timeout_s / 3 + 1.0, worst
+    assert len(reforms) > kills / 2, "most die while there are bytes to come"
     assert max(reforms) <= 1.0, worst
     assert fleet.tally.mixed == [] and fleet.tally.unproven == []
     assert fleet.tally.tokens > 100 * kills and fleet.tally.switched > kills, "updates met samples in flight"

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from launch.ports import free_ports
 from pipelinerl.config import load
 from pipelinerl.config_sections import MODELS
-from pipelinerl.errors import EngineUnreachable
+from pipelinerl.errors import EngineUnreachable, UserError
 from pipelinerl.roles import engine_role
+from pipelinerl.roles.engine_role import offered_url
 from pipelinerl.roles.process import Identity
 from tests.fakes.served import in_thread
 from tests.fakes.sglang_server import SglangServer, create_app
@@ -51,3 +52,18 @@ async def test_it_ends_when_the_engine_has_stopped_by_itself(tmp_path: Path, mon
             assert answer.status_code == 503
         with pytest.raises(EngineUnreachable, match="has stopped by itself"):
             await asyncio.wait_for(role, READY_S)
+
+
+def test_an_engine_offers_an_address_at_which_others_reach_it(outward: str) -> None:
+    """What listens everywhere is offered where the controller sees it; nobody can be sent to 0.0.0.0."""
+    here, away = "http://127.0.0.1:8000", "http://198.51.100.7:8000"
+    assert offered_url(("127.0.0.1", 8001), here) == "http://127.0.0.1:8001"
+    assert offered_url(("0.0.0.0", 8001), here) == "http://127.0.0.1:8001"
+    assert offered_url(("fd00::2", 8001, 0, 0), here) == "http://[fd00::2]:8001"
+    assert offered_url(("0.0.0.0", 8001), away) == f"http://{outward}:8001"
+
+
+@pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1"])
+def test_an_engine_that_nobody_would_reach_is_refused_before_it_loads_its_model(loopback: str, outward: str) -> None:
+    with pytest.raises(UserError, match=f"at {loopback}, where nobody else reaches it; start it with --host "):
+        offered_url((loopback, 8001), f"http://{outward}:8000")

@@ -31,6 +31,7 @@ def test_accuracies_are_those_of_evaluations_that_were_completed() -> None:
         {"model_version": 10, "accuracy": 0.5},
         {"model_version": 20, "accuracy": 0.9, "incomplete": "updates could not be held back any longer"},
         {"model_version": 30, "accuracy": 0.25, "incomplete": ""},
+        {"model_version": 40, "accuracy": None, "incomplete": ""},
     ]
     state = TrainingState(model_version=30, epoch=1, offsets={}, ledger={}, controller={"evaluations": results})
     assert state.accuracies == {10: 0.5, 30: 0.25}

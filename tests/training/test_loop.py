@@ -426,6 +426,13 @@ async def test_three_poisoned_steps_in_a_row_end_the_run_with_its_state_saved(tm
         assert not await made.reports(TrainerStopped), "the run has not come to its end"
 
 
+async def test_it_tells_which_epochs_its_directory_has_seen(tmp_path: Path) -> None:
+    """A controller that knows of none would else give it one that is shut out already."""
+    CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=tmp_path).claim(4)
+    async with room(tmp_path) as it:
+        assert (await it.heard(TrainerReady)).claimed == 4
+
+
 @pytest.mark.parametrize("answers", ["ready-other", "reload-e2-0-m3", "stop-e2", "e2-step-1"])
 @pytest.mark.parametrize("while_it", ["collects", "waits for an answer"])
 async def test_a_later_epoch_ends_it(tmp_path: Path, answers: str, while_it: str) -> None:

@@ -24,7 +24,7 @@ from inference_contract.schemas import (
 )
 from pipelinerl import rng
 from pipelinerl.engines.http_client import EngineClient
-from pipelinerl.errors import UpdateError
+from pipelinerl.errors import AddressError, UpdateError
 from pipelinerl.weights.broadcast import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 from tests.fakes.scripted_engine import LAYOUT, application
@@ -160,16 +160,26 @@ async def test_an_engine_that_serves_them_already_is_left_as_it_is(
     assert again.digest == report.digest and again.failed == {}
 
 
-async def test_a_refusal_stops_the_publication_for_all_and_is_named(
+async def test_an_engine_that_refuses_is_named_and_the_others_are_served(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
+    """One that has another model, or serves another run, must not keep the fleet from its weights."""
     await publisher.publish(publication(9, engines[1:]))
-    with pytest.raises(UpdateError, match=r"refused: .*must come after 1\.9.* aborted, since another refused") as error:
-        await publisher.publish(publication(5, engines, membership=2))
-    assert engines[1] in str(error.value)
-    assert [await serving(control, url) for url in engines] == [(0, 0), (1, 9)]
-    report = await publisher.publish(publication(10, engines, membership=2))
+    report = await publisher.publish(publication(5, engines, membership=2))
+    assert set(report.pauses_s) == {engines[0]}
+    assert report.failed[engines[1]].startswith("refused: ") and "must come after 1.9" in report.failed[engines[1]]
+    assert [await serving(control, url) for url in engines] == [(1, 5), (1, 9)]
+    report = await publisher.publish(publication(10, engines, membership=3))
     assert report.failed == {}, "the publication after a refused one works"
+
+
+async def test_weights_that_every_engine_refuses_are_an_error_that_says_why(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    await publisher.publish(publication(9, engines))
+    with pytest.raises(UpdateError, match=r"reached no engine: .*refused: .*must come after 1\.9"):
+        await publisher.publish(publication(5, engines))
+    assert [await serving(control, url) for url in engines] == [(1, 9), (1, 9)]
 
 
 async def test_an_engine_that_is_gone_is_reported_and_the_others_are_served(
@@ -278,3 +288,29 @@ def _halting(
             yield item
 
     return source
+
+
+async def test_an_engine_outside_loopback_moves_the_meeting_to_where_all_reach_it(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str], outward: str
+) -> None:
+    """The engines are the same: what counts is the address by which the trainer knows them."""
+    await publisher.publish(publication(1, engines))
+    assert {join.rendezvous_host for join in control.joins} == {"127.0.0.1"}
+    elsewhere = engines[1].replace("127.0.0.1", outward)
+    control.joins.clear()
+    control.moved[elsewhere] = engines[1]
+    report = await publisher.publish(publication(2, [engines[0], elsewhere], membership=2))
+    assert report.failed == {} and {join.rendezvous_host for join in control.joins} == {outward}
+    control.joins.clear()
+    await publisher.publish(publication(3, engines, membership=3))
+    assert {join.rendezvous_host for join in control.joins} == {"127.0.0.1"}
+
+
+async def test_where_engines_meet_can_be_said(control: Recording, engines: list[str]) -> None:
+    publisher = BroadcastPublisher(control, host="localhost")
+    assert (await publisher.publish(publication(1, engines))).failed == {}
+    assert {join.rendezvous_host for join in control.joins} == {"localhost"}
+    await publisher.close()
+    nowhere = BroadcastPublisher(control, host="198.51.100.7")
+    with pytest.raises(AddressError, match=r"the weight rendezvous cannot listen on 198.51.100.7"):
+        await nowhere.publish(publication(2, engines))

@@ -40,6 +40,7 @@ from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, Ser
 from pipelinerl.engines.batching.scheduler import Scheduler
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.batching.text import Detokenizer, TextWindow
+from pipelinerl.engines.group_seat import IN_PROCESS, Seating
 from pipelinerl.engines.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError
 from pipelinerl.weights.pull import PullSource
@@ -94,6 +95,7 @@ class BatchingEngine:
     Args:
         load: builds the runner, on the decode thread; or `loop`, which builds what samples instead of a `DecodeLoop`.
         pull: offers the transport `pull`.
+        seating: where the engine's seat in the weight group is.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class BatchingEngine:
         loop: LoopBuilder | None = None,
         tokenizer: Tokenizer,
         pull: PullSource | None = None,
+        seating: Seating = IN_PROCESS,
     ) -> None:
         if (load is None) == (loop is None):
             raise ValueError("expected exactly one of load and loop")
@@ -112,7 +115,7 @@ class BatchingEngine:
         build = loop if load is None else _decode_loop(settings, load, tokenizer.eos_token_ids)
         assert build is not None
         self._loop: SampleLoop = build(self._deliver_from_thread)
-        self._receiver = WeightReceiver(self, pull=pull)
+        self._receiver = WeightReceiver(self, pull=pull, seating=seating)
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None

@@ -107,7 +107,7 @@ class DecodeLoop:
         return self._scheduler.num_waiting
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises `Overloaded` or `EngineStopped`."""
+        """Queue a request. Raises `InvalidRequest`, `Overloaded` or `EngineStopped`."""
         with self._changed:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing; send the request to another one")

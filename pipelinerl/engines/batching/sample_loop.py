@@ -91,7 +91,7 @@ class SampleLoop(Protocol):
         ...
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises `Overloaded` or `EngineStopped`."""
+        """Queue a request. Raises `InvalidRequest`, `Overloaded` or `EngineStopped`."""
         ...
 
     def cancel(self, request: Request) -> None:

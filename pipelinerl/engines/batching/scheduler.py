@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import final
 
-from inference_contract.errors import Overloaded
+from inference_contract.errors import InvalidRequest, Overloaded
 from pipelinerl.engines.batching.sequence import Request, Sequence
 
 
@@ -35,6 +35,26 @@ class Moves:
 
     sources: list[int]
     targets: list[int]
+
+
+def check_room(samples: int, *, running: int, waiting: int, slots: int, max_waiting: int) -> None:
+    """May a request of so many samples be queued, where so many run and wait?
+
+    Raises:
+        InvalidRequest: they would not fit if nothing else were there; waiting does not help.
+        Overloaded: they do not fit now.
+    """
+    if samples > slots + max_waiting:
+        raise InvalidRequest(
+            f"n must be at most {slots + max_waiting}, the {slots} samples that run at once here and the {max_waiting} "
+            f"that may wait, got {samples}",
+            param="n",
+        )
+    if running + waiting + samples > slots + max_waiting:
+        raise Overloaded(
+            f"the waiting queue holds at most {max_waiting} samples, {waiting} wait and {samples} more were asked for; "
+            "retry later or at another engine"
+        )
 
 
 @final
@@ -59,14 +79,17 @@ class Scheduler:
         """Queue a request.
 
         Raises:
+            InvalidRequest: it has more samples than rows and queue together hold.
             Overloaded: its samples do not fit in the queue.
         """
-        samples, free = len(request.sequences), self._slots - len(self.running)
-        if self.num_waiting + samples > self._max_waiting + free:
-            raise Overloaded(
-                f"the waiting queue holds at most {self._max_waiting} samples, {self.num_waiting} wait and {samples} "
-                "more were asked for; retry later or at another engine"
-            )
+        samples = len(request.sequences)
+        check_room(
+            samples,
+            running=len(self.running),
+            waiting=self.num_waiting,
+            slots=self._slots,
+            max_waiting=self._max_waiting,
+        )
         self._waiting.append(request)
         self.num_waiting += samples
 

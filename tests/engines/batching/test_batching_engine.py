@@ -157,7 +157,7 @@ async def test_the_context_bounds_the_answer(engine: BatchingEngine, gate: Gated
         (_ask(10_000), InvalidRequest, r"in \[0, \d+\), got 10000"),
         (_ask(-1), InvalidRequest, "got -1"),
         (_ask(7, model="other"), UnknownModel, "serves 'm', got 'other'"),
-        (_ask(7, n=21), Overloaded, "at most 16 samples"),
+        (_ask(7, n=21), InvalidRequest, "n must be at most 20"),
     ],
 )
 async def test_what_cannot_be_served_is_refused(

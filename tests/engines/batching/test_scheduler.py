@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_contract.errors import Overloaded
+from inference_contract.errors import InvalidRequest, Overloaded
 from pipelinerl import rng
 from pipelinerl.engines.batching.scheduler import Scheduler
 from pipelinerl.engines.batching.sequence import Request
@@ -73,8 +73,6 @@ def test_the_queue_is_bounded_in_samples() -> None:
 
 def test_samples_for_free_rows_do_not_count_as_waiting() -> None:
     scheduler = _scheduler(slots=4, max_waiting=2)
-    with pytest.raises(Overloaded):
-        scheduler.submit(_request("more than rows and queue", samples=7))
     scheduler.submit(_request("a", samples=6))
     with pytest.raises(Overloaded):
         scheduler.submit(_request("b"))
@@ -82,6 +80,17 @@ def test_samples_for_free_rows_do_not_count_as_waiting() -> None:
     assert scheduler.num_waiting == 2
     scheduler.retire([0])
     scheduler.submit(_request("b"))
+
+
+@pytest.mark.parametrize("running", [0, 4])
+def test_more_samples_than_rows_and_queue_hold_are_refused_for_good(running: int) -> None:
+    scheduler = _scheduler(slots=4, max_waiting=2)
+    if running:
+        scheduler.submit(_request("running", samples=running))
+        scheduler.admit()
+    with pytest.raises(InvalidRequest, match=r"n must be at most 6, the 4 samples that run .* got 7") as raised:
+        scheduler.submit(_request("more than rows and queue", samples=7))
+    assert raised.value.param == "n" and scheduler.num_waiting == 0
 
 
 def test_prompts_beyond_the_budget_wait_for_the_next_step_but_a_long_one_still_enters() -> None:

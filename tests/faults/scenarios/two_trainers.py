@@ -20,6 +20,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,12 @@ def _told(cluster: Cluster) -> list[Any]:
 
 
 def _checkpoints(cluster: Cluster) -> dict[str, int]:
-    return {path.name: path.stat().st_ino for path in (cluster.directory / "checkpoints").glob("step-*")}
+    """Inodes by name; the second trainer, which works on, may remove one meanwhile."""
+    found = {}
+    for path in (cluster.directory / "checkpoints").glob("step-*"):
+        with suppress(FileNotFoundError):
+            found[path.name] = path.stat().st_ino
+    return found
 
 
 def _epoch_of(path: Path) -> int:

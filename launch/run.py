@@ -100,7 +100,10 @@ class _StatusReader:
 
     def __init__(self, port: int, token: str) -> None:
         self._http = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {token}"}, timeout=5.0
+            base_url=f"http://127.0.0.1:{port}",
+            headers={"authorization": f"Bearer {token}"},
+            timeout=5.0,
+            trust_env=False,
         )
         self._newest: RunStatus | None = None
         self._ended = threading.Event()

@@ -20,9 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomli_w
-
-from pipelinerl.config import RunConfig, load, to_table
+from pipelinerl.config import RunConfig, load, save, write_private
 from pipelinerl.errors import UserError
 
 
@@ -71,7 +69,7 @@ class RunDirectory:
                 ) from None
             os.ftruncate(file, 0)
             os.pwrite(file, str(os.getpid()).encode(), 0)
-            _write_private(self.tokens, json.dumps({"token": secrets.token_urlsafe(32)}))
+            write_private(self.tokens, json.dumps({"token": secrets.token_urlsafe(32)}))
             yield
         finally:
             os.close(file)
@@ -102,7 +100,7 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
             break
         chosen.run_directory.rmdir()
     directory = RunDirectory(chosen.run_directory.resolve(), chosen)
-    _write_private(directory.recipe, tomli_w.dumps(to_table(chosen)))
+    save(chosen, directory.recipe)
     return directory
 
 
@@ -117,10 +115,3 @@ def open_run(path: Path) -> RunDirectory:
     if not recipe.is_file():
         raise UserError(f"{path} holds no run: expected {recipe}; `pipelinerl run <recipe>` starts one")
     return RunDirectory(path.resolve(), load(recipe))
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(file, "w") as stream:
-        stream.write(text)

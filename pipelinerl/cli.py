@@ -16,7 +16,7 @@ from pipelinerl import config as recipes
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.roles.chaos_command import chaos
-from pipelinerl.roles.engines_command import engines_app
+from pipelinerl.roles.engines_command import Run, engines_app
 from pipelinerl.roles.explain_command import explain
 from pipelinerl.roles.mismatch_command import mismatch
 from pipelinerl.roles.replay_command import replay
@@ -74,14 +74,14 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
 
 @app.command()
 def status(
-    run_dir: RunPath,
+    run: Run,
     json: Annotated[bool, typer.Option("--json", help="The whole state, for programs.")] = False,
 ) -> None:
     """What a live run is doing, and what it waits for."""
     from pipelinerl.observability import progress
     from pipelinerl.roles.remote import Remote
 
-    state = Remote.of(run_dir).status()
+    state = Remote.of(run).status()
     if json:
         typer.echo(state.to_json())
         return
@@ -90,11 +90,11 @@ def status(
 
 
 @knobs_app.command("show")
-def knobs_show(run_dir: RunPath) -> None:
+def knobs_show(run: Run) -> None:
     """The knobs of a live run and the log of their changes."""
     from pipelinerl.roles.remote import Remote
 
-    answer = Remote.of(run_dir).knobs()
+    answer = Remote.of(run).knobs()
     for name, value in answer.knobs.items():
         typer.echo(f"{name} = {value}")
     for change in answer.log:
@@ -103,24 +103,22 @@ def knobs_show(run_dir: RunPath) -> None:
 
 
 @knobs_app.command("set")
-def knobs_set(
-    run_dir: RunPath, changes: Annotated[list[str], typer.Argument(help="knob=value …, e.g. k=4 j=2")]
-) -> None:
+def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=value …, e.g. k=4 j=2")]) -> None:
     """Change knobs of a live run; they take effect at the next step boundary."""
     from pipelinerl.roles.remote import Remote
 
-    answer = Remote.of(run_dir).change(dict(_assignment(change) for change in changes))
+    answer = Remote.of(run).change(dict(_assignment(change) for change in changes))
     for name, value in answer.knobs.items():
         typer.echo(f"{name} = {value}")
     typer.echo(f"effective {answer.effective}")
 
 
 @app.command()
-def stop(run_dir: RunPath) -> None:
+def stop(run: Run) -> None:
     """End a live run at its next step boundary, with checkpoint and evaluation."""
     from pipelinerl.roles.remote import Remote
 
-    Remote.of(run_dir).stop()
+    Remote.of(run).stop()
     typer.echo("the run will stop at its next step boundary")
 
 
@@ -222,13 +220,16 @@ def redis(
     redis_url: RedisUrl = None,
     controller_url: ControllerUrl = LOCAL_CONTROLLER,
     token_file: TokenFile = None,
+    host: Host = "127.0.0.1",
     port: Port = 6379,
     changes: Changes = None,
 ) -> None:
-    """The embedded stream server."""
+    """The embedded stream server; its password is in <run>/redis/password."""
     from pipelinerl.roles import redis_role
 
-    redis_role.run(_identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes, port=port))
+    redis_role.run(
+        _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes, host=host, port=port)
+    )
 
 
 @app.command(rich_help_panel=ROLES)

@@ -8,9 +8,10 @@
 
 Promises: at most `groups_in_flight` orders are held; an order is acknowledged only after its group is appended, so one
 that a dead actor held is claimed again by another; the second copy that this can make is dropped by the trainer, by
-group id. Every order ends as a group, an evaluation answer, a failure with its reason, or is given up since its group
-would be stale (`freshness.py`); one that cannot be read goes to the dead letters. The samples of a group are asked for
-in one request, so that one engine computes their prompt once. An actor ends by cancellation, at once.
+group id. Of two actors of one name, the earlier ends (`partition.py`). Every order ends as a group, an evaluation
+answer, a failure with its reason, or is given up since its group would be stale (`freshness.py`); one that cannot be
+read goes to the dead letters. The samples of a group are asked for in one request, so that one engine computes their
+prompt once. An actor ends by cancellation, at once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from inference_contract.errors import ContractError
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
 from pipelinerl.actor.assembly import Answer, assemble
 from pipelinerl.actor.freshness import Freshness, Held
+from pipelinerl.actor.partition import Partition
 from pipelinerl.actor.room import Room
 from pipelinerl.engines.engine_pool import Answered
 from pipelinerl.errors import PipelineError, RecordError
@@ -32,7 +34,6 @@ from pipelinerl.messages import (
     ACTORS_GROUP,
     PROMPTS,
     REPORTS,
-    ROLLOUTS,
     ActorAlive,
     EvaluationDone,
     GroupFailed,
@@ -41,8 +42,8 @@ from pipelinerl.messages import (
     encode,
 )
 from pipelinerl.streams.dead_letter import DeadLetters
-from pipelinerl.streams.records import decode_order, encode_group
-from pipelinerl.streams.stream import Entry, Stream, fresh_number
+from pipelinerl.streams.records import decode_order
+from pipelinerl.streams.stream import Entry, Stream
 from pipelinerl.types import Outcome, PromptOrder, Purpose, RolloutGroup
 from pipelinerl.verifiers.verifier import Verifier
 
@@ -122,11 +123,14 @@ class Actor:
         self._freshness.follow(current=model_version, k=k)
 
     async def run(self) -> None:
-        """Work until cancelled; the orders in flight then are left to the next life of this actor, or to another."""
-        partition = ROLLOUTS + self.settings.name
-        next_id = fresh_number(await self._stream.last_id(partition))
+        """Work until cancelled; the orders in flight then are left to the next life of this actor, or to another.
+
+        Raises:
+            FencedError: in a group; another actor of this name was started.
+        """
+        partition = await Partition.begin(self._stream, actor=self.settings.name)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._flush(partition, next_id))
+            group.create_task(self._flush(partition))
             group.create_task(self._heartbeat())
             await self._claim(group)
 
@@ -194,11 +198,11 @@ class Actor:
                 with self._freshness.watched(held):
                     return await self._sample(order, begun=held.begin)
         except TimeoutError:
-            if held.began is None or not held.scope.expired():
+            if held.given_up is None:
                 raise
         current = self._freshness.current
         self._outbox.reports.append(
-            GroupOutdated(order_id=order.order_id, index=order.index, oldest=held.began, current=current)
+            GroupOutdated(order_id=order.order_id, index=order.index, oldest=held.given_up, current=current)
         )
         return None
 
@@ -237,7 +241,7 @@ class Actor:
             return_token_ids=True,
         )
 
-    async def _flush(self, partition: str, next_id: int) -> None:
+    async def _flush(self, partition: Partition) -> None:
         outbox = self._outbox
         while True:
             await outbox.ready.wait()  # at the latest, the heartbeat sets it
@@ -246,8 +250,7 @@ class Actor:
             reports, outbox.reports = outbox.reports, []
             done, outbox.done = outbox.done, []
             if groups:
-                await self._stream.append(partition, [encode_group(g) for g in groups], first_id=next_id)
-                next_id += len(groups)
+                await partition.append(groups)
             if reports:
                 await self._stream.append(REPORTS, [encode(report) for report in reports])
             if done:

@@ -25,10 +25,14 @@ def can_be_fresh(began: int, *, current: int, k: float) -> bool:
 @final
 @dataclass(slots=True, eq=False)
 class Held:
-    """A group that is being sampled within `scope`; `began` is None until the next version is heard of."""
+    """A group that is being sampled within `scope`; `began` is None until the next version is heard of.
+
+    `given_up` is the version of `began` for which it was, even if another engine has begun it meanwhile.
+    """
 
     scope: asyncio.Timeout
     began: int | None = None
+    given_up: int | None = None
     waits: bool = True
 
     def begin(self) -> None:
@@ -61,5 +65,6 @@ class Freshness:
                 continue
             if held.began is None:
                 held.began = current
-            elif not can_be_fresh(held.began, current=current, k=k) and not held.scope.expired():
+            elif held.given_up is None and not can_be_fresh(held.began, current=current, k=k):
+                held.given_up = held.began
                 held.scope.reschedule(asyncio.get_running_loop().time())

@@ -6,8 +6,11 @@ GET    /knobs             values and the log of changes
 PATCH  /knobs             {"k": 4, …} → the new values; 422 with one sentence when they cannot run
 GET    /engines           what actors need: base URLs that may be given work, those that may end what they have, how
                           many groups each actor may hold, and by which version and bounds a rollout is fresh
-POST   /engines           {"url": …, "incarnation": …}: an engine joins; the incarnation tells one life from the next
-POST   /engines/hire      {"type": …, "count": …, "replaces": …}: the launcher starts engines → their names
+POST   /engines           {"url": …, "incarnation": …}: an engine joins; the incarnation tells one life from the next;
+                          422 for a loopback address of another machine, and where no engine answers an operator's
+                          offer, which has no incarnation
+POST   /engines/hire      {"type": …, "count": …, "replaces": …}: the launcher starts engines → their names; 409 when
+                          the one to be replaced is to go already
 POST   /engines/drain     {"engine": …, "patience_s": …}: an engine ends what it has, and is taken out
 DELETE /engines?engine=…  an engine is taken out; only its next life, or a POST without incarnation, brings it back
 
@@ -20,14 +23,18 @@ from __future__ import annotations
 
 import math
 import time
+from ipaddress import IPv6Address, ip_address
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
-from fastapi import Body, FastAPI, Header, Query
+from fastapi import Body, FastAPI, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator
 
-from pipelinerl.controller.fleet import Standing
+from inference_contract.errors import ContractError
+from pipelinerl.controller.effects import Record
+from pipelinerl.controller.engine_decisions import going
+from pipelinerl.controller.fleet import Standing, base_url
 from pipelinerl.controller.inputs import (
     EngineDrainAsked,
     EngineOffered,
@@ -37,7 +44,7 @@ from pipelinerl.controller.inputs import (
     StopAsked,
 )
 from pipelinerl.controller.service import ControllerService
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import PipelineError, RecipeError
 from pipelinerl.http_service import guard, refusal, refuse_in_one_shape
 
 
@@ -58,6 +65,14 @@ def _can_be_looked_up(url: str) -> str:
 
 #: An engine's base URL, as it is written in the fleet: no path, no query, no secret.
 BaseUrl = Annotated[str, Body(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(_can_be_looked_up)]
+
+_LOCALHOST: Final = "localhost"
+_ELSEWHERE: Final = (
+    "url: a loopback address leads everybody to their own machine, and this came from {asker}: start the engine with "
+    "--host, an address at which the others reach it"
+)
+
+_GOING: Final = "{url} is to go already: {why}; to have one engine more, hire one that replaces none"
 
 #: How long what an engine has may run on when the engine is to go, in seconds, unless its operator says otherwise.
 PATIENCE_S: Final = 60.0
@@ -83,7 +98,7 @@ def _add_status(app: FastAPI, service: ControllerService) -> None:
 
     @app.post("/stop")
     async def stop(who: Annotated[str, Header(alias="x-who")] = "somebody") -> dict[str, str]:
-        await service.perform(StopAsked(now=service.now(), reason=f"stopped by {who}"))
+        await service.perform(StopAsked(now=await service.now(), reason=f"stopped by {who}"))
         return {"state": "stopping"}
 
 
@@ -101,7 +116,7 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
         changes: Annotated[dict[str, Any], Body()], who: Annotated[str, Header(alias="x-who")] = "somebody"
     ) -> Response:
         try:
-            await service.perform(KnobsPatched(now=service.now(), changes=changes, who=who, time=time.time()))
+            await service.perform(KnobsPatched(now=await service.now(), changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
         return JSONResponse(
@@ -124,21 +139,30 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
 
     @app.post("/engines")
     async def join(
+        request: Request,
         url: BaseUrl,
         incarnation: Annotated[str, Body(max_length=64)] = "",
         name: Annotated[str, Body(max_length=64)] = "",
         type: Annotated[str, Body(max_length=64)] = "",
-    ) -> dict[str, str]:
-        offer = EngineOffered(now=service.now(), url=url.rstrip("/"), incarnation=incarnation, name=name, type=type)
+    ) -> Response:
+        asker = request.client.host if request.client is not None else _LOCALHOST
+        if _is_local(urlsplit(url).hostname or "") and not _is_local(asker):
+            return refusal(422, _ELSEWHERE.format(asker=asker), code="unreachable_engine", param="url")
+        if not incarnation:  # an operator's word; what offers itself has asked itself
+            try:
+                await service.probe(base_url(url))
+            except (ContractError, PipelineError) as error:
+                return refusal(422, f"url: no engine answers there: {error}", code="unreachable_engine", param="url")
+        offer = EngineOffered(now=await service.now(), url=base_url(url), incarnation=incarnation, name=name, type=type)
         await service.perform(offer)
-        return {"state": "joining"}
+        return JSONResponse({"state": "joining"})
 
     @app.delete("/engines")
     async def leave(engine: Annotated[str, Query()]) -> Response:
         named = _named(service, engine)
         if named is None:
             return _unknown(service)
-        await service.perform(EngineRemoved(now=service.now(), engine=named))
+        await service.perform(EngineRemoved(now=await service.now(), engine=named))
         return JSONResponse({"state": "removed"})
 
     _add_orders(app, service)
@@ -150,7 +174,7 @@ def _add_orders(app: FastAPI, service: ControllerService) -> None:
         url = _url(service, engine)
         if url is None:
             return _unknown(service)
-        await service.perform(EngineDrainAsked(now=service.now(), url=url, patience_s=patience_s))
+        await service.perform(EngineDrainAsked(now=await service.now(), url=url, patience_s=patience_s))
         return JSONResponse({"state": "draining"})
 
     @app.post("/engines/hire")
@@ -163,15 +187,29 @@ def _add_orders(app: FastAPI, service: ControllerService) -> None:
         replaced = _url(service, replaces) if replaces else ""
         if replaced is None:
             return _unknown(service)
-        known = len(service.controller.state.hires)
-        hired = EnginesHired(now=service.now(), type=type, count=count, replaces=replaced, patience_s=patience_s)
-        await service.perform(hired)
-        return JSONResponse({"names": [hire.name for hire in service.controller.state.hires[known : known + count]]})
+        hired = EnginesHired(now=await service.now(), type=type, count=count, replaces=replaced, patience_s=patience_s)
+        effects = await service.perform(hired)
+        told = [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "engines_hired"]
+        if not told:
+            why = going(service.controller.state, replaced)
+            return refusal(409, _GOING.format(url=replaced, why=why), code="engine_going", param="replaces")
+        return JSONResponse({"names": told[0]["names"]})
+
+
+def _is_local(host: str) -> bool:
+    """Does the host stand for whichever machine looks at it?"""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host == _LOCALHOST
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:  # as a socket for both families has it
+        address = address.ipv4_mapped
+    return address.is_loopback or address.is_unspecified
 
 
 def _url(service: ControllerService, engine: str) -> str | None:
     """The URL of an engine that is named by it, or by the name of one that is not out; None when there is none."""
-    base = engine.rstrip("/")
+    base = base_url(engine)
     records = service.controller.state.fleet.records()
     named = [r.url for r in records if r.name == engine and r.standing is not Standing.EXPELLED]
     return next((r.url for r in records if r.url == base), named[0] if len(named) == 1 else None)

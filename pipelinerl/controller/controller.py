@@ -198,7 +198,7 @@ class Controller:
         """Ask the trainer to publish between steps when an engine waits for weights; once for each membership. So, too,
         when a publication was postponed and the evaluation that it waited for has ended."""
         key = (self.state.epoch, self.state.fleet.membership)
-        waits = key != self.state.reload_asked and self.state.fleet.awaits_weights(self.state.version)
+        waits = key != self.state.reload_asked and self.state.fleet.awaits_weights()
         if self.state.phase is Phase.STARTING or holds_updates(self.state) or not (waits or self.state.postponed):
             return []
         self.state.reload_asked = key
@@ -242,7 +242,7 @@ class Controller:
             return []
         self.state.pending_ready = None
         self.state.begun = [*self.state.begun, report.report_id]
-        self.state.epoch += 1
+        self.state.epoch = max(self.state.epoch, report.claimed) + 1
         self.state.version = report.model_version
         self.state.stop_sent = False
         self.state.fleet.begin_epoch()
@@ -275,9 +275,7 @@ class Controller:
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
         if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
             self._evaluator.want(self.state)
-        publish = (
-            due or self.state.fleet.awaits_weights(self.state.version) or self._evaluator.needs_weights(self.state)
-        )
+        publish = due or self.state.fleet.awaits_weights() or self._evaluator.needs_weights(self.state)
         effects.append(self._answer(report.report_id, publish=publish))
         return effects + self.issue()
 
@@ -347,9 +345,9 @@ class Controller:
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
         if self.state.phase is Phase.FINISHING:
             return effects + self._finish()
-        target = self.settings.until_accuracy
-        if target is not None and result.accuracy >= target and not result.incomplete:
-            effects += self.stop(f"held-out accuracy {result.accuracy:.3f} has reached {target:g}")
+        target, accuracy = self.settings.until_accuracy, result.accuracy
+        if target is not None and accuracy is not None and accuracy >= target and not result.incomplete:
+            effects += self.stop(f"held-out accuracy {accuracy:.3f} has reached {target:g}")
         return effects + self.reload_if_due() + self.issue()
 
     def _finish(self) -> list[Effect]:

@@ -112,6 +112,14 @@ def dismissed(state: RunState) -> list[str]:
     return sorted((records - again) | {hire.name for hire in state.hires if not hire.wanted})
 
 
+def going(state: RunState, url: str) -> str:
+    """Why an engine is to go already, in words; empty when it is not."""
+    if state.fleet.is_draining(url):
+        return "it is being drained"
+    names = [hire.name for hire in state.hires if hire.wanted and hire.replaces == url]
+    return f"{names[0]}, which can be removed, was hired to replace it" if names else ""
+
+
 # --- details ---------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +133,7 @@ def _lost(url: str, reason: str) -> list[Effect]:
 
 def _answered(state: RunState, url: str) -> list[Effect]:
     proven = url in state.fleet.proven()
-    if not state.fleet.answered(url):
+    if not state.fleet.answered(url, version=state.version):
         return []
     return [Record("engine_back", {"url": url})] if proven else _joined(url)
 
@@ -176,6 +184,9 @@ def _unwant(state: RunState, name: str) -> None:
 
 
 def _hire(state: RunState, given: EnginesHired, *, engines_expected: int) -> list[Effect]:
+    """A replacement of who is to go already would be one engine too many."""
+    if given.replaces and going(state, given.replaces):
+        return []
     begin = engines_expected + len(state.hires)
     names = [f"engine-{number}" for number in range(begin, begin + given.count)]
     state.hires = [

@@ -66,3 +66,7 @@ class EngineWatch:
         known = self.load(url)
         self._loads[url] = replace(known, missed_polls=known.missed_polls + 1)
         return known.missed_polls + 1 >= self._polls_to_death
+
+    def forget(self, url: str) -> None:
+        """The engine is asked no more: it has no load."""
+        self._loads.pop(url, None)

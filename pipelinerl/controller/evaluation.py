@@ -2,7 +2,8 @@
 
 An answer is all n samples of a problem. With a pin it counts only if every token of it was sampled by the pinned
 version, as its version spans say; else it is discarded whole and asked for again with the same seed. What is sampled is
-a function of seed and weights, so that asking again does not favour answers that are short or lucky.
+a function of seed and weights, so that asking again does not favour answers that are short or lucky. A problem that
+failed is asked again likewise; those that end without an answer are told, since it is the long ones that fail.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class EvaluationPlan:
         pass_at: the k of pass@k, each at most `samples`.
         hold_s: longest that `gate` postpones updates; then what has been answered is all.
         patience_s: an evaluation that gets no answer for so long ends with those it has.
-        attempts: how often a problem is asked whose answers are of other versions.
+        attempts: how often a problem is asked that fails, or whose answers are of other versions.
         restarts: how often an evaluation begins anew whose pin has broken.
     """
 
@@ -79,21 +80,22 @@ class EvaluationResult:
     """Accuracy over the judged problems with its 95 % interval, and which weights answered.
 
     Attributes:
-        accuracy: mean over problems of the share of their samples that is right (pass@1).
+        accuracy: mean over problems of the share of their samples that is right (pass@1); it and its interval are None
+            where nothing was judged.
         unjudged: problems without any verdict.
         version_min, version_max: of all tokens that count; equal when `one_version`.
         one_version: was it made sure that every token is of `model_version`?
         pin, engine: how; the engine that answered alone.
-        incomplete: why not every problem was waited for (then quick answers weigh too much); empty: all were.
+        incomplete: why not every problem has its answer (then quick answers weigh too much); empty: all have.
         discarded: answers that did not count, since a token was of another version.
         restarts: how often it began anew.
         steps_meanwhile: by how many steps the trainer was ahead at its end.
     """
 
     model_version: int
-    accuracy: float
-    low: float
-    high: float
+    accuracy: float | None
+    low: float | None
+    high: float | None
     problems: int
     unjudged: int
     version_min: int
@@ -162,10 +164,11 @@ class Evaluation:
             return False
         if answer is not None and not self.accepts(answer):
             self.discarded += 1
-            if self.asked.get(index, 1) < self.plan.attempts:
-                self.asked[index] = self.asked.get(index, 1) + 1
-                return True
             answer = None
+        asked = self.asked.get(index, 1)
+        if answer is None and asked < self.plan.attempts:
+            self.asked[index] = asked + 1
+            return True
         self.answers[index] = answer
         return False
 
@@ -186,12 +189,13 @@ class Evaluation:
         for k in self.plan.pass_at:
             chances = [pass_at_k(each.judged, each.correct, k) for each in judged if each.judged >= k]
             found = estimate(chances, seed=rng.key(seed, k))
-            pass_at.append(PassAt(k=k, value=found.value, low=found.low, high=found.high, problems=found.problems))
+            if chances:
+                pass_at.append(PassAt(k=k, value=found.value, low=found.low, high=found.high, problems=found.problems))
         return EvaluationResult(
             model_version=self.model_version,
-            accuracy=accuracy.value,
-            low=accuracy.low,
-            high=accuracy.high,
+            accuracy=accuracy.value if judged else None,
+            low=accuracy.low if judged else None,
+            high=accuracy.high if judged else None,
             problems=self.plan.problems,
             unjudged=self.plan.problems - len(judged),
             version_min=min((answer.oldest_version for answer in done), default=self.model_version),
@@ -202,8 +206,13 @@ class Evaluation:
             samples=self.plan.samples,
             temperature=self.plan.temperature,
             pass_at=pass_at,
-            incomplete="" if self.complete else self.given_up,
+            incomplete=self._unanswered() if self.complete else self.given_up,
             discarded=self.discarded,
             restarts=self.restarts,
             steps_meanwhile=(self.model_version if version is None else version) - self.model_version,
         )
+
+    def _unanswered(self) -> str:
+        """How many of the problems that ended did so without an answer, in words; empty when none did."""
+        failed = sum(answer is None for answer in self.answers.values())
+        return f"{failed} of {self.problems} problems had no answer" if failed else ""

@@ -21,8 +21,9 @@
 
 Only a healthy engine is given work, and the only way to become healthy is `published`, then `proved` of that version:
 an engine that was away, or failed, must first be given the current weights whole, and show that it computes with them
-what the trainer does. The membership number grows whenever the set that a publication must reach changes, since a
-process group cannot lose or gain a rank; what is reported of an older set says nothing of an engine that joined later.
+what the trainer does. One that has shown the contrary stays dirty until there is a newer version, while others serve.
+The membership number grows whenever the set that a publication must reach changes, since a process group cannot lose or
+gain a rank; what is reported of an older set says nothing of an engine that joined later.
 
 A healthy engine may be pinned for a while: it keeps the weights it has, and answers only those who ask for it by name.
 Whatever ends its being healthy or suspect ends that, too; released, it joins anew unless its weights are the newest.
@@ -30,6 +31,7 @@ Whatever ends its being healthy or suspect ends that, too; released, it joins an
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, final
@@ -60,6 +62,13 @@ class Standing(StrEnum):
 #: Those whose weights were proven and are kept up to date.
 _PROVEN: Final = (Standing.HEALTHY, Standing.SUSPECT)
 
+_LOCALHOST: Final = re.compile(r"(?<=://)localhost(?=:|$)", re.IGNORECASE)
+
+
+def base_url(engine: str) -> str:
+    """The URL as the fleet has it: an engine has one, however this machine is called. A name stays as it is."""
+    return _LOCALHOST.sub("127.0.0.1", engine.rstrip("/"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
@@ -71,6 +80,7 @@ class EngineRecord:
         joined_at: the membership that begins with it.
         loaded: the version last published to it in this epoch; −1 when none was.
         refused: the version whose proof failed last; that one is not published to it again while others serve.
+        failed_updates, failed_proofs: since it last proved its weights; a proof that it did not give is of the first.
         draining_since, drain_by: when an operator asked, and how long what it has may run; on the controller's clock.
         dismissed: an operator took it out: whoever started its process may end it.
         pinned: it is left out of publications, and out of what others may be given.
@@ -139,10 +149,9 @@ class Fleet:
         """The oldest version that a proven engine samples from; None without one."""
         return min((self.by_url[url].loaded for url in self.proven()), default=None)
 
-    def awaits_weights(self, version: int) -> bool:
-        """Is an engine alive that has no weights of this epoch, and can `version` be what it needs?"""
-        waiting = [r for r in self.by_url.values() if r.standing is Standing.JOINING and r.loaded < 0]
-        return any(record.refused != version for record in waiting) or bool(waiting and not self.proven())
+    def awaits_weights(self) -> bool:
+        """Is an engine alive that has no weights of this epoch?"""
+        return any(r.standing is Standing.JOINING and r.loaded < 0 for r in self.by_url.values())
 
     # --- coming ----------------------------------------------------------------------------------------------------
 
@@ -176,9 +185,9 @@ class Fleet:
     def begin_epoch(self) -> None:
         """A new trainer: nobody has its weights, and its group must be formed anew."""
         for url, record in list(self.by_url.items()):
+            self._change(url, refused=-1)
             if record.standing in (Standing.JOINING, *_PROVEN):
                 self._rejoin(url, record.last_error)
-                self._change(url, refused=-1)
             elif record.standing is Standing.DRAINING:
                 self._change(url, loaded=-1)
         self.membership += 1
@@ -186,9 +195,12 @@ class Fleet:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def published(self, url: str, version: int, *, membership: int) -> None:
-        """The engine serves `version` now, by a publication to that membership."""
+        """The engine serves `version` now, by a publication to that membership.
+
+        That forgives no failure, as the proof does: it may take weights again and again, and never answer.
+        """
         if self._was_member(url, membership):
-            self._change(url, loaded=version, failed_updates=0)
+            self._change(url, loaded=version)
 
     def publish_failed(self, url: str, reason: str, *, membership: int) -> bool:
         """The engine did not take an update, and is tried again once it answers, unless it failed too often.
@@ -208,7 +220,7 @@ class Fleet:
             return False
         if record.standing is not Standing.JOINING or record.loaded != version:
             return False
-        self._change(url, standing=Standing.HEALTHY, refused=-1, failed_proofs=0, last_error="")
+        self._change(url, standing=Standing.HEALTHY, refused=-1, failed_updates=0, failed_proofs=0, last_error="")
         return True
 
     def unproven(self, url: str, version: int, reason: str, *, membership: int) -> bool:
@@ -244,12 +256,15 @@ class Fleet:
         self._change(url, standing=Standing.SUSPECT)
         return True
 
-    def answered(self, url: str) -> bool:
-        """One that was not trusted answers again: a suspect goes on, the dead and the dirty join anew."""
+    def answered(self, url: str, *, version: int) -> bool:
+        """One that was not trusted answers again: a suspect goes on, the dead and the dirty join anew.
+
+        While others serve, one whose proof failed waits until the newest `version` is another.
+        """
         match self._standing(url):
             case Standing.SUSPECT:
                 self._change(url, standing=Standing.HEALTHY)
-            case Standing.DEAD | Standing.DIRTY:
+            case Standing.DEAD | Standing.DIRTY if self.by_url[url].refused != version or not self.proven():
                 self._rejoin(url, self.by_url[url].last_error)
                 self.membership += 1
             case _:

@@ -76,7 +76,8 @@ class EngineIdle(Input, frozen=True):
 class EnginesHired(Input, frozen=True):
     """An operator wants more engines, started by whoever starts this run's processes.
 
-    With `replaces` (a URL), that engine is drained once the new one serves, within `patience_s`.
+    With `replaces` (a URL), that engine is drained once the new one serves, within `patience_s`; when it is to go
+    already, nothing is hired.
     """
 
     type: str

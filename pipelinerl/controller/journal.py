@@ -42,11 +42,12 @@ class Decision(msgspec.Struct, frozen=True, tag=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
-    """The state, and the last report that is part of it."""
+    """The state, the last report that is part of it, and when the last decision in it was taken."""
 
     state: RunState
     reports_offset: str
     writer: str = ""
+    now: float = 0.0
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -55,18 +56,19 @@ _DECODER: Final = msgspec.msgpack.Decoder(Decision | Snapshot)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What a journal holds: a state, the decisions since (the last one's effects are to be repeated), and where
-    reports are read on."""
+    """What a journal holds: a state, the decisions since (the last one's effects are to be repeated), where reports are
+    read on, and when the last decision was taken."""
 
     number: int
     state: RunState
     decisions: list[Decision]
     reports_offset: str
+    now: float
 
 
 @final
 class Journal:
-    """The writer; one at a time. `number` is that of the last entry."""
+    """The writer; one at a time. `number` is that of the last entry, `now` the time of the last decision."""
 
     def __init__(self, stream: Stream, *, number: int) -> None:
         self._stream = stream
@@ -75,6 +77,7 @@ class Journal:
         self._first = number + 1
         self._last_snapshot = number
         self.reports_offset = START
+        self.now = 0.0
 
     @classmethod
     async def begin(cls, stream: Stream) -> Self:
@@ -90,6 +93,7 @@ class Journal:
         await self._write(msgspec.structs.replace(decision, writer=self._writer))
         if isinstance(decision.given, Heard):
             self.reports_offset = decision.given.entry_id
+        self.now = decision.given.now
         return self.number
 
     @property
@@ -99,7 +103,7 @@ class Journal:
 
     async def snapshot(self, state: RunState) -> None:
         """Write the whole state, all decisions carried out, and drop what came before; raises as `record` does."""
-        await self._write(Snapshot(state, self.reports_offset, self._writer))
+        await self._write(Snapshot(state, self.reports_offset, self._writer, self.now))
         await self._stream.trim(JOURNAL, before=f"{self.number}-0")
         self._first = self._last_snapshot = self.number
 
@@ -118,6 +122,13 @@ class Journal:
         last = await self._stream.last_id(JOURNAL)
         return last == f"{self.number}-0" and await self._stream.length(JOURNAL) == self.number - self._first + 1
 
+    @staticmethod
+    async def is_being_written(stream: Stream, *, for_s: float) -> bool:
+        """Does anybody write on in the next `for_s` seconds? A controller whose actors live does: it journals each of
+        their heartbeats."""
+        last = await stream.last_id(JOURNAL)
+        return last != START and bool(await stream.read({JOURNAL: last}, count=1, block_s=for_s))
+
     @classmethod
     async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
         """The journal that lies in `stream`, to be written on, and what it holds; None when it holds no whole story."""
@@ -134,9 +145,11 @@ class Journal:
         journal._first, journal._last_snapshot = numbers[0], numbers[begin]
         heard = [decision.given.entry_id for decision in decisions if isinstance(decision.given, Heard)]
         journal.reports_offset = heard[-1] if heard else start.reports_offset
+        journal.now = decisions[-1].given.now if decisions else start.now
         return journal, Recovered(
             number=numbers[-1],
             state=start.state,
             decisions=decisions,
             reports_offset=journal.reports_offset,
+            now=journal.now,
         )

@@ -2,10 +2,12 @@
 
     loop     waits for                unblocked by
     reports  entries in `reports`     trainer, actors
-    poll     its interval             the clock; each engine has its own deadline
+    poll     its interval             the clock
+    ask      an engine's answer       the engine, or its own deadline; one at a time for each engine
 
 All decisions run on one event loop, one after the other; effects are carried out in order before the next report. It
-may be killed between any two of them: see `journal.py`.
+may be killed between any two of them: see `journal.py`. Its clock goes on from the last decision in the journal,
+whatever the clock of the machine says that it goes on at.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from pipelinerl.controller.inputs import (
     AnyInput,
     EngineAnswered,
     EngineIdle,
+    EngineInput,
     EngineMissed,
     EngineRestarted,
     EngineSilent,
@@ -104,6 +107,8 @@ class ControllerService:
         self._clock = clock
         self._start = start
         self._started = clock() - elapsed_s
+        self._ahead = 0.0  # of the machine's clock
+        self._asked: set[str] = set()  # engines that have yet to answer
         self._dead_letters = DeadLetters(stream)
         self._journal: Journal
         self._next_entry = 0
@@ -127,27 +132,34 @@ class ControllerService:
             for loop in loops:
                 loop.cancel()
 
-    async def perform(self, given: AnyInput) -> None:
-        """Decide on one input and carry the decision out; decisions never overlap. Raises what `decide` does."""
+    async def perform(self, given: AnyInput) -> list[Effect]:
+        """Decide on one input, carry the decision out and return it; decisions never overlap. Raises what `decide`
+        does."""
         await self._begun.wait()
         async with self._turn:
             effects = self.controller.decide(given)
             if not effects and isinstance(given, Ticked):
-                return
+                return effects
             number = await self._journal.record(Decision(given, self._next_entry, self._next_directive))
             for effect in effects:
                 await self._carry_out(effect, number)
             if self._journal.snapshot_due:
                 await self._journal.snapshot(self.controller.state)
+            return effects
 
-    def now(self) -> float:
-        """The clock by which inputs are timed."""
-        return self._clock()
+    async def probe(self, url: str) -> None:
+        """Raises ContractError or PipelineError unless an engine answers at `url`."""
+        await self._probe.metrics(url)
+
+    async def now(self) -> float:
+        """The clock by which inputs are timed, in seconds, once the journal has told where it stands."""
+        await self._begun.wait()
+        return self._now()
 
     def status(self) -> RunStatus:
         """What the run is doing now."""
         return run_status(
-            self.controller, watch=self.watch, name=self._name, now=self._clock(), elapsed_s=self._elapsed()
+            self.controller, watch=self.watch, name=self._name, now=self._now(), elapsed_s=self._elapsed()
         )
 
     # --- beginning -------------------------------------------------------------------------------------------------
@@ -170,6 +182,7 @@ class ControllerService:
     async def _go_on(self, journal: Journal, found: Recovered) -> None:
         """A controller that died while its run went on: decide again, and carry out the last decision once more."""
         self._journal = journal
+        self._ahead = found.now - self._clock()
         self.controller.state = found.state
         effects: list[Effect] = []
         for decision in found.decisions:
@@ -209,51 +222,73 @@ class ControllerService:
         except msgspec.DecodeError as error:
             await self._dead_letters.bury(entry, RecordError(f"not a report: {error}"))
             return
-        await self.perform(Heard(now=self._clock(), report=report, entry_id=entry.entry_id))
+        await self.perform(Heard(now=self._now(), report=report, entry_id=entry.entry_id))
 
     async def _poll(self) -> None:
-        while True:
-            records = self.controller.state.fleet.records()
-            await asyncio.gather(*(self._ask(record) for record in records))
-            await self.perform(Ticked(now=self._clock()))
-            async with self._turn:
-                if not await self._journal.whole():
-                    await self._journal.snapshot(self.controller.state)
-            loads = [self.watch.load(record.url) for record in self.controller.state.fleet.records()]
-            if loads and not self.finished.is_set():  # the end is the last that the log says
-                self._record(
-                    "engines",
-                    {
-                        "tokens_per_s": sum(load.tokens_per_s for load in loads),
-                        "occupancy": sum(load.occupancy for load in loads) / len(loads),
-                        "running": sum(load.metrics.running_sequences for load in loads),
-                        "waiting": sum(load.metrics.waiting_sequences for load in loads),
-                    },
-                )
-            await asyncio.sleep(self._poll_s)
+        async with asyncio.TaskGroup() as asking:
+            while True:
+                self._ask_all(asking)
+                await self.perform(Ticked(now=self._now()))
+                async with self._turn:
+                    if not await self._journal.whole():
+                        await self._journal.snapshot(self.controller.state)
+                self._record_loads()
+                await asyncio.sleep(self._poll_s)
 
-    async def _ask(self, record: EngineRecord) -> None:
+    def _ask_all(self, asking: asyncio.TaskGroup) -> None:
+        """Poll every engine that is not out and has no poll under way: one that is slow keeps nobody else waiting."""
+        for record in self.controller.state.fleet.records():
+            if record.standing is Standing.EXPELLED:
+                self.watch.forget(record.url)
+            elif record.url not in self._asked:
+                self._asked.add(record.url)
+                asking.create_task(self._ask(record.url))
+
+    async def _ask(self, url: str) -> None:
         """Poll one engine; what is news becomes an input."""
-        url = record.url
         try:
             found = await self._probe.metrics(url)
             known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
-            metrics = EngineMetrics.model_validate(known)
+            news = self._answered(self._engine(url), EngineMetrics.model_validate(known))
         except (ContractError, PipelineError, ValidationError) as error:
-            if self.watch.missed(url) and record.standing.is_alive:
-                await self.perform(EngineSilent(now=self._clock(), url=url, reason=str(error)))
-            elif record.standing is Standing.HEALTHY:
-                await self.perform(EngineMissed(now=self._clock(), url=url))
-            return
-        now = self._clock()
+            news = self._missed(self._engine(url), str(error))
+        if news is not None:
+            await self.perform(news)
+        self._asked.discard(url)
+
+    def _engine(self, url: str) -> EngineRecord:
+        """As it stands now: while an answer was awaited, it may have gone, or another have come in its place."""
+        return self.controller.state.fleet.by_url[url]
+
+    def _missed(self, record: EngineRecord, reason: str) -> EngineInput | None:
+        url, now = record.url, self._now()
+        if self.watch.missed(url) and record.standing.is_alive:
+            return EngineSilent(now=now, url=url, reason=reason)
+        return EngineMissed(now=now, url=url) if record.standing is Standing.HEALTHY else None
+
+    def _answered(self, record: EngineRecord, metrics: EngineMetrics) -> EngineInput | None:
+        url, now = record.url, self._now()
         if self.watch.answered(url, metrics, now):
-            await self.perform(EngineRestarted(now=now, url=url))
-        elif record.standing in (Standing.SUSPECT, Standing.DIRTY, Standing.DEAD):
-            await self.perform(EngineAnswered(now=now, url=url))
-        elif record.standing is Standing.DRAINING:
-            idle_since = self.watch.load(url).idle_since
-            if idle_since is not None and now - max(idle_since, record.draining_since) >= _IDLE_S:
-                await self.perform(EngineIdle(now=now, url=url))
+            return EngineRestarted(now=now, url=url)
+        if record.standing in (Standing.SUSPECT, Standing.DIRTY, Standing.DEAD):
+            return EngineAnswered(now=now, url=url)
+        idle_since = self.watch.load(url).idle_since
+        if record.standing is not Standing.DRAINING or idle_since is None:
+            return None
+        return EngineIdle(now=now, url=url) if now - max(idle_since, record.draining_since) >= _IDLE_S else None
+
+    def _record_loads(self) -> None:
+        loads = [self.watch.load(record.url) for record in self.controller.state.fleet.records()]
+        if loads and not self.finished.is_set():  # the end is the last that the log says
+            self._record(
+                "engines",
+                {
+                    "tokens_per_s": sum(load.tokens_per_s for load in loads),
+                    "occupancy": sum(load.occupancy for load in loads) / len(loads),
+                    "running": sum(load.metrics.running_sequences for load in loads),
+                    "waiting": sum(load.metrics.waiting_sequences for load in loads),
+                },
+            )
 
     # --- effects ---------------------------------------------------------------------------------------------------
 
@@ -294,6 +329,9 @@ class ControllerService:
 
     def _record(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._events.write(kind, elapsed_s=round(self._elapsed(), 3), **fields)
+
+    def _now(self) -> float:
+        return self._clock() + self._ahead
 
     def _elapsed(self) -> float:
         return self._clock() - self._started

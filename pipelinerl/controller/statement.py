@@ -46,7 +46,7 @@ def run_status(
         ),
         evaluating=_evaluating(state),
         first_accuracy=results[0].accuracy if results else None,
-        best_accuracy=max((result.accuracy for result in results), default=None),
+        best_accuracy=max((r.accuracy for r in results if r.accuracy is not None), default=None),
         tokens_per_s=sum(load.tokens_per_s for load in loads.values()),
         rollouts_per_s=step.get("rollouts", 0.0) / step_seconds if step_seconds else 0.0,
         staleness_mean=step.get("staleness_mean", 0.0),

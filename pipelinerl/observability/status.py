@@ -105,9 +105,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         reward: mean over the rollouts of the last step.
-        held_out_accuracy: of the last evaluation, with its 95 % interval; `first_accuracy` before training began.
+        held_out_accuracy: of the last evaluation, with its 95 % interval; `first_accuracy` before training began. None
+            where nothing was judged.
         held_out_version, held_out_one_version: of which weights that is, and whether every token is of them.
-        held_out_incomplete: why not every problem was waited for; empty when all were.
+        held_out_incomplete: why not every problem has its answer; empty when all have.
         tokens_per_s: tokens sampled per second, over all engines.
         staleness_mean, staleness_max: over the rollouts of the last step, in versions.
         last_update_pause_s: the longest time that an engine stood still for the last weight update.

@@ -72,13 +72,14 @@ class Story:
 
     @property
     def first_accuracy(self) -> float | None:
-        """Held-out accuracy of the first evaluation."""
-        return _number(self.evaluations[0], "accuracy") if self.evaluations else None
+        """Held-out accuracy of the first evaluation that has one."""
+        known = (_number(event, "accuracy") for event in self.evaluations)
+        return next((accuracy for accuracy in known if accuracy is not None), None)
 
     @property
     def last_evaluation(self) -> Event | None:
-        """The newest evaluation."""
-        return self.evaluations[-1] if self.evaluations else None
+        """The newest evaluation that has an accuracy."""
+        return next((event for event in reversed(self.evaluations) if _number(event, "accuracy") is not None), None)
 
     @property
     def best_accuracy(self) -> float | None:

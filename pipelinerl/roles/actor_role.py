@@ -1,12 +1,21 @@
-"""An actor's process: streams, engine pool, verifiers."""
+"""An actor's process: streams, engine pool, verifiers.
+
+Promises: no order is claimed before the controller has said which engines there are, so that an actor that cannot reach
+it takes no work from others, and one that was started first waits.
+
+| waits for | at most | who unblocks it |
+|---|---|---|
+| the controller's first answer | – | the controller; a warning names its URL and what came instead |
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import math
 
 import httpx
+import msgspec
 
 from pipelinerl import registry
 from pipelinerl.actor.actor import Actor, ActorSettings
@@ -16,8 +25,20 @@ from pipelinerl.errors import AddressError, UserError
 from pipelinerl.roles.process import Identity
 from pipelinerl.verifiers.verifier import Verifier
 
+log = logging.getLogger("pipelinerl")
+
 #: How often an actor asks the controller which engines may be given work.
 REFRESH_S = 0.5
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """What the controller answers (`GET /engines`); k is None for no bound."""
+
+    serving: list[str]
+    finishing: list[str]
+    groups_in_flight: int
+    model_version: int
+    k: float | None
 
 
 async def run(identity: Identity) -> None:
@@ -48,7 +69,9 @@ async def run(identity: Identity) -> None:
     )
     try:
         async with asyncio.TaskGroup() as group:
-            refresh = group.create_task(_follow_controller(identity, pool, actor))
+            heard = asyncio.Event()
+            refresh = group.create_task(_follow_controller(identity, pool, actor, heard))
+            await heard.wait()
             await actor.run()
             refresh.cancel()
     finally:
@@ -56,17 +79,34 @@ async def run(identity: Identity) -> None:
         await stream.close()
 
 
-async def _follow_controller(identity: Identity, pool: EnginePool, actor: Actor) -> None:
-    """Keep engines, concurrency and freshness as the controller says; an unreachable controller changes nothing."""
+async def _follow_controller(identity: Identity, pool: EnginePool, actor: Actor, heard: asyncio.Event) -> None:
+    """Keep engines, concurrency and freshness as the controller says; one that is lost changes nothing.
+
+    Raises:
+        AddressError: the controller refuses the token.
+    """
+    url = identity.controller_url
     headers = {"authorization": f"Bearer {identity.token}"} if identity.token else {}
-    async with httpx.AsyncClient(base_url=identity.controller_url, headers=headers, timeout=5.0) as http:
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=5.0, trust_env=False) as http:
+        reachable = True
         while True:
-            with contextlib.suppress(httpx.HTTPError):
+            try:
                 answer = await http.get("/engines")
                 if answer.status_code == httpx.codes.UNAUTHORIZED:
-                    raise AddressError(f"the controller at {identity.controller_url} refuses this actor's token")
-                said = answer.raise_for_status().json()
-                pool.update(said["serving"], finishing=said["finishing"])
-                actor.resize(said["groups_in_flight"])
-                actor.follow(model_version=said["model_version"], k=math.inf if said["k"] is None else said["k"])
+                    raise AddressError(f"the controller at {url} refuses this actor's token")
+                told = msgspec.json.decode(answer.raise_for_status().content, type=_Told)
+            except (httpx.HTTPError, msgspec.DecodeError) as error:
+                if reachable:
+                    until = "what it said last holds" if heard.is_set() else "this actor claims no orders"
+                    reason = str(error) or type(error).__name__  # a connection that times out has no words
+                    log.warning("no controller answers at %s (%s); until one does, %s", url, reason, until)
+                reachable = False
+            else:
+                if not reachable:
+                    log.info("the controller at %s answers", url)
+                reachable = True
+                pool.update(told.serving, finishing=told.finishing)
+                actor.resize(told.groups_in_flight)
+                actor.follow(model_version=told.model_version, k=math.inf if told.k is None else told.k)
+                heard.set()
             await asyncio.sleep(REFRESH_S)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
+import socket
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config import RunConfig, save, write_private
 from pipelinerl.controller.api import create_api
 from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.evaluation import EvaluationPlan
+from pipelinerl.controller.journal import Journal
 from pipelinerl.controller.knobs import Knobs
 from pipelinerl.controller.service import ControllerService, Start
 from pipelinerl.controller.settings import ControllerSettings
@@ -19,13 +23,22 @@ from pipelinerl.controller.state import RunState
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.errors import UserError
-from pipelinerl.http_service import listen, serve_until
+from pipelinerl.http_service import listen, serve_until, url_of
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.roles.parts import checkpoints_of, knobs_of
 from pipelinerl.roles.process import Identity
+from pipelinerl.roles.resumption import claim
 from pipelinerl.roles.sources import held_out_problems, training_problems
+from pipelinerl.streams.stream import Stream
 from pipelinerl.training.checkpoint import TrainingState
 from pipelinerl.types import Sampling
+
+#: How long it is looked whether a controller lives: at least one heartbeat of an actor that works for it.
+_LOOK_S: Final = 5.0
+#: Hosts of a stream server that others would look for on their own machine; None is a socket in the file system.
+_HERE: Final = (None, "127.0.0.1", "::1", "localhost")
+
+log = logging.getLogger("pipelinerl")
 
 
 def build_controller(config: RunConfig, restored: TrainingState | None) -> Controller:
@@ -85,61 +98,118 @@ async def run(identity: Identity, *, start: Start) -> None:
     """Serve until the run is over or the process is told to stop.
 
     Afresh, it goes on from the run's newest checkpoint; from its journal, where a controller that died left off.
+
+    Raises:
+        UserError: it would begin a run where another of its name is live, or has its copies.
     """
     checkpoints = checkpoints_of(identity.config, identity.run_dir)
     latest = checkpoints.latest()
-    log = identity.run_dir / "events.jsonl"
-    age_s = _age(log)
-    with listen(identity.host, identity.port) as listener, EventLog(log) as events:
+    history = identity.run_dir / "events.jsonl"
+    age_s = _age(history)
+    with listen(identity.host, identity.port) as listener, EventLog(history) as events:
         stream = await identity.stream()
         client = EngineClient(token=identity.token)
-        controller = build_controller(identity.config, latest[1] if latest else None)
-        for sentence in overruled(identity.config, controller.state.knobs) if start is Start.AFRESH else ():
-            logging.getLogger("pipelinerl").warning(sentence)
-        controller.state.launch = identity.launch
-        controller.state.epoch = max(controller.state.epoch, checkpoints.claimed_epoch)
-        service = ControllerService(
-            controller,
-            name=identity.config.run.name,
-            stream=stream,
-            probe=client,
-            events=events,
-            elapsed_s=age_s,
-            start=start,
-        )
-        endpoint = _advertise(identity, listener.getsockname())
-        running = asyncio.create_task(service.run())
         try:
-            await serve_until(create_api(service, token=identity.token), listener, over=running)
-            if running.done():
-                running.result()  # raises what stopped it, if it was not the end of the run
+            begins = start is Start.AFRESH and latest is None and not age_s
+            if begins:
+                await _refuse_namesake(identity, stream)
+            _leave_recipe(identity, begins=begins)
+            controller = build_controller(identity.config, latest[1] if latest else None)
+            for sentence in overruled(identity.config, controller.state.knobs) if start is Start.AFRESH else ():
+                log.warning(sentence)
+            controller.state.launch = identity.launch
+            controller.state.epoch = max(controller.state.epoch, checkpoints.claimed_epoch)
+            service = ControllerService(
+                controller,
+                name=identity.config.run.name,
+                stream=stream,
+                probe=client,
+                events=events,
+                elapsed_s=age_s,
+                start=start,
+            )
+            await _serve(identity, service, listener)
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            endpoint.unlink(missing_ok=True)
             await client.close()
             await stream.close()
 
 
-def _age(log: Path) -> float:
+async def _serve(identity: Identity, service: ControllerService, listener: socket.socket) -> None:
+    endpoint = _advertise(identity, listener.getsockname())
+    running = asyncio.create_task(service.run())
+    try:
+        await serve_until(create_api(service, token=identity.token), listener, over=running)
+        if running.done():
+            running.result()  # raises what stopped it, if it was not the end of the run
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        endpoint.unlink(missing_ok=True)
+
+
+def _age(history: Path) -> float:
     """Seconds that the run has been going, by its event log; 0 for a new one.
 
     Raises:
         UserError: the log is damaged.
     """
     try:
-        return max((event.get("elapsed_s", 0.0) for event in read_events(log)), default=0.0)
+        return max((event.get("elapsed_s", 0.0) for event in read_events(history)), default=0.0)
     except FileNotFoundError:
         return 0.0
     except ValueError as error:
         raise UserError(f"{error}; remove that line to go on") from None
 
 
-def _advertise(identity: Identity, address: tuple[str, int]) -> Path:
-    """Leave address and token in the run's directory, for its owner's commands alone."""
+async def _refuse_namesake(identity: Identity, stream: Stream) -> None:
+    """A run that begins must not take the streams of one that is live.
+
+    Raises:
+        UserError: that is what it would do.
+    """
+    if await Journal.is_being_written(stream, for_s=_LOOK_S):
+        name = identity.config.run.name
+        raise UserError(
+            f"a run named {name!r} is live at this stream server, and {identity.run_dir} is not its directory: give "
+            "this one another run.name; a controller that is to take over says --continue"
+        )
+
+
+def _leave_recipe(identity: Identity, *, begins: bool) -> None:
+    """Leave what it takes to go on with the run where no launcher has: the recipe, and which server has the streams.
+
+    One on this machine is left out: who goes on may be on another, and starts its own.
+
+    Raises:
+        UserError: the run begins, and its location holds another's copies, which its own would push out.
+    """
+    path, config = identity.run_dir / "recipe.toml", identity.config
+    if path.exists():
+        return
+    if urlsplit(identity.redis_url).hostname not in _HERE:
+        streams = config.streams.model_copy(update={"redis_url": identity.redis_url})
+        config = config.model_copy(update={"streams": streams})
+    url, taken = config.checkpoint.url_of(config.run.name), False
+    try:
+        taken = not claim(config)
+    except (OSError, ImportError, ValueError) as error:  # it may be the trainer's alone to write to
+        log.warning("%s cannot be resumed from yet, the recipe is not there: %s", url, error)
+    if taken and begins:
+        raise UserError(
+            f"{url} holds the copies of a run, and {identity.run_dir} is not its directory: give this one another "
+            f"run.name, or go on with that one: pipelinerl run --resume {url}"
+        )
+    save(config, path)
+
+
+def _advertise(identity: Identity, bound: tuple[Any, ...]) -> Path:
+    """Leave address and token in the run's directory, for its owner's commands alone; `bound` is (host, port, …).
+
+    Who reads it is on this machine: where the controller listens everywhere, loopback reaches it.
+    """
+    host, port = bound[:2]
+    if ip_address(host).is_unspecified:
+        host = "::1" if ":" in host else "127.0.0.1"
     path = identity.run_dir / "controller.json"
-    path.unlink(missing_ok=True)
-    record = {"url": f"http://{address[0]}:{address[1]}", "token": identity.token}
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(record, file)
+    write_private(path, json.dumps({"url": url_of(host, port), "token": identity.token}))
     return path

@@ -14,7 +14,12 @@ from pipelinerl.errors import UserError
 
 engines_app = typer.Typer(help="List the engines of a live run, or change them.", no_args_is_help=True)
 
-RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as runs/tiny.")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        help="Directory of the run, such as runs/tiny; or its controller's URL, with the token in $PIPELINERL_TOKEN."
+    ),
+]
 Which = Annotated[str, typer.Argument(help="The engine's name or URL, as `list` shows it.")]
 Type = Annotated[str | None, typer.Option("--type", help="Start one of this type: torch, vllm, jax, bigram …")]
 Patience = Annotated[float, typer.Option(help="Seconds for what it has; what remains then is handed over.")]
@@ -22,18 +27,18 @@ Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has 
 
 
 @engines_app.command("list")
-def list_(run_dir: RunPath) -> None:
+def list_(run: Run) -> None:
     """Name, type, standing, loaded version, load and last error of each engine."""
     from pipelinerl.roles.engines import table
     from pipelinerl.roles.remote import Remote
 
-    for line in table(Remote.of(run_dir).status()):
+    for line in table(Remote.of(run).status()):
         typer.echo(line)
 
 
 @engines_app.command()
 def add(
-    run_dir: RunPath,
+    run: Run,
     url: Annotated[str | None, typer.Argument(help="A running engine, such as http://127.0.0.1:8001.")] = None,
     type: Type = None,
     count: Annotated[int, typer.Option(help="How many to start.")] = 1,
@@ -43,7 +48,7 @@ def add(
     from pipelinerl.roles.engines import joined, line
     from pipelinerl.roles.remote import Remote
 
-    remote = Remote.of(run_dir)
+    remote = Remote.of(run)
     if (url is None) == (type is None):
         raise UserError("name a running engine's URL, or a --type to start; one of the two")
     if url is not None:
@@ -53,44 +58,51 @@ def add(
         wanted = remote.hire(str(type), count=count)
     if wait:
         for which in wanted:
-            typer.echo(line(joined(remote, which, logs=run_dir / "logs")))
+            typer.echo(line(joined(remote, which, logs=_logs(run))))
     else:
         typer.echo("asked for " + ", ".join(wanted))
 
 
 @engines_app.command()
-def drain(run_dir: RunPath, engine: Which, patience: Patience = 60.0, wait: Wait = True) -> None:
+def drain(run: Run, engine: Which, patience: Patience = 60.0, wait: Wait = True) -> None:
     """Give an engine no more work, and take it out once it has ended what it has."""
     from pipelinerl.roles.engines import gone, line
     from pipelinerl.roles.remote import Remote
 
-    remote = Remote.of(run_dir)
+    remote = Remote.of(run)
     remote.drain(engine, patience_s=patience)
     if wait:
         typer.echo(line(gone(remote, engine, within_s=patience + 30.0)))
 
 
 @engines_app.command()
-def remove(run_dir: RunPath, engine: Which) -> None:
+def remove(run: Run, engine: Which) -> None:
     """Take an engine out at once; what it has is sampled anew elsewhere."""
     from pipelinerl.roles.remote import Remote
 
-    Remote.of(run_dir).remove(engine)
+    Remote.of(run).remove(engine)
     typer.echo(f"{engine} is out")
 
 
 @engines_app.command()
-def swap(run_dir: RunPath, engine: Which, type: Type = None, patience: Patience = 60.0, wait: Wait = True) -> None:
+def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, wait: Wait = True) -> None:
     """Replace an engine: start another, and drain the old one when the new one has proven its weights."""
     from pipelinerl.roles.engines import gone, joined, line
     from pipelinerl.roles.remote import Remote
 
     if type is None:
         raise UserError("say with --type what the engine is to be replaced by")
-    remote = Remote.of(run_dir)
+    remote = Remote.of(run)
     (name,) = remote.hire(type, replaces=engine, patience_s=patience)
     if wait:
-        typer.echo(line(joined(remote, name, logs=run_dir / "logs")))
+        typer.echo(line(joined(remote, name, logs=_logs(run))))
         typer.echo(line(gone(remote, engine, within_s=patience + 30.0)))
     else:
         typer.echo(f"asked for {name}")
+
+
+def _logs(run: str) -> Path:
+    """Where to look for what an engine wrote: on the run's machine, below its directory."""
+    from pipelinerl.roles.remote import is_url
+
+    return Path("logs") if is_url(run) else Path(run) / "logs"

@@ -13,8 +13,8 @@ def run(identity: Identity) -> None:
     """Replace this process by the server, with its data below the run's directory; does not return.
 
     Raises:
-        AddressError: the port is taken; the server would say so in its log alone.
+        AddressError: the port is taken, or no such address is here; the server would say so in its log alone.
     """
-    listen("127.0.0.1", identity.port).close()
-    argv = command(identity.run_dir / "redis", identity.port)
+    listen(identity.host, identity.port).close()
+    argv = command(identity.run_dir / "redis", identity.port, host=identity.host)
     os.execv(argv[0], argv)

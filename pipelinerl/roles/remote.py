@@ -1,4 +1,4 @@
-"""`Remote`: a live run's controller, found through its directory; what the CLI talks to."""
+"""`Remote`: a live run's controller, found through the run's directory or by its URL; what the CLI talks to."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import msgspec
 from pipelinerl.controller.knobs import KnobChange
 from pipelinerl.errors import AddressError, RecipeError, UserError
 from pipelinerl.observability.status import RunStatus
+from pipelinerl.roles.process import read_token
 
 T = TypeVar("T")
 
@@ -28,19 +29,19 @@ class Remote:
     token: str | None
 
     @classmethod
-    def of(cls, run_dir: Path) -> Self:
-        """The controller of the run in `run_dir`.
+    def of(cls, run: Path | str) -> Self:
+        """The controller of the run in a directory, or at a URL; then with the token of $PIPELINERL_TOKEN.
 
         Raises:
-            UserError: no run is live there.
+            UserError: no run is live in the directory.
         """
-        endpoint = run_dir / "controller.json"
+        if is_url(run):
+            return cls(str(run).rstrip("/"), read_token(None))
+        endpoint = Path(run) / "controller.json"
         try:
             return msgspec.json.decode(endpoint.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError):
-            raise UserError(
-                f"{run_dir} has no live run: {endpoint} cannot be read; is the controller running?"
-            ) from None
+            raise UserError(f"{run} has no live run: {endpoint} cannot be read; is the controller running?") from None
 
     def status(self) -> RunStatus:
         """What the run is doing; raises as `call` does."""
@@ -84,7 +85,7 @@ class Remote:
         """
         headers = {"x-who": _user()} | ({"authorization": f"Bearer {self.token}"} if self.token else {})
         try:
-            given = httpx.request(method, self.url + path, json=body, headers=headers, timeout=10.0)
+            given = httpx.request(method, self.url + path, json=body, headers=headers, timeout=10.0, trust_env=False)
             if given.is_error:
                 raise RecipeError(msgspec.json.decode(given.content, type=_Refused).error.message)
             return msgspec.json.decode(given.content, type=answer)
@@ -92,6 +93,11 @@ class Remote:
             raise AddressError(f"the controller at {self.url} does not answer ({error}); has the run ended?") from None
         except msgspec.DecodeError:
             raise AddressError(f"what answers at {self.url} is no controller; has the run ended?") from None
+
+
+def is_url(run: Path | str) -> bool:
+    """Is a run named by its controller's URL, and not by its directory?"""
+    return str(run).startswith(("http://", "https://"))
 
 
 class KnobsAnswer(msgspec.Struct, frozen=True):

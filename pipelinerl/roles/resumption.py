@@ -75,8 +75,9 @@ def _brought(url: str) -> Path:
     checkpoint = _fetched(CheckpointCopies(url, retention=Retention(1)), draft)
     if checkpoint is None:
         log.warning("%s holds no whole checkpoint: the run begins again", url)
+    if not (draft / _RECIPE).is_file():  # nor has a checkpoint one whose trainer has a directory of its own
         (draft / _RECIPE).write_bytes(recipe)
-    else:
+    if checkpoint is not None:
         _bring_model(checkpoint, draft, run_dir)
     (draft / _RECIPE).chmod(0o600)  # whoever goes on may write the password of their stream server into it
     draft.rename(run_dir)
@@ -93,7 +94,7 @@ def _fetched(copies: CheckpointCopies, draft: Path) -> Path | None:
         except CheckpointError as error:
             log.error("skipping a damaged checkpoint: %s", error)
             continue
-        for file in (checkpoint / RUN).iterdir():
+        for file in (checkpoint / RUN).glob("*"):
             shutil.copyfile(file, draft / file.name)
         return checkpoint
     shutil.rmtree(draft, ignore_errors=True)

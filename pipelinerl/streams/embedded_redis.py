@@ -75,10 +75,11 @@ def server_binary() -> Path:
     )
 
 
-def command(directory: Path, port: int, *, fsync: Fsync = Fsync.EVERY_SECOND) -> list[str]:
+def command(directory: Path, port: int, *, host: str = _LOOPBACK, fsync: Fsync = Fsync.EVERY_SECOND) -> list[str]:
     """Write the server's files into `directory` and say how to run it in the foreground.
 
-    The password of an earlier life is kept, so a restart in the same directory is the same server with the same data.
+    It listens on `host`, and on loopback always. The password of an earlier life is kept, so a restart in the same
+    directory is the same server with the same data.
     """
     directory = directory.absolute()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def command(directory: Path, port: int, *, fsync: Fsync = Fsync.EVERY_SECOND) ->
     if not password.exists():
         _write_private(password, secrets.token_urlsafe(24))
     lines = (
-        f"bind {_LOOPBACK}",
+        f"bind {host}" if host in (_LOOPBACK, "0.0.0.0") else f"bind {host} {_LOOPBACK}",
         f"port {port}",
         "protected-mode yes",
         f"requirepass {password.read_text()}",

@@ -268,10 +268,10 @@ async def test_an_order_is_acknowledged_only_after_its_group_is_appended() -> No
     assert await watched.unacknowledged() >= 1
     async with working(watched, ScriptedSampler()):
         assert [group.index for group in await until(watched.groups)] == [1]
-        assert await until(lambda: _none(watched.unacknowledged()))
+        assert await until(lambda: none_of(watched.unacknowledged()))
 
 
-async def _none(count: Any) -> bool:
+async def none_of(count: Any) -> bool:
     return await count == 0
 
 
@@ -322,7 +322,7 @@ async def test_what_an_engine_cannot_do_fails_the_order_and_nothing_else(script:
         sampler.script = answers
         await watched.order(order(8))
         assert [group.index for group in await until(watched.groups)] == [8]
-        assert await until(lambda: _none(watched.unacknowledged()))
+        assert await until(lambda: none_of(watched.unacknowledged()))
 
 
 async def test_an_order_of_an_unknown_domain_fails() -> None:
@@ -349,7 +349,7 @@ async def test_an_order_that_cannot_be_read_is_buried_and_not_claimed_for_ever(r
     async with working(watched, ScriptedSampler()):
         await watched.order(record, order(8))
         assert [group.index for group in await until(watched.groups)] == [8]
-        assert await until(lambda: _none(watched.unacknowledged()))
+        assert await until(lambda: none_of(watched.unacknowledged()))
     assert await watched.stream.length(DEAD_LETTERS) == 1
 
 
@@ -381,7 +381,7 @@ async def test_no_more_is_held_than_there_is_room_for() -> None:
         await asyncio.sleep(0.1)
         assert (len(sampler.requests), await watched.unacknowledged()) == (3, 3)
         sampler.gate.set()
-        assert await until(lambda: _none(watched.unacknowledged()))
+        assert await until(lambda: none_of(watched.unacknowledged()))
         assert sorted(group.index for group in await watched.groups()) == list(range(10))
 
 
@@ -395,5 +395,5 @@ async def test_it_ends_at_once_and_its_next_life_does_what_was_left() -> None:
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, 1.0)
     async with working(watched, ScriptedSampler()):
-        assert await until(lambda: _none(watched.unacknowledged()))
+        assert await until(lambda: none_of(watched.unacknowledged()))
     assert sorted(group.index for group in await watched.groups()) == [1, 2]

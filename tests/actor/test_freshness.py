@@ -59,6 +59,19 @@ async def test_another_try_counts_from_its_own_beginning() -> None:
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=3, begin_again_after=1) is None
 
 
+async def test_one_that_another_engine_begins_in_the_same_moment_is_given_up_for_what_it_was() -> None:
+    freshness, held = Freshness(), Held(asyncio.timeout(None))
+    with pytest.raises(TimeoutError):
+        async with held.scope:
+            with freshness.watched(held):
+                held.begin()
+                freshness.follow(current=5, k=1)
+                freshness.follow(current=6, k=1)
+                held.begin()  # its engine has died, and the next try begins before the timeout is raised
+                await asyncio.sleep(1)
+    assert held.began is None and held.given_up == 5
+
+
 async def test_what_no_engine_has_begun_is_as_young_as_can_be() -> None:
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True) is None
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True, begin_again_after=1) == 8

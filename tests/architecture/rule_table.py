@@ -20,6 +20,7 @@ from tests.architecture.rules import (
     modules_open_with_what_they_are,
     names_say_something,
     nothing_is_mocked,
+    proxies_are_left_alone,
     randomness_has_one_source,
     rooms_are_known,
     waits_have_deadlines,
@@ -168,6 +169,21 @@ RULES = (
         waits_have_deadlines,
         breaks=((ENGINE, "httpx.Client(timeout=None)"), (ENGINE, "subprocess.run(['x'])")),
         keeps=((ENGINE, "subprocess.run(['x'], timeout=3)"),),
+    ),
+    Rule(
+        proxies_are_left_alone,
+        breaks=(
+            (ENGINE, "httpx.get(url)"),
+            (ENGINE, "httpx.AsyncClient(trust_env=True)"),
+            ("launch/a.py", "with httpx.Client(base_url=url, timeout=3) as http:\n    http.get('/')"),
+            (ENGINE, "from httpx import post"),
+            (ENGINE, "aiohttp.ClientSession(trust_env=True)"),
+            (ENGINE, "urllib.request.urlopen(url)"),
+        ),
+        keeps=(
+            (ENGINE, "httpx.post(url, trust_env=False)\nhttp.get('/status')\naiohttp.ClientSession()"),
+            (ENGINE, "def f(http: httpx.Client) -> httpx.Response: ..."),
+        ),
     ),
 )
 

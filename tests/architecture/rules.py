@@ -65,6 +65,14 @@ BASES = frozenset(
     }
 )  # fmt: skip
 
+#: What of httpx opens connections of its own.
+HTTPX_CALLS = frozenset(
+    f"httpx.{name}"
+    for name in (
+        "Client", "AsyncClient", "request", "stream", "get", "head", "options", "post", "put", "patch", "delete"
+    )
+)  # fmt: skip
+
 Problems = Iterator[str]
 
 
@@ -266,6 +274,21 @@ def waits_have_deadlines(module: Module) -> Problems:
             yield f"line {node.lineno}: timeout=None waits for ever"
         if _dotted(node.func) in {"subprocess.run", "subprocess.check_output", "subprocess.check_call"} and not timeout:
             yield f"line {node.lineno}: {_dotted(node.func)} without a timeout"
+
+
+def proxies_are_left_alone(module: Module) -> Problems:
+    """The run's own requests carry its token, and go to its peers whatever `http_proxy` says: `trust_env=False`."""
+    for target in module.imports:
+        if target in HTTPX_CALLS:
+            yield f"{target} must be called by that name, so that this rule sees it"
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called, trust = _dotted(node.func), {word.arg: word.value for word in node.keywords}.get("trust_env")
+        if called in HTTPX_CALLS and not (isinstance(trust, ast.Constant) and trust.value is False):
+            yield f"line {node.lineno}: {called} without trust_env=False"
+        if _is_true(trust) or called == "urllib.request.urlopen":
+            yield f"line {node.lineno}: {called} asks the environment for a proxy"
 
 
 def _is_broad(node: ast.expr | None) -> bool:

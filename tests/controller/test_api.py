@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from pipelinerl.controller.api import create_api
+from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import ORDERS
 from pipelinerl.observability.status import Phase, RunStatus
 from tests.controller.test_service import Running, running, step
@@ -117,6 +119,53 @@ async def test_a_host_that_nobody_can_look_up_is_refused_in_a_sentence(run: Runn
     assert answer.json()["error"]["message"].startswith("url: must name a host whose labels have 1 to 63 characters")
 
 
+def from_host(run: Running, host: str) -> httpx.AsyncClient:
+    """Whoever asks from `host`."""
+    transport = httpx.ASGITransport(create_api(run.service, token=TOKEN), client=(host, 40_000))
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    return httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers)
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.1.1", "localhost", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]"]
+)
+async def test_an_engine_at_a_loopback_address_joins_from_the_controllers_own_machine_alone(
+    run: Running, host: str
+) -> None:
+    """Else two machines' engines of one address would take each other for a new life, again and again."""
+    offer = {"url": f"http://{host}:8001", "incarnation": "1"}
+    async with from_host(run, "10.0.0.7") as away:
+        refused = await away.post("/engines", json=offer)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
+    assert refused.json()["error"]["message"].endswith(
+        "start the engine with --host, an address at which the others reach it"
+    )
+    assert run.controller.state.fleet.records() == []
+    for here in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
+        async with from_host(run, here) as beside:
+            assert (await beside.post("/engines", json=offer)).json() == {"state": "joining"}
+
+
+async def test_an_operator_who_names_what_is_no_engine_is_told_so_at_once(
+    run: Running, http: httpx.AsyncClient
+) -> None:
+    """Else it would be found out by the next publication, which all other engines wait for."""
+    run.probe.answer = EngineUnreachable("connection refused")
+    refused = await http.post("/engines", json={"url": ENGINE})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
+    assert refused.json()["error"]["message"] == "url: no engine answers there: connection refused"
+    assert run.controller.state.fleet.records() == []
+    await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
+    assert run.controller.state.fleet.members() == [ENGINE]
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.7:8001", "http://[fd00::7]:8001", "http://gpu-1.lab:8001"])
+async def test_an_engine_elsewhere_joins_by_an_address_of_its_own(run: Running, url: str) -> None:
+    async with from_host(run, "10.0.0.7") as away:
+        assert (await away.post("/engines", json={"url": url})).status_code == 200
+    assert run.controller.state.fleet.members() == [url]
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -176,6 +225,52 @@ async def test_engines_are_hired_and_go_by_name_or_url(run: Running, http: httpx
     assert (await http.delete("/engines", params={"engine": ENGINE})).status_code == 200
     status = run.service.status()
     assert (status.dismissed, status.hired) == (("engine-1", "engine-2"), ())
+
+
+async def test_who_hires_at_the_same_time_is_told_the_names_of_his_own(
+    run: Running, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = run.stream.append
+
+    async def slowly(*args: Any, **rest: Any) -> bool:
+        await asyncio.sleep(0.01)
+        return await append(*args, **rest)
+
+    monkeypatch.setattr(run.stream, "append", slowly)
+    types = ("torch", "bigram", "vllm")
+    answers = await asyncio.gather(*(http.post("/engines/hire", json={"type": kind}) for kind in types))
+    told = {name: kind for answer, kind in zip(answers, types, strict=True) for name in answer.json()["names"]}
+    assert told == {hire.name: hire.type for hire in run.controller.state.hires} and len(told) == 3
+
+
+async def test_an_engine_is_swapped_once(run: Running, http: httpx.AsyncClient) -> None:
+    await run.start()
+    swap = {"type": "torch", "replaces": ENGINE}
+    assert (await http.post("/engines/hire", json=swap)).json() == {"names": ["engine-1"]}
+    again = await http.post("/engines/hire", json=swap)
+    assert (again.status_code, again.json()["error"]) == (
+        409,
+        {
+            "message": f"{ENGINE} is to go already: engine-1, which can be removed, was hired to replace it; to have "
+            "one engine more, hire one that replaces none",
+            "type": "invalid_request_error",
+            "param": "replaces",
+            "code": "engine_going",
+        },
+    )
+    await http.delete("/engines", params={"engine": "engine-1"})
+    await http.post("/engines/drain", json={"engine": ENGINE})
+    again = await http.post("/engines/hire", json=swap)
+    assert again.status_code == 409 and "it is being drained" in again.json()["error"]["message"]
+    assert len(run.controller.state.hires) == 1
+
+
+async def test_an_engine_of_this_machine_has_one_name(run: Running, http: httpx.AsyncClient) -> None:
+    await http.post("/engines", json={"url": "http://127.0.0.1:8001", "incarnation": "1", "name": "engine-0"})
+    assert (await http.post("/engines", json={"url": "http://localhost:8001/"})).status_code == 200
+    assert (await http.get("/engines")).json()["members"] == ["http://127.0.0.1:8001"]
+    assert (await http.delete("/engines", params={"engine": "http://localhost:8001"})).status_code == 200
+    assert (await http.get("/engines")).json()["members"] == []
 
 
 async def test_a_drained_engine_goes_once_it_has_had_nothing_to_do_for_a_while(

@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.effects import Record, Send
-from pipelinerl.controller.engine_decisions import dismissed
+from pipelinerl.controller.engine_decisions import dismissed, going
 from pipelinerl.controller.fleet import Standing
 from pipelinerl.controller.inputs import (
     AnyInput,
@@ -82,10 +82,10 @@ def test_a_refuted_engine_gets_the_next_weights_whole_and_is_out_the_second_time
         {"url": NEW, "model_version": 0, "reason": "0.7 nats off", "standing": Standing.DIRTY},
     )
     assert lost == ("engine_lost", {"url": NEW, "reason": "0.7 nats off"})
-    assert told(made, EngineAnswered(now=0.0, url=NEW)) == [("engine_joined", {"url": NEW})]
-    assert made.reload_if_due() == [], "the same weights again would be no update"
+    assert told(made, EngineAnswered(now=0.0, url=NEW)) == [], "the same weights again would be no update"
     while run.version == 0:
         run.act()
+    run.give(EngineAnswered(now=0.0, url=NEW))
     assert run.directive is not None and NEW in run.directive.publish_to and run.directive.prove == [NEW]
     give_weights(run, ENGINE, NEW, version=1)
     (unproven, _) = told(made, proof(run, version=1, refuted={NEW: "0.7 nats off"}))
@@ -117,6 +117,47 @@ def test_a_swap_drains_the_old_engine_when_the_new_one_has_proven_itself(run: Wo
     assert (kind, fields["reason"]) == ("engine_lost", "drained; what it still had is handed over")
     assert standing(made, ENGINE) is Standing.EXPELLED
     assert made.state.fleet.by_url[ENGINE].dismissed
+
+
+def test_an_engine_that_never_answers_its_canary_is_out_in_the_end(run: World) -> None:
+    made = run.controller
+    run.give(EngineOffered(now=0.0, url=NEW))
+    for failures in range(1, made.state.fleet.updates_to_expulsion + 1):
+        assert run.directive is not None and run.directive.prove == [NEW]
+        give_weights(run, ENGINE, NEW)
+        run.give(proof(run, failed={NEW: "400: no chat template"}))
+        assert made.state.fleet.by_url[NEW].failed_updates == failures
+        run.give(EngineAnswered(now=0.0, url=NEW))
+    assert standing(made, NEW) is Standing.EXPELLED
+    assert made.reload_if_due() == [] and made.state.fleet.serving() == [ENGINE]
+
+
+def test_who_joins_meanwhile_does_not_have_a_refuted_engine_asked_again(run: World) -> None:
+    made = run.controller
+    run.give(EngineOffered(now=0.0, url=NEW, incarnation="1"))
+    give_weights(run, ENGINE, NEW)
+    run.give(proof(run, refuted={NEW: "0.7 nats off"}))
+    run.give(EngineAnswered(now=0.0, url=NEW))
+    run.give(EngineOffered(now=0.0, url="http://engine-2", incarnation="1"))
+    assert run.directive is not None
+    assert (run.directive.publish_to, run.directive.prove) == ([ENGINE, "http://engine-2"], ["http://engine-2"])
+    assert standing(made, NEW) is Standing.DIRTY
+
+
+def test_who_is_to_go_already_is_replaced_by_nobody_else(run: World) -> None:
+    made = run.controller
+    swap = EnginesHired(now=0.0, type="torch", replaces=ENGINE, patience_s=9.0)
+    assert going(made.state, ENGINE) == ""
+    told(made, swap)
+    assert told(made, swap) == []
+    assert going(made.state, ENGINE) == "engine-1, which can be removed, was hired to replace it"
+    made.decide(EngineRemoved(now=0.0, engine="engine-1"))
+    assert told(made, swap)[0][1]["names"] == ["engine-2"]
+    made.decide(EngineOffered(now=0.0, url=NEW, incarnation="1", name="engine-2", type="torch"))
+    give_weights(run, ENGINE, NEW)
+    told(made, proof(run, worst={NEW: 1e-6}))
+    assert told(made, swap) == [] and going(made.state, ENGINE) == "it is being drained"
+    assert [hire.name for hire in made.state.hires] == ["engine-1", "engine-2"]
 
 
 def test_a_swap_drains_once_whoever_comes_to_the_old_address_later(run: World) -> None:

@@ -19,6 +19,15 @@ def test_silence_is_several_misses_in_a_row() -> None:
     assert [watch.missed(A), watch.missed(A), watch.missed(A)] == [False, False, True]
 
 
+def test_what_is_forgotten_begins_anew() -> None:
+    watch = EngineWatch()
+    watch.answered(A, load(generated_tokens_total=100), 1.0)
+    watch.forget(A)
+    watch.forget(A)
+    assert watch.load(A).metrics.slots == 0
+    assert not watch.answered(A, load(generated_tokens_total=20), 2.0), "no restart: nothing is known of it"
+
+
 def test_counters_that_fall_tell_of_a_restart() -> None:
     watch = EngineWatch()
     assert not watch.answered(A, load(generated_tokens_total=100, weight_updates_total=3), 1.0)

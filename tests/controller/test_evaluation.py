@@ -33,7 +33,7 @@ def evaluation(problems: int, pin: Pin = Pin.NONE, **plan: Any) -> Evaluation:
 
 
 def test_only_what_was_judged_counts() -> None:
-    asked = evaluation(5)
+    asked = evaluation(5, attempts=1)
     for index, given in enumerate([answer(0, correct=1), answer(1), answer(2, judged=0), None]):
         assert not asked.add(index, given, now=1.0 + index)
     assert not asked.complete
@@ -43,7 +43,23 @@ def test_only_what_was_judged_counts() -> None:
     assert (result.accuracy, result.problems, result.unjudged) == (2 / 3, 5, 2)
     assert (result.version_min, result.version_max, result.one_version) == (4, 7, False)
     assert (result.low, result.high) == wilson_interval(2, 3)
-    assert result.incomplete == ""
+    assert result.incomplete == "1 of 5 problems had no answer"
+
+
+def test_who_could_not_be_judged_has_answered() -> None:
+    asked = evaluation(2)
+    asked.add(0, answer(0, correct=1), now=1.0)
+    asked.add(1, answer(1, judged=0), now=1.0)
+    assert (asked.result().accuracy, asked.result().unjudged, asked.result().incomplete) == (1.0, 1, "")
+
+
+def test_a_problem_that_fails_is_asked_again_so_many_times() -> None:
+    asked = evaluation(2, attempts=3)
+    assert asked.add(0, None, now=1.0) and asked.add(0, None, now=2.0)
+    assert not asked.add(0, answer(0, correct=1), now=3.0)
+    assert [asked.add(1, None, now=4.0) for _ in range(3)] == [True, True, False]
+    assert asked.complete
+    assert (asked.result().accuracy, asked.result().incomplete) == (1.0, "1 of 2 problems had no answer")
 
 
 def test_the_first_answer_stands() -> None:
@@ -55,10 +71,10 @@ def test_the_first_answer_stands() -> None:
 
 
 def test_an_evaluation_without_answers_knows_nothing() -> None:
-    asked = evaluation(3)
+    asked = evaluation(3, pass_at=(1,))
     asked.given_up = "no answer came"
     result = asked.result()
-    assert (result.accuracy, result.low, result.high, result.unjudged) == (0.0, 0.0, 1.0, 3)
+    assert (result.accuracy, result.low, result.high, result.pass_at, result.unjudged) == (None, None, None, [], 3)
     assert (result.version_min, result.version_max, result.incomplete) == (5, 5, "no answer came")
 
 
@@ -72,6 +88,7 @@ def test_an_answer_of_other_weights_is_asked_for_again_so_many_times(other: dict
     assert not asked.add(1, answer(1, correct=1), now=5.0)
     result = asked.result(version=9)
     assert (result.accuracy, result.unjudged, result.discarded, result.one_version) == (1.0, 1, 4, True)
+    assert result.incomplete == "1 of 2 problems had no answer"
     assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
 
 
@@ -88,13 +105,13 @@ def test_questions_are_asked_so_that_no_more_than_the_window_are_out() -> None:
     asked.add(1, answer(1), now=1.0)
     assert asked.to_ask(2) == [2]
     assert asked.to_ask(0) == []
-    asked.add(0, None, now=1.0)
+    asked.add(0, answer(0), now=1.0)
     assert asked.to_ask(9) == [3, 4]
     assert asked.to_ask(9) == []
 
 
 def test_pass_at_k_is_over_the_problems_with_enough_samples() -> None:
-    asked = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4))
+    asked = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4), attempts=1)
     asked.add(0, answer(0, correct=1, judged=4), now=1.0)
     asked.add(1, answer(1, correct=0, judged=4), now=1.0)
     asked.add(2, answer(2, correct=1, judged=2), now=1.0)  # two samples could not be judged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -230,6 +231,26 @@ def test_who_stops_a_run_has_its_last_weights_evaluated_by_all() -> None:
     evaluation = run.controller.state.evaluation
     assert evaluation is not None and (evaluation.pin, evaluation.model_version) == (Pin.GATE, run.version)
     assert {order.engine for order in run.orders[-3:]} == {""}
+
+
+@pytest.mark.parametrize("fails", [0, 2, 3], ids=["nobody", "some", "all"])
+def test_an_accuracy_of_quick_answers_ends_no_run(fails: int) -> None:
+    """Long answers are those that an actor gives up."""
+    run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000)
+    run.controller.settings = replace(run.controller.settings, until_accuracy=0.5)
+    run.begin()
+    run.publish()
+    for _ in range(run.controller.settings.evaluation.attempts):
+        questions = [order for order in run.orders if order.index < fails]
+        run.orders = [order for order in run.orders if order not in questions]
+        for order in questions:
+            run.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="too long"))
+    while not results(run):
+        run.act()
+    (result,) = results(run)
+    assert result.accuracy == (None if fails == 3 else 1.0)
+    assert result.incomplete == (f"{fails} of 3 problems had no answer" if fails else "")
+    assert run.controller.ending == (None if fails else "held-out accuracy 1.000 has reached 0.5")
 
 
 def _begun(run: World) -> World:

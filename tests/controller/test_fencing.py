@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 
+import msgspec
+
 from pipelinerl.controller.effects import Send
+from pipelinerl.controller.inputs import EngineOffered
 from pipelinerl.messages import Checkpointed, TrainerReady
-from tests.controller.world import World, controller
+from tests.controller.world import ENGINE, World, controller
 
 
 def ready(run: World, name: str) -> TrainerReady:
@@ -30,6 +33,14 @@ def test_what_the_earlier_had_asked_twice_does_not_fence_the_later() -> None:
     assert isinstance(answer, Send) and answer.directive.epoch == 2
     run.controller.handle(ready(run, "3"), now=2.0)
     assert run.controller.state.epoch == 3
+
+
+def test_the_epoch_is_above_all_that_the_trainers_directory_has_seen() -> None:
+    """A controller and a stream server begun anew, on another machine than the trainer, know of none of them."""
+    run = World(controller(), random.Random(0))
+    run.give(EngineOffered(now=0.0, url=ENGINE))
+    (_, answer) = run.controller.handle(msgspec.structs.replace(ready(run, "1"), claimed=5), now=1.0)
+    assert isinstance(answer, Send) and answer.directive.epoch == 6
 
 
 def test_a_checkpoint_of_the_earlier_is_no_event() -> None:

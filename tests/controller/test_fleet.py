@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipelinerl.controller.fleet import Fleet, Standing
+from pipelinerl.controller.fleet import Fleet, Standing, base_url
 
 A, B = "http://a", "http://b"
 
@@ -54,7 +54,7 @@ EVENTS: dict[str, Callable[[Fleet], object]] = {
     "unproven": lambda fleet: fleet.unproven(B, 3, "differs", membership=fleet.membership),
     "publish_failed": lambda fleet: fail(fleet, B),
     "missed": lambda fleet: fleet.missed(B),
-    "answered": lambda fleet: fleet.answered(B),
+    "answered": lambda fleet: fleet.answered(B, version=4),
     "silent": lambda fleet: fleet.silent(B, "no answer"),
     "restarted": lambda fleet: fleet.restarted(B),
     "drain": lambda fleet: fleet.drain(B, now=0.0, by=9.0),
@@ -149,7 +149,11 @@ def test_no_unproven_engine_ever_serves(events: list[tuple[str, str, int, int]])
             case "missed":
                 fleet.missed(url)
             case "answered":
-                if fleet.answered(url) and before is not None and before.standing is not Standing.SUSPECT:
+                if (
+                    fleet.answered(url, version=version)
+                    and before is not None
+                    and before.standing is not Standing.SUSPECT
+                ):
                     lose(url)
                     born[url] = fleet.membership
             case "silent":
@@ -177,11 +181,27 @@ def test_no_unproven_engine_ever_serves(events: list[tuple[str, str, int, int]])
 # --- particulars -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("named", "known"),
+    [
+        ("http://localhost:8001/", "http://127.0.0.1:8001"),
+        ("https://LocalHost", "https://127.0.0.1"),
+        ("http://localhost.lab:8001", "http://localhost.lab:8001"),
+        ("http://gpu-1:8001", "http://gpu-1:8001"),
+        ("http://[::1]:8001", "http://[::1]:8001"),
+        ("localhost", "localhost"),
+        ("engine-0", "engine-0"),
+    ],
+)
+def test_one_engine_has_one_url(named: str, known: str) -> None:
+    assert base_url(named) == known
+
+
 def test_only_a_publication_and_its_proof_make_healthy(fleet: Fleet) -> None:
     assert (fleet.members(), fleet.serving(), fleet.to_prove()) == ([A, B], [A], [B])
-    assert fleet.awaits_weights(5) and fleet.oldest_loaded() == 3
+    assert fleet.awaits_weights() and fleet.oldest_loaded() == 3
     fleet.published(B, 5, membership=fleet.membership)
-    assert fleet.serving() == [A] and not fleet.awaits_weights(5), "it has them; it has not proven them"
+    assert fleet.serving() == [A] and not fleet.awaits_weights(), "it has them; it has not proven them"
     assert not fleet.proved(B, 4, membership=fleet.membership), "of other weights"
     assert fleet.proved(B, 5, membership=fleet.membership)
     assert fleet.serving() == [A, B] and fleet.oldest_loaded() == 3
@@ -194,16 +214,17 @@ def test_a_report_of_an_older_set_says_nothing_of_an_engine_that_joined_later(fl
     fleet.join(B, "2")
     fleet.published(B, 5, membership=before)
     assert not fleet.proved(B, 5, membership=before) and not fleet.publish_failed(B, "gone", membership=before)
-    assert fleet.awaits_weights(5) and standing(fleet, B) is Standing.JOINING
+    assert fleet.awaits_weights() and standing(fleet, B) is Standing.JOINING
 
 
 def test_a_refuted_engine_waits_for_other_weights_and_is_out_the_second_time(fleet: Fleet) -> None:
     fleet.published(B, 3, membership=fleet.membership)
     assert fleet.unproven(B, 3, "0.5 nats off", membership=fleet.membership)
     assert standing(fleet, B) is Standing.DIRTY and fleet.members() == [A]
-    assert fleet.answered(B) and fleet.members() == [A, B]
-    assert not fleet.awaits_weights(3), "the same weights again would be no update"
-    assert fleet.awaits_weights(4)
+    assert not fleet.answered(B, version=3), "the same weights again would be no update"
+    fleet.join("http://c", "1")
+    assert (fleet.members(), fleet.to_prove()) == ([A, "http://c"], ["http://c"]), "whoever else is given them now"
+    assert fleet.answered(B, version=4) and fleet.members() == [A, B, "http://c"] and fleet.awaits_weights()
     fleet.published(B, 4, membership=fleet.membership)
     assert fleet.unproven(B, 4, "0.5 nats off", membership=fleet.membership)
     assert standing(fleet, B) is Standing.EXPELLED
@@ -212,9 +233,26 @@ def test_a_refuted_engine_waits_for_other_weights_and_is_out_the_second_time(fle
 
 def test_a_refuted_engine_is_asked_at_once_when_nobody_else_serves(fleet: Fleet) -> None:
     fleet.unproven(B, 3, "x", membership=fleet.membership)
-    fleet.answered(B)
+    assert not fleet.answered(B, version=3)
     fleet.silent(A, "gone")
-    assert fleet.awaits_weights(3)
+    assert fleet.answered(B, version=3) and fleet.awaits_weights()
+
+
+def test_a_refuted_engine_is_asked_at_once_by_a_new_trainer(fleet: Fleet) -> None:
+    """Its weights are others, whatever their number."""
+    fleet.unproven(B, 3, "x", membership=fleet.membership)
+    fleet.begin_epoch()
+    serve(fleet, A, 3)
+    assert fleet.answered(B, version=3)
+
+
+def test_an_engine_that_takes_weights_and_never_gives_a_proof_is_out_in_the_end(fleet: Fleet) -> None:
+    for failures in range(1, fleet.updates_to_expulsion + 1):
+        assert standing(fleet, B) is Standing.JOINING
+        fleet.published(B, 3, membership=fleet.membership)
+        assert fail(fleet, B, "its canary was refused: 400") and fleet.by_url[B].failed_updates == failures
+        fleet.answered(B, version=3)
+    assert standing(fleet, B) is Standing.EXPELLED and fleet.by_url[B].last_error == "its canary was refused: 400"
 
 
 def test_a_repeated_offer_changes_nothing_but_what_it_is_called(fleet: Fleet) -> None:
@@ -238,16 +276,16 @@ def test_failed_updates_end_in_expulsion_which_its_own_offers_do_not_undo(fleet:
     assert fail(fleet, A)
     assert standing(fleet, A) is Standing.DIRTY and fleet.members() == [B], "it is not asked again before it answers"
     assert not fleet.join(A, "1") and standing(fleet, A) is Standing.DIRTY
-    assert fleet.answered(A) and standing(fleet, A) is Standing.JOINING
+    assert fleet.answered(A, version=4) and standing(fleet, A) is Standing.JOINING
     serve(fleet, A, 4)
     assert fail(fleet, A)
     assert standing(fleet, A) is Standing.DIRTY, "a success between forgives"
-    assert fleet.answered(A)
+    assert fleet.answered(A, version=4)
     assert fail(fleet, A)
     assert standing(fleet, A) is Standing.EXPELLED and fleet.members() == [B]
     assert not fleet.join(A, "1") and standing(fleet, A) is Standing.EXPELLED
     assert not fail(fleet, A), "a late report of the same update"
-    assert not fleet.answered(A)
+    assert not fleet.answered(A, version=4)
     assert not fleet.by_url[A].dismissed, "its process is left for whoever wants to know why"
 
 
@@ -271,7 +309,7 @@ def test_a_suspect_keeps_its_weights(fleet: Fleet) -> None:
     assert fleet.missed(A) and not fleet.missed(A) and not fleet.missed(B)
     assert (fleet.serving(), fleet.proven(), fleet.finishing()) == ([], [A], [A, B])
     fleet.published(A, 4, membership=fleet.membership)
-    assert fleet.answered(A) and fleet.serving() == [A] and fleet.oldest_loaded() == 4
+    assert fleet.answered(A, version=4) and fleet.serving() == [A] and fleet.oldest_loaded() == 4
     assert fleet.membership == before
 
 
@@ -279,4 +317,4 @@ def test_who_restarted_has_lost_its_weights(fleet: Fleet) -> None:
     before = fleet.membership
     assert fleet.restarted(A) and standing(fleet, A) is Standing.JOINING and fleet.membership == before + 1
     assert not fleet.restarted(B), "who waits for weights has none to lose"
-    assert not fleet.silent("http://unknown", "x") and not fleet.answered("http://unknown")
+    assert not fleet.silent("http://unknown", "x") and not fleet.answered("http://unknown", version=3)

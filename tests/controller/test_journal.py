@@ -25,6 +25,7 @@ from pipelinerl.controller.inputs import (
     EngineRemoved,
     EnginesHired,
     EngineSilent,
+    Heard,
     KnobsPatched,
     Ticked,
 )
@@ -36,6 +37,7 @@ from pipelinerl.messages import (
     ORDERS,
     PROMPTS,
     REPORTS,
+    ActorAlive,
     Consumed,
     Directive,
     EvaluationDone,
@@ -63,15 +65,22 @@ class Killed(Exception):
 
 @dataclass
 class Killer:
-    """Kills at the n-th point that is passed; there is one before and one after each side effect."""
+    """Kills at the n-th point that is passed; there is one before and one after each side effect.
+
+    What still moves in a process that was killed has no effects, until another is `born`.
+    """
 
     at: int
     passed: int = 0
 
     def point(self) -> None:
         self.passed += 1
-        if self.passed == self.at:
+        if self.passed >= self.at:
             raise Killed
+
+    def born(self) -> None:
+        if self.passed >= self.at:
+            self.at = NEVER
 
 
 @dataclass
@@ -179,6 +188,7 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
     stream = MortalStream(inner, killer)
     start = Start.AFRESH
     for _ in range(2):
+        killer.born()
         made = controller(steps=steps)
         with MortalLog(folder / "events.jsonl") as log:
             log.killer = killer
@@ -207,7 +217,7 @@ async def _serve(service: ControllerService, stream: MemoryStream, said: list[Me
     async def offer() -> None:
         while await stream.length(JOURNAL) == 0:
             await asyncio.sleep(0)
-        await service.perform(EngineOffered(now=0.0, url=ENGINE, incarnation="1"))
+        await service.perform(EngineOffered(now=await service.now(), url=ENGINE, incarnation="1"))
         await stream.append(REPORTS, [encode(report) for report in said], first_id=1)
 
     async with asyncio.TaskGroup() as group:
@@ -312,6 +322,54 @@ async def test_the_journal_of_another_launch_is_not_gone_on_with(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     assert (made.state.launch, made.state.fleet.members()) == (launch, members)
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.parametrize("uptime_s", [5.0, 1e9])
+async def test_time_goes_on_where_the_journal_ends(tmp_path: Path, uptime_s: float, snapshot: bool) -> None:
+    """The controller comes back on another machine, or after a reboot: what is awaited is due when it was."""
+    stream = MemoryStream()
+
+    @asynccontextmanager
+    async def serving(clock_s: float, start: Start) -> AsyncIterator[ControllerService]:
+        with EventLog(tmp_path / "events.jsonl") as log:
+            service = ControllerService(
+                controller(),
+                name="test",
+                stream=stream,
+                probe=Healthy(),
+                events=log,
+                poll_s=3600.0,
+                clock=lambda: clock_s,
+                start=start,
+            )
+            running = asyncio.create_task(service.run())
+            try:
+                yield service
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    beat = ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0)
+    async with serving(10_000.0, Start.AFRESH) as first:
+        await first.perform(Heard(now=await first.now(), report=beat, entry_id="1-0"))
+        if snapshot:
+            await first._journal.snapshot(first.controller.state)
+    async with serving(uptime_s, Start.FROM_JOURNAL) as second:
+        assert await second.now() == 10_000.0
+        assert second.status().actors[0].silent_s == 0.0
+
+
+async def test_a_journal_is_being_written_while_its_controller_hears_anything() -> None:
+    stream = MemoryStream()
+    assert not await Journal.is_being_written(stream, for_s=0.01), "nobody ever has"
+    journal = await Journal.begin(stream)
+    await journal.snapshot(controller().state)
+    assert not await Journal.is_being_written(stream, for_s=0.01), "nobody does any more"
+    looking = asyncio.create_task(Journal.is_being_written(stream, for_s=10.0))
+    await asyncio.sleep(0.01)
+    await journal.record(Decision(Ticked(now=0.0), 1, 1))
+    assert await asyncio.wait_for(looking, 1.0), "it is told at once"
 
 
 async def test_an_answer_that_was_lost_is_no_fence() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.controller.controller import Controller
-from pipelinerl.controller.inputs import EngineOffered, KnobsPatched
+from pipelinerl.controller.inputs import EngineOffered, EngineRemoved, KnobsPatched
 from pipelinerl.controller.service import ControllerService
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import (
@@ -44,12 +45,17 @@ FACTS = {"slots": 4.0, "running_sequences": 2.0}
 
 
 class Probe:
-    """An engine's metrics as a test says; satisfies `EngineProbe`."""
+    """An engine's metrics as a test says, and who was asked; satisfies `EngineProbe`. What is off answers nothing."""
 
     def __init__(self) -> None:
         self.answer: Mapping[str, float] | EngineUnreachable = FACTS
+        self.off: set[str] = set()
+        self.asked: Counter[str] = Counter()
 
     async def metrics(self, url: str) -> Mapping[str, float]:
+        self.asked[url] += 1
+        if url in self.off:
+            await asyncio.sleep(DEADLINE_S)
         if isinstance(self.answer, EngineUnreachable):
             raise self.answer
         return self.answer
@@ -216,6 +222,33 @@ async def test_a_silent_engine_is_lost_and_comes_back(tmp_path: Path) -> None:
         await run.until(lambda: run.controller.state.fleet.members() == [ENGINE])
         await run.until(lambda: run.stream_length(ORDERS) == 2)
         assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
+
+
+async def test_a_machine_that_is_off_delays_nobody_else(tmp_path: Path) -> None:
+    off = "http://off"
+    async with running(tmp_path) as run:
+        await run.start()
+        run.probe.off.add(off)
+        await run.service.perform(EngineOffered(now=0.0, url=off))
+        await run.until(lambda: run.probe.asked[off])
+        ticks = len(run.events("engines"))
+        run.probe.answer = EngineUnreachable("connection refused")
+        await run.until(lambda: run.events("engine_lost"))
+        assert [lost["url"] for lost in run.events("engine_lost")] == [ENGINE]
+        await run.until(lambda: len(run.events("engines")) > ticks + 5)
+        assert run.probe.asked[off] == 1, "one poll at a time"
+
+
+async def test_an_engine_that_is_out_is_asked_no_more(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        await run.start()
+        await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences)
+        await run.service.perform(EngineRemoved(now=0.0, engine=ENGINE))
+        await run.until(lambda: not run.service.watch.load(ENGINE).metrics.running_sequences)
+        asked, ticks = run.probe.asked[ENGINE], len(run.events("engines"))
+        await run.until(lambda: len(run.events("engines")) > ticks + 3)
+        assert run.probe.asked[ENGINE] == asked
+        assert run.service.status().engines[0].slots == 0, "it has no load"
 
 
 @pytest.mark.parametrize("nonsense", [{"slots": 1.5}, {"generated_tokens_total": float("nan")}])

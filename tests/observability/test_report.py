@@ -104,8 +104,9 @@ def test_text_from_the_run_is_never_markup() -> None:
         events(1)[:3],
         [{"kind": "step", "step": 1, "reward": None, "elapsed_s": 1.0}],
         [{"kind": "evaluation", "model_version": 0, "accuracy": 0.0, "elapsed_s": 1.0}],
+        [{"kind": "evaluation", "model_version": 0, "accuracy": None, "low": None, "high": None, "elapsed_s": 1.0}],
     ],
-    ids=["nothing", "started", "one step", "one evaluation", "no reward", "no interval"],
+    ids=["nothing", "started", "one step", "one evaluation", "no reward", "no interval", "no answer"],
 )
 def test_a_run_that_has_hardly_begun(tmp_path: Path, made: list[dict[str, Any]]) -> None:
     files = write_report(_run(tmp_path, made))
@@ -213,6 +214,8 @@ def test_an_evaluation_of_an_older_run_is_told_as_far_as_it_is_known() -> None:
     old = [{"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}]
     ((step, accuracy, *rest),) = evaluation_rows(tell(old))
     assert (step, accuracy, rest[-2:]) == ("3", "50.0%", ["", ""])
+    ((_, accuracy, interval, *_),) = evaluation_rows(tell([old[0] | {"accuracy": None, "low": None, "high": None}]))
+    assert (accuracy, interval) == ("–", "")
     mixed = {"version_min": 2, "version_max": 4, "incomplete": "no answer came", "unjudged": 7}
     ((*_, weights, note),) = evaluation_rows(tell([old[0] | mixed]))
     assert (weights, note) == ("v2 to v4", "7 unjudged; incomplete: no answer came")

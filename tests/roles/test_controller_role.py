@@ -1,10 +1,29 @@
-"""What the controller is built from when its run goes on."""
+"""What the controller is built from when its run goes on, and what it leaves for those who go on with the run."""
 
 from __future__ import annotations
 
-from pipelinerl.config import load
+import asyncio
+import json
+import stat
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from launch.run_directory import open_run
+from pipelinerl.config import RunConfig, load, to_table
+from pipelinerl.controller.service import Start
+from pipelinerl.errors import UserError
+from pipelinerl.roles import controller_role, resumption
 from pipelinerl.roles.controller_role import overruled
 from pipelinerl.roles.parts import knobs_of
+from pipelinerl.roles.process import Identity
+from pipelinerl.roles.remote import Remote
+from pipelinerl.streams.embedded_redis import EmbeddedRedis
+
+DEADLINE_S = 20.0
 
 
 def test_it_says_which_knobs_an_edited_recipe_does_not_change() -> None:
@@ -16,3 +35,148 @@ def test_it_says_which_knobs_an_edited_recipe_does_not_change() -> None:
         "learning_rate is 0.5, as it was set while the run was live; the recipe says 1e-05: `pipelinerl knobs set` "
         "changes it"
     )
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    with EmbeddedRedis(tmp_path / "server") as server:
+        yield server.url
+
+
+def config_in(directory: Path, *changes: str) -> RunConfig:
+    return load("tiny", [f"run.directory={directory}", *changes])
+
+
+def identity(config: RunConfig, redis_url: str, *, host: str = "127.0.0.1") -> Identity:
+    return Identity(
+        config=config,
+        run_dir=config.run_directory,
+        name="controller",
+        redis_url=redis_url,
+        controller_url="",
+        token="run-token",
+        host=host,
+    )
+
+
+@asynccontextmanager
+async def serving(who: Identity, *, start: Start = Start.AFRESH) -> AsyncIterator[Path]:
+    """A controller at work, and the file that says where."""
+    endpoint = who.run_dir / "controller.json"
+    role = asyncio.create_task(controller_role.run(who, start=start))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not endpoint.exists() and not role.done():
+                await asyncio.sleep(0.01)
+        if role.done():
+            await role
+        yield endpoint
+    finally:
+        role.cancel()
+        await asyncio.gather(role, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "reached_at"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
+)
+async def test_the_commands_of_its_machine_reach_it_wherever_it_listens(
+    tmp_path: Path, redis_url: str, host: str, reached_at: str
+) -> None:
+    async with serving(identity(config_in(tmp_path), redis_url, host=host)) as endpoint:
+        assert stat.S_IMODE(endpoint.stat().st_mode) == 0o600
+        remote = Remote.of(endpoint.parent)
+        assert remote.url.rpartition(":")[0] == f"http://{reached_at}"
+        assert (await asyncio.to_thread(remote.status)).run == "tiny"
+    assert not endpoint.exists()
+
+
+async def test_a_run_of_roles_started_apart_can_be_gone_on_with(tmp_path: Path, redis_url: str) -> None:
+    config = config_in(tmp_path / "runs", f"checkpoint.location=memory://{tmp_path.name}")
+    async with serving(identity(config, redis_url)) as endpoint:
+        directory = open_run(endpoint.parent)
+    assert to_table(directory.config) == to_table(config), "a server of this machine is left to whoever goes on"
+    assert stat.S_IMODE(directory.recipe.stat().st_mode) == 0o600
+    directory.path.rename(tmp_path / "lost")
+    assert resumption.directory_of(f"memory://{tmp_path.name}/tiny") == directory.path
+    assert to_table(open_run(directory.path).config) == to_table(config)
+
+
+async def test_the_recipe_that_is_there_stays_as_it_is(tmp_path: Path, redis_url: str) -> None:
+    config = config_in(tmp_path)
+    config.run_directory.mkdir()
+    recipe = config.run_directory / "recipe.toml"
+    recipe.write_text("# edited since\n")
+    async with serving(identity(config, redis_url)):
+        assert recipe.read_text() == "# edited since\n"
+
+
+def test_the_recipe_names_a_stream_server_that_any_machine_reaches(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    config.run_directory.mkdir()
+    controller_role._leave_recipe(identity(config, "redis://:secret@db.lab:6379/0"), begins=True)
+    assert open_run(config.run_directory).config.streams.redis_url == "redis://:secret@db.lab:6379/0"
+
+
+def test_a_location_that_takes_no_recipe_does_not_keep_the_run_from_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_in(tmp_path, "checkpoint.location=nosuchscheme://bucket")
+    config.run_directory.mkdir()
+    controller_role._leave_recipe(identity(config, "redis://127.0.0.1:6379/0"), begins=True)
+    assert "nosuchscheme://bucket/tiny cannot be resumed from yet" in caplog.text
+
+
+def test_a_new_run_does_not_push_out_the_copies_of_another_of_its_name(tmp_path: Path) -> None:
+    """Its first checkpoint would remove those of later steps, as a run does that went on from before them."""
+    location = f"checkpoint.location=memory://{tmp_path.name}"
+    first, second = (identity(config_in(tmp_path / place, location), "redis://") for place in ("here", "there"))
+    for each in (first, second):
+        each.run_dir.mkdir(parents=True)
+    controller_role._leave_recipe(first, begins=True)
+    with pytest.raises(UserError, match=r"holds the copies of a run, .* is not its directory: give this one another"):
+        controller_role._leave_recipe(second, begins=True)
+    assert not (second.run_dir / "recipe.toml").exists(), "it is asked again when it is started again"
+    controller_role._leave_recipe(second, begins=False)  # a controller that goes on elsewhere with the same run
+    assert (second.run_dir / "recipe.toml").exists()
+
+
+async def test_a_new_run_does_not_take_the_streams_of_a_live_one_of_its_name(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_role, "_LOOK_S", 1.0)
+    first, second = (identity(config_in(tmp_path / place), redis_url) for place in ("here", "there"))
+    async with serving(first) as endpoint:
+        found = json.loads(endpoint.read_text())
+        headers = {"authorization": f"Bearer {found['token']}"}
+        async with httpx.AsyncClient(base_url=found["url"], headers=headers, trust_env=False) as http:
+
+            async def be_heard() -> None:
+                while True:  # any input that is journaled: in a live run the actors' heartbeats are
+                    (await http.patch("/knobs", json={"temperature": 0.9})).raise_for_status()
+                    await asyncio.sleep(0.1)
+
+            heard = asyncio.create_task(be_heard())
+            await asyncio.sleep(0.5)
+            with pytest.raises(UserError, match="a run named 'tiny' is live at this stream server"):
+                async with serving(second):
+                    pass
+            heard.cancel()
+            await asyncio.gather(heard, return_exceptions=True)
+            assert (await http.get("/status")).status_code == 200, "the first goes on"
+    async with serving(second):
+        assert (second.run_dir / "events.jsonl").exists(), "a name is free once nobody lives by it"
+
+
+async def test_a_run_with_a_past_in_its_directory_does_not_look_who_lives(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_role, "_LOOK_S", 10 * DEADLINE_S)
+    who = identity(config_in(tmp_path), redis_url)
+    events = who.run_dir / "events.jsonl"
+    async with serving(who), asyncio.timeout(DEADLINE_S):
+        while "run_started" not in events.read_text():  # it leaves a journal behind
+            await asyncio.sleep(0.01)
+    events.write_text('{"kind": "step", "elapsed_s": 3.0}\n')
+    async with serving(who) as endpoint:
+        assert endpoint.exists()

@@ -61,8 +61,8 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
         yield made
 
 
-def run(tmp_path: Path, command: str, *arguments: str) -> str:
-    result = CliRunner().invoke(engines_app, [command, str(tmp_path), *arguments], catch_exceptions=False)
+def run(where: Path | str, command: str, *arguments: str) -> str:
+    result = CliRunner().invoke(engines_app, [command, str(where), *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -94,6 +94,19 @@ def test_a_swap_waits_for_the_new_engine_and_for_the_end_of_the_old(controller: 
     assert controller.asked == [("POST", "/engines/hire", order)]
 
 
+def test_an_engine_that_an_evaluation_has_pinned_has_come(controller: Controller, tmp_path: Path) -> None:
+    """It may be pinned by the very decision that proves it."""
+    controller.standings = {"engine-1": ["joining", "pinned"]}
+    assert " pinned " in run(tmp_path, "add", "--type", "torch")
+
+
+def test_an_engine_of_this_machine_may_be_named_otherwise_than_it_is_listed(
+    controller: Controller, tmp_path: Path
+) -> None:
+    controller.standings = {"engine-0": ["healthy"]}
+    assert f"{URL}0" in run(tmp_path, "add", f"{URL}0/".replace("127.0.0.1", "localhost"))
+
+
 def test_what_each_command_asks_for(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["expelled"]}
     assert run(tmp_path, "add", "--type", "torch", "--no-wait") == "asked for engine-1\n"
@@ -107,6 +120,14 @@ def test_what_each_command_asks_for(controller: Controller, tmp_path: Path) -> N
         ("POST", "/engines/drain", {"engine": "engine-0", "patience_s": 60.0}),
         ("DELETE", "/engines?engine=http%3A%2F%2F127.0.0.1%3A7001", None),
     ]
+
+
+def test_a_run_may_be_named_by_its_controllers_url(controller: Controller, tmp_path: Path) -> None:
+    """From a machine that does not see the run's directory."""
+    controller.standings = {"engine-1": ["joining", "healthy"]}
+    url = Remote.of(tmp_path).url
+    assert " healthy " in run(url, "add", "--type", "torch")
+    assert len(run(url, "list").splitlines()) == 2
 
 
 @pytest.mark.parametrize("arguments", [(), (URL, "--type", "torch")])

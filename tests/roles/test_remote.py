@@ -1,4 +1,4 @@
-"""What the command line asks of a live run: found through its directory, refused with the controller's sentence."""
+"""What the command line asks of a live run: found by directory or URL, refused with the controller's sentence."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pipelinerl.errors import AddressError, RecipeError, UserError
 from pipelinerl.http_service import guard, refusal, refuse_in_one_shape
 from pipelinerl.observability.status import RunStatus
+from pipelinerl.roles.process import TOKEN_VARIABLE
 from pipelinerl.roles.remote import Remote
 from tests.fakes.served import in_thread
 
@@ -66,6 +67,20 @@ def test_answers_come_as_values(remote: Remote, monkeypatch: pytest.MonkeyPatch)
     assert answer.knobs == {"j": 1, "k": "inf"}
     assert [(change.step, change.who, change.changes) for change in answer.log] == [(3, "ada", {"k": "inf"})]
     assert remote.change({"k": 4}).knobs == {"k": 4, "who": "Zo?"}
+
+
+def test_a_run_whose_directory_is_elsewhere_is_named_by_its_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    assert Remote.of(f"{url}/") == Remote(url, "secret")
+    assert Remote.of(url).status().step == 3
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    with pytest.raises(RecipeError, match="a valid bearer token is required"):
+        Remote.of(url).status()
+
+
+def test_the_token_is_given_to_no_proxy(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert remote.status().step == 3
 
 
 def test_a_refusal_is_the_controllers_sentence(remote: Remote, url: str) -> None:

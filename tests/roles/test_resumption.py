@@ -94,6 +94,16 @@ def test_no_secret_goes_to_the_location_or_is_the_worlds_to_read(config: RunConf
     assert stat.S_IMODE((path / "recipe.toml").stat().st_mode) == 0o600
 
 
+def test_a_checkpoint_without_a_recipe_is_gone_on_with_by_the_locations(config: RunConfig) -> None:
+    """Its trainer was started by hand, on another machine than the controller, and had a run directory of its own."""
+    path, store = begun(config)
+    (path / "recipe.toml").unlink()
+    store.copy(save(store, 3))
+    shutil.rmtree(path)
+    assert resumption.directory_of(url_of(config)) == path
+    assert to_table(load(path / "recipe.toml")) == to_table(config)
+
+
 def test_a_damaged_copy_is_skipped_loudly(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     path, store = begun(config)
     for version in (3, 6):

@@ -1,0 +1,112 @@
+"""A run whose roles are on two machines, which share nothing but the network between them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.observability.events import read_events
+from tests.fakes.live_run import CLI
+from tests.fakes.two_hosts import Host, two_hosts
+
+TOKEN = {"PIPELINERL_TOKEN": "a secret of this test"}
+SMALL = ("run.steps=5000", "evaluation.problems=16", "training.rollouts_per_step=64")
+
+
+class Roles:
+    """Processes on either host, each host with a directory of its own."""
+
+    def __init__(self, folder: Path, controller: Host) -> None:
+        self.folder = folder
+        self.controller_url = f"http://{controller.address}:8000"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = {**os.environ, **TOKEN, "OMP_NUM_THREADS": "1"}
+
+    def start(self, host: Host, role: str, *arguments: str, name: str | None = None) -> subprocess.Popen[bytes]:
+        directory = self.folder / host.address
+        directory.mkdir(exist_ok=True)
+        words = [*host.enter, *CLI, role, "--run-dir", str(directory), "--controller-url", self.controller_url]
+        words += ["--name", name or role, *arguments]
+        for change in SMALL:
+            words += ["--set", change]
+        with (self.folder / f"{name or role}.log").open("ab") as log:
+            process = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log, cwd=directory)
+        self.processes[name or role] = process
+        return process
+
+    def command(self, host: Host, *words: str) -> str:
+        done = subprocess.run(
+            [*host.enter, *CLI, *words], env=self.environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def until(self, reached: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + 120
+        while not reached():
+            story = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in self.folder.glob("*.log"))
+            assert time.monotonic() < deadline, f"{what} did not come:\n{story}"
+            time.sleep(0.05)
+
+
+@contextmanager
+def roles(folder: Path, controller: Host) -> Iterator[Roles]:
+    made = Roles(folder, controller)
+    try:
+        yield made
+    finally:
+        for process in made.processes.values():
+            process.kill()
+        for process in made.processes.values():
+            process.wait(15)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["broadcast", pytest.param("pull", marks=pytest.mark.slow)])
+def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
+    """Trainer, controller, streams and one engine on the first; an engine and all actors on the second."""
+    with two_hosts() as (one, two), roles(tmp_path, one) as run:
+
+        def events(kind: str) -> list[dict[str, Any]]:
+            path = tmp_path / one.address / "events.jsonl"
+            return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
+
+        def step() -> int:
+            return max((event["step"] for event in events("step")), default=0)
+
+        run.start(one, "redis", "--host", one.address)
+        password = tmp_path / one.address / "redis" / "password"
+        run.until(password.is_file, "the password of the streams")
+        run.environment["PIPELINERL_REDIS_URL"] = f"redis://:{password.read_text()}@{one.address}:6379/0"
+        run.start(one, "controller", "--host", one.address)
+        weights = ["--set", f"weights.transport={transport}"]
+        if transport == "pull":
+            run.start(one, "parameter-server", "--host", one.address, "--port", "8100")
+            weights += ["--set", f'parameter_server.urls=["http://{one.address}:8100"]']
+        run.start(one, "trainer", *weights)
+        run.start(two, "actor")
+        run.start(two, "engine", "--host", two.address, "--port", "8001", name="engine-0")
+        hidden = run.start(two, "engine", "--port", "8002", name="hidden")
+        assert hidden.wait(60) == 2
+        assert f"where nobody else reaches it; start it with --host {two.address}" in run.said("hidden")
+        run.start(one, "engine", "--host", "0.0.0.0", "--port", "8001", name="engine-1")
+        run.until(lambda: any(event["engines"] == 2 for event in events("publish")), "a publication to both")
+        reached = step()
+        run.until(lambda: step() >= reached + 10, "ten steps more")
+        rows = [line.split()[:3] for line in run.command(two, "engines", "list", run.controller_url).splitlines()[1:]]
+        assert sorted(rows) == [["engine-0", "torch", "healthy"], ["engine-1", "torch", "healthy"]]
+        assert {event["url"] for event in events("engine_proven")} == {f"http://{h.address}:8001" for h in (one, two)}
+        run.command(two, "stop", run.controller_url)
+        assert run.processes["controller"].wait(60) == 0
+        assert run.processes["trainer"].wait(60) == 0
+        assert events("run_finished")

@@ -1,0 +1,64 @@
+"""`two_hosts`: two machines as far as their networks go, each with a loopback of its own and a cable between them.
+
+They are Linux network namespaces of a user namespace, so that no privilege is needed where the kernel lets users make
+these. What listens on the loopback of one is not there on the other.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of them: its address, and the words before a command that is to run there."""
+
+    address: str
+    enter: tuple[str, ...]
+
+    def run(self, *words: str) -> str:
+        """A command there; what it prints."""
+        done = subprocess.run([*self.enter, *words], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """They live as long as the block; a machine that cannot have them skips the test, and says why."""
+    missing = [program for program in ("unshare", "nsenter", "ip") if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"two hosts need {', '.join(missing)} (util-linux, iproute2)")
+    with ExitStack() as stack:
+        one = Host("10.77.0.1", _namespace(stack, ["unshare", "--user", "--map-root-user", "--net"]))
+        two = Host("10.77.0.2", _namespace(stack, [*one.enter, "unshare", "--net"]))
+        one.run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", two.enter[2])
+        for host in (one, two):
+            host.run("ip", "address", "add", f"{host.address}/24", "dev", "cable")
+            host.run("ip", "link", "set", "cable", "up")
+            host.run("ip", "link", "set", "lo", "up")
+        yield one, two
+
+
+def _namespace(stack: ExitStack, make: Sequence[str]) -> tuple[str, ...]:
+    """The words that enter a namespace which `make` begins, and which ends with the block."""
+    process = stack.enter_context(subprocess.Popen([*make, "sleep", "3600"], stderr=subprocess.PIPE, text=True))
+    stack.callback(process.kill)
+    deadline = time.monotonic() + _PATIENCE_S
+    while Path(f"/proc/{process.pid}/comm").read_text().strip() != "sleep":
+        if process.poll() is not None:
+            assert process.stderr is not None
+            pytest.skip(f"this machine lets nobody make network namespaces: {process.stderr.read().strip()}")
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return ("nsenter", "--target", str(process.pid), "--user", "--net", "--preserve-credentials")

@@ -1,0 +1,168 @@
+"""The process of an actor: it waits for its controller before it takes work, and tells when it loses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
+
+from launch.ports import free_ports
+from pipelinerl.config import load
+from pipelinerl.errors import AddressError
+from pipelinerl.http_service import guard, listen, serve_until
+from pipelinerl.messages import ACTORS_GROUP, PROMPTS, REPORTS, ROLLOUTS
+from pipelinerl.roles import actor_role
+from pipelinerl.roles.process import Identity
+from pipelinerl.streams.embedded_redis import EmbeddedRedis
+from pipelinerl.streams.records import decode_group, encode_order
+from pipelinerl.streams.stream import START, Stream
+from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
+from tests.fakes.scripted_engine import ScriptedEngine, create_app
+from tests.fakes.served import in_thread
+
+TOKEN = "secret"
+NAME = "actor-0"
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def identity(tmp_path: Path) -> Iterator[Identity]:
+    (port,) = free_ports(1)
+    with EmbeddedRedis(tmp_path) as server:
+        yield Identity(
+            config=load("tiny", ["run.name=test"]),
+            run_dir=tmp_path,
+            name=NAME,
+            redis_url=server.url,
+            controller_url=f"http://127.0.0.1:{port}",
+            token=TOKEN,
+        )
+
+
+@pytest.fixture
+def engine() -> Iterator[str]:
+    """Its weights are the run's."""
+    made = ScriptedEngine(token=TOKEN)
+    made._serving = (1, 0)
+    with in_thread(create_app(made, token=TOKEN)) as url:
+        yield url
+
+
+@asynccontextmanager
+async def controller(identity: Identity, *engines: str, token: str = TOKEN) -> AsyncIterator[None]:
+    """One that names these engines, where the actor looks for it."""
+    told = {"serving": engines, "finishing": [], "members": [], "groups_in_flight": 4, "model_version": 0, "k": None}
+    app = FastAPI(openapi_url=None)
+    app.get("/engines")(lambda: told)
+    guard(app, token=token)
+    async with served(identity, app):
+        yield
+
+
+@asynccontextmanager
+async def served(identity: Identity, app: FastAPI) -> AsyncIterator[None]:
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    port = int(identity.controller_url.rpartition(":")[2])
+    serving = asyncio.create_task(serve_until(app, listen("127.0.0.1", port), over=over))
+    try:
+        yield
+    finally:
+        over.set_result(None)
+        await asyncio.wait_for(serving, DEADLINE_S)
+
+
+@asynccontextmanager
+async def acting(identity: Identity) -> AsyncIterator[asyncio.Task[None]]:
+    role = asyncio.create_task(actor_role.run(identity))
+    try:
+        yield role
+    finally:
+        role.cancel()
+        await asyncio.gather(role, return_exceptions=True)
+
+
+async def until(role: asyncio.Task[None], happened: Callable[[], Awaitable[Any]]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not await happened():
+            assert not role.done(), role
+            await asyncio.sleep(0.02)
+
+
+def order(identity: Identity) -> bytes:
+    domain = identity.config.domains[0].name
+    problem = Problem(problem_id="1", domain=domain, messages=(Message("user", "say it"),), ground_truth="it")
+    sampling = Sampling(num_samples=2, temperature=1.0, max_tokens=4, stop=())
+    return encode_order(
+        PromptOrder(
+            order_id="prompt-000001",
+            index=1,
+            purpose=Purpose.TRAINING,
+            problem=problem,
+            sampling=sampling,
+            seed=1,
+        )
+    )
+
+
+async def indices(stream: Stream) -> list[int]:
+    entries = await stream.read({ROLLOUTS + NAME: START}, count=9, block_s=0)
+    return [decode_group(entry.payload).index for entry in entries]
+
+
+async def test_it_claims_nothing_before_it_has_heard_its_controller(
+    identity: Identity, engine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which may be started later, may end, and come back; each turn is told once."""
+    monkeypatch.setattr(actor_role, "REFRESH_S", 0.02)
+    caplog.set_level(logging.INFO, "pipelinerl")
+    stream = await identity.stream()
+    await stream.append(PROMPTS, [order(identity)])
+
+    def said(sentence: str) -> Callable[[], Awaitable[bool]]:
+        async def is_last() -> bool:
+            return any(sentence in record.getMessage() for record in caplog.records[-1:])
+
+        return is_last
+
+    async with acting(identity) as role:
+        await until(role, said(f"no controller answers at {identity.controller_url} (All connection attempts failed)"))
+        await asyncio.sleep(0.2)
+        assert await stream.held(PROMPTS, group=ACTORS_GROUP, consumer=NAME) == []
+        assert await stream.length(REPORTS) == 0, "nobody is told that it works"
+        async with controller(identity, engine):
+            await until(role, said("answers"))
+            await until(role, lambda: indices(stream))
+        await until(role, said("what it said last holds"))
+        async with controller(identity, engine):
+            await until(role, said("answers"))
+            await asyncio.sleep(0.2)
+            assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING", "INFO"]
+    await stream.close()
+
+
+async def test_what_is_no_controller_is_named_and_waited_for(
+    identity: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = FastAPI(openapi_url=None)
+    app.get("/engines")(lambda: HTMLResponse("<html>"))
+    guard(app, token=None)
+
+    async def warned() -> bool:
+        return f"no controller answers at {identity.controller_url} (JSON is malformed" in caplog.text
+
+    async with served(identity, app), acting(identity) as role:
+        await until(role, warned)
+
+
+async def test_it_ends_when_the_controller_refuses_its_token(identity: Identity) -> None:
+    async with controller(identity, token="another"), acting(identity) as role:
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(role, DEADLINE_S)
+    assert ended.group_contains(AddressError, match="refuses this actor's token")

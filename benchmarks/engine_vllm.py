@@ -7,7 +7,7 @@ Same model (float32, attention heads of 32 dimensions, which vLLM's CPU attentio
 sampling; all requests at once, as many slots as `engine` gives. Both return log-probs and version spans. It says at
 which sizes which of the two is worth its start-up on a CPU; it says nothing of GPUs.
 
-Needs vLLM: `make test-vllm`, then `.venv-vllm/bin/python -m benchmarks engine_vllm`.
+Needs vLLM: `make vllm`, then `.venv-vllm/bin/python -m benchmarks engine_vllm`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ def torch_engine(path: Path, slots: int) -> BatchingEngine:
 def vllm_engine(path: Path, slots: int) -> BatchingEngine:
     """vLLM's, whose answers no token ends."""
     from pipelinerl.engines.vllm_engine import loop_of
+    from pipelinerl.engines.worker_seat import WorkerSeating
 
     batching = BatchingSettings(model_id="m", max_waiting=65536)
     options = EngineOptions(
         model_path=path, model_id="m", slots=slots, max_waiting=65536, context_length=CONTEXT, threads=1
     )
-    return BatchingEngine(batching, loop=loop_of(options, batching, frozenset()), tokenizer=_endless())
+    loop = loop_of(options, batching, frozenset(), WorkerSeating(frozenset()))
+    return BatchingEngine(batching, loop=loop, tokenizer=_endless())
 
 
 def _endless() -> ChatTokenizer:
@@ -97,7 +99,7 @@ def run(quick: bool = False) -> None:
     """Measure, print, record; without vLLM, say what to do."""
     if not ENGINES["vllm"].installed:
         print(
-            "engine_vllm: vLLM is not installed here; `make test-vllm` makes an environment that has it, then "
+            "engine_vllm: vLLM is not installed here; `make vllm` makes an environment that has it, then "
             "`.venv-vllm/bin/python -m benchmarks engine_vllm`"
         )
         return

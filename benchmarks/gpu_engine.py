@@ -223,7 +223,10 @@ def check_update(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 
 async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Updates:
-    async with EngineClient(state_timeout_s=60.0) as client, httpx.AsyncClient(base_url=url, timeout=60.0) as plain:
+    async with (
+        EngineClient(state_timeout_s=60.0) as client,
+        httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as plain,
+    ):
         layout = (await client.models(url)).data[0].layout
         publisher = BroadcastPublisher(client, backend=backend)
         done = _Updates([], [], [], [], [], layout.num_bytes)

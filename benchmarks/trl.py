@@ -92,7 +92,7 @@ def curve_of(events: Sequence[Event]) -> Curve:
     Raises:
         ValueError: the run was never evaluated after training began.
     """
-    found = [event for event in events if event["kind"] == "evaluation"]
+    found = [event for event in events if event["kind"] == "evaluation" and event["accuracy"] is not None]
     if len(found) < 2:
         raise ValueError(f"expected an evaluation before training and one after it, got {len(found)} in all")
     began = found[0]["elapsed_s"]

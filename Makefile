@@ -17,7 +17,7 @@ SITE   := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # On few cores, threads of numerical libraries that spin while they wait take the core from those that work.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-PARALLEL := -n $(WORKERS) --dist loadfile
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install run test vllm test-vllm chaos check format bench gpu-check clean

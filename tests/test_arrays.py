@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipelinerl.arrays import namespace, segment_sum, stop_gradient
+from tests.patience import PATIENCE_S
 
 VALUES, IDS = [1.0, 2.0, 4.0, 8.0], [0, 0, 2, 2]
 
@@ -37,5 +38,7 @@ def test_the_objective_and_the_contract_import_nothing_heavy():
         "import sys, pipelinerl.objective.presets, pipelinerl.numerics.logprobs, trainer_contract.conformance\n"
         "print([m for m in ('torch', 'jax', 'transformers', 'accelerate', 'safetensors') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert done.stdout.strip() == "[]"

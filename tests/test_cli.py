@@ -20,6 +20,7 @@ from pipelinerl import cli
 from pipelinerl.config import MODELS
 from pipelinerl.http_service import listen
 from pipelinerl.roles.process import REDIS_VARIABLE
+from tests.patience import PATIENCE_S
 
 SHIPPED = MODELS / "tiny_speller"
 
@@ -156,7 +157,7 @@ def test_a_report_of_a_run_that_has_just_begun(pipelinerl: Command, tmp_path: Pa
 def test_the_module_is_the_command() -> None:
     """What the launcher starts: `python -m pipelinerl.cli`."""
     command = [sys.executable, "-m", "pipelinerl.cli", "status", "/nope"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("pipelinerl: /nope has no live run")
 
@@ -179,7 +180,7 @@ def test_roles_find_the_streams_by_argument_environment_or_recipe(
 def test_help_tells_the_defaults_that_depend_on_something() -> None:
     words = [sys.executable, "-m", "pipelinerl.cli", "trainer", "--help"]
     told = subprocess.run(
-        words, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"}
+        words, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "COLUMNS": "200"}
     ).stdout
     for default in ("(default: by the recipe)", "(default: $PIPELINERL_TOKEN)", "redis://127.0.0.1:6379/0)"):
         assert default in told

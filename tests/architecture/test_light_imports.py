@@ -10,6 +10,7 @@ import pytest
 
 from tests.architecture.rules import HEAVY
 from tests.architecture.tree import ROOT, project, room_of
+from tests.patience import PATIENCE_S
 
 _SCRIPT = """
 import importlib, json, sys
@@ -23,7 +24,7 @@ print(json.dumps(sorted(set(heavy) & set(sys.modules))))
 def _loaded(modules: list[str], watched: frozenset[str]) -> list[str]:
     """Which of `watched` a fresh interpreter holds after importing `modules`."""
     command = [sys.executable, "-c", _SCRIPT, json.dumps([modules, sorted(watched)])]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr
     return list(json.loads(answer.stdout))
 

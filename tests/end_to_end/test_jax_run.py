@@ -44,7 +44,7 @@ def test_a_jax_trainer_in_the_place_of_a_torch_trainer(tmp_path: Path) -> None:
     np.testing.assert_allclose(*first, rtol=1e-4, atol=1e-6, err_msg="the first step, on the same rollouts")
 
     with launched(new_run(tmp_path / "killed", *LOCKSTEP, "trainer.type=jax"), tmp_path / "killed") as run:
-        run.until_step(5, timeout_s=180)
+        run.until_step(5)
         run.role("trainer").kill()
         assert run.end(240) == 0, run.story()
         assert curve(run) == curves["jax"]

@@ -18,14 +18,15 @@ from tests.fakes.live_fleet import (
     until_steps,
 )
 from tests.fakes.live_run import CLI, LiveRun, launched, new_run
+from tests.patience import PATIENCE_S
 
 LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "launch.restarts=1000")
 
 
 def stop(run: LiveRun) -> None:
     """End the run as its owner would."""
-    subprocess.run([*CLI, "stop", str(run.directory)], check=True, capture_output=True, timeout=60)
-    assert run.end(120) == 0, run.story()
+    subprocess.run([*CLI, "stop", str(run.directory)], check=True, capture_output=True, timeout=PATIENCE_S)
+    assert run.end() == 0, run.story()
 
 
 @pytest.mark.timeout(400)

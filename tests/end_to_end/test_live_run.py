@@ -22,6 +22,7 @@ from launch.ports import free_ports, is_free
 from pipelinerl.config import load
 from pipelinerl.observability.events import read_events
 from tests.fakes.live_run import CLI, LiveRun, launched, new_run, resumed
+from tests.patience import PATIENCE_S
 
 STEPS = 12
 LOCKSTEP = (
@@ -57,7 +58,7 @@ def assert_settled(run: LiveRun, *, steps: int) -> None:
 
 def command(*arguments: str) -> str:
     """The output of a `pipelinerl` command that must succeed."""
-    done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -120,7 +121,7 @@ def test_a_run_goes_on_from_its_location_when_nothing_else_is_left(tmp_path: Pat
     """The machine is lost: its processes at once, then its disk with the run's directory and streams."""
     directory, location = tmp_path / "run", tmp_path / "location"
     with launched(new_run(directory, *LOCKSTEP, f"checkpoint.location={location}"), directory) as run:
-        run.until(lambda run: run.events("checkpoint"), "a checkpoint", timeout_s=60)
+        run.until(lambda run: run.events("checkpoint"), "a checkpoint")
         run.note_processes()
         run.launcher.kill()
         run.end()
@@ -249,7 +250,7 @@ def test_streams_and_memory_stay_bounded(tmp_path: Path) -> None:
             return {role: run.role(role).memory_info().rss / 2**20 for role in roles}
 
         before = megabytes()
-        run.until_step(300, timeout_s=120)
+        run.until_step(300)
         growth = {role: after - before[role] for role, after in megabytes().items()}
         found = lengths()
         server.close()
@@ -281,7 +282,7 @@ def test_roles_started_apart_and_an_engine_that_comes_and_goes(tmp_path: Path) -
         return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
 
     def until(reached: Any, what: str) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + PATIENCE_S
         while not reached():
             assert time.monotonic() < deadline, (
                 what + "\n" + "".join(p.read_text()[-800:] for p in tmp_path.glob("*.log"))

@@ -13,7 +13,6 @@ from tests.fakes.live_run import launched, new_run
 PROBLEMS, SAMPLES = 48, 8
 
 
-@pytest.mark.timeout(300)
 def test_one_version_answers_while_the_trainer_takes_steps(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     overrides = (
@@ -29,7 +28,7 @@ def test_one_version_answers_while_the_trainer_takes_steps(tmp_path: Path) -> No
         "evaluation.pass_at=[1, 8]",
     )
     with launched(new_run(directory, *overrides), directory) as run:
-        run.until(lambda run: len(run.events("evaluation")) >= 2, "an evaluation beside the training", timeout_s=150)
+        run.until(lambda run: len(run.events("evaluation")) >= 2, "an evaluation beside the training")
         status = json.loads(command("status", str(directory), "--json"))
         command("stop", str(directory))
         assert run.end() == 0, run.story()

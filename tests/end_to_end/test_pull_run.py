@@ -25,7 +25,6 @@ def curve(run: LiveRun) -> Curve:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_pulled_weights_teach_what_broadcast_ones_do_though_a_server_is_killed(tmp_path: Path, shards: int) -> None:
     with launched(new_run(tmp_path / "broadcast", *LOCKSTEP), tmp_path / "broadcast") as run:

@@ -15,6 +15,7 @@ import pytest
 from pipelinerl.observability.events import read_events
 from tests.fakes.live_run import CLI
 from tests.fakes.two_hosts import Host, two_hosts
+from tests.patience import PATIENCE_S
 
 TOKEN = {"PIPELINERL_TOKEN": "a secret of this test"}
 SMALL = ("run.steps=5000", "evaluation.problems=16", "training.rollouts_per_step=64")
@@ -43,7 +44,12 @@ class Roles:
 
     def command(self, host: Host, *words: str) -> str:
         done = subprocess.run(
-            [*host.enter, *CLI, *words], env=self.environment, capture_output=True, text=True, timeout=60, check=False
+            [*host.enter, *CLI, *words],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -52,7 +58,7 @@ class Roles:
         return (self.folder / f"{name}.log").read_text()
 
     def until(self, reached: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         while not reached():
             story = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in self.folder.glob("*.log"))
             assert time.monotonic() < deadline, f"{what} did not come:\n{story}"
@@ -71,7 +77,6 @@ def roles(folder: Path, controller: Host) -> Iterator[Roles]:
             process.wait(15)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["broadcast", pytest.param("pull", marks=pytest.mark.slow)])
 def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
     """Trainer, controller, streams and one engine on the first; an engine and all actors on the second."""

@@ -17,6 +17,7 @@ from pipelinerl.registry import ENGINES
 from tests.fakes import stock_vllm
 from tests.fakes.live_fleet import assert_nothing_lost, swap_to_and_fro, until_serving
 from tests.fakes.live_run import CLI, LiveRun, launched, new_run
+from tests.patience import PATIENCE_S
 
 STEPS = 60
 
@@ -78,7 +79,7 @@ def _swapped(directory: Path, *, times: int) -> None:
     with launched(new_run(directory, *endless, "launch.start_timeout_s=300"), directory) as run:
         until_serving(run, "engine-0")
         swap_to_and_fro(run, ["vllm", "torch"], times=times)
-        subprocess.run([*CLI, "stop", str(directory)], check=True, capture_output=True, timeout=60)
+        subprocess.run([*CLI, "stop", str(directory)], check=True, capture_output=True, timeout=PATIENCE_S)
         assert run.end(120) == 0, run.story()
     assert_nothing_lost(run)
 

@@ -13,16 +13,14 @@ from pipelinerl.errors import UserError
 from pipelinerl.observability.status import EngineStatus, RunStatus
 from pipelinerl.roles.remote import Remote
 from tests.fakes.live_run import CLI, LiveRun
-
-#: An engine's process starts, loads its model and joins within this time, on a machine that has much to do.
-JOIN_S = 240.0
+from tests.patience import PATIENCE_S
 
 
 def engines(run: LiveRun, *arguments: str) -> str:
     """What `pipelinerl engines <command> RUN …` prints; it must succeed."""
     command, *rest = arguments
     words = [*CLI, "engines", command, str(run.directory), *rest]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=2 * JOIN_S)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE_S)
     assert done.returncode == 0, f"{words}: {done.stderr}\n{run.story()}"
     return done.stdout
 
@@ -47,13 +45,13 @@ def until_serving(run: LiveRun, *names: str) -> None:
         known = fleet(run)
         return all(name in known and known[name].state == "healthy" for name in names)
 
-    run.until(serve, f"{', '.join(names)} to serve", JOIN_S)
+    run.until(serve, f"{', '.join(names)} to serve")
 
 
 def until_steps(run: LiveRun, more: int) -> None:
     """Wait for so many more steps."""
     wanted = status(run).step + more
-    run.until(lambda run: status(run).step >= wanted, f"step {wanted}", JOIN_S)
+    run.until(lambda run: status(run).step >= wanted, f"step {wanted}")
 
 
 def swap_to_and_fro(
@@ -76,9 +74,9 @@ def swap_to_and_fro(
 def kill_again_and_again(run: LiveRun, names: Sequence[str], *, times: int) -> None:
     """Kill these engines in turn, each while it generates, and wait until it serves again."""
     for name in islice(cycle(names), times):
-        run.until(lambda run, name=name: fleet(run)[name].running > 0, f"{name} to have work", JOIN_S)  # type: ignore[misc]
+        run.until(lambda run, name=name: fleet(run)[name].running > 0, f"{name} to have work")  # type: ignore[misc]
         run.role(name).kill()
-        run.until(lambda run, name=name: fleet(run)[name].state != "healthy", f"{name} to be missed", JOIN_S)  # type: ignore[misc]
+        run.until(lambda run, name=name: fleet(run)[name].state != "healthy", f"{name} to be missed")  # type: ignore[misc]
         until_serving(run, *names)
         until_steps(run, 1)
 

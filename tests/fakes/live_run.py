@@ -19,6 +19,7 @@ from typing import Any, final
 import psutil
 
 from pipelinerl.observability.events import Event, read_events
+from tests.patience import PATIENCE_S
 
 #: Small steps of the shipped model: a step takes a tenth of a second, so that starting is most of a run.
 SMALL = (
@@ -77,7 +78,7 @@ class LiveRun:
                 return process
         raise AssertionError(f"{name} is not running; the launcher said:\n{self.output}")
 
-    def until(self, reached: Callable[[LiveRun], Any], what: str, timeout_s: float = 60.0) -> None:
+    def until(self, reached: Callable[[LiveRun], Any], what: str, timeout_s: float = PATIENCE_S) -> None:
         """Wait until `reached`; an end of the run before that is a failure."""
         deadline = time.monotonic() + timeout_s
         while not reached(self):
@@ -88,11 +89,11 @@ class LiveRun:
                 raise AssertionError(f"{what} did not come within {timeout_s:g} s:\n{self.story()}")
             time.sleep(0.05)
 
-    def until_step(self, step: int, timeout_s: float = 60.0) -> None:
+    def until_step(self, step: int, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the log has a step at or above `step`."""
         self.until(lambda run: max(run.steps(), default=0) >= step, f"step {step}", timeout_s)
 
-    def end(self, timeout_s: float = 60.0) -> int:
+    def end(self, timeout_s: float = PATIENCE_S) -> int:
         """Wait for the launcher; its exit status."""
         deadline = time.monotonic() + timeout_s
         while self.launcher.poll() is None:

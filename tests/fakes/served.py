@@ -15,12 +15,11 @@ import httpx
 import uvicorn
 
 from pipelinerl.http_service import listen
-
-DEADLINE_S = 30.0
+from tests.patience import PATIENCE_S
 
 
 @contextmanager
-def in_thread(app: Any, *, starts_in_s: float = DEADLINE_S) -> Iterator[str]:
+def in_thread(app: Any, *, starts_in_s: float = PATIENCE_S) -> Iterator[str]:
     """Serve `app` and yield its base URL; stopped on leaving."""
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(
@@ -37,7 +36,7 @@ def in_thread(app: Any, *, starts_in_s: float = DEADLINE_S) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(DEADLINE_S)
+        thread.join(PATIENCE_S)
         listener.close()
 
 
@@ -48,7 +47,7 @@ def as_process(module: str, *arguments: str) -> Iterator[tuple[str, subprocess.P
     try:
         assert process.stdout is not None
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 httpx.get(url + "/health", trust_env=False, timeout=1.0).raise_for_status()
@@ -59,6 +58,6 @@ def as_process(module: str, *arguments: str) -> Iterator[tuple[str, subprocess.P
         yield url, process
     finally:
         process.kill()
-        process.wait(DEADLINE_S)
+        process.wait(PATIENCE_S)
         if process.stdout is not None:
             process.stdout.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-_PATIENCE_S = 10.0
+from tests.patience import PATIENCE_S
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Host:
 
     def run(self, *words: str) -> str:
         """A command there; what it prints."""
-        done = subprocess.run([*self.enter, *words], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([*self.enter, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -54,7 +54,7 @@ def _namespace(stack: ExitStack, make: Sequence[str]) -> tuple[str, ...]:
     """The words that enter a namespace which `make` begins, and which ends with the block."""
     process = stack.enter_context(subprocess.Popen([*make, "sleep", "3600"], stderr=subprocess.PIPE, text=True))
     stack.callback(process.kill)
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while Path(f"/proc/{process.pid}/comm").read_text().strip() != "sleep":
         if process.poll() is not None:
             assert process.stderr is not None

@@ -27,8 +27,8 @@ from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from tests.faults.role_process import TOKEN, VERIFIER, Fuse, Seat, play_role
+from tests.patience import PATIENCE_S
 
-DEADLINE_S = 60.0
 GROUPS_PER_STEP, GROUP_SIZE = 4, 8
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -56,7 +56,7 @@ def recipe(seed: int) -> dict[str, Any]:
         "domains": [{"name": "sums", "source": "addition", "verifier": VERIFIER}],
         "objective": {"preset": "pipelinerl"},
         "sampling": {"group_size": GROUP_SIZE, "max_tokens": 4},
-        "training": {"rollouts_per_step": GROUPS_PER_STEP * GROUP_SIZE, "no_signal": "train", "deadline_s": DEADLINE_S},
+        "training": {"rollouts_per_step": GROUPS_PER_STEP * GROUP_SIZE, "no_signal": "train", "deadline_s": 60.0},
         "staleness": {"j": 4, "k": float("inf")},
         "streams": {"max_groups": 4 * GROUPS_PER_STEP},
         "actor": {"groups_in_flight": 8},
@@ -141,10 +141,10 @@ class Cluster:
     def served_weights(self) -> tuple[int, int]:
         """(epoch, version) of what the engine serves now."""
         url = f"http://127.0.0.1:{self.seats['engine'].port}/health"
-        answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=DEADLINE_S).raise_for_status()
+        answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status()
         return answer.json()["epoch"], answer.json()["model_version"]
 
-    def until(self, reached: Callable[[], Any], what: str, *, timeout_s: float = DEADLINE_S) -> None:
+    def until(self, reached: Callable[[], Any], what: str, *, timeout_s: float = PATIENCE_S) -> None:
         """Wait; raises AssertionError, with what the roles wrote, when it takes too long or one of them has ended."""
         deadline = time.monotonic() + timeout_s
         while not reached():

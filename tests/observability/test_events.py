@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.observability.events import EventLog, Sync, read_events
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,7 +77,7 @@ def test_a_killed_writer_loses_nothing_it_wrote(tmp_path: Path, sync: Sync) -> N
         "for step in range(50): log.write('step', step=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    ended = subprocess.run([sys.executable, "-c", code, str(path), sync.value], cwd=ROOT, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code, str(path), sync.value], cwd=ROOT, timeout=PATIENCE_S)
     assert ended.returncode == -signal.SIGKILL
     assert [event["step"] for event in read_events(path)] == list(range(50))
 

@@ -18,6 +18,7 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.registry import ENGINES
 from pipelinerl.roles.dry_run import findings, refuse
 from pipelinerl.roles.parts import objective_of
+from tests.patience import PATIENCE_S
 
 SHIPPED = MODELS / "tiny_speller"
 QUICK = ("evaluation.problems=4",)
@@ -103,7 +104,7 @@ def test_refusing_imports_no_array_library_but_numpy() -> None:
         "import sys; from pipelinerl.config import load; from pipelinerl.roles.dry_run import refuse; "
         "refuse(load('tiny')); print(sorted({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules)))"
     )
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (answer.stdout, answer.returncode) == ("[]\n", 0), answer.stderr
 
 

@@ -24,6 +24,7 @@ from pipelinerl.weights.pull_publisher import PullPublisher
 from pipelinerl.weights.push import Placement
 from tests.fakes.live_run import CLI
 from tests.fakes.parameter_server import TOKEN, publication
+from tests.patience import PATIENCE_S
 
 
 def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 httpx.get(url + "/health", trust_env=False).raise_for_status()

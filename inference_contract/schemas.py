@@ -32,6 +32,8 @@ from inference_contract.wire import Wire as Wire
 LEAST_TEMPERATURE: Final = 1e-5
 LEAST_TOP_P: Final = 1e-6
 MOST_TOP_K: Final = 2**31 - 1
+#: Of `priority`, to either side.
+MOST_PRIORITY: Final = 2**31 - 1
 
 
 class ChatMessage(Wire):
@@ -53,7 +55,8 @@ class ChatCompletionRequest(Wire):
     `prompt_token_ids` replaces the tokenised `messages`. With `return_token_ids` each choice carries `token_ids`,
     `token_logprobs` and `version_spans`. Log-probs are those of the distribution sampled from, after temperature,
     top-k and top-p. The noise of sample i at position t is a function of (`seed`, i, t) alone. A `temperature` of 0 is
-    greedy; a `top_k` beyond the vocabulary keeps every token.
+    greedy; a `top_k` beyond the vocabulary keeps every token. Of requests that wait at the engine those of the lowest
+    `priority` begin first; an engine that cannot order what waits takes it for 0.
     """
 
     model: str | None = None
@@ -72,6 +75,7 @@ class ChatCompletionRequest(Wire):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    priority: int = Field(default=0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
     user: str | None = None
 
     @field_validator("temperature")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,16 @@ class Purpose(StrEnum):
 
     TRAINING = "training"
     EVALUATION = "evaluation"
+
+
+class Priority(IntEnum):
+    """Which requests begin first at an engine where others wait: the lowest."""
+
+    PROOF = -2
+    """The trainer waits for it, and the engine has no work before it."""
+    EVALUATION = -1
+    """Updates, or an engine, wait for its end."""
+    TRAINING = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inference_contract import routes
 from inference_contract.conformance.chat_checks import check_columns
 from inference_contract.conformance.session import Session, body, refused, succeeded
-from inference_contract.schemas import LEAST_TEMPERATURE, LEAST_TOP_P, MOST_TOP_K, ChatCompletion
+from inference_contract.schemas import LEAST_TEMPERATURE, LEAST_TOP_P, MOST_PRIORITY, MOST_TOP_K, ChatCompletion
 
 _SECRET = "do-not-repeat-me-4711"
 
@@ -30,7 +30,7 @@ def out_of_range_is_refused(session: Session) -> None:
     """Values outside their range are refused by name."""
     beyond = (
         *(("temperature", -1.0), ("temperature", 1e-38), ("top_p", 0.0), ("top_p", 1e-46), ("top_k", MOST_TOP_K + 1)),
-        *(("top_k", 2**63), ("n", 0), ("max_tokens", 0), ("stop", "")),
+        *(("top_k", 2**63), ("n", 0), ("max_tokens", 0), ("stop", ""), ("priority", 2**31)),
     )
     for name, value in beyond:
         error = refused(session.completed(**{name: value}), 400, 422)
@@ -40,7 +40,11 @@ def out_of_range_is_refused(session: Session) -> None:
 
 def edges_of_ranges_are_answered(session: Session) -> None:
     """The last value of a range is served, or refused by name by an engine that lacks the field; it ends no engine."""
-    for name, value in (("temperature", LEAST_TEMPERATURE), ("top_p", LEAST_TOP_P), ("top_k", MOST_TOP_K)):
+    edges = (
+        *(("temperature", LEAST_TEMPERATURE), ("top_p", LEAST_TOP_P), ("top_k", MOST_TOP_K)),
+        *(("priority", -MOST_PRIORITY), ("priority", MOST_PRIORITY)),
+    )
+    for name, value in edges:
         answer = session.completed(**{name: value})
         if answer.status_code in (400, 422):
             param = refused(answer, 400, 422)["param"]

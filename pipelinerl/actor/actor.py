@@ -44,7 +44,7 @@ from pipelinerl.messages import (
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import Entry, Stream
-from pipelinerl.types import Outcome, PromptOrder, Purpose, RolloutGroup
+from pipelinerl.types import Outcome, Priority, PromptOrder, Purpose, RolloutGroup
 from pipelinerl.verifiers.verifier import Verifier
 
 log = logging.getLogger("pipelinerl")
@@ -239,6 +239,7 @@ class Actor:
             stop=list(sampling.stop) or None,
             seed=(order.seed + attempt) % 2**63,
             return_token_ids=True,
+            priority=Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
         )
 
     async def _flush(self, partition: Partition) -> None:

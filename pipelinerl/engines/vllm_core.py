@@ -204,6 +204,7 @@ def _order(sequence: Sequence, stop_ids: frozenset[int], salt: str) -> EngineCor
         lora_request=None,
         cache_salt=salt,
         data_parallel_rank=None,
+        priority=request.priority,
     )
 
 
@@ -235,6 +236,7 @@ def _arguments(settings: CoreSettings) -> AsyncEngineArgs:
         tensor_parallel_size=settings.devices,
         kv_cache_memory_bytes=settings.cache_bytes,
         enable_prefix_caching=True,
+        scheduling_policy="priority",
         generation_config="vllm",  # a request says how it samples, the model's directory does not
         logprobs_mode="processed_logprobs",  # of the distribution sampled from
         async_scheduling=False,  # a step's outputs are named as it ends

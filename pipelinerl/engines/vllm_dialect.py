@@ -1,7 +1,7 @@
 """`VllmDialect`: a stock `vllm serve` of 0.32, through the routes that it has for RL and for tokens in, tokens out.
 
     VLLM_SERVER_DEV_MODE=1 … vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs
-        --worker-extension-cls pipelinerl.engines.vllm_transfer.SharedWeights
+        --scheduling-policy priority --worker-extension-cls pipelinerl.engines.vllm_transfer.SharedWeights
         --weight-transfer-config '{"backend": "pipelinerl"}'        and on a CPU: --no-enable-chunked-prefill
 
 Everything but the transfer backend is vLLM's own: its pause, its update session, its version spans. The backend is a
@@ -48,6 +48,7 @@ class VllmDialect:
         self._http = http
         self._layout = layout
         self._staged = staged
+        self._orders = False  # does the server order what waits by priority?
 
     async def open(self, label: str) -> StockModel:
         """Check that the server can be used, and name its weights.
@@ -60,6 +61,7 @@ class VllmDialect:
         config = (await self._known("/server_info?config_format=json"))["vllm_config"]
         for wanted, flag in _lacking(config):
             raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
+        self._orders = config["scheduler_config"]["policy"] == "priority"  # else it refuses any but 0
         await self._tokens_go_in_and_out()
         await self._http.post("/resume")  # whoever used it before may have died in a pause
         share = {"path": str(self._staged.path), "layout": self._layout.model_dump_json()}
@@ -87,6 +89,7 @@ class VllmDialect:
             "token_ids": request.prompt_token_ids,
             "stream": True,
             "cache_salt": salt,
+            **({"priority": request.priority} if self._orders else {}),
             "sampling_params": {
                 "temperature": request.temperature,
                 "top_p": request.top_p,

@@ -25,7 +25,7 @@ from inference_contract.errors import ContractError, Overloaded
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.training.packing import alone
-from pipelinerl.types import Outcome, Rollout, Turn, Verdict, VersionSpan
+from pipelinerl.types import Outcome, Priority, Rollout, Turn, Verdict, VersionSpan
 from pipelinerl.weights.publisher import PublishReport
 from trainer_contract.errors import BatchError, NonFiniteError
 from trainer_contract.types import Float32, MicroBatch
@@ -75,6 +75,7 @@ class Canary:
             temperature=1.0,
             seed=version,
             return_token_ids=True,
+            priority=Priority.PROOF,
         )
 
 

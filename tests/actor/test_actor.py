@@ -32,7 +32,7 @@ from pipelinerl.streams.dead_letter import DEAD_LETTERS
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_group, encode_order
 from pipelinerl.streams.stream import START
-from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, RolloutGroup, Sampling, Verdict
+from pipelinerl.types import Message, Outcome, Priority, Problem, PromptOrder, Purpose, RolloutGroup, Sampling, Verdict
 from pipelinerl.verifiers.verifier import Verifier, failed
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread
@@ -355,10 +355,11 @@ async def test_an_order_that_cannot_be_read_is_buried_and_not_claimed_for_ever(r
 
 @pytest.mark.parametrize(("text", "correct", "judged"), [("7", 1, 3), ("no", 0, 3), ("?", 0, 2)])
 async def test_an_evaluation_is_answered_to_the_controller_alone(text: str, correct: int, judged: int) -> None:
-    watched = Watched()
-    async with working(watched, ScriptedSampler(lambda _: completion(text, "no", "no"))):
+    watched, sampler = Watched(), ScriptedSampler(lambda _: completion(text, "no", "no"))
+    async with working(watched, sampler):
         await watched.order(order(7, purpose=Purpose.EVALUATION, samples=3))
         (report,) = await until(lambda: watched.reports(EvaluationDone))
+    assert [request.priority for request in sampler.requests] == [Priority.EVALUATION], "training waits behind it"
     assert report == EvaluationDone(
         order_id="eval-3-000007",
         index=7,

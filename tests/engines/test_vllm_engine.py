@@ -206,6 +206,20 @@ class TestReal:
             assert len(short.choices) == 4 and not long.done()
             assert len(long.result().choices) == 4
 
+    def test_of_what_waits_the_lowest_priority_begins_first(self, tied: Served) -> None:
+        """Two requests fill the slots twice; a third that came last is answered between them."""
+        with opened(tied.url) as session, ThreadPoolExecutor(2) as asking:
+            before = session.generated_tokens()
+            first = asking.submit(session.chat, n=16, seed=1, max_tokens=100, prompt_token_ids=PROMPT)
+            while session.generated_tokens() == before:
+                time.sleep(0.001)
+            second = asking.submit(session.chat, n=16, seed=2, max_tokens=200, prompt_token_ids=PROMPT)
+            while "waiting_sequences 16\n" not in session.get("/metrics").text:
+                time.sleep(0.001)
+            session.chat(n=4, seed=3, max_tokens=4, prompt_token_ids=PROMPT, priority=-1)
+            assert first.done() and not second.done()
+            second.result()
+
     def test_more_prompts_at_once_than_a_step_takes(self, tied: Served) -> None:
         """On CPU vLLM dies of a seeded sample whose prompt it computes in parts, so it must not be in parts."""
         with opened(tied.url) as session, ThreadPoolExecutor(64) as asking:

@@ -25,6 +25,7 @@ AS_DOCUMENTED = (
     "--logprobs-mode=processed_logprobs",
     f"--worker-extension-cls={EXTENSION}",
     f'--weight-transfer-config={{"backend": "{BACKEND}"}}',
+    "--scheduling-policy=priority",
     "--no-enable-chunked-prefill",  # on CPU only
 )
 

@@ -22,6 +22,7 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.trainers.bigram_trainer import BigramTrainer
 from pipelinerl.training.proof import TOLERANCES, Canary, CanaryProver, Proofs
+from pipelinerl.types import Priority
 from pipelinerl.weights.publisher import PublishReport
 from tests.fakes.served import in_thread
 from trainer_contract.errors import NonFiniteError
@@ -212,3 +213,4 @@ async def test_no_answer_is_no_refutation(outcomes: tuple[Exception | float, ...
 def test_every_version_is_asked_for_with_other_noise() -> None:
     first, second = CANARY.request(1), CANARY.request(2)
     assert first.seed != second.seed and first.temperature == 1.0 and first.top_p == 1.0 and first.top_k == 0
+    assert first.priority < min(Priority.EVALUATION, Priority.TRAINING), "the engine has no work before it is proven"

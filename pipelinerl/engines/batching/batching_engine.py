@@ -198,6 +198,7 @@ class BatchingEngine:
             top_p=asked.top_p,
             top_k=asked.top_k if asked.top_k < model.vocab_size else 0,
             streams=streams,
+            priority=asked.priority,
         )
         seed = asked.seed if asked.seed is not None else rng.key(self._settings.seed, "request", number)
         stops = asked.stop_strings

@@ -1,4 +1,4 @@
-"""`Scheduler`: which sequence runs in which row, first come first served. Pure bookkeeping, no arrays, no clock.
+"""`Scheduler`: which sequence runs in which row: by priority, then as they came. Bookkeeping, no arrays, no clock.
 
     submit ─▶ waiting (bounded) ─▶ admit ─▶ running: rows 0..B-1, no holes ─▶ retire
 
@@ -10,6 +10,7 @@ move has a distinct source and target.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -90,11 +91,11 @@ class Scheduler:
             slots=self._slots,
             max_waiting=self._max_waiting,
         )
-        self._waiting.append(request)
+        self._waiting.insert(bisect_right(self._waiting, request.priority, key=_priority), request)
         self.num_waiting += samples
 
     def admit(self) -> list[Admission]:
-        """Give free rows to the longest waiting."""
+        """Give free rows to those of the lowest priority that wait, the longest waiting among them first."""
         admissions: list[Admission] = []
         budget = self._prefill_tokens
         while self._waiting and len(self.running) < self._slots:
@@ -148,3 +149,7 @@ class Scheduler:
         self.num_waiting -= count
         self.running.extend(sequences)
         return Admission(request, sequences, list(range(first_row, first_row + count)), sibling)
+
+
+def _priority(request: Request) -> int:
+    return request.priority

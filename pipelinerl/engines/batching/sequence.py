@@ -58,7 +58,8 @@ class Request:
     """One chat completion under way: a prompt that its samples share.
 
     `token_limit` is the most tokens to sample per choice, already cut to the context. `epoch` is that of the weights
-    that began it. `unfinished` counts samples without a finish reason.
+    that began it. `unfinished` counts samples without a finish reason. Of what waits, the lowest
+    `priority` begins first.
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class Request:
     top_p: float
     top_k: int
     streams: bool
+    priority: int = 0
     sequences: list[Sequence] = field(default_factory=list)
     started: int = 0
     unfinished: int = 0

@@ -1,4 +1,4 @@
-"""The scheduler: rows stay dense, moves never collide, first come is first served."""
+"""The scheduler: rows stay dense, moves never collide, what waits begins by priority, then as it came."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.engines.batching.scheduler import Scheduler
 from pipelinerl.engines.batching.sequence import Request
 
 
-def _request(name: str, samples: int = 1, prompt: int = 3) -> Request:
+def _request(name: str, samples: int = 1, prompt: int = 3, priority: int = 0) -> Request:
     request = Request(
         request_id=name,
         prompt_token_ids=[0] * prompt,
@@ -19,6 +19,7 @@ def _request(name: str, samples: int = 1, prompt: int = 3) -> Request:
         top_p=1.0,
         top_k=0,
         streams=False,
+        priority=priority,
     )
     request.add_sequences(range(samples), [None] * samples)
     return request
@@ -39,6 +40,21 @@ def test_samples_of_a_request_are_admitted_together_and_in_order() -> None:
         (second, [3], None),
     ]
     assert scheduler.num_waiting == 2
+
+
+def test_of_what_waits_the_lowest_priority_begins_first_and_then_what_came_first() -> None:
+    """Also before the rest of a request that has begun; what runs is left alone."""
+    scheduler = _scheduler(slots=2)
+    for request in (_request("begun", samples=3), _request("a"), _request("later", priority=1), _request("b")):
+        scheduler.submit(request)
+    scheduler.admit()
+    for request in (_request("soon", priority=-1), _request("first", priority=-2), _request("soon too", priority=-1)):
+        scheduler.submit(request)
+    began = []
+    while scheduler.running:
+        scheduler.retire([0])
+        began += [each.request.request_id for each in scheduler.admit()]
+    assert began == ["first", "soon", "soon too", "begun", "a", "b", "later"]
 
 
 def test_a_sample_that_joins_late_takes_the_prompt_from_a_sibling() -> None:

@@ -22,7 +22,7 @@ from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.engines.engine_pool import EnginePool
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.errors import AddressError, UserError
-from pipelinerl.roles.process import Identity
+from pipelinerl.roles.process import Identity, settle
 from pipelinerl.verifiers.verifier import Verifier
 
 log = logging.getLogger("pipelinerl")
@@ -72,6 +72,7 @@ async def run(identity: Identity) -> None:
             heard = asyncio.Event()
             refresh = group.create_task(_follow_controller(identity, pool, actor, heard))
             await heard.wait()
+            settle()
             await actor.run()
             refresh.cancel()
     finally:

@@ -26,7 +26,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.http_service import listen, serve_until, url_of
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.roles.parts import checkpoints_of, knobs_of
-from pipelinerl.roles.process import Identity
+from pipelinerl.roles.process import Identity, settle
 from pipelinerl.roles.resumption import claim
 from pipelinerl.roles.sources import held_out_problems, training_problems
 from pipelinerl.streams.stream import Stream
@@ -128,6 +128,7 @@ async def run(identity: Identity, *, start: Start) -> None:
                 elapsed_s=age_s,
                 start=start,
             )
+            settle()
             await _serve(identity, service, listener)
         finally:
             await client.close()

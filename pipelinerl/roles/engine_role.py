@@ -20,7 +20,7 @@ from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import EngineUnreachable, RecipeError, UserError
 from pipelinerl.http_service import listen, serve_until, url_of
-from pipelinerl.roles.process import Identity
+from pipelinerl.roles.process import Identity, settle
 from pipelinerl.weights.address import address_facing
 from pipelinerl.weights.puller import WeightPuller
 
@@ -115,8 +115,11 @@ def offered_url(bound: tuple[Any, ...], controller_url: str) -> str:
 
 
 async def _stopped(engine: Engine) -> None:
-    """Return once the engine, which has started, serves no more."""
-    while not _started(engine) or engine.health().state is not EngineState.STOPPED:
+    """Settle once the engine has started; return once it serves no more."""
+    while not _started(engine):
+        await asyncio.sleep(WATCH_S)
+    settle()
+    while engine.health().state is not EngineState.STOPPED:
         await asyncio.sleep(WATCH_S)
 
 

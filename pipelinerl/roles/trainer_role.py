@@ -9,7 +9,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.roles.parts import checkpoints_of, objective_of
-from pipelinerl.roles.process import Identity
+from pipelinerl.roles.process import Identity, settle
 from pipelinerl.roles.sources import training_problems
 from pipelinerl.roles.workers import started
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
@@ -47,6 +47,7 @@ async def run(identity: Identity) -> None:
         restored=latest[1] if latest else None,
         at=lambda version: process_log.at(step=version, model_version=version),
     )
+    settle()
     try:
         await loop.run()
     finally:

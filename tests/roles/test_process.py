@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +17,26 @@ from pipelinerl.config import load
 from pipelinerl.errors import AddressError, DeadlineError, ModelError, RecipeError, UserError
 from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, read_token, run_until_signalled
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
+from tests.patience import PATIENCE_S
 
 
 def identity(run_dir: Path, *, redis_url: str = "memory://") -> Identity:
     return Identity(
         config=load("tiny"), run_dir=run_dir, name="role", redis_url=redis_url, controller_url="", token=None
     )
+
+
+def test_what_has_been_loaded_costs_a_full_collection_nothing_any_more() -> None:
+    program = (
+        "import gc, time, torch\n"
+        "from pipelinerl.roles.process import settle\n"
+        "def full():\n"
+        "    began = time.perf_counter(); gc.collect(); return time.perf_counter() - began\n"
+        "gc.collect(); before = min(full() for _ in range(3)); settle(); after = min(full() for _ in range(3))\n"
+        "print(after / before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert float(done.stdout) < 0.1, done.stderr
 
 
 def test_a_token_comes_from_its_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

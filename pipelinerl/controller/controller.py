@@ -345,9 +345,9 @@ class Controller:
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
         if self.state.phase is Phase.FINISHING:
             return effects + self._finish()
-        target, accuracy = self.settings.until_accuracy, result.accuracy
-        if target is not None and accuracy is not None and accuracy >= target and not result.incomplete:
-            effects += self.stop(f"held-out accuracy {accuracy:.3f} has reached {target:g}")
+        target, reached = self.settings.until_accuracy, result.at_least
+        if target is not None and reached is not None and reached >= target:
+            effects += self.stop(f"held-out accuracy {reached:.3f} has reached {target:g}")
         return effects + self.reload_if_due() + self.issue()
 
     def _finish(self) -> list[Effect]:

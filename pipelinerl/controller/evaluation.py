@@ -82,11 +82,13 @@ class EvaluationResult:
     Attributes:
         accuracy: mean over problems of the share of their samples that is right (pass@1); it and its interval are None
             where nothing was judged.
+        at_least: the accuracy if every problem that had no answer is taken for wrong; it is what decisions go by, since
+            quick answers weigh too much in the other one where some are missing.
         unjudged: problems without any verdict.
         version_min, version_max: of all tokens that count; equal when `one_version`.
         one_version: was it made sure that every token is of `model_version`?
         pin, engine: how; the engine that answered alone.
-        incomplete: why not every problem has its answer (then quick answers weigh too much); empty: all have.
+        incomplete: why not every problem has its answer; empty: all have.
         discarded: answers that did not count, since a token was of another version.
         restarts: how often it began anew.
         steps_meanwhile: by how many steps the trainer was ahead at its end.
@@ -110,6 +112,7 @@ class EvaluationResult:
     discarded: int = 0
     restarts: int = 0
     steps_meanwhile: int = 0
+    at_least: float | None = None
 
 
 @final
@@ -210,6 +213,7 @@ class Evaluation:
             discarded=self.discarded,
             restarts=self.restarts,
             steps_meanwhile=(self.model_version if version is None else version) - self.model_version,
+            at_least=accuracy.value * len(judged) / (len(judged) + self.problems - len(done)) if judged else None,
         )
 
     def _unanswered(self) -> str:

@@ -43,9 +43,9 @@ class TrainingState:
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """Accuracy by the model version that was evaluated, of every evaluation so far that was completed."""
-        results = [one for one in self.controller.get("evaluations", ()) if not one.get("incomplete")]
-        return {int(one["model_version"]): float(one["accuracy"]) for one in results if one["accuracy"] is not None}
+        """What each evaluation so far has shown at least, by the model version that was evaluated."""
+        shown = {int(one["model_version"]): one.get("at_least") for one in self.controller.get("evaluations", ())}
+        return {version: float(accuracy) for version, accuracy in shown.items() if accuracy is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ def test_only_what_was_judged_counts() -> None:
     assert (result.version_min, result.version_max, result.one_version) == (4, 7, False)
     assert (result.low, result.high) == wilson_interval(2, 3)
     assert result.incomplete == "1 of 5 problems had no answer"
+    assert result.at_least == pytest.approx(2 / 4), "who could not be judged says nothing, who failed is wrong"
 
 
 def test_who_could_not_be_judged_has_answered() -> None:

@@ -233,9 +233,11 @@ def test_who_stops_a_run_has_its_last_weights_evaluated_by_all() -> None:
     assert {order.engine for order in run.orders[-3:]} == {""}
 
 
-@pytest.mark.parametrize("fails", [0, 2, 3], ids=["nobody", "some", "all"])
-def test_an_accuracy_of_quick_answers_ends_no_run(fails: int) -> None:
-    """Long answers are those that an actor gives up."""
+@pytest.mark.parametrize(("fails", "at_least"), [(0, 1.0), (1, 2 / 3), (2, 1 / 3), (3, None)])
+def test_who_has_no_answer_counts_as_wrong_where_an_accuracy_may_end_the_run(
+    fails: int, at_least: float | None
+) -> None:
+    """Long answers are those that an actor gives up: the accuracy of the others is no accuracy of the model."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000)
     run.controller.settings = replace(run.controller.settings, until_accuracy=0.5)
     run.begin()
@@ -250,7 +252,9 @@ def test_an_accuracy_of_quick_answers_ends_no_run(fails: int) -> None:
     (result,) = results(run)
     assert result.accuracy == (None if fails == 3 else 1.0)
     assert result.incomplete == (f"{fails} of 3 problems had no answer" if fails else "")
-    assert run.controller.ending == (None if fails else "held-out accuracy 1.000 has reached 0.5")
+    assert result.at_least == (at_least and pytest.approx(at_least))
+    ends = at_least is not None and at_least >= 0.5
+    assert run.controller.ending == (f"held-out accuracy {at_least:.3f} has reached 0.5" if ends else None)
 
 
 def _begun(run: World) -> World:

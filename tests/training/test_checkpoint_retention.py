@@ -26,12 +26,12 @@ def test_of_equals_the_later_is_better_and_what_has_no_accuracy_is_not_among_the
     assert retention.survivors([10, 20, 30], {}) == {30}
 
 
-def test_accuracies_are_those_of_evaluations_that_were_completed() -> None:
+def test_a_checkpoint_is_as_good_as_its_evaluation_shows_at_least() -> None:
     results = [
-        {"model_version": 10, "accuracy": 0.5},
-        {"model_version": 20, "accuracy": 0.9, "incomplete": "updates could not be held back any longer"},
-        {"model_version": 30, "accuracy": 0.25, "incomplete": ""},
-        {"model_version": 40, "accuracy": None, "incomplete": ""},
+        {"model_version": 10, "accuracy": 0.5, "at_least": 0.5},
+        {"model_version": 20, "accuracy": 0.9, "at_least": 0.3, "incomplete": "1 of 3 problems had no answer"},
+        {"model_version": 30, "accuracy": 0.25},
+        {"model_version": 40, "accuracy": None, "at_least": None},
     ]
     state = TrainingState(model_version=30, epoch=1, offsets={}, ledger={}, controller={"evaluations": results})
-    assert state.accuracies == {10: 0.5, 30: 0.25}
+    assert state.accuracies == {10: 0.5, 20: 0.3}

@@ -94,6 +94,7 @@ def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
 def _add_status(app: FastAPI, service: ControllerService) -> None:
     @app.get("/status")
     async def status() -> Response:
+        await service.begun()
         return Response(service.status().to_json(), media_type="application/json")
 
     @app.post("/stop")
@@ -105,6 +106,7 @@ def _add_status(app: FastAPI, service: ControllerService) -> None:
 def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     @app.get("/knobs")
     async def knobs() -> dict[str, Any]:
+        await service.begun()
         log = [
             {"time": change.time, "step": change.step, "who": change.who, "changes": change.changes}
             for change in service.controller.state.knob_log
@@ -127,6 +129,7 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
 def _add_engines(app: FastAPI, service: ControllerService) -> None:
     @app.get("/engines")
     async def engines() -> dict[str, Any]:
+        await service.begun()
         state = service.controller.state
         return {
             "serving": state.fleet.serving(),

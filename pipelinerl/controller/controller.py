@@ -131,7 +131,7 @@ class Controller:
                 self.state.account.lost(report.again)
                 return self.issue()
             case Starving() if report.epoch == self.state.epoch:
-                return self._starving(report)
+                return self._starving(report, now=now)
             case Published() if report.epoch == self.state.epoch:
                 return self._published(report)
             case Proved() if report.epoch == self.state.epoch:
@@ -299,14 +299,15 @@ class Controller:
         effects = engine_decisions.proved(self.state, report, now=now)
         return effects + self.reload_if_due() + self.issue()
 
-    def _starving(self, report: Starving) -> list[Effect]:
+    def _starving(self, report: Starving, *, now: float) -> list[Effect]:
         """Orders that no actor works on while the trainer waits for them went with the stream server's last second.
 
         Where it waits for an evaluation, it hears that there is a controller: the wait is bounded by the evaluation's.
         """
         if self.state.evaluation is not None and (comes_first(self.state) or holds_updates(self.state)):
             return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
-        idle = self.state.actors and not any(alive.groups_in_flight for alive, _ in self.state.actors.values())
+        actors = self.state.live_actors(now)
+        idle = actors and not any(alive.groups_in_flight for alive in actors)
         if self.state.evaluation is not None or not idle or not self.state.fleet.proven():
             return []
         lost = self.state.account.lost(set(range(self.state.account.cursor)) - set(report.held))

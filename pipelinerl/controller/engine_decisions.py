@@ -12,6 +12,7 @@ always has the engine it had. Nothing here sends: that weights are due follows f
 
 from __future__ import annotations
 
+from itertools import count, islice
 from typing import Final
 
 import msgspec
@@ -184,11 +185,12 @@ def _unwant(state: RunState, name: str) -> None:
 
 
 def _hire(state: RunState, given: EnginesHired, *, engines_expected: int) -> list[Effect]:
-    """A replacement of who is to go already would be one engine too many."""
+    """A replacement of who is to go already would be one engine too many; a name that anybody has had is no new one's."""
     if given.replaces and going(state, given.replaces):
         return []
-    begin = engines_expected + len(state.hires)
-    names = [f"engine-{number}" for number in range(begin, begin + given.count)]
+    taken = {record.name for record in state.fleet.records()} | {hire.name for hire in state.hires}
+    free = (name for name in map("engine-{}".format, count(engines_expected)) if name not in taken)
+    names = list(islice(free, given.count))
     state.hires = [
         *state.hires,
         *(Hire(name=name, type=given.type, replaces=given.replaces, patience_s=given.patience_s) for name in names),

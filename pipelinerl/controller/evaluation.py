@@ -130,7 +130,8 @@ class Evaluation:
     epoch: int = 0
     pin: Pin = Pin.NONE
     engine: str = ""
-    began_at: float = 0.0
+    held_since: float | None = None
+    """When updates were first postponed for it; None while none has been."""
     heard_at: float = 0.0
     """When it began or last got an answer, on the controller's clock."""
     restarts: int = 0

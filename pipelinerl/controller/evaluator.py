@@ -59,7 +59,7 @@ class Evaluator:
             effects += self._begin(state, state.evaluation_due, now=now)
         if state.evaluation is not None:
             self._lose_patience(state, state.evaluation, now=now)
-            indices = state.evaluation.to_ask(self._window(state, state.evaluation))
+            indices = state.evaluation.to_ask(self._window(state, state.evaluation, now=now))
             effects += self._asking(state.evaluation, indices)
         return effects
 
@@ -117,7 +117,6 @@ class Evaluator:
             epoch=state.epoch,
             pin=pin,
             engine=engine,
-            began_at=now,
             heard_at=now,
             restarts=due.restarts,
             discarded=due.discarded,
@@ -138,16 +137,18 @@ class Evaluator:
     def _lose_patience(self, state: RunState, evaluation: Evaluation, *, now: float) -> None:
         if now - evaluation.heard_at > self.plan.patience_s:
             evaluation.given_up = f"no answer came for {self.plan.patience_s:g} s"
-        elif holds_updates(state) and now - evaluation.began_at > self.plan.hold_s:
-            evaluation.given_up = f"updates were postponed for {self.plan.hold_s:g} s (evaluation.hold_s)"
+        elif holds_updates(state):
+            evaluation.held_since = now if evaluation.held_since is None else evaluation.held_since
+            if now - evaluation.held_since > self.plan.hold_s:
+                evaluation.given_up = f"updates were postponed for {self.plan.hold_s:g} s (evaluation.hold_s)"
 
-    def _window(self, state: RunState, evaluation: Evaluation) -> int:
+    def _window(self, state: RunState, evaluation: Evaluation, *, now: float) -> int:
         """How many questions may be out: all at once, or the pinned engine's share of the actors' room."""
         if evaluation.given_up:
             return 0
         if evaluation.pin is not Pin.ENGINE:
             return self.plan.problems
-        room = state.knobs.groups_in_flight * max(1, len(state.actors))
+        room = state.knobs.groups_in_flight * max(1, len(state.live_actors(now)))
         return max(1, room // (1 + len(state.fleet.proven())))
 
     def _asking(self, evaluation: Evaluation, indices: list[int]) -> list[Effect]:

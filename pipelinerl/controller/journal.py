@@ -108,14 +108,13 @@ class Journal:
         self._first = self._last_snapshot = self.number
 
     async def _write(self, record: Decision | Snapshot) -> None:
-        self.number += 1
-        payload = _ENCODER.encode(record)
-        if await self._stream.append(JOURNAL, [payload], first_id=self.number):
-            return
-        # It lies there already: by us, when the answer to a first try was lost.
-        found = await self._stream.read({JOURNAL: f"{self.number - 1}-0"}, count=1, block_s=0)
-        if [entry.payload for entry in found] != [payload]:
-            raise FencedError("another controller has taken over this run; this one stops")
+        number, payload = self.number + 1, _ENCODER.encode(record)
+        if not await self._stream.append(JOURNAL, [payload], first_id=number):
+            # It lies there already: by us, when the answer to a first try was lost.
+            found = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
+            if [entry.payload for entry in found] != [payload]:
+                raise FencedError("another controller has taken over this run; this one stops")
+        self.number = number  # not before: who was fenced finds the other's entry whatever it tries next
 
     async def whole(self) -> bool:
         """Does the server still hold every entry, and none that is another's?"""

@@ -5,8 +5,9 @@
     poll     its interval             the clock
     ask      an engine's answer       the engine, or its own deadline; one at a time for each engine
 
-All decisions run on one event loop, one after the other; effects are carried out in order before the next report. It
-may be killed between any two of them: see `journal.py`. Its clock goes on from the last decision in the journal,
+All decisions run on one event loop, one after the other; effects are carried out in order before the next report. One
+that cannot be journaled or carried out ends the service, whoever asked for it, since the state has moved on already. It
+may be killed between any two effects: see `journal.py`. Its clock goes on from the last decision in the journal,
 whatever the clock of the machine says that it goes on at.
 """
 
@@ -41,6 +42,7 @@ from pipelinerl.controller.inputs import (
     Ticked,
 )
 from pipelinerl.controller.journal import Decision, Journal, Recovered
+from pipelinerl.controller.state import Phase
 from pipelinerl.controller.statement import run_status
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import EPOCHS, ORDERS, PROMPTS, REPORTS, decode_report, encode
@@ -116,6 +118,8 @@ class ControllerService:
         self._issued: deque[tuple[int, int]] = deque()  # (entry, index) of training orders, oldest first
         self._turn = asyncio.Lock()
         self._begun = asyncio.Event()
+        self._over = asyncio.Event()
+        self._broken: Exception | None = None
         self.finished = asyncio.Event()
 
     async def run(self) -> None:
@@ -128,7 +132,9 @@ class ControllerService:
         self._begun.set()
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._reports()), group.create_task(self._poll())]
-            await self.finished.wait()
+            await self._over.wait()
+            if self._broken is not None:
+                raise self._broken
             for loop in loops:
                 loop.cancel()
 
@@ -140,12 +146,20 @@ class ControllerService:
             effects = self.controller.decide(given)
             if not effects and isinstance(given, Ticked):
                 return effects
-            number = await self._journal.record(Decision(given, self._next_entry, self._next_directive))
-            for effect in effects:
-                await self._carry_out(effect, number)
-            if self._journal.snapshot_due:
-                await self._journal.snapshot(self.controller.state)
+            try:
+                await self._put_into_effect(given, effects)
+            except (PipelineError, OSError) as error:
+                self._broken = error
+                self._over.set()
+                raise
             return effects
+
+    async def _put_into_effect(self, given: AnyInput, effects: list[Effect]) -> None:
+        number = await self._journal.record(Decision(given, self._next_entry, self._next_directive))
+        for effect in effects:
+            await self._carry_out(effect, number)
+        if self._journal.snapshot_due:
+            await self._journal.snapshot(self.controller.state)
 
     async def probe(self, url: str) -> None:
         """Raises ContractError or PipelineError unless an engine answers at `url`."""
@@ -153,8 +167,12 @@ class ControllerService:
 
     async def now(self) -> float:
         """The clock by which inputs are timed, in seconds, once the journal has told where it stands."""
-        await self._begun.wait()
+        await self.begun()
         return self._now()
+
+    async def begun(self) -> None:
+        """Return once the state is that of the run: a controller that comes back has to read its journal first."""
+        await self._begun.wait()
 
     def status(self) -> RunStatus:
         """What the run is doing now."""
@@ -201,6 +219,10 @@ class ControllerService:
             told = isinstance(effect, Record | Finish) and written > 0
             written -= told
             await self._carry_out(effect, found.number, told=told)
+        if self.controller.state.phase is Phase.FINISHED:  # decided before the last decision, and perhaps cut off
+            told = self._events.count_recent(kind="run_finished") > 0
+            await self._carry_out(Finish(self.controller.ending or "stopped"), found.number, told=told)
+            return
         log.warning("the controller is back and goes on at version %d", self.controller.state.version)
         self._record("controller_returned", {"model_version": self.controller.state.version})
 
@@ -312,6 +334,7 @@ class ControllerService:
                 if not told:
                     self._record("run_finished", {"reason": reason, "ledger": ledger, "decision": decision})
                 self.finished.set()
+                self._over.set()
 
     async def _issue(self, orders: list[PromptOrder]) -> None:
         """Append orders, and drop those at the head of the stream that have ended."""

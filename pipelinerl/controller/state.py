@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, final
+from typing import Any, Final, final
 
 import msgspec
 
@@ -17,6 +17,10 @@ from pipelinerl.controller.evaluation import Evaluation, EvaluationDue, Evaluati
 from pipelinerl.controller.fleet import Fleet
 from pipelinerl.controller.knobs import KnobChange, Knobs
 from pipelinerl.messages import ActorAlive, Consumed, Directive, Published, TrainerReady
+
+#: Who has not been heard of for so long may be gone. A trainer that waits says so every few seconds; an actor's heart
+#: beats more often still.
+SILENT_S: Final = 15.0
 
 
 class Phase(StrEnum):
@@ -99,6 +103,10 @@ class RunState(msgspec.Struct, kw_only=True):
     progress: tuple[Any, ...] = ()
     progressed_at: float = 0.0
     stall_told: bool = False
+
+    def live_actors(self, now: float) -> list[ActorAlive]:
+        """What each actor said last that has been heard of late."""
+        return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
         """The weights by which order `index` is drawn, however often it is issued: those of when it was first."""

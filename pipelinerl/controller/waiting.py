@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pipelinerl.controller.evaluator import holds_updates
-from pipelinerl.controller.state import Phase, RunState
+from pipelinerl.controller.state import SILENT_S, Phase, RunState
 
 #: Why an order ends untrained, by fate.
 _WHY: Final = {
@@ -26,8 +26,6 @@ _WHY: Final = {
     "stale": "sampled by weights older than k allows",
     "failed": "their actor gave up; the log says why",
 }
-#: A trainer that waits says so every few seconds; an actor's heart beats more often still.
-_SILENT_S: Final = 15.0
 
 
 def progress_mark(state: RunState) -> tuple[Any, ...]:
@@ -82,7 +80,7 @@ def _unanswered(state: RunState) -> int:
 
 
 def _actors(state: RunState, now: float) -> str:
-    late = {name: now - heard for name, (_, heard) in state.actors.items() if now - heard > _SILENT_S}
+    late = {name: now - heard for name, (_, heard) in state.actors.items() if now - heard > SILENT_S}
     if not state.actors:
         return "; no actor has reported"
     return "".join(f"; actor {name} last heard {silent:.0f} s ago" for name, silent in sorted(late.items()))
@@ -116,7 +114,7 @@ def _trainer(state: RunState, now: float) -> str:
     if state.trainer_heard is None:
         return ""
     report, heard = state.trainer_heard
-    return f"; the trainer's last word, {report}, came {now - heard:.0f} s ago" if now - heard > _SILENT_S else ""
+    return f"; the trainer's last word, {report}, came {now - heard:.0f} s ago" if now - heard > SILENT_S else ""
 
 
 def _lost_engines(state: RunState) -> str:

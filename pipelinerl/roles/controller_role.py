@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import socket
+from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
@@ -145,7 +147,7 @@ async def _serve(identity: Identity, service: ControllerService, listener: socke
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        endpoint.unlink(missing_ok=True)
+        endpoint.withdraw()
 
 
 def _age(history: Path) -> float:
@@ -203,7 +205,21 @@ def _leave_recipe(identity: Identity, *, begins: bool) -> None:
     save(config, path)
 
 
-def _advertise(identity: Identity, bound: tuple[Any, ...]) -> Path:
+@dataclass(frozen=True)
+class _Endpoint:
+    """What was left in the run's directory, and where."""
+
+    path: Path
+    text: str
+
+    def withdraw(self) -> None:
+        """Take it away, unless a controller that has taken over has left its own."""
+        with suppress(FileNotFoundError):
+            if self.path.read_text() == self.text:
+                self.path.unlink()
+
+
+def _advertise(identity: Identity, bound: tuple[Any, ...]) -> _Endpoint:
     """Leave address and token in the run's directory, for its owner's commands alone; `bound` is (host, port, …).
 
     Who reads it is on this machine: where the controller listens everywhere, loopback reaches it.
@@ -211,6 +227,8 @@ def _advertise(identity: Identity, bound: tuple[Any, ...]) -> Path:
     host, port = bound[:2]
     if ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
-    path = identity.run_dir / "controller.json"
-    write_private(path, json.dumps({"url": url_of(host, port), "token": identity.token}))
-    return path
+    made = _Endpoint(
+        identity.run_dir / "controller.json", json.dumps({"url": url_of(host, port), "token": identity.token})
+    )
+    write_private(made.path, made.text)
+    return made

@@ -9,6 +9,7 @@ import os
 import time
 from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -18,10 +19,10 @@ from inference_contract.schemas import EngineState
 from pipelinerl import registry
 from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.errors import EngineUnreachable, RecipeError, UserError
+from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.http_service import listen, serve_until, url_of
 from pipelinerl.roles.process import Identity, settle
-from pipelinerl.weights.address import address_facing
+from pipelinerl.weights.address import LOOPBACK, address_towards
 from pipelinerl.weights.puller import WeightPuller
 
 log = logging.getLogger("pipelinerl")
@@ -100,10 +101,11 @@ def offered_url(bound: tuple[Any, ...], controller_url: str) -> str:
     """Where others reach the engine that listens at `bound`, (host, port, …).
 
     Raises:
-        UserError: nowhere, as far as the controller can tell, which is on another machine.
+        UserError: nowhere, as far as the controller can tell, which is on another machine; or its URL is none.
+        AddressError: nobody knows the controller's host yet, or no route leads there.
     """
     host, port = bound[:2]
-    facing = address_facing([controller_url])
+    facing = _address_towards(controller_url)
     if ip_address(host).is_unspecified:
         host = facing
     if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
@@ -112,6 +114,17 @@ def offered_url(bound: tuple[Any, ...], controller_url: str) -> str:
             f"{host}, where nobody else reaches it; start it with --host {facing}"
         )
     return url_of(host, port)
+
+
+def _address_towards(controller_url: str) -> str:
+    try:
+        parts = urlsplit(controller_url)
+        address = address_towards(parts.hostname or "", parts.port or 80)
+        return LOOPBACK if ip_address(address).is_loopback else address
+    except ValueError as error:
+        raise UserError(f"the controller's URL must be like http://host:8000, got {controller_url}: {error}") from None
+    except OSError as error:
+        raise AddressError(f"no way leads to the controller at {controller_url}: {error.strerror or error}") from error
 
 
 async def _stopped(engine: Engine) -> None:
@@ -146,7 +159,7 @@ async def _offer(identity: Identity, url: str) -> None:
             try:
                 if (await http.get(f"{url}/health")).status_code == httpx.codes.OK:
                     answer = await http.post(f"{identity.controller_url}/engines", json=offer)
-                    answer.raise_for_status()
+                    _raise_for_refusal(answer)
                     reachable = True
             except httpx.HTTPError as error:
                 if reachable:
@@ -154,3 +167,14 @@ async def _offer(identity: Identity, url: str) -> None:
                     log.warning("the controller at %s did not take this engine: %s", identity.controller_url, reason)
                 reachable = False
             await asyncio.sleep(OFFER_S if reachable else OFFER_S / 4)
+
+
+def _raise_for_refusal(answer: httpx.Response) -> None:
+    """As `raise_for_status` does, but with the controller's own sentence where it has said one."""
+    if answer.is_success:
+        return
+    try:
+        said = str(answer.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        said = f"{answer.status_code} {answer.reason_phrase}"
+    raise httpx.HTTPStatusError(said, request=answer.request, response=answer)

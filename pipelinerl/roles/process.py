@@ -138,6 +138,7 @@ def _status_of(error: BaseException) -> int:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
+    """What has really happened, each once: a failure may reach a group by two of its tasks."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for child in error.exceptions for leaf in _leaves(child)]
+        return list(dict.fromkeys(leaf for child in error.exceptions for leaf in _leaves(child)))
     return [error]

@@ -11,11 +11,16 @@ import httpx
 import pytest
 
 from pipelinerl.controller.api import create_api
+from pipelinerl.controller.inputs import EngineOffered
+from pipelinerl.controller.journal import Journal
+from pipelinerl.controller.service import ControllerService, Start
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import ORDERS
+from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import Phase, RunStatus
-from tests.controller.test_service import Running, running, step
-from tests.controller.world import ENGINE
+from pipelinerl.streams.memory_stream import MemoryStream
+from tests.controller.test_service import Probe, Running, running, step
+from tests.controller.world import ENGINE, controller
 
 TOKEN = "run-token"
 
@@ -43,6 +48,29 @@ async def test_status_of_a_run_that_waits_and_of_one_that_trains(run: Running, h
     assert (status.run, status.phase, status.step, status.epoch) == ("test", Phase.TRAINING, 1, 1)
     assert [(engine.url, engine.state) for engine in status.engines] == [(ENGINE, "healthy")]
     assert status.ledger.trained == 2
+
+
+async def test_a_controller_that_comes_back_says_nothing_before_it_knows(tmp_path: Path) -> None:
+    """An empty fleet would make every actor give up what it has at its engines."""
+    before, stream = controller(), MemoryStream()
+    before.decide(EngineOffered(now=0.0, url=ENGINE, incarnation="1"))
+    await (await Journal.begin(stream)).snapshot(before.state)
+    with EventLog(tmp_path / "events.jsonl") as events:
+        service = ControllerService(
+            controller(), name="test", stream=stream, probe=Probe(), events=events, start=Start.FROM_JOURNAL
+        )
+        transport = httpx.ASGITransport(create_api(service, token=None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://controller") as http:
+            asking = asyncio.gather(*(http.get(path) for path in ("/engines", "/status", "/knobs")))
+            await asyncio.sleep(0.05)
+            assert not asking.done()
+            running = asyncio.create_task(service.run())
+            engines, status, knobs = await asyncio.wait_for(asking, 10.0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    assert engines.json()["members"] == [ENGINE]
+    assert [engine.url for engine in RunStatus.from_json(status.content).engines] == [ENGINE]
+    assert knobs.status_code == 200
 
 
 async def test_knobs_change_and_are_logged(run: Running, http: httpx.AsyncClient) -> None:

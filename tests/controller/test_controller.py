@@ -14,7 +14,7 @@ from pipelinerl.controller.inputs import EngineOffered, EngineRemoved, Heard, Kn
 from pipelinerl.controller.state import Phase
 from pipelinerl.controller.waiting import waiting_for
 from pipelinerl.errors import RecipeError
-from pipelinerl.messages import Starving, StepSkipped, TrainerReady
+from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerReady
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
 
 
@@ -197,6 +197,19 @@ def test_a_trainer_that_waits_for_an_evaluation_hears_that_there_is_a_controller
         run.sample()
         run.answer()
     assert run.controller.decide(starving) == [], "it waits for groups now"
+
+
+def test_an_actor_that_has_left_for_good_works_on_no_order() -> None:
+    """It said last that it holds groups; those who live hold none, and the stream server has lost the orders."""
+    run = world(evaluation_problems=0)
+    run.begin()
+    run.publish()
+    for name, groups, at in (("gone", 4, 1.0), ("here", 0, 1.0), ("here", 0, 30.0)):
+        alive = ActorAlive(name=name, groups_in_flight=groups, groups_done=0, retries=0)
+        run.give(Heard(now=at, report=alive, entry_id="1-0"))
+        starving = Heard(now=at, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
+        effects = run.controller.decide(starving)
+        assert [type(effect) for effect in effects] == ([Record, IssuePrompts] if at > 1.0 else [])
 
 
 def test_a_trainer_that_comes_back_during_the_last_evaluation_does_not_cost_its_result() -> None:

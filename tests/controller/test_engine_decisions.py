@@ -216,6 +216,13 @@ def test_who_was_hired_and_has_not_come_is_not_wanted_any_more(run: World) -> No
     assert made.state.hires[-1].name == "engine-3", "a name is given once"
 
 
+def test_a_hired_engine_is_given_no_name_that_one_started_by_hand_has(run: World) -> None:
+    made = run.controller
+    made.decide(EngineOffered(now=0.0, url=NEW, incarnation="1", name="engine-2"))
+    made.decide(EnginesHired(now=0.0, type="torch", count=2))
+    assert [hire.name for hire in made.state.hires] == ["engine-1", "engine-3"]
+
+
 def test_a_name_that_two_engines_have_ends_neither_process_but_both_their_service(run: World) -> None:
     made = run.controller
     made.decide(EngineOffered(now=0.0, url=NEW, incarnation="1", name="engine-0"))

@@ -158,6 +158,18 @@ def test_the_pinned_engine_has_its_share_of_the_room_and_no_more() -> None:
     assert {order.engine for order in asked} == {OTHER}
 
 
+def test_a_gate_may_be_closed_for_so_long_from_when_it_holds_something_back() -> None:
+    """A step takes longer than the gate may hold: nothing is held back before it ends."""
+    run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
+    run.begin()
+    until_evaluation(unanswering(run), 5)
+    run.give(Ticked(now=70.0))
+    for _ in range(2000):
+        run.act()
+    evaluation = run.controller.state.evaluation
+    assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
+
+
 def test_a_gate_holds_updates_until_the_answers_are_in_and_publishes_then() -> None:
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()

@@ -31,7 +31,7 @@ from pipelinerl.controller.inputs import (
 )
 from pipelinerl.controller.journal import JOURNAL, Decision, Journal
 from pipelinerl.controller.service import ControllerService, Start
-from pipelinerl.controller.state import RunState
+from pipelinerl.controller.state import Phase, RunState
 from pipelinerl.errors import FencedError
 from pipelinerl.messages import (
     ORDERS,
@@ -241,6 +241,27 @@ async def test_a_controller_killed_at_any_point_changes_nothing(tmp_path: Path) 
     await every_crash_point(tmp_path, steps=20)
 
 
+async def test_a_controller_killed_after_the_end_was_decided_ends(tmp_path: Path) -> None:
+    """Something was heard before it was gone: the end is not the last decision, whose effects are repeated."""
+    stream, made = MemoryStream(), controller(steps=1, evaluation_problems=0)
+    made.decide(EngineOffered(now=0.0, url=ENGINE, incarnation="1"))
+    for number, report in enumerate(reports(1)):
+        made.decide(Heard(now=0.0, report=report, entry_id=f"{number}-0"))  # type: ignore[arg-type]
+    assert made.state.phase is Phase.FINISHED
+    journal = await Journal.begin(stream)
+    await journal.snapshot(made.state)
+    alive = ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0)
+    await journal.record(Decision(Heard(now=0.0, report=alive, entry_id="9-0"), 9, 9))
+    for _ in range(2):
+        with EventLog(tmp_path / "events.jsonl") as log:
+            service = ControllerService(
+                controller(steps=1), name="test", stream=stream, probe=Healthy(), events=log, start=Start.FROM_JOURNAL
+            )
+            await asyncio.wait_for(service.run(), 5.0)
+    told = read_events(tmp_path / "events.jsonl")
+    assert [event["reason"] for event in told if event["kind"] == "run_finished"] == ["all 1 steps are done"]
+
+
 async def test_a_journal_with_a_gap_is_not_believed() -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
@@ -292,9 +313,14 @@ async def test_of_two_controllers_the_first_is_fenced_before_it_does_anything(tm
                 await asyncio.gather(running, return_exceptions=True)
 
     change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
-    async with serving("first", Start.AFRESH) as (first, _), serving("second", start) as (second, _):
-        with pytest.raises(FencedError, match="another controller has taken over"):
-            await first.perform(change)
+    async with serving("first", Start.AFRESH) as (first, its_end), serving("second", start) as (second, _):
+        for _ in range(2):
+            with pytest.raises(FencedError, match="another controller has taken over"):
+                await first.perform(change)
+            assert not await first._journal.whole()
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(its_end, 5.0)
+        assert ended.group_contains(FencedError), "whoever asked for the decision: its state is not the run's any more"
         await second.perform(change)
         assert not await first._journal.whole() and await second._journal.whole()
         assert "knobs" not in {event["kind"] for event in read_events(tmp_path / "first.jsonl")}

@@ -168,6 +168,23 @@ async def test_a_new_run_does_not_take_the_streams_of_a_live_one_of_its_name(
         assert (second.run_dir / "events.jsonl").exists(), "a name is free once nobody lives by it"
 
 
+async def test_who_is_taken_over_leaves_the_address_of_the_other(tmp_path: Path, redis_url: str) -> None:
+    who = identity(config_in(tmp_path), redis_url)
+    async with serving(who) as endpoint:
+        first = json.loads(endpoint.read_text())["url"]
+        async with serving(who, start=Start.FROM_JOURNAL), asyncio.timeout(DEADLINE_S):
+            async with httpx.AsyncClient(trust_env=False) as http:
+                while True:
+                    try:
+                        await http.get(f"{first}/health")
+                    except httpx.TransportError:
+                        break
+                    await asyncio.sleep(0.05)
+            remote = Remote.of(who.run_dir)
+            assert remote.url != first and (await asyncio.to_thread(remote.status)).run == "tiny"
+    assert not endpoint.exists()
+
+
 async def test_a_run_with_a_past_in_its_directory_does_not_look_who_lives(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

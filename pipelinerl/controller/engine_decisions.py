@@ -185,7 +185,7 @@ def _unwant(state: RunState, name: str) -> None:
 
 
 def _hire(state: RunState, given: EnginesHired, *, engines_expected: int) -> list[Effect]:
-    """A replacement of who is to go already would be one engine too many; a name that anybody has had is no new one's."""
+    """A replacement of who is to go already would be one too many; a name that anybody has had is no new one's."""
     if given.replaces and going(state, given.replaces):
         return []
     taken = {record.name for record in state.fleet.records()} | {hire.name for hire in state.hires}

@@ -66,19 +66,19 @@ def test_an_engine_offers_an_address_at_which_others_reach_it(outward: str) -> N
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_controller_that_nobody_can_find_yet_is_looked_for_again_by_the_next_process(host: str) -> None:
     """What faces it is not known; an address of this machine alone would be refused for ever."""
-    with pytest.raises(AddressError, match="no way leads to the controller at http://nowhere.invalid:8000"):
+    with pytest.raises(AddressError, match=r"no way leads to the controller at http://nowhere\.invalid:8000"):
         offered_url((host, 8001), "http://nowhere.invalid:8000")
 
 
 def test_a_controllers_url_that_is_none_is_a_sentence() -> None:
-    with pytest.raises(UserError, match="must be like http://host:8000, got http://10.0.0.1:port"):
+    with pytest.raises(UserError, match=r"must be like http://host:8000, got http://10\.0\.0\.1:port"):
         offered_url(("0.0.0.0", 8001), "http://10.0.0.1:port")
 
 
 def test_a_refused_offer_says_what_the_controller_says() -> None:
     request = httpx.Request("POST", "http://controller/engines")
     refused = httpx.Response(422, json={"error": {"message": "url: no"}}, request=request)
-    with pytest.raises(httpx.HTTPStatusError, match="^url: no$"):
+    with pytest.raises(httpx.HTTPStatusError, match=r"^url: no$"):
         engine_role._raise_for_refusal(refused)
     with pytest.raises(httpx.HTTPStatusError, match="502 Bad Gateway"):
         engine_role._raise_for_refusal(httpx.Response(502, text="<html>", request=request))

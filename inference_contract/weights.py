@@ -129,10 +129,9 @@ class WeightLayout(Wire):
         return self.ends[-1]
 
     def buckets(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Byte ranges [start, end) that travel as one collective each.
+        """Byte ranges [start, end) that are gathered as one.
 
         Whole parameters are gathered until `bucket_bytes` is reached; a larger parameter makes a bucket of its own.
-        Both sides derive the same ranges from the layout, so they are never sent.
         """
         ends, ranges, start = self.ends, [], 0
         while start < self.num_bytes:
@@ -141,6 +140,13 @@ class WeightLayout(Wire):
             ranges.append((start, ends[last]))
             start = ends[last]
         return ranges
+
+    def pieces(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        """Byte ranges [start, end) that travel as one collective each: buckets, the larger ones cut to `bucket_bytes`.
+
+        Both sides derive the same ranges from the layout, so they are never sent.
+        """
+        return [piece for start, end in self.buckets(bucket_bytes) for piece in cut(start, end, bucket_bytes)]
 
     def shards(self, count: int, bucket_bytes: int) -> list[list[tuple[int, int]]]:
         """Byte ranges [start, end) that each of `count` servers holds, in order; together they are the whole.
@@ -175,6 +181,11 @@ class WeightLayout(Wire):
             if expected.dtype != got.dtype:
                 return f"parameter {got.name!r} must have dtype {expected.dtype.value}, got {got.dtype.value}"
         return None
+
+
+def cut(start: int, end: int, most: int) -> list[tuple[int, int]]:
+    """[start, end) in ranges of `most`, the last perhaps shorter."""
+    return [(at, min(at + most, end)) for at in range(start, end, most)]
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -231,15 +242,16 @@ class WeightUpdateRequest(Wire):
     had not ended, rank 0 leaves the group, which ends the receive, and the next update needs a higher generation.
 
     `timeout_s` bounds how long the phase waits for others; that of PREPARE, how long a pull may take, or how long no
-    bucket of a broadcast may come.
+    piece of a broadcast may come.
 
-    The broadcast, from rank 0: one collective of uint8 per range of `WeightLayout.buckets(bucket_bytes)`, in order.
+    The broadcast, from rank 0: one collective of uint8 per range of `WeightLayout.pieces(bucket_bytes)`, in order.
     `digest` is XXH3-128, in hexadecimal, of those bytes.
 
     The pull: `sources` are base URLs of servers that hold the same bytes, the one to ask first in front; when one
     fails, the engine asks the next. It begins to fetch as it answers `prepare`, from `routes.WEIGHTS` below a source,
     whole or in ranges (`Range: bytes=a-b`, answered with 206), with the bearer token that it wants itself. `prepare`
-    then names the digest, too, and needs no group; after an `abort` nothing else is needed. With `shards` in place of
+    then names the digest, too, and needs no group; after an `abort` nothing else is needed, and a `prepare` of a later
+    version drops what an earlier one has fetched and nobody has committed. With `shards` in place of
     `sources`, no server holds everything: those of shard i hold the ranges `WeightLayout.shards(n, bucket_bytes)[i]`,
     which are asked for by their place in the whole; `digest` is still that of the whole.
     """

@@ -245,7 +245,8 @@ class ParameterServerSection(Section):
     versions: int = Field(default=3, ge=2)
     """Most that a server holds: one that serves, one that comes, and one that may still be being saved."""
     copies: str | None = None
-    """Directory, or URL that fsspec knows, of the persistent copies; by default below the run's directory."""
+    """Directory, or URL that fsspec knows, of the persistent copies, by run and server; by default below the run's
+    directory. What a run of this name before has left there is dropped."""
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:

@@ -137,8 +137,8 @@ class KitTrainer:
         return self._session.post(routes.REQUEST_WEIGHT_UPDATE, request | fields)
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """Send the bytes, bucket by bucket."""
-        for start, end in self.layout.buckets(_BUCKET_BYTES):
+        """Send the bytes, piece by piece."""
+        for start, end in self.layout.pieces(_BUCKET_BYTES):
             options = dist.BroadcastOptions()
             options.rootRank = 0
             options.timeout = timedelta(seconds=self._session.timeout_s / 2)

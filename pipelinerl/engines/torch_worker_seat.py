@@ -11,6 +11,7 @@ import queue
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -36,12 +37,13 @@ def keep_seats(path: Path, staged: Tensor, device: torch.device) -> None:
 
 
 def _take_seats(line: socket.socket, staged: Tensor, device: torch.device) -> None:
-    while True:
-        told, ends, _, _ = socket.recv_fds(line, 1, 1)
-        if not told:
-            return  # the engine's process has ended
-        membership = _Membership(socket.socket(fileno=ends[0]), staged, device)
-        in_background("seat", membership.serve)
+    with line:
+        while True:
+            told, ends, _, _ = socket.recv_fds(line, 1, 1)
+            if not told:
+                return  # the engine's process has ended
+            membership = _Membership(socket.socket(fileno=ends[0]), staged, device)
+            in_background("seat", membership.serve)
 
 
 @final
@@ -61,14 +63,14 @@ class _Membership:
     def serve(self) -> None:
         """Do what the engine orders, and answer; returns when it has hung up."""
         in_background("orders", self._read)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
         with self._line:
             try:
                 for order in iter(self._orders.get, None):
                     self._line.sendall(json.dumps(self._answer(order)).encode() + b"\n")
             finally:
                 self._leave()
+                with suppress(OSError):  # the other thread's file would keep it open, and the engine waiting
+                    self._line.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
         """Orders as they come; that the engine hangs up is heard at once, whatever is being received."""
@@ -87,9 +89,14 @@ class _Membership:
                 self._receive(*order["receive"], deadline=time.monotonic() + order["patience_s"])
         except PipelineError as error:
             return {"error": "deadline" if isinstance(error, DeadlineError) else "broke", "message": str(error)}
+        except RuntimeError as error:  # the device's: it has no room, or has failed
+            said = str(error).partition("\n")[0]
+            return {"error": "broke", "message": f"the worker's {self._device} failed: {type(error).__name__}: {said}"}
         return {}
 
     def _join(self, request: InitProcessGroupRequest) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
         group = joined(request)
         with self._guard:
             self._group = group

@@ -62,8 +62,8 @@ class VllmDialect:
         for wanted, flag in _lacking(config):
             raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
         self._orders = config["scheduler_config"]["policy"] == "priority"  # else it refuses any but 0
+        await self._http.post("/resume")  # whoever used it before may have died in a pause, where nothing is answered
         await self._tokens_go_in_and_out()
-        await self._http.post("/resume")  # whoever used it before may have died in a pause
         share = {"path": str(self._staged.path), "layout": self._layout.model_dump_json()}
         await self._http.post("/init_weight_transfer_engine", {"init_info": share})
         await self._http.post("/update_weight_version", {"new_version": label})

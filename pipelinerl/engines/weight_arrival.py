@@ -1,7 +1,7 @@
 """`Arrival`: the bytes of one update on their way into an engine's staging buffer, broadcast to it or pulled by it.
 
 They come on a thread of their own, are hashed as they come, and end whatever the other side does: a pull by the
-deadline of its PREPARE, a broadcast once no bucket has come for as long. `give_up` ends them earlier: a pull within
+deadline of its PREPARE, a broadcast once no piece has come for as long. `give_up` ends them earlier: a pull within
 moments, a broadcast as soon as rank 0 sends or leaves. The buffer is free for the next update once `received` is done.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, final
 
 from inference_contract.schemas import WeightLayout, WeightUpdateRequest
+from inference_contract.weights import cut
 from pipelinerl.engines.group_member import GroupMember
 from pipelinerl.engines.group_seat import Seat
 from pipelinerl.engines.weight_target import WeightTarget
@@ -117,7 +118,7 @@ def _started(request: WeightUpdateRequest, target: WeightTarget, bring: Callable
 def _broadcast(
     seat: Seat, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _Progress
 ) -> Received:
-    """Receive bucket after bucket; the time is counted from the first on, since the trainer may come later.
+    """Receive piece after piece; the time is counted from the first on, since the trainer may come later.
 
     Each may take the request's timeout, which is what a rank may be silent: one that stands still between rank 0 and
     this one keeps it waiting no longer than that, and it is free for the next generation of the group.
@@ -127,16 +128,17 @@ def _broadcast(
     digest, began = WeightDigest(), time.monotonic()
     flat = shared_tensor(staging)
     bounds = layout.buckets(request.bucket_bytes)
-    for bucket, (start, end) in enumerate(bounds):
-        try:
-            seat.broadcast(flat[start:end], deadline=time.monotonic() + request.timeout_s)
-        except PipelineError as error:
-            where = f"update {request.epoch}.{request.version}, {describe_bucket(layout, bucket, bounds)} from rank 0"
-            raise type(error)(f"{where}: {error}; the old weights still serve") from error
-        if bucket == 0:
-            began = time.monotonic()
-        digest.update(flat[start:end])
-        progress.came(end)
+    for bucket, bound in enumerate(bounds):
+        for start, end in cut(*bound, request.bucket_bytes):
+            try:
+                seat.broadcast(flat[start:end], deadline=time.monotonic() + request.timeout_s)
+            except PipelineError as error:
+                at = f"update {request.epoch}.{request.version}, {describe_bucket(layout, bucket, bounds)} from rank 0"
+                raise type(error)(f"{at}: {error}; the old weights still serve") from error
+            if start == 0:
+                began = time.monotonic()
+            digest.update(flat[start:end])
+            progress.came(end)
     return Received(digest.hexdigest(), time.monotonic() - began)
 
 

@@ -93,6 +93,11 @@ class _Update:
             return False
         return self.dropped or self.arrival.failed or self.arrival.silent
 
+    def given_up_for(self, request: WeightUpdateRequest) -> bool:
+        """Is a later one asked for, and can this one be ended at once? A broadcast ends when its group does."""
+        pulled = self.request.transport is request.transport is Transport.PULL
+        return pulled and self.stage is _Stage.RECEIVING and self.key < (request.epoch, request.version)
+
 
 @final
 class WeightReceiver:
@@ -172,7 +177,7 @@ class WeightReceiver:
         self._check_transport(request)
         self._take_over(request)
         update = self._update
-        if update is not None and not update.replaceable:
+        if update is not None and not (update.replaceable or update.given_up_for(request)):
             if update.key == (request.epoch, request.version) and update.stage is _Stage.RECEIVING:
                 return self._answer(UpdateStatus.PREPARED)
             raise UpdateInProgress(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from pipelinerl.http_service import listen, serve_until
 from pipelinerl.roles.process import Identity
 from pipelinerl.weights.parameter_server import ParameterServer, create_app
@@ -11,13 +13,30 @@ from pipelinerl.weights.version_table import VersionTable
 
 
 async def run(identity: Identity) -> None:
-    """Serve until the process is told to stop; begins with what it saved in an earlier life."""
+    """Serve until the process is told to stop; begins with what it saved in an earlier life, of this run."""
     config = identity.config.parameter_server
-    place = config.copies or str(identity.run_dir / "weights")
     with listen(identity.host, identity.port) as listener:
         server = ParameterServer(
             VersionTable(room=config.versions),
             puller=WeightPuller(token=identity.token),
-            store=SnapshotStore(f"{place.rstrip('/')}/{identity.name}"),
+            store=await asyncio.to_thread(store_of, identity),
         )
         await serve_until(create_app(server, token=identity.token), listener)
+
+
+def store_of(identity: Identity) -> SnapshotStore:
+    """Below the run's directory, or a place of this run and server at `parameter_server.copies`.
+
+    What another run of this name has left there is dropped: its versions would be taken for ours. The run's directory
+    remembers whose it is.
+    """
+    copies, own = identity.config.parameter_server.copies, identity.run_dir / "weights"
+    if copies is None:
+        return SnapshotStore(str(own / identity.name))
+    store = SnapshotStore(f"{copies.rstrip('/')}/{identity.config.run.name}/{identity.name}")
+    ours = own / f"{identity.name}.place"
+    if not ours.exists() or ours.read_text() != store.place:
+        store.clear()
+        ours.parent.mkdir(parents=True, exist_ok=True)
+        ours.write_text(store.place)
+    return store

@@ -10,7 +10,7 @@ the same publication, by a new generation of the group: one that has another mod
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | all ranks to join, PREPARE | the engines | the group's timeout: a third of the publication's |
-| each bucket of the broadcast | the engines receive or die | the group's timeout, `_BUCKET_S` at most |
+| each piece of the broadcast | the engines receive or die | the group's timeout, `_PIECE_S` at most |
 | COMMIT | the engines | the group's timeout; with `drain`, the publication's |
 """
 
@@ -47,8 +47,8 @@ from pipelinerl.weights.sender import WeightSender
 _EPOCH_STEP: Final = 2**40
 _MEMBERSHIP_STEP: Final = 2**12
 
-#: Engines take a bucket in milliseconds. One that is killed may leave gloo waiting, once in a hundred times.
-_BUCKET_S: Final = 10.0
+#: Engines take a piece, `bucket_bytes` at most, in milliseconds. One that is killed may leave gloo waiting.
+_PIECE_S: Final = 10.0
 
 #: An engine that failed with one of these was waiting for another that is the cause.
 _VICTIM = (DeadlineExceeded, PeerLost)
@@ -299,7 +299,7 @@ class BroadcastPublisher:
 
     async def _sent(self, progress: _Progress, sender: WeightSender, group: Collective | None) -> str:
         """Gather, hash and broadcast on a thread; returns the digest."""
-        began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _BUCKET_S)
+        began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
         sending = in_background(
             f"send-{_version(progress.publication)}",
             lambda: sender.send(group, deadline=progress.deadline, silence_s=silence_s),

@@ -4,8 +4,9 @@ Promises: it never touches torch's default group, so it lives beside whatever th
 membership has its own prefix in the store, so that a new one is independent of what became of the old; nothing waits
 without a deadline; sockets are bound to one chosen address. Torch is imported here, so import this where it is needed.
 
-Gloo cannot interrupt a receive that waits: it ends when the bytes come, when the sender leaves (`close` on the other
-side, or its death, seen within milliseconds) or at its deadline.
+Gloo cannot interrupt a receive that waits: it ends when the bytes come, when the sender leaves before it has begun to
+send (`close` on the other side, or its death, seen within milliseconds), or at its deadline. In the middle of a tensor
+the receiver may miss that the sender has gone; so tensors are small and deadlines short.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ class Collective:
 
         Raises:
             DeadlineError: a rank was silent until the deadline.
-            UpdateError: a rank left or died. After either error this rank has left the group, which tells its peers at
-                once: those that wait for it need not wait for their deadlines.
+            UpdateError: a rank left or died. After either error this rank has left the group: those that wait for it,
+                and have not had part of the tensor, need not wait for their deadlines.
         """
         group, work = self._group, None
         if group is None:

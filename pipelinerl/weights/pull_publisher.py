@@ -93,11 +93,7 @@ class PullPublisher:
             targets = list(dict.fromkeys(publication.engines))
             progress = _Progress(publication, list(targets), now + publication.timeout_s, now)
             try:
-                for attempt in range(1, _ATTEMPTS + 1):
-                    placed = await self._placed(progress)
-                    await self._serve(progress, placed, is_last=attempt == _ATTEMPTS)
-                    if not progress.targets:
-                        break
+                await self._attempts(progress)
             finally:
                 await self._confirm(progress)
             if targets and not progress.pauses_s:
@@ -108,6 +104,19 @@ class PullPublisher:
     async def close(self) -> None:
         """Close the connections; engines and servers keep what they have."""
         self._placement.close()
+
+    async def _attempts(self, progress: _Progress) -> None:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                placed = await self._placed(progress)
+            except UpdateError as error:
+                if not progress.pauses_s:
+                    raise
+                progress.failed |= dict.fromkeys(progress.targets, str(error))  # of those alone that are not served yet
+                return
+            await self._serve(progress, placed, is_last=attempt == _ATTEMPTS)
+            if not progress.targets:
+                return
 
     async def _placed(self, progress: _Progress) -> Placed:
         """The version on the servers, which are told who is going to fetch it."""

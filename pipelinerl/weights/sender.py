@@ -16,6 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from inference_contract.schemas import ParameterSpec, WeightLayout
+from inference_contract.weights import cut
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.weights.collective import Collective
 from pipelinerl.weights.digest import WeightDigest
@@ -31,6 +32,7 @@ class WeightSender:
         self._layout = layout
         self._weights = weights
         self._bounds = layout.buckets(bucket_bytes)
+        self._bucket_bytes = bucket_bytes
         self.broke_in_group = False
 
     def send(self, group: Collective | None, *, deadline: float, silence_s: float = math.inf) -> str:
@@ -38,7 +40,7 @@ class WeightSender:
 
         Raises:
             UpdateError: the trainer gathers something else than the layout says, or a rank left.
-            DeadlineError: a rank took no bucket for `silence_s`, or not all until `deadline` (monotonic seconds).
+            DeadlineError: a rank took no piece for `silence_s`, or not all until `deadline` (monotonic seconds).
         """
         device = torch.device("cpu") if group is None else group.device
         staging = torch.empty(max(end - start for start, end in self._bounds), dtype=torch.uint8, device=device)
@@ -47,12 +49,15 @@ class WeightSender:
         for bucket, filled in enumerate(packed(self._layout, self._weights, self._bounds, room)):
             digest.update(filled)
             if group is not None:
-                self._broadcast(group, filled, bucket, min(deadline, time.monotonic() + silence_s))
+                self._broadcast(group, filled, bucket, deadline=deadline, silence_s=silence_s)
         return digest.hexdigest()
 
-    def _broadcast(self, group: Collective, filled: torch.Tensor, bucket: int, deadline: float) -> None:
+    def _broadcast(
+        self, group: Collective, filled: torch.Tensor, bucket: int, *, deadline: float, silence_s: float
+    ) -> None:
         try:
-            group.broadcast(filled, deadline=deadline)
+            for start, end in cut(0, filled.numel(), self._bucket_bytes):
+                group.broadcast(filled[start:end], deadline=min(deadline, time.monotonic() + silence_s))
         except (UpdateError, DeadlineError) as error:
             self.broke_in_group = True
             raise type(error)(f"{describe_bucket(self._layout, bucket, self._bounds)}: {error}") from error

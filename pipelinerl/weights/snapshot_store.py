@@ -106,6 +106,11 @@ class SnapshotStore:
         if digest.hexdigest() != snapshot.digest:
             raise CheckpointError(f"{where} have changed since they were saved; they are not used")
 
+    def clear(self) -> None:
+        """Drop every snapshot."""
+        for key in self._keys():
+            self._files.remove(named(key))
+
     def _keys(self) -> list[Key]:
         """Folders with a version's name, oldest first, whole or not."""
         parts = [name.split(".") for name in self._files.names()]

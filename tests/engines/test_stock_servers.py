@@ -287,6 +287,12 @@ class TestRefusals:
         with in_thread(front) as url, pytest.raises(ModelError, match=says):
             await vllm_server.starts(server=url)
 
+    @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
+    async def test_a_vllm_server_that_was_left_paused_goes_on(self, vllm_server: Stock) -> None:
+        """Its adapter was killed in the middle of an update; paused, the server answers nothing that is asked of it."""
+        httpx.post(f"{vllm_server.url}/pause?mode=keep", trust_env=False).raise_for_status()
+        await vllm_server.starts()
+
     async def test_nobody_there(self, sglang: Stock) -> None:
         with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 up"):
             await sglang.starts(server="http://127.0.0.1:9")

@@ -133,10 +133,10 @@ class Setting:
         request = WeightUpdateRequest(phase=phase, version=version, **(defaults | fields))
         return (await self.receiver.request_weight_update(request)).status
 
-    async def send(self, buckets: int = 2) -> None:
+    async def send(self, buckets: int = 2, *, bucket_bytes: int = 64) -> None:
         data, trainer = torch.from_numpy(BYTES.copy()), self.trainer
         assert trainer is not None
-        for start, end in LAYOUT.buckets(64)[:buckets]:
+        for start, end in LAYOUT.pieces(bucket_bytes)[:buckets]:
             deadline = time.monotonic() + 5
             await asyncio.wrap_future(
                 in_background("send", lambda a=start, b=end, d=deadline: trainer.broadcast(data[a:b], deadline=d))
@@ -169,7 +169,7 @@ async def test_a_broadcast_may_take_longer_than_its_timeout_as_long_as_it_goes_o
     await setting.phase(UpdatePhase.PREPARE, timeout_s=1.0)
     data, trainer = torch.from_numpy(BYTES.copy()), setting.trainer
     assert trainer is not None
-    for start, end in LAYOUT.buckets(64):
+    for start, end in LAYOUT.pieces(64):
         await asyncio.sleep(0.6)
         sent = in_background("send", lambda a=start, b=end: trainer.broadcast(data[a:b], deadline=time.monotonic() + 5))  # type: ignore[misc]
         await asyncio.wrap_future(sent)
@@ -440,14 +440,34 @@ async def test_an_abort_ends_a_pull_so_that_the_next_has_the_buffer(setting: Set
     pull = _Pull(waits=True)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, timeout_s=60, **PULL)
-    with pytest.raises(UpdateInProgress):
-        await setting.phase(UpdatePhase.PREPARE, version=2, **PULL)
     assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
     assert pull.orders[0].given_up.is_set()
     with pytest.raises(NotPrepared):
         await setting.phase(UpdatePhase.COMMIT)
     await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.3, **PULL)
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["under way", "whole"])
+async def test_a_later_version_is_pulled_in_place_of_one_that_nobody_commits(setting: Setting, waits: bool) -> None:
+    """The COMMIT was lost: who publishes the next version has given it up, and has no group to leave."""
+    pull = _Pull(waits=waits)
+    setting.receiver = WeightReceiver(setting.target, pull=pull)
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=60, **PULL)
+    assert await setting.phase(UpdatePhase.PREPARE, timeout_s=60, **PULL) is UpdateStatus.PREPARED
+    await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.3, **PULL)
+    assert len(pull.orders) == 2
+    with pytest.raises(NotPrepared):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_a_parameter_larger_than_a_bucket_comes_in_pieces(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, bucket_bytes=24)
+    await setting.send(buckets=99, bucket_bytes=24)
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert np.array_equal(setting.target.current, BYTES)
 
 
 async def test_a_later_epoch_ends_what_an_earlier_has_under_way_and_shuts_it_out(setting: Setting) -> None:

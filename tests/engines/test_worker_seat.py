@@ -56,27 +56,10 @@ class Setting:
         return root.result(), seat
 
     def rank_0(self, timeout_s: float) -> Collective:
-        return Collective.join(
-            host=self.rendezvous.host,
-            port=self.rendezvous.port,
-            group="weights",
-            generation=self.generation,
-            rank=0,
-            world_size=2,
-            timeout_s=timeout_s,
-        )
+        return _rank_0(self.rendezvous, generation=self.generation, timeout_s=timeout_s)
 
     def request(self, timeout_s: float) -> InitProcessGroupRequest:
-        return InitProcessGroupRequest(
-            group="weights",
-            backend=Backend.GLOO,
-            rendezvous_host=self.rendezvous.host,
-            rendezvous_port=self.rendezvous.port,
-            rank=1,
-            world_size=2,
-            generation=self.generation,
-            timeout_s=timeout_s,
-        )
+        return _joining(self.rendezvous, generation=self.generation, timeout_s=timeout_s)
 
     def close(self) -> None:
         for seat in self.seats:
@@ -85,6 +68,31 @@ class Setting:
         self.worker.join()
         self.seating.close()
         self.rendezvous.close()
+
+
+def _rank_0(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = 10.0) -> Collective:
+    return Collective.join(
+        host=rendezvous.host,
+        port=rendezvous.port,
+        group="weights",
+        generation=generation,
+        rank=0,
+        world_size=2,
+        timeout_s=timeout_s,
+    )
+
+
+def _joining(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = 10.0) -> InitProcessGroupRequest:
+    return InitProcessGroupRequest(
+        group="weights",
+        backend=Backend.GLOO,
+        rendezvous_host=rendezvous.host,
+        rendezvous_port=rendezvous.port,
+        rank=1,
+        world_size=2,
+        generation=generation,
+        timeout_s=timeout_s,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +166,25 @@ def test_a_worker_that_dies_ends_what_it_was_asked_for() -> None:
         setting.generation += 1
         with pytest.raises(UpdateError, match="worker has ended"):
             setting.seating.join(setting.request(1.0))
+
+
+def test_a_device_without_room_is_named_and_ends_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch raises is none of ours; the engine must not wait for the answer of a thread that has ended."""
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
+
+    seating = WorkerSeating(frozenset([Backend.GLOO]))
+    with SharedBytes(SIZE) as shared, seating.meeting() as path:
+        keep_seats(path, attach(shared.path, SIZE), torch.device("cpu"))
+    with closing(seating), closing(Rendezvous("127.0.0.1")) as rendezvous:
+        root = in_background("root", lambda: _rank_0(rendezvous))
+        seat = seating.join(_joining(rendezvous))
+        assert isinstance(seat, WorkerSeat)
+        with closing(root.result()), closing(seat):
+            monkeypatch.setattr(Collective, "broadcast", full)
+            with pytest.raises(UpdateError, match="worker's cpu failed: OutOfMemoryError: CUDA out of memory"):
+                receiving(seat, shared.tensor, 60).result(10)
 
 
 def test_a_group_that_does_not_form_is_a_deadline(setting: Setting) -> None:

@@ -138,6 +138,10 @@ def test_buckets_cover_the_bytes_once_and_split_no_parameter(sizes: list[int], b
     for start, end in buckets:
         inside = [edge for edge in edges if start < edge < end]
         assert end - start <= bucket_bytes or not inside
+    pieces = layout.pieces(bucket_bytes)
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(pieces))
+    assert {edge for bucket in buckets for edge in bucket} <= {edge for piece in pieces for edge in piece}
+    assert pieces[-1][1] == layout.num_bytes and all(0 < end - start <= bucket_bytes for start, end in pieces)
 
 
 @given(

@@ -17,14 +17,17 @@ from launch.ports import free_ports
 from pipelinerl.config import load
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.errors import RecipeError
+from pipelinerl.roles import parameter_server_role
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import publisher_of
 from pipelinerl.weights.broadcast import BroadcastPublisher
 from pipelinerl.weights.pull_publisher import PullPublisher
 from pipelinerl.weights.push import Placement
+from pipelinerl.weights.snapshot_store import SnapshotStore
 from tests.fakes.live_run import CLI
 from tests.fakes.parameter_server import TOKEN, publication
 from tests.patience import PATIENCE_S
+from tests.weights.test_snapshot_store import save
 
 
 def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
@@ -52,6 +55,28 @@ def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait(10)
+
+
+def test_copies_are_those_of_the_run_alone(tmp_path: Path) -> None:
+    """Else the versions of another run, or of one before of this name, would be taken for ours."""
+
+    def store(run: str, directory: str) -> SnapshotStore:
+        config = load("tiny", [f"run.name={run}", f"parameter_server.copies={tmp_path}/copies"])
+        identity = Identity(
+            config=config,
+            run_dir=tmp_path / directory,
+            name="parameter-server-0",
+            redis_url="",
+            controller_url="",
+            token=TOKEN,
+        )
+        return parameter_server_role.store_of(identity)
+
+    first = store("a", "runs/a")
+    save(first, (1, 9))
+    assert list(store("b", "runs/b").newest()) == []
+    assert [snapshot.key for snapshot in store("a", "runs/a").newest()] == [(1, 9)], "another life of the server"
+    assert list(store("a", "elsewhere/a").newest()) == [], "begun afresh by the same name"
 
 
 async def test_the_trainer_publishes_as_the_recipe_says() -> None:

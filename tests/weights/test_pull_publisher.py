@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 
-from inference_contract.schemas import ChatCompletionRequest, WeightUpdateRequest, WeightUpdateResponse
+from inference_contract.errors import PeerLost
+from inference_contract.schemas import (
+    ChatCompletionRequest,
+    UpdatePhase,
+    UpdateStatus,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.errors import FencedError, UpdateError
 from pipelinerl.weights.broadcast import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 from pipelinerl.weights.pull_publisher import PullPublisher
-from pipelinerl.weights.push import Placement
+from pipelinerl.weights.push import Placed, Placement
 from tests.fakes import parameter_server, scripted_engine
 from tests.fakes.parameter_server import TOKEN
 from tests.fakes.scripted_engine import LAYOUT
@@ -159,6 +166,38 @@ async def test_an_engine_killed_while_it_pulls_is_reported(
             process.kill()
             report = await made.publish(publication(1, [victim, *engines]))
     assert victim in report.failed and set(report.pauses_s) == set(engines)
+
+
+async def test_who_serves_already_is_served_though_the_version_cannot_be_placed_again() -> None:
+    """Of two engines one lost its server in the middle, and no server comes back in time."""
+
+    class Vanishing:
+        """Satisfies `EngineControl`; the second engine's server is lost."""
+
+        async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+            if request.phase is UpdatePhase.COMMIT and url == "http://b":
+                raise PeerLost("its server was lost")
+            status = UpdateStatus.COMMITTED if request.phase is UpdatePhase.COMMIT else UpdateStatus.PREPARED
+            return WeightUpdateResponse(status=status, version=1, epoch=1)
+
+    class Once:
+        """A placement that succeeds once."""
+
+        placed = 0
+
+        def place(self, *args: Any, **options: Any) -> Placed:
+            self.placed += 1
+            if self.placed > 1:
+                raise UpdateError("no parameter server takes the version")
+            return Placed((("http://server",),), 16, "digest", {})
+
+        def confirm(self, *args: Any, **options: Any) -> dict[str, str]:
+            return {}
+
+    made = PullPublisher(Vanishing(), Once())  # type: ignore[arg-type]
+    report = await made.publish(publication(1, ["http://a", "http://b"]))
+    assert list(report.pauses_s) == ["http://a"]
+    assert report.failed == {"http://b": "no parameter server takes the version"}
 
 
 async def test_a_version_on_no_engine_is_placed_all_the_same(publisher: PullPublisher, engines: list[str]) -> None:

@@ -32,6 +32,13 @@ def save(store: SnapshotStore, key: Key) -> None:
     store.save(snapshot_of(key), flat(key[1]))
 
 
+def test_what_is_cleared_is_gone_and_others_are_left(place: str) -> None:
+    for name in ("mine", "theirs"):
+        save(SnapshotStore(f"{place}/{name}"), (1, 9))
+    SnapshotStore(f"{place}/mine").clear()
+    assert [len(list(SnapshotStore(f"{place}/{name}").newest())) for name in ("mine", "theirs")] == [0, 1]
+
+
 def test_the_newest_comes_back_bit_by_bit(place: str) -> None:
     for key in ((1, 9), (2, 3), (2, 10)):
         save(SnapshotStore(place, keep=2), key)

@@ -102,6 +102,7 @@ class Supervisor:
         self._probed_at: dict[str, float] = {}
         self._interrupts = 0
         self._result: RunResult | None = None
+        self._spared: set[str] = set()
         self._reaper: IO[str] | None = None
 
     def run(self) -> RunResult:
@@ -113,6 +114,11 @@ class Supervisor:
                 self._stop()
         assert self._result is not None  # _watch returns with one, or raises what on_tick raised
         return self._result
+
+    @property
+    def spared(self) -> frozenset[str]:
+        """Names of those that are beyond help, and that the run goes on without."""
+        return frozenset(self._spared)
 
     def knows(self, name: str) -> bool:
         """Is there, or was there, a process of this name?"""
@@ -221,6 +227,7 @@ class Supervisor:
         words = f"{words}; its log {process.log} ends:\n{process.last_lines()}"
         if process.spec.on_exit is OnExit.SPARE:
             self._announce(f"the run goes on without {process.spec.name}: {words}")
+            self._spared.add(process.spec.name)
             self._forget(process)
             process.state = State.ENDED
         else:

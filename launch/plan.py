@@ -112,6 +112,12 @@ class Ports:
     redis: int | None = None
     parameter_servers: tuple[int, ...] = ()
 
+    @property
+    def all(self) -> frozenset[int]:
+        """Every one of them."""
+        redis = () if self.redis is None else (self.redis,)
+        return frozenset((self.controller, *self.engines, *redis, *self.parameter_servers))
+
     @staticmethod
     def count(config: RunConfig) -> int:
         """How many ports the run needs."""

@@ -48,12 +48,16 @@ def report(path: Path) -> list[Path]:
     """Write the learning curve and the report of the run in `path`; returns the files.
 
     Raises:
-        UserError: there is no run in `path`.
+        UserError: there is no run in `path`, or no room for a report.
     """
     try:
-        files = write_report(path)
+        read_events(path / "events.jsonl")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} has no readable events.jsonl to report on: {error}") from None
+    try:
+        files = write_report(path)
+    except OSError as error:
+        raise UserError(f"the report of {path} cannot be written: {error}") from None
     return [files.html, files.picture]
 
 
@@ -81,18 +85,25 @@ def _launch(directory: RunDirectory) -> int:
                 announce=lambda text: progress.console.print(text, highlight=False, soft_wrap=True),
                 on_tick=follow,
             )
-            staff = Staff(supervisor, launch)
+            staff = Staff(supervisor, launch, give_up=reader.give_up)
             result = supervisor.run()
     if directory.events.is_file():
-        page, picture = report(directory.path)
-        story = tell(read_events(directory.events))
-        console.print(summary(story, run_dir=directory.path, report=page))
-        console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
+        try:
+            _show_report(directory, console)
+        except UserError as error:  # how the run has ended is said all the same
+            console.print(str(error), highlight=False, soft_wrap=True, markup=False)
     style = {Outcome.COMPLETED: "green", Outcome.STOPPED: "yellow", Outcome.FAILED: "red"}[result.outcome]
     console.print(f"[{style}]{result.outcome}[/]: {result.message}", highlight=False, soft_wrap=True)
     if result.outcome is Outcome.FAILED and directory.events.is_file():
         console.print(f"to go on from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
     return result.exit_status
+
+
+def _show_report(directory: RunDirectory, console: Console) -> None:
+    page, picture = report(directory.path)
+    story = tell(read_events(directory.events))
+    console.print(summary(story, run_dir=directory.path, report=page))
+    console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
 
 
 class _StatusReader:
@@ -106,6 +117,7 @@ class _StatusReader:
             trust_env=False,
         )
         self._newest: RunStatus | None = None
+        self._given_up: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._read, name="status", daemon=True)
 
@@ -123,10 +135,16 @@ class _StatusReader:
         status, self._newest = self._newest, None
         return status
 
+    def give_up(self, engine: str) -> None:
+        """Tell the controller, soon, that a hired engine will not come; once more if its status still wants it."""
+        self._given_up.add(engine)
+
     def _read(self) -> None:
         while not self._ended.is_set():
             began = time.monotonic()
             try:
+                while self._given_up:
+                    self._http.delete("/engines", params={"engine": self._given_up.pop()})
                 answer = self._http.get("/status")
                 if answer.status_code == httpx.codes.OK:
                     self._newest = RunStatus.from_json(answer.content)

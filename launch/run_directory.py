@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,9 +96,11 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
             continue
         except OSError as error:
             raise UserError(f"run.directory: {chosen.run_directory} cannot be made: {error}") from None
-        if claim(chosen):
-            break
-        chosen.run_directory.rmdir()
+        with ExitStack() as undoing:
+            undoing.callback(chosen.run_directory.rmdir)
+            if claim(chosen):
+                undoing.pop_all()
+                break
     directory = RunDirectory(chosen.run_directory.resolve(), chosen)
     save(chosen, directory.recipe)
     return directory

@@ -86,7 +86,6 @@ def status(
         typer.echo(state.to_json())
         return
     typer.echo(progress.line(state))
-    typer.echo(f"waits for {state.waiting_for}")
 
 
 @knobs_app.command("show")
@@ -178,9 +177,9 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes.")] = False,
 ) -> None:
     """Run benchmarks and write their records (from a checkout)."""
-    import subprocess
+    from pipelinerl.roles.checkout import run_in_checkout
 
-    raise typer.Exit(subprocess.call([sys.executable, "-m", "benchmarks", name, *(["--quick"] if quick else [])]))
+    raise typer.Exit(run_in_checkout("benchmarks", name, *(["--quick"] if quick else []), what="benchmarks are"))
 
 
 # --- roles -----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class RunConfig(Section):
     @property
     def run_directory(self) -> Path:
         """Where this run writes."""
-        return self.run.directory / self.run.name
+        return self.run.directory.expanduser() / self.run.name
 
     @property
     def groups_per_step(self) -> int:

@@ -162,7 +162,11 @@ async def serve_until(app: FastAPI, listener: socket.socket, *, over: asyncio.Fu
         over.add_done_callback(lambda _: setattr(server, "should_exit", True))
     with listener:
         async with _up(app):
-            await server.serve(sockets=[listener])
+            try:
+                await server.serve(sockets=[listener])
+            finally:  # cancelled, uvicorn leaves the loop watching a descriptor that the next socket may get
+                for accepting in getattr(server, "servers", ()):
+                    accepting.close()
 
 
 @asynccontextmanager

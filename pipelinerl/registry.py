@@ -51,6 +51,9 @@ TRAINERS: Final[Mapping[str, Entry]] = {
     "bigram": Entry("pipelinerl.trainers.bigram_trainer:BigramTrainer"),
 }
 
+#: Trainers that know options of their own (`trainer.options`).
+TRAINERS_WITH_OPTIONS: Final = frozenset({"jax"})
+
 #: Trainers that can be given a value head.
 VALUE_HEADS: Final = frozenset({"torch", "bigram"})
 
@@ -61,15 +64,24 @@ VERIFIERS: Final[Mapping[str, Entry]] = {
 }
 
 
+def known(kind: str, entries: Mapping[str, Entry], name: str) -> Entry:
+    """The entry registered as `name`, whether or not it could be loaded here.
+
+    Raises:
+        RecipeError: the name is unknown.
+    """
+    if name not in entries:
+        raise RecipeError(f"{kind} must be one of {', '.join(entries)}, got {name!r}")
+    return entries[name]
+
+
 def find(kind: str, entries: Mapping[str, Entry], name: str) -> Entry:
     """The entry registered as `name`; nothing is imported.
 
     Raises:
         RecipeError: the name is unknown, or a package that it needs is not installed.
     """
-    entry = entries.get(name)
-    if entry is None:
-        raise RecipeError(f"{kind} must be one of {', '.join(entries)}, got {name!r}")
+    entry = known(kind, entries, name)
     missing = [package for package in entry.needs if importlib.util.find_spec(package) is None]
     if missing:
         raise RecipeError(f"{kind} {name!r} needs {', '.join(missing)}, which is not installed; {entry.remedy}")

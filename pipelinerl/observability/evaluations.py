@@ -23,7 +23,7 @@ def evaluation_rows(story: Story) -> list[tuple[str, ...]]:
     return [
         (
             f"{event['model_version']}",
-            "–" if event["accuracy"] is None else f"{event['accuracy']:.1%}",
+            "–" if event.get("accuracy") is None else f"{event['accuracy']:.1%}",
             _interval(event),
             ", ".join(f"@{each['k']} {each['value']:.1%} ({_interval(each)})" for each in _pass_at(event)),
             f"{event.get('problems', '?')} × {event.get('samples', 1)}",

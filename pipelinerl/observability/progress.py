@@ -25,6 +25,10 @@ from rich.text import Text
 from pipelinerl.observability.status import EngineStatus, EvaluatingStatus, Phase, RunStatus, format_duration
 
 _BARS = "▁▂▃▄▅▆▇█"
+#: On a terminal with fewer there is no room for the rewards.
+_CURVE_COLUMNS = 24
+#: Standings of an engine that has work to do.
+_AT_WORK = ("healthy", "pinned")
 _PHASE_STYLE = {Phase.FINISHED: "bold green", Phase.FAILED: "bold red", Phase.STARTING: "bold yellow"}
 
 
@@ -81,7 +85,7 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
         _head(status),
         _numbers(status, pairs=3 if width >= 104 else 2 if width >= 60 else 1),
     ]
-    if len(rewards) > 1:
+    if len(rewards) > 1 and width >= _CURVE_COLUMNS:
         parts.append(Text.assemble(("reward so far  ", "dim"), (sparkline(rewards, width=min(60, width - 16)), "cyan")))
     if len(status.engines) > 1:
         parts.append(_engines(status.engines))
@@ -171,7 +175,7 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
 def _engines(engines: tuple[EngineStatus, ...]) -> Table:
     grid = Table.grid(padding=(0, 2))
     for engine in engines:
-        style = "green" if engine.state == "ready" else "red"
+        style = "green" if engine.state in _AT_WORK else "red"
         grid.add_row(
             Text(engine.url, style="dim"),
             Text(engine.state, style=style),

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipelinerl.errors import UserError
-
-_CHECKOUT = Path(__file__).resolve().parents[2]
-_SCENARIOS = "tests.faults.scenarios"
+from pipelinerl.roles.checkout import run_in_checkout
 
 
 def chaos(
@@ -22,10 +16,5 @@ def chaos(
     list_only: Annotated[bool, typer.Option("--list", help="Say which scenarios there are.")] = False,
 ) -> None:
     """Kill, fence and starve runs by seed, and check that nothing is lost (from a checkout)."""
-    if not _CHECKOUT.joinpath(*_SCENARIOS.split("."), "__main__.py").is_file():
-        raise UserError(
-            f"the fault scenarios are part of a checkout, and {_CHECKOUT} is none: clone the repository, "
-            "`make install` there, and run this from it"
-        )
     words = ["--seed", str(seed), "--scenario", scenario, "--count", str(count), *(["--list"] if list_only else [])]
-    raise typer.Exit(subprocess.call([sys.executable, "-m", _SCENARIOS, *words], cwd=_CHECKOUT))
+    raise typer.Exit(run_in_checkout("tests.faults.scenarios", *words, what="the fault scenarios are"))

@@ -26,12 +26,13 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.engines.http_client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.http_service import listen, serve_until, url_of
+from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.roles.parts import checkpoints_of, knobs_of
 from pipelinerl.roles.process import Identity, settle
 from pipelinerl.roles.resumption import claim
 from pipelinerl.roles.sources import held_out_problems, training_problems
-from pipelinerl.streams.stream import Stream
+from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.training.checkpoint import TrainingState
 from pipelinerl.types import Sampling
 
@@ -115,6 +116,7 @@ async def run(identity: Identity, *, start: Start) -> None:
             begins = start is Start.AFRESH and latest is None and not age_s
             if begins:
                 await _refuse_namesake(identity, stream)
+                await _drop_rollouts(stream)
             _leave_recipe(identity, begins=begins)
             controller = build_controller(identity.config, latest[1] if latest else None)
             for sentence in overruled(identity.config, controller.state.knobs) if start is Start.AFRESH else ():
@@ -178,6 +180,13 @@ async def _refuse_namesake(identity: Identity, stream: Stream) -> None:
         )
 
 
+async def _drop_rollouts(stream: Stream) -> None:
+    """What a dead run of this name has left there: a trainer that begins would take it for its own."""
+    for partition in await stream.streams(ROLLOUTS):
+        time_ms, number = parse_id(await stream.last_id(partition))
+        await stream.trim(partition, before=f"{time_ms}-{number + 1}")
+
+
 def _leave_recipe(identity: Identity, *, begins: bool) -> None:
     """Leave what it takes to go on with the run where no launcher has: the recipe, and which server has the streams.
 
@@ -195,7 +204,7 @@ def _leave_recipe(identity: Identity, *, begins: bool) -> None:
     url, taken = config.checkpoint.url_of(config.run.name), False
     try:
         taken = not claim(config)
-    except (OSError, ImportError, ValueError) as error:  # it may be the trainer's alone to write to
+    except (OSError, UserError) as error:  # it may be the trainer's alone to write to
         log.warning("%s cannot be resumed from yet, the recipe is not there: %s", url, error)
     if taken and begins:
         raise UserError(

@@ -6,19 +6,24 @@ import asyncio
 import math
 from collections.abc import Iterator
 
+from inference_contract.schemas import Backend
 from pipelinerl import registry
 from pipelinerl.config import RunConfig
+from pipelinerl.config_sections import ModelSection
 from pipelinerl.controller.knobs import Knobs
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import check_directory, check_weights, model_type
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.parts import knobs_of, objective_of, servers_of
+from pipelinerl.roles.process import Identity
 from pipelinerl.roles.sources import held_out_problems, training_problems
 from pipelinerl.training.passes import OldLogprobs
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import Verifier
+from pipelinerl.weights.place import Place
 
 #: Problems of each kind that are looked at; of the evaluation's, all are.
 _LOOKED_AT = 16
@@ -31,13 +36,31 @@ def refuse(config: RunConfig) -> None:
         UserError: the first thing that would stop the run.
     """
     check_directory(config.model.resolved)
+    for location in (config.checkpoint.location, config.parameter_server.copies):
+        if location is not None:
+            Place(location)
     registry.find("engine.type", registry.ENGINES, config.engine.type)
     servers_of(config)
     registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
+    if config.trainer.options and config.trainer.type not in registry.TRAINERS_WITH_OPTIONS:
+        told = ", ".join(config.trainer.options)
+        raise RecipeError(f"trainer.type {config.trainer.type!r} knows no options, got {told}; remove them")
     objective_of(config)
+    _check_other_models(config)
     knobs_of(config)
     for domain in config.domains:
         registry.find(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)
+
+
+def _check_other_models(config: RunConfig) -> None:
+    """The critic's and the reference's, where the recipe names one."""
+    for part in ("critic", "reference"):
+        section = getattr(config, part)
+        if section is not None and section.path is not None:
+            try:
+                check_directory(ModelSection(path=section.path).resolved)
+            except ModelError as error:
+                raise ModelError(f"{part}.path: {error}") from None
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -50,8 +73,11 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     _check_model(config)
     tokenizer = ChatTokenizer.load(config.model.resolved)
     yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
+    build_engine(_of_nobody(config))
     yield "engine", f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each"
     yield "trainer", f"{config.trainer.type}, {config.trainer.precision}"
+    if lacking := list(_not_here(config)):
+        yield "elsewhere", f"this machine has no GPU, which the recipe asks for: {', '.join(lacking)}"
     needs = objective_of(config).passes
     yield "objective", f"needs {', '.join(sorted(needs)) or 'nothing beyond the rollouts'}"
     knobs = knobs_of(config)
@@ -67,6 +93,27 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("held out", held_out_problems(config), config.evaluation.problems, config.evaluation_max_tokens),
     ):
         yield name, _look_at(mixture, count, tokenizer, room=config.engine.context_length - answer)
+
+
+def _of_nobody(config: RunConfig) -> Identity:
+    """An engine's process that is not going to be."""
+    return Identity(
+        config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
+    )
+
+
+def _not_here(config: RunConfig) -> Iterator[str]:
+    """What of the recipe only a machine with a GPU can do; a recipe may be checked on another."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    if config.engine.device == "cuda":
+        yield "engine.device"
+    if config.trainer.device == "cuda":
+        yield "trainer.device"
+    if config.weights.backend is Backend.NCCL:
+        yield "weights.backend"
 
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:

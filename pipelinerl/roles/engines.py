@@ -46,7 +46,7 @@ def joined(remote: Remote, which: str, *, logs: Path, within_s: float = _JOIN_S)
     """Wait until the engine serves.
 
     Raises:
-        UserError: it was expelled; DeadlineError: it has not come in time.
+        UserError: it was expelled, or cannot be had; DeadlineError: it has not come in time.
     """
     engine = _until(remote, which, lambda state: state in (*_SERVES, "expelled"), within_s, "serve", f"; see {logs}")
     if engine.state == "expelled":
@@ -65,11 +65,14 @@ def _until(
     deadline = time.monotonic() + within_s
     standing = "not heard of"
     while time.monotonic() < deadline:
-        for engine in remote.status().engines:
+        status = remote.status()
+        for engine in status.engines:
             if base_url(which) in (engine.url, engine.name):
                 standing = f"{engine.state} {engine.last_error}".strip()
                 if reached(engine.state):
                     return engine
+        if standing == "not heard of" and which in status.dismissed:
+            raise UserError(f"{which} did not come, and the run goes on without it{hint}")
         time.sleep(_POLL_S)
     raise DeadlineError(f"{which} should {what} within {within_s:g} s, and is {standing}{hint}")
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pipelinerl import registry
 from pipelinerl.errors import UserError
 
 engines_app = typer.Typer(help="List the engines of a live run, or change them.", no_args_is_help=True)
@@ -55,6 +56,7 @@ def add(
         remote.add(url)
         wanted = [url.rstrip("/")]
     else:
+        registry.known("--type", registry.ENGINES, str(type))
         wanted = remote.hire(str(type), count=count)
     if wait:
         for which in wanted:
@@ -92,6 +94,7 @@ def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, 
 
     if type is None:
         raise UserError("say with --type what the engine is to be replaced by")
+    registry.known("--type", registry.ENGINES, type)
     remote = Remote.of(run)
     (name,) = remote.hire(type, replaces=engine, patience_s=patience)
     if wait:

@@ -10,7 +10,7 @@ import typer
 
 def explain(
     choice: Annotated[
-        str | None, typer.Argument(metavar="PRESET|RECIPE", help="An algorithm, or a recipe [default: lists them].")
+        str | None, typer.Argument(metavar="PRESET|RECIPE", help="An algorithm, or a recipe (default: lists them).")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")] = None,
     rollout: Annotated[
@@ -27,6 +27,8 @@ def explain(
 
     if (run is None) != (step is None) or (group is not None and run is None):
         raise typer.BadParameter("--run and --step belong together, and --group to both")
+    if rollout and choice is None:
+        raise typer.BadParameter("name the algorithm or recipe by which the rollouts are to be explained")
     if choice is None and run is None:
         catalogue(Console())
         return

@@ -9,6 +9,7 @@ server's from a copy.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import tempfile
@@ -18,11 +19,12 @@ from pathlib import Path
 from typing import Final
 
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import UserError
+from pipelinerl.errors import RecordError, UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.story import tell
 from pipelinerl.roles.process import REDIS_VARIABLE
+from pipelinerl.roles.remote import Remote
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import decode_group
@@ -31,8 +33,12 @@ from pipelinerl.training.admission import Lineage
 from pipelinerl.training.replay import RecordedStep
 from pipelinerl.types import RolloutGroup
 
+log = logging.getLogger("pipelinerl")
+
 #: The event with which a trainer begins.
 _BEGUN: Final = "trainer_ready"
+#: Stands for the trainer that took a step where the log does not say: its groups cannot be told from others then.
+_NOBODY: Final = (0, 0)
 
 
 def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
@@ -74,11 +80,11 @@ def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutG
 def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
     # Of a step that was taken twice the later counts: that of the last trainer which began below it.
-    epoch, began_at = max(each for each in begun if each[1] < version)
+    epoch, began_at = max((each for each in begun if each[1] < version), default=_NOBODY)
     return RecordedStep(
         version=version,
         lineage=Lineage(epoch, began_at, earlier=tuple(each for each in begun if each[0] < epoch)),
-        orders=tuple(event.get("orders", ())),
+        orders=() if (epoch, began_at) == _NOBODY else tuple(event.get("orders", ())),
         figures={name: value for name, value in event.items() if isinstance(value, int | float)},
     )
 
@@ -90,11 +96,24 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
         try:
             for partition in await stream.streams(ROLLOUTS):
                 for entry in await stream.read({partition: START}, count=2**31, block_s=0):
-                    group = decode_group(entry.payload)
+                    try:
+                        group = decode_group(entry.payload)
+                    except RecordError as error:  # the trainer has buried it, too
+                        log.warning("skipping a record in %s that cannot be read: %s", partition, error)
+                        continue
                     found.setdefault(group.index, []).append(group)
         finally:
             await stream.close()
     return found
+
+
+def _is_live(run_dir: Path) -> bool:
+    """Does its controller answer? One that was killed leaves its address behind."""
+    try:
+        Remote.of(run_dir).status()
+    except UserError:
+        return False
+    return True
 
 
 @contextmanager
@@ -103,8 +122,8 @@ def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
     if config.streams.redis_url is not None:
         yield os.environ.get(REDIS_VARIABLE) or config.streams.redis_url
         return
-    if (run_dir / "controller.json").exists():
-        raise UserError(f"{run_dir} is live; stop it first (pipelinerl stop {run_dir}), or take a copy of it")
+    if _is_live(run_dir):
+        raise UserError(f"{run_dir} is live; stop it first: pipelinerl stop {run_dir}")
     if not (run_dir / "redis").is_dir():
         raise UserError(f"{run_dir}/redis is missing: the rollouts of this run were not kept here")
     with tempfile.TemporaryDirectory(prefix="pipelinerl-recorded-") as place:

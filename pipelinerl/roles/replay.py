@@ -17,6 +17,7 @@ from rich.table import Table
 
 from pipelinerl.config import RunConfig, load
 from pipelinerl.errors import CheckpointError, RecordError, UserError
+from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.roles.parts import checkpoints_of, objective_of
 from pipelinerl.roles.recorded_run import recorded_groups, recorded_step, recorded_steps
@@ -28,6 +29,8 @@ from pipelinerl.training.replay import COMPARED, RecordedStep, Replay, ReplayedS
 
 log = logging.getLogger("pipelinerl")
 
+#: Columns that take weights beside the policy's: a reference, a critic.
+_OTHER_WEIGHTS: Final = frozenset({"ref_logprobs", "values"})
 #: Figures that are shown without being compared.
 _MORE: Final = ("kl_k3", "ess", "clip_fraction", "truncated_fraction")
 
@@ -42,6 +45,7 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         UserError: the run, the step, or what it needs is not there.
     """
     config = load(str(run_dir / "recipe.toml"))
+    other = None if objective is None else _other(config, objective)
     steps = recorded_steps(run_dir)
     recorded_step(run_dir, step)
     place, state = _checkpoint_before(config, run_dir, step)
@@ -65,8 +69,8 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         for each in replay.run([_step(steps, version) for version in before]):
             replayed.append(each)
             console.print(f"step {each.recorded.version}: {_verdict(each)}", highlight=False)
-        if objective:
-            _print_instead(replay.instead(steps[step], resolve(objective)), objective, console)
+        if other is not None:
+            _print_instead(replay.instead(steps[step], other), str(objective), console)
     except RecordError as error:
         raise UserError(str(error)) from None
     finally:
@@ -75,6 +79,19 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
     if not objective:
         _print_step(replayed[-1], console)
     return same
+
+
+def _other(config: RunConfig, preset: str) -> PolicyObjective:
+    """The objective to take the step with instead.
+
+    Raises:
+        UserError: there is none of that name, or the run has not kept what it needs.
+    """
+    chosen = resolve(preset)
+    lacking = sorted((chosen.passes - objective_of(config).passes) & _OTHER_WEIGHTS)
+    if lacking:
+        raise UserError(f"{preset} needs {' and '.join(lacking)}, for which this run has no weights; choose another")
+    return chosen
 
 
 def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:

@@ -17,6 +17,8 @@ from typing import Any, Final, cast, final
 
 from fsspec.core import url_to_fs
 
+from pipelinerl.errors import UserError
+
 _BLOCK_BYTES: Final = 8 * 2**20
 
 
@@ -25,8 +27,12 @@ class Place:
     """Where copies are kept. Calls raise `OSError`, or what the library behind the URL raises."""
 
     def __init__(self, url: str) -> None:
+        """Nothing is read yet. Raises `UserError`: no library that is installed knows such a URL."""
         self.url = url.rstrip("/")
-        self._files, root = url_to_fs(url)
+        try:
+            self._files, root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"{url} cannot be reached from here: {error}; fsspec names its libraries") from None
         self._root = str(root).rstrip("/")
         self._is_local = "file" in tuple(self._files.protocol)
 

@@ -40,6 +40,20 @@ def test_a_taken_name_gets_a_number(tmp_path: Path) -> None:
     assert open_run(tmp_path / "tiny-3").config.run.name == "tiny-3"
 
 
+def test_a_name_that_cannot_be_taken_elsewhere_leaves_no_directory(tmp_path: Path) -> None:
+    def refuses(config: RunConfig) -> bool:
+        raise UserError("nobody answers there")
+
+    with pytest.raises(UserError, match="nobody answers"):
+        create(_config(tmp_path), claim=refuses)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _config(Path("~/runs")).run_directory == tmp_path / "runs" / "tiny"
+
+
 def test_the_token_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
     made = create(_config(tmp_path))
     seen = []

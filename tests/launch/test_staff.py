@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from launch.local import Supervisor
 from launch.plan import Launch, OnExit, Plan, Ports
+from launch.ports import free_ports
 from launch.staff import Staff
 from pipelinerl.config import parse
 from pipelinerl.observability.status import HiredEngine, RunStatus
@@ -18,6 +20,10 @@ LAUNCH = Launch(
     cores=(0, 1),
     python="py",
 )
+
+
+def nobody(name: str) -> None:
+    raise AssertionError(f"{name} is not beyond help")
 
 
 def status(*hired: str, dismissed: tuple[str, ...] = ()) -> RunStatus:
@@ -35,7 +41,7 @@ def test_an_engine_that_was_hired_is_one_like_the_recipes_but_for_its_type_and_i
 
 def test_the_status_says_the_whole_each_time(tmp_path: Path) -> None:
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
-    staff = Staff(supervisor, LAUNCH)
+    staff = Staff(supervisor, LAUNCH, give_up=nobody)
     for _ in range(2):
         staff.follow(status("engine-1", "engine-2", "engine-3", dismissed=("engine-3", "nobody")))
     assert [supervisor.knows(f"engine-{number}") for number in (1, 2, 3)] == [True, True, False]
@@ -43,3 +49,23 @@ def test_the_status_says_the_whole_each_time(tmp_path: Path) -> None:
     assert len(urls) == 2, "ports that are given, and not bound yet, are not given again"
     staff.follow(status("engine-1", dismissed=("engine-2",)))
     assert supervisor.pids == {}
+
+
+def test_no_hired_engine_is_given_the_port_of_a_process_that_is_down(tmp_path: Path) -> None:
+    """Nothing listens there for a moment: whoever is started again would find its port taken, and fail the run."""
+    ports = Ports.of(LAUNCH.config, free_ports(Ports.count(LAUNCH.config)))
+    supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
+    Staff(supervisor, replace(LAUNCH, ports=ports), give_up=nobody).follow(status("engine-1", "engine-2"))
+    given = {int(str(process.spec.health).split(":")[2].split("/")[0]) for process in supervisor._processes.values()}
+    assert len(given) == 2 and not given & ports.all
+
+
+def test_the_controller_hears_of_an_engine_that_cannot_be_had_until_it_wants_it_no_more(tmp_path: Path) -> None:
+    told: list[str] = []
+    supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
+    staff = Staff(supervisor, LAUNCH, give_up=told.append)
+    staff.follow(status("engine-1"))
+    supervisor._fail(supervisor._processes["engine-1"], "it has no model")
+    for latest in (*[status("engine-1")] * 2, status("engine-1", dismissed=("engine-1",)), status()):
+        staff.follow(latest)
+    assert told == ["engine-1"] * 2

@@ -43,7 +43,7 @@ STATUS = RunStatus(
     last_update_pause_s=0.0012,
     engine_occupancy=0.93,
     engines=(
-        EngineStatus(url="http://127.0.0.1:4123", state="ready", version=120, running=120, waiting=3, slots=128),
+        EngineStatus(url="http://127.0.0.1:4123", state="healthy", version=120, running=120, waiting=3, slots=128),
         EngineStatus(url="http://127.0.0.1:4124", state="lost"),
     ),
     actors=(ActorStatus(name="actor-0", groups_in_flight=32),),
@@ -64,6 +64,19 @@ def test_the_line_tells_whose_accuracy_it_is_and_how_far_the_next_one_is() -> No
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(render(STATUS, width=120))
     assert going in console.export_text()
+
+
+@pytest.mark.parametrize("width", [8, 12, 16, 24, 60])
+def test_the_narrowest_terminal_ends_no_run(width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    console.print(render(STATUS, width=width, rewards=[0.1, 0.2, 0.3]))
+
+
+def test_who_is_at_work_is_green_and_who_is_not_is_red() -> None:
+    console = Console(width=120, file=io.StringIO(), record=True, force_terminal=True, color_system="standard")
+    console.print(render(STATUS, width=120))
+    said = console.export_text(styles=True)
+    assert "\x1b[32mhealthy" in said and "\x1b[31mlost" in said
 
 
 def test_status_survives_json() -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from pipelinerl import cli
 from pipelinerl.errors import UserError
-from pipelinerl.roles import chaos_command
+from pipelinerl.roles import chaos_command, checkout
 from tests.faults.scenarios.scenario import names
 
 
@@ -33,6 +33,8 @@ def test_an_unknown_scenario_is_named(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_an_installation_without_tests_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(chaos_command, "_CHECKOUT", tmp_path)
-    with pytest.raises(UserError, match="are part of a checkout"):
+    monkeypatch.setattr(checkout, "_CHECKOUT", tmp_path)
+    with pytest.raises(UserError, match="the fault scenarios are part of a checkout"):
         chaos_command.chaos()
+    with pytest.raises(UserError, match="benchmarks are part of a checkout"):
+        cli.bench()

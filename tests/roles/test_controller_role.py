@@ -6,7 +6,7 @@ import asyncio
 import json
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -16,12 +16,14 @@ from launch.run_directory import open_run
 from pipelinerl.config import RunConfig, load, to_table
 from pipelinerl.controller.service import Start
 from pipelinerl.errors import UserError
+from pipelinerl.messages import ROLLOUTS
 from pipelinerl.roles import controller_role, resumption
 from pipelinerl.roles.controller_role import overruled
 from pipelinerl.roles.parts import knobs_of
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.remote import Remote
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
+from pipelinerl.streams.open_stream import open_stream
 
 DEADLINE_S = 20.0
 
@@ -168,20 +170,37 @@ async def test_a_new_run_does_not_take_the_streams_of_a_live_one_of_its_name(
         assert (second.run_dir / "events.jsonl").exists(), "a name is free once nobody lives by it"
 
 
+async def test_a_run_that_begins_takes_nothing_that_a_dead_one_of_its_name_has_left(
+    tmp_path: Path, redis_url: str
+) -> None:
+    stream = await open_stream(redis_url, namespace="tiny")
+    await stream.append(ROLLOUTS + "actor-0", [b"of another model", b"of another model"])
+    async with serving(identity(config_in(tmp_path), redis_url)), asyncio.timeout(DEADLINE_S):
+        while await stream.length(ROLLOUTS + "actor-0"):
+            await asyncio.sleep(0.01)
+    await stream.append(ROLLOUTS + "actor-0", [b"its own"])
+    (config_in(tmp_path).run_directory / "events.jsonl").write_text('{"kind": "step", "elapsed_s": 3.0}\n')
+    async with serving(identity(config_in(tmp_path), redis_url)) as endpoint:
+        await asyncio.to_thread(Remote.of(endpoint.parent).status)
+        assert await stream.length(ROLLOUTS + "actor-0") == 1, "a run that goes on keeps what it has"
+    await stream.close()
+
+
 async def test_who_is_taken_over_leaves_the_address_of_the_other(tmp_path: Path, redis_url: str) -> None:
     who = identity(config_in(tmp_path), redis_url)
-    async with serving(who) as endpoint:
-        first = json.loads(endpoint.read_text())["url"]
-        async with serving(who, start=Start.FROM_JOURNAL), asyncio.timeout(DEADLINE_S):
-            async with httpx.AsyncClient(trust_env=False) as http:
-                while True:
-                    try:
-                        await http.get(f"{first}/health")
-                    except httpx.TransportError:
-                        break
+    async with serving(who) as endpoint, asyncio.timeout(2 * DEADLINE_S):
+        first = Remote.of(who.run_dir)
+        await asyncio.to_thread(first.status)  # its journal is there
+        async with serving(who, start=Start.FROM_JOURNAL), httpx.AsyncClient(trust_env=False) as http:
+            while Remote.of(who.run_dir).url == first.url:
+                await asyncio.sleep(0.01)
+            second = Remote.of(who.run_dir)
+            await asyncio.to_thread(second.change, {"temperature": 0.9})  # what is journaled fences the first
+            with suppress(httpx.TransportError):
+                while await http.get(f"{first.url}/health"):
                     await asyncio.sleep(0.05)
-            remote = Remote.of(who.run_dir)
-            assert remote.url != first and (await asyncio.to_thread(remote.status)).run == "tiny"
+            assert Remote.of(who.run_dir) == second
+            assert (await asyncio.to_thread(second.status)).run == "tiny"
     assert not endpoint.exists()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipelinerl.config import MODELS, RECIPES, RunConfig, load, parse, to_table
 from pipelinerl.errors import ModelError, RecipeError, UserError
@@ -56,6 +57,8 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         ("objective.adv.kind=zzz", "objective.adv.kind must be one of .*; got 'zzz'"),
         ("objective.grad1.epsilon_low=x", "objective.grad1.epsilon_low must be a number, got 'x'"),
         ("critic.clip=0.5", "critic: the objective reads no values; remove the section"),
+        ("parameter_server.copies=foo://x", "foo://x cannot be reached from here"),
+        ("trainer.options.foo=1", "trainer.type 'torch' knows no options, got foo; remove them"),
         ("reference.path=/r", "reference: the objective reads no ref_logprobs; remove the section"),
         ("kl_control.target=0.1", "kl_control: the objective has no KL term to control"),
         ("training.old_logprobs=behavior", "training.old_logprobs: the objective reads none; leave it out"),
@@ -65,6 +68,25 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
 def test_names_are_refused_in_no_time(override: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         refuse(load("tiny", [override]))
+
+
+@pytest.mark.parametrize("part", ["reference", "critic"])
+def test_the_models_of_the_other_workers_must_be_there_too(part: str) -> None:
+    objective = {"reference": "grpo_kl", "critic": "ppo"}[part]
+    with pytest.raises(ModelError, match=rf"{part}\.path: expected a model directory at /nope"):
+        refuse(load("tiny", [f"objective={objective}", f"{part}.path=/nope"]))
+
+
+def test_what_the_engine_would_refuse_as_it_is_made_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"the torch engine runs its model on one device, got engine\.devices=4"):
+        list(findings(load("tiny", [*QUICK, "engine.devices=4"])))
+
+
+def test_a_recipe_for_gpus_may_be_checked_where_there_are_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    found = dict(findings(load("tiny", [*QUICK, "trainer.device=cuda", "weights.backend=nccl"])))
+    assert found["elsewhere"] == "this machine has no GPU, which the recipe asks for: trainer.device, weights.backend"
 
 
 def test_a_pass_that_nobody_can_make_is_refused() -> None:

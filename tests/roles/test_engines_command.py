@@ -29,6 +29,7 @@ class Controller:
 
     standings: dict[str, list[str]] = field(default_factory=dict)
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
+    dismissed: tuple[str, ...] = ()
 
     def application(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
@@ -40,7 +41,10 @@ class Controller:
                 EngineStatus(url=f"{URL}{i}", name=name, type="torch", state=state, version=3, last_error="why not")
                 for i, (name, state) in enumerate(now.items())
             )
-            return Response(RunStatus(run="tiny", engines=engines).to_json(), media_type="application/json")
+            return Response(
+                RunStatus(run="tiny", engines=engines, dismissed=self.dismissed).to_json(),
+                media_type="application/json",
+            )
 
         @app.api_route("/engines", methods=["POST", "DELETE"])
         @app.post("/engines/{order}")
@@ -135,6 +139,21 @@ def test_add_wants_a_url_or_a_type(controller: Controller, tmp_path: Path, argum
     with pytest.raises(UserError, match="one of the two"):
         run(tmp_path, "add", *arguments)
     assert controller.asked == []
+
+
+@pytest.mark.parametrize("command", [("add",), ("swap", "engine-0")])
+def test_a_type_that_nobody_knows_is_not_asked_for(
+    controller: Controller, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError, match=r"--type must be one of torch, .*, got 'torhc'"):
+        run(tmp_path, *command, "--type", "torhc")
+    assert controller.asked == []
+
+
+def test_an_engine_that_cannot_be_had_is_not_waited_for(controller: Controller, tmp_path: Path) -> None:
+    controller.dismissed = ("engine-1",)
+    with pytest.raises(UserError, match=r"engine-1 did not come, and the run goes on without it; see .*logs"):
+        run(tmp_path, "add", "--type", "vllm")
 
 
 def test_who_does_not_come_or_go_is_named_with_its_standing(controller: Controller, tmp_path: Path) -> None:

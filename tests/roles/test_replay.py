@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipelinerl.config import load
+import pytest
+from rich.console import Console
+
+from pipelinerl.config import load, save as save_recipe
+from pipelinerl.errors import UserError
 from pipelinerl.roles.parts import checkpoints_of
-from pipelinerl.roles.replay import _checkpoint_before
+from pipelinerl.roles.replay import _checkpoint_before, show
 from pipelinerl.training.checkpoint import CheckpointStore
 from tests.fakes.checkpoints import model_directory, save
+
+
+@pytest.mark.parametrize(
+    ("preset", "sentence"),
+    [("grpo_kl", "grpo_kl needs ref_logprobs, for which this run has no weights"), ("ppo", "ppo needs values"),
+     ("grpoo", "objective.preset must be one of")],
+)  # fmt: skip
+def test_an_objective_that_the_run_cannot_be_taken_with_is_refused_before_anything_is_read(
+    tmp_path: Path, preset: str, sentence: str
+) -> None:
+    save_recipe(load("tiny"), tmp_path / "recipe.toml")
+    with pytest.raises(UserError, match=sentence):
+        show(tmp_path, step=1, objective=preset, console=Console())
 
 
 def test_it_begins_at_the_newest_whole_checkpoint_before_the_step(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ __all__ = ["Capture", "CheckpointStore", "TrainingState", "load"]
 log = logging.getLogger("pipelinerl")
 #: Below every version.
 _NONE: Final = -1
+#: Before the name of a checkpoint that another of its step replaces.
+_REPLACED: Final = ".replaced-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class CheckpointStore:
         """
         state, temporary = capture.state, capture.directory
         final_path = self.directory / _name(state.model_version)
-        replaced = self.directory / f".replaced-{final_path.name}"
+        replaced = self.directory / f"{_REPLACED}{final_path.name}"
         in_place = not temporary.exists() and _is_of(final_path, state)  # by a try that failed after that
         if not in_place:
             with self._fence.blamed(state.epoch):
@@ -189,6 +191,7 @@ class CheckpointStore:
 
     def latest(self) -> tuple[Path, TrainingState] | None:
         """The newest checkpoint that is whole; damaged ones are named in the log and skipped."""
+        self._put_back()
         paths = self.all()
         self._listed, self._found = max(map(_version, paths), default=_NONE), _NONE
         for path in reversed(paths):
@@ -200,6 +203,14 @@ class CheckpointStore:
                 self._found = _version(path)
                 return path, state
         return None
+
+    def _put_back(self) -> None:
+        """A trainer was killed as it replaced the checkpoint of a step: the one before is whole, under another name."""
+        for replaced in self.directory.glob(f"{_REPLACED}step-*"):
+            with self._fence.held(self._fence.epoch):
+                final_path = self.directory / replaced.name.removeprefix(_REPLACED)
+                if replaced.exists() and not final_path.exists():
+                    replaced.rename(final_path)
 
     def oldest_kept_offsets(self) -> dict[str, str]:
         """Stream positions before which no checkpoint that is there to go on from would read again."""

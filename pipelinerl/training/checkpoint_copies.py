@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, final
 
-from pipelinerl.errors import CheckpointError
+from pipelinerl.errors import CheckpointError, FencedError
 from pipelinerl.training.checkpoint_manifest import (
     MANIFEST,
     Manifest,
@@ -79,9 +79,11 @@ class CheckpointCopies:
 
         Raises:
             CheckpointError: it has no manifest.
+            FencedError: a trainer of a later epoch copies here.
             OSError: or what else the library behind the URL raises; it may be tried again.
         """
         local = Manifest.read(path)
+        self._raise_if_fenced(local.state)
         folder = self._folder_of(f"{path.name}-e{local.state.epoch}", local.digest[:8])
         if not self._place.has(f"{folder}/{MANIFEST}"):
             beside = {
@@ -139,8 +141,17 @@ class CheckpointCopies:
             return tried[-1]
         return f"{stem}-{_order(same[-1])[2] + 1}-{digest}" if same else f"{stem}-{digest}"
 
+    def _raise_if_fenced(self, state: TrainingState) -> None:
+        for folder in self._folders():
+            if _order(folder)[0] > state.epoch:
+                raise FencedError(
+                    f"{self.url}/{folder} is of a later epoch than {state.epoch}: another trainer has taken over; this "
+                    "one stops"
+                )
+
     def _prune(self, newest: TrainingState) -> None:
         """Keep the latest whole copy of each version that is to stay; of versions above this one none."""
+        self._raise_if_fenced(newest)  # it may have come while this one was uploaded, whatever became of us meanwhile
         whole = [folder for folder in self._folders() if self._place.has(f"{folder}/{MANIFEST}")]
         latest = {version: folder for folder in whole if (version := _order(folder)[1]) <= newest.model_version}
         stays = {latest[version] for version in self._retention.survivors(latest, newest.accuracies)}

@@ -231,14 +231,14 @@ class TrainingLoop:
                     f"and nothing came for {self._settings.deadline_s:.0f} s; see what the controller waits for with "
                     "`pipelinerl status`"
                 )
-            waiting, current = self._batcher.waiting, self._current
+            waiting, current, ended = self._batcher.waiting, self._current, dict(self._batcher.ledger.counts)
             for directive in await self._read(block_s=1.0):
                 await self._talk.hear(directive)
             await self._report_progress()
             if self._current.stop:
                 return None
             now = time.monotonic()
-            if self._batcher.waiting != waiting:
+            if self._batcher.waiting != waiting or self._batcher.ledger.counts != ended:  # filtered ones have come, too
                 moved_at = told_at = now
             elif self._current is not current:
                 moved_at = now

@@ -27,7 +27,7 @@ def model_directory(path: Path) -> Path:
 
 def state_of(version: int, *, epoch: int = 1, accuracies: Mapping[int, float] | None = None) -> TrainingState:
     """What goes with the weights of a version; `accuracies` are those that are known by then."""
-    results = [{"model_version": at, "accuracy": value} for at, value in (accuracies or {}).items()]
+    results = [{"model_version": at, "accuracy": value, "at_least": value} for at, value in (accuracies or {}).items()]
     return TrainingState(
         model_version=version,
         epoch=epoch,

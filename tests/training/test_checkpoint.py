@@ -47,6 +47,14 @@ def test_what_is_saved_is_what_is_found(store: CheckpointStore) -> None:
     assert BigramModel.load(path).logits.tolist() == np.full((5, 5), 3.0).tolist()
 
 
+def test_killed_as_it_replaced_a_step_the_one_before_is_found(store: CheckpointStore) -> None:
+    path = save(store, 4)
+    path.rename(path.with_name(f".replaced-{path.name}"))  # between the two renames of a commit
+    found = store.latest()
+    assert found == (path, state_of(4)) and load(path) == state_of(4)
+    assert sorted(each.name for each in path.parent.iterdir()) == [path.name]
+
+
 def test_the_newest_are_kept(store: CheckpointStore) -> None:
     for version in (9, 99, 999_999):
         save(store, version)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.errors import CheckpointError
+from pipelinerl.errors import CheckpointError, FencedError
 from pipelinerl.training.checkpoint import CheckpointStore, load
 from pipelinerl.training.checkpoint_copies import CheckpointCopies
 from pipelinerl.training.checkpoint_retention import Retention
@@ -42,6 +42,23 @@ def save_both(store: CheckpointStore, version: int, **rest: Any) -> None:
 
 def versions(copies: CheckpointCopies) -> list[int]:
     return [copy.manifest.state.model_version for copy in copies.newest()]
+
+
+def test_a_trainer_that_was_stopped_in_its_copy_takes_nothing_from_its_successor(
+    store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
+) -> None:
+    """It wakes with step 10 of epoch 1, after epoch 2 has gone on from there and copied step 20."""
+    store.claim(1)
+    late = save(store, 10)
+    successor = CheckpointStore(
+        tmp_path / "checkpoints", keep=2, model_directory=model_directory(tmp_path / "model-2"), copies=copies
+    )
+    successor.latest()
+    successor.claim(2)
+    save_both(successor, 20, epoch=2)
+    with pytest.raises(FencedError, match=r"step-000020-e2-.* is of a later epoch than 1"):
+        store.copy(late)
+    assert versions(copies) == [20]
 
 
 def test_what_comes_back_is_a_checkpoint_with_the_files_of_its_run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -158,15 +158,23 @@ class Room:
         ready = await self.heard(TrainerReady)
         await self.say(ready.report_id, **fields)
 
-    async def roll_out(self, *indices: int, version: int = 0, poison: bool = False) -> None:
+    async def roll_out(
+        self, *indices: int, version: int = 0, poison: bool = False, rewards: Sequence[float] = (0.0, 1.0)
+    ) -> None:
         """Groups of two; with `poison` the sampler says that its log-probs are NaN."""
-        payloads = [encode_group(poisoned(index) if poison else group(index, version=version)) for index in indices]
+        made = [poisoned(index) if poison else group(index, rewards, version=version) for index in indices]
+        payloads = [encode_group(each) for each in made]
         await self.stream.append(ROLLOUTS + "a", payloads, first_id=1 + min(indices))
 
 
 @asynccontextmanager
 async def room(
-    tmp_path: Path, *, deadline_s: float = DEADLINE_S, warmup_steps: int = 0, restored: TrainingState | None = None
+    tmp_path: Path,
+    *,
+    deadline_s: float = DEADLINE_S,
+    warmup_steps: int = 0,
+    restored: TrainingState | None = None,
+    no_signal: NoSignal = NoSignal.TRAIN,
 ) -> AsyncIterator[Room]:
     model = tmp_path / "model"
     BigramModel.random(7, seed=0).save(model)
@@ -178,7 +186,7 @@ async def room(
         LoopSettings(
             micro_batch_tokens=64,
             tokens_per_step=None,
-            no_signal=NoSignal.TRAIN,
+            no_signal=no_signal,
             deadline_s=deadline_s,
             on_update=OnUpdate.CONTINUE,
             vocab_size=7,
@@ -469,15 +477,17 @@ async def test_a_wait_ends_and_names_whom_it_waited_for(tmp_path: Path, culprit:
             await ended(made)
 
 
-@pytest.mark.parametrize("by", ["groups", "directives"])
+@pytest.mark.parametrize("by", ["groups", "directives", "groups that teach nothing"])
 async def test_a_wait_in_which_something_comes_goes_on(tmp_path: Path, by: str) -> None:
-    async with room(tmp_path, deadline_s=1.0) as made:
+    async with room(tmp_path, deadline_s=1.0, no_signal=NoSignal.FILTER) as made:
         await made.roll_out(0)
         await made.begin(rollouts_per_step=8)
         for number in (1, 2, 3):
             await asyncio.sleep(0.6)
             if by == "groups":
                 await made.roll_out(number)
+            elif by == "groups that teach nothing":
+                await made.roll_out(number, rewards=(1.0, 1.0))
             else:
                 await made.say(f"knobs-e1-{number}", rollouts_per_step=8)
         await made.roll_out(4, 5, 6, 7)

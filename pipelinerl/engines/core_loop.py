@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, final
 
-from inference_contract.errors import ContractError, Dirty, EngineStopped, UpdateInProgress
+from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason, OnUpdate
 from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, SampledToken, aborted, deliveries, sampled
 from pipelinerl.engines.batching.sample_loop import ServedModel
@@ -172,6 +172,7 @@ class CoreLoop:
         except asyncio.CancelledError:
             pass  # `stop`
         finally:
+            self._end()  # now: to close what is half dead takes long
             await self._core.close()
 
     def _end(self) -> None:
@@ -210,7 +211,14 @@ class CoreLoop:
             # No prompt is read from a cache that older weights have filled, but that of a sample which still waits
             # in the core when an update comes: its siblings' is named by the weights that it was begun with.
             salt = label_of(*self.serving)
-            await self._core.add(begun, stop_ids=self._stop_ids, salt=salt)
+            try:
+                await self._core.add(begun, stop_ids=self._stop_ids, salt=salt)
+            except ValueError as error:  # of a value that `check` lets through
+                self._refuse(request, InvalidRequest(f"the engine's core refuses the request: {error}"))
+
+    def _refuse(self, request: Request, error: ContractError) -> None:
+        self._withdraw(request)
+        self._deliver([Delivery(request, is_last=True, error=error)])
 
     def _withdraw(self, request: Request) -> None:
         ids = [
@@ -270,8 +278,8 @@ class CoreLoop:
         if sample.token_ids:
             epoch, version = serving
             sequence.mark_version(version)
-            if sequence.index == 0 and not sequence.token_ids:
-                sequence.request.epoch = epoch
+            if not any(each.token_ids for each in sequence.request.sequences):
+                sequence.request.epoch = epoch  # of whichever sample is the first; a later one may be of a later epoch
         for token_id, logprob in zip(sample.token_ids, sample.logprobs, strict=True):
             ended = extend([sequence], [token_id], [logprob], self._stop_ids)
             if sequence.request.streams:

@@ -11,6 +11,7 @@ class of ours that vLLM loads by name, and takes the weights from memory that th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final, final
 
 from inference_contract.schemas import OnUpdate, WeightLayout
@@ -62,7 +63,10 @@ class VllmDialect:
         for wanted, flag in _lacking(config):
             raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
         self._orders = config["scheduler_config"]["policy"] == "priority"  # else it refuses any but 0
-        await self._http.post("/resume")  # whoever used it before may have died in a pause, where nothing is answered
+        # Whoever used it before may have died in an update: while it is paused nothing is answered, and while a session
+        # is open no other can begin.
+        await self._http.post("/resume")
+        await self._end_session(label)
         await self._tokens_go_in_and_out()
         share = {"path": str(self._staged.path), "layout": self._layout.model_dump_json()}
         await self._http.post("/init_weight_transfer_engine", {"init_info": share})
@@ -71,9 +75,12 @@ class VllmDialect:
         return StockModel(dtype=str(model["dtype"]).removeprefix("torch."), context_length=int(model["max_model_len"]))
 
     async def close(self) -> None:
-        """Let go of the shared memory, and of a pause."""
-        await self._http.post("/shutdown_weight_transfer_engine")
-        await self._http.post("/resume")
+        """Let go of the shared memory, of a session that broke off, and of a pause."""
+        await self._end_session(None)
+        try:
+            await self._http.post("/shutdown_weight_transfer_engine")
+        finally:
+            await self._http.post("/resume")
 
     # --- samples -------------------------------------------------------------------------------------------------
 
@@ -133,6 +140,12 @@ class VllmDialect:
         await self._http.post("/start_weight_update")
         await self._http.post("/update_weights", {"update_info": {}}, timeout_s=_LONG_S)
         await self._http.post("/finish_weight_update", {"weight_version": label}, timeout_s=_LONG_S)
+
+    async def _end_session(self, label: str | None) -> None:
+        """End whatever update is open; the server refuses where none is."""
+        named = {} if label is None else {"weight_version": label}
+        with suppress(EngineUnreachable):
+            await self._http.post("/finish_weight_update", named, timeout_s=_LONG_S)
 
     async def forget_cache(self) -> None:
         """`/reset_prefix_cache`, with what the samples in flight have filled."""

@@ -6,7 +6,11 @@ looked at besides. vLLM's server is real and is met by `make test-vllm`; SGLang'
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,21 +26,28 @@ from inference_contract.conformance import Outcome, run
 from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import refused
 from inference_contract.conformance.trainer import weights
-from inference_contract.schemas import EngineState, FinishReason
+from inference_contract.errors import EngineStopped
+from inference_contract.schemas import ChatCompletionRequest, EngineState, FinishReason
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.sequence import Request
+from pipelinerl.engines.core_loop import CoreLoop
+from pipelinerl.engines.engine_core import CoreModel, EngineCore
 from pipelinerl.engines.http_server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.engines.sglang_dialect import SglangDialect
+from pipelinerl.engines.stock_core import StockCore
 from pipelinerl.engines.stock_http import StockHttp
 from pipelinerl.engines.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import AddressError, ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.registry import ENGINES, load
 from pipelinerl.weights.puller import WeightPuller
 from tests.fakes import sglang_server, stock_vllm
 from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
 from tests.fakes.scripted_engine import LAYOUT
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 
 CONTEXT = 96
 PROMPT = [7, 9, 11, 13, 15]
@@ -293,6 +304,13 @@ class TestRefusals:
         httpx.post(f"{vllm_server.url}/pause?mode=keep", trust_env=False).raise_for_status()
         await vllm_server.starts()
 
+    @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
+    def test_a_vllm_server_whose_adapter_died_in_an_update_takes_the_next(self, vllm_server: Stock) -> None:
+        for order in ("/pause?mode=keep", "/start_weight_update"):
+            httpx.post(vllm_server.url + order, trust_env=False).raise_for_status()
+        with vllm_server.engine() as url, opened(url) as session:
+            publish(session, weights(trainer_of(session).layout, 7))
+
     async def test_nobody_there(self, sglang: Stock) -> None:
         with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 up"):
             await sglang.starts(server="http://127.0.0.1:9")
@@ -330,3 +348,79 @@ async def test_sglang_is_asked_to_end_a_sample_at_its_stop_tokens(sglang: Stock)
                 assert (end["completion_tokens"], end["finish_reason"]["type"]) == (tokens, reason)
     finally:
         await http.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
+async def test_a_server_that_falls_silent_ends_the_engine(tmp_path: Path) -> None:
+    """While it answers, a sample may take as long as it likes; once it hangs, nobody waits for its streams for ever."""
+    silence_s = 1.0
+
+    def loop(deliver: Any) -> CoreLoop:
+        return CoreLoop(start_core=start_core, max_waiting=4, stop_ids=frozenset(), deliver=deliver, serving=(0, 0))
+
+    async def start_core() -> tuple[EngineCore, CoreModel]:
+        http = StockHttp(stock.url)
+        dialect = SglangDialect(http, LAYOUT, nothing)
+        core = StockCore(dialect, http, serving=(0, 0), silence_s=silence_s, ask_every_s=silence_s / 10)
+        return core, CoreModel(
+            slots=4, context_length=CONTEXT, vocab_size=50, layout=LAYOUT, cache_bytes=0, staged=None
+        )
+
+    with _sglang(tmp_path) as stock, SharedBytes(1) as nothing:
+        stock.server.version = "0.0"
+        engine = BatchingEngine(BatchingSettings(model_id="m"), loop=loop, tokenizer=ChatTokenizer.load(stock.folder))
+        await engine.start()
+        request = ChatCompletionRequest(prompt_token_ids=PROMPT, max_tokens=2)
+        async with asyncio.timeout(PATIENCE_S):
+            await engine.complete(request)
+            stock.server.continued.clear()  # paused
+            asked = asyncio.create_task(engine.complete(request))
+            await asyncio.sleep(3 * silence_s)
+            assert not asked.done() and engine.health().state is EngineState.READY
+            stock.server.silent, began = True, time.monotonic()
+            with pytest.raises(EngineStopped):
+                await asked
+            assert time.monotonic() - began < 30, "leaving it waits for no answer of its"
+            assert engine.health().state is EngineState.STOPPED
+        await engine.close()
+
+
+#: As many streams at once as the process may have descriptors when it begins, and their server.
+CROWD = """
+import asyncio, resource, sys
+from pipelinerl.engines.stock_http import StockHttp
+
+STREAMS = 64
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (STREAMS, hard))
+
+async def main():
+    all_here = asyncio.Barrier(STREAMS)
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"{}")
+        await all_here.wait()
+        writer.write(b"HTTP/1.1 200 OK\\r\\nconnection: close\\r\\n\\r\\ndata: {}\\n\\ndata: [DONE]\\n\\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    http = StockHttp(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    async def sample():
+        return [event async for event in http.events("/generate", {})]
+
+    async with asyncio.timeout(float(sys.argv[1])):
+        events = await asyncio.gather(*(sample() for _ in range(STREAMS)))
+    await http.close()
+    print(sum(map(len, events)))
+
+asyncio.run(main())
+"""
+
+
+def test_more_samples_at_once_than_the_usual_limit_of_descriptors() -> None:
+    """In a process of its own, whose soft limit is low before the adapter starts."""
+    command = [sys.executable, "-c", CROWD, str(PATIENCE_S)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+    assert done.stdout == "64\n", done.stderr

@@ -9,6 +9,7 @@
     Progress, Published        trainer   prompts
     Starving                   trainer   the lost orders again, if no actor works on any; a Directive, if it waits for
                                          an evaluation
+    StreamsLost                poll      every order and every evaluation's question that is out, again
     Proved                     trainer   prompts, for engines that serve now (`engine_decisions.py`)
     GroupFailed, Evaluation…   actor     prompts; an evaluation's result
     knobs                      API       a Directive, then prompts: both sides pace by the same
@@ -32,7 +33,7 @@ from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Record, 
 from pipelinerl.controller.engine_decisions import engine_input
 from pipelinerl.controller.evaluation import EvaluationResult
 from pipelinerl.controller.evaluator import Evaluator, comes_first, holds_updates
-from pipelinerl.controller.inputs import AnyInput, Heard, KnobsPatched, StopAsked, Ticked
+from pipelinerl.controller.inputs import AnyInput, Heard, KnobsPatched, StopAsked, StreamsLost, Ticked
 from pipelinerl.controller.knobs import KnobChange
 from pipelinerl.controller.order_book import OrderBook
 from pipelinerl.controller.settings import ControllerSettings
@@ -111,6 +112,8 @@ class Controller:
                 return self.stop(reason)
             case Ticked(now=now):
                 return self.tick(now=now)
+            case StreamsLost():
+                return self._streams_lost()
             case _:
                 told = engine_input(self.state, given, engines_expected=self.settings.engines_expected)
                 return told + self._fleet_changed(now=given.now)
@@ -312,6 +315,20 @@ class Controller:
             return []
         lost = self.state.account.lost(set(range(self.state.account.cursor)) - set(report.held))
         return [Record("orders_lost", {"orders": len(lost)}), *self.issue()] if lost else []
+
+    def _streams_lost(self) -> list[Effect]:
+        """Whatever has not ended, since nobody knows what of it is gone: an order that lies there may have been done by
+        an actor whose group is gone. Of two groups the trainer drops the second, of two answers the evaluation."""
+        account, asked, effects = self.state.account, self.state.evaluation, list[Effect]()
+        if asked is not None:
+            version, number, engine = asked.model_version, asked.number, asked.engine
+            out = [index for index in range(asked.next_index) if index not in asked.answers]
+            again = [self._orders.asking(index, version=version, number=number, engine=engine) for index in out]
+            effects += [IssuePrompts(again)] if again else []
+        training = self.state.phase is Phase.TRAINING
+        if training and (lost := account.lost(range(account.consumed.frontier, account.cursor))):
+            effects += [Record("orders_lost", {"orders": len(lost)}), *self.issue()]
+        return effects
 
     def _trainer_stopped(self) -> list[Effect]:
         self.state.phase = Phase.FINISHING

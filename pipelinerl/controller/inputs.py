@@ -109,6 +109,10 @@ class Ticked(Input, frozen=True):
     """Time has passed."""
 
 
+class StreamsLost(Input, frozen=True):
+    """The stream server was killed and has forgotten the end of its history: orders, and groups, may be gone."""
+
+
 #: What changes the fleet.
 EngineInput = (
     EngineOffered
@@ -121,4 +125,4 @@ EngineInput = (
     | EngineDrainAsked
     | EngineRemoved
 )
-AnyInput = Heard | KnobsPatched | StopAsked | Ticked | EngineInput
+AnyInput = Heard | KnobsPatched | StopAsked | Ticked | StreamsLost | EngineInput

@@ -39,6 +39,7 @@ from pipelinerl.controller.inputs import (
     EngineRestarted,
     EngineSilent,
     Heard,
+    StreamsLost,
     Ticked,
 )
 from pipelinerl.controller.journal import Decision, Journal, Recovered
@@ -253,9 +254,19 @@ class ControllerService:
                 await self.perform(Ticked(now=self._now()))
                 async with self._turn:
                     if not await self._journal.whole():
-                        await self._journal.snapshot(self.controller.state)
+                        await self._make_good()
                 self._record_loads()
                 await asyncio.sleep(self._poll_s)
+
+    async def _make_good(self) -> None:
+        """The server has lost the end of its history: what was in it is issued again, then the journal is whole again.
+
+        In this order: a controller that dies in between finds a journal that does not tell the whole story, and begins
+        with the checkpoint; the other way round, nobody would ever know. One that has been replaced is fenced here.
+        """
+        given = StreamsLost(now=self._now())
+        await self._put_into_effect(given, self.controller.decide(given))
+        await self._journal.snapshot(self.controller.state)
 
     def _ask_all(self, asking: asyncio.TaskGroup) -> None:
         """Poll every engine that is not out and has no poll under way: one that is slow keeps nobody else waiting."""

@@ -4,17 +4,25 @@
 
 Promises: a line is written with one `write`, so that a reader never sees two records mixed; a writer that was killed in
 the middle of a line leaves a torn tail, which readers ignore and the next writer cuts off; nothing that was written is
-ever changed. One process writes a log. `Sync` says what a machine that loses power may lose.
+ever changed. One process writes a log. `Sync` says what a machine that loses power may lose. While the disk is full,
+lines are kept in memory, and written, in order, once there is room: a writer is not held up, and what is in the file is
+a whole log but for a torn tail, whose rest comes first.
+
+| waits for | at most | who unblocks it |
+|---|---|---|
+| room on the disk (`close`, and `write` with `Sync.EACH`) | `patience_s` | whoever makes room |
 
 Kinds that the controller writes, each with `elapsed_s`: run_started, step, publish, evaluation, engines, knobs,
-checkpoint, checkpoint_delayed, evaluation_began, evaluation_restarted, engines_hired, engine_joined, engine_proven,
-engine_unproven, engine_suspect, engine_back, engine_draining, engine_lost, group_outdated, stalled,
+checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation_restarted, engines_hired, engine_joined,
+engine_proven, engine_unproven, engine_suspect, engine_back, engine_draining, engine_lost, group_outdated, stalled,
 controller_returned, run_finished. What follows from a decision carries its number as `decision`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 import time
@@ -24,7 +32,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
 
+log = logging.getLogger("pipelinerl")
+
 _RECENT_BYTES: Final = 65536
+#: The disk is full, or the user's share of it.
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_PAUSE_S: Final = 1.0
 
 #: One record: `time` (Unix seconds), `kind` and the fields of its kind.
 Event = dict[str, Any]
@@ -43,36 +56,85 @@ class Sync(StrEnum):
 class EventLog:
     """The writer. Opening it cuts off a torn tail; it creates the file and its directory when they are missing."""
 
-    def __init__(self, path: Path, *, sync: Sync = Sync.LATER, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        sync: Sync = Sync.LATER,
+        clock: Callable[[], float] = time.time,
+        patience_s: float = 300.0,
+    ) -> None:
+        """`patience_s` is how long the disk may be full; by default, as long as a trainer waits for room, too."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sync = sync
         self._clock = clock
+        self._patience_s = patience_s
+        self._path = path
+        self._unwritten = b""
+        self._full_since: float | None = None
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.lseek(self._file, _whole_length(self._file), os.SEEK_SET)
         os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR))
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record. A number that JSON cannot say (NaN, infinity) is written as null."""
+        """Append one record. A number that JSON cannot say (NaN, infinity) is written as null.
+
+        Raises:
+            OSError: it cannot be written, or the disk has been full for `patience_s`.
+        """
         record = {"time": round(self._clock(), 3), "kind": kind, **fields}
-        data = (json.dumps(_sayable(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
-        while data:
-            data = data[os.write(self._file, data) :]
+        self._unwritten += (json.dumps(_sayable(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
+        self._put()
         if self._sync is Sync.EACH:
+            self._put_all()
             os.fsync(self._file)
 
     def count_recent(self, **fields: Any) -> int:
         """How many of the records in the last 64 KiB have these values: for a writer that may be repeating itself."""
         end = os.lseek(self._file, 0, os.SEEK_CUR)
         start = max(0, end - _RECENT_BYTES)
-        lines = os.pread(self._file, end - start, start).split(b"\n")[1 if start else 0 : -1]
+        written = os.pread(self._file, end - start, start)
+        lines = (written + self._unwritten).split(b"\n")[1 if start else 0 : -1]
         return sum(fields.items() <= json.loads(line).items() for line in lines)
 
     def close(self) -> None:
-        """Force everything to the disk and close; closing twice is harmless."""
+        """Force everything to the disk and close; closing twice is harmless.
+
+        Raises:
+            OSError: it cannot be written, or the disk has been full for `patience_s`.
+        """
         if self._file >= 0:
-            os.fsync(self._file)
-            os.close(self._file)
-            self._file = -1
+            file = self._file
+            try:
+                self._put_all()
+                os.fsync(file)
+            finally:
+                self._file = -1
+                os.close(file)
+
+    def _put_all(self) -> None:
+        """Write what is unwritten, however long there is no room."""
+        while self._unwritten:
+            self._put()
+            if self._unwritten:
+                time.sleep(_PAUSE_S)
+
+    def _put(self) -> None:
+        """Write as much as there is room for, in order; the rest of a line that was torn comes first."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            now = time.monotonic()
+            if self._full_since is None:
+                self._full_since = now
+                log.warning("%s: %s; events are kept and written once there is room", self._path, error.strerror)
+            if now - self._full_since >= self._patience_s:
+                raise
+        else:
+            self._full_since = None
 
     def __enter__(self) -> Self:
         return self

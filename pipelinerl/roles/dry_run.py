@@ -104,9 +104,9 @@ def _of_nobody(config: RunConfig) -> Identity:
 
 def _not_here(config: RunConfig) -> Iterator[str]:
     """What of the recipe only a machine with a GPU can do; a recipe may be checked on another."""
-    import torch
+    from pipelinerl.weights.collective import offers
 
-    if torch.cuda.is_available():
+    if offers(Backend.NCCL):
         return
     if config.engine.device == "cuda":
         yield "engine.device"

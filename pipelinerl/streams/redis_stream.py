@@ -7,18 +7,21 @@
     acknowledge   XACK          length XLEN          trim XTRIM MINID (EVAL)   last_id XINFO STREAM
 
 It promises that a command is repeated, with growing pauses, while the server is away, and that after `timeout_s`
-without an answer an `AddressError` names the server. All commands may be repeated: an append with chosen ids skips what
-it has already appended. A stream `s` is the key `<namespace>:s`; an entry has the one field `p`.
+without an answer an `AddressError` names the server; likewise while the server answers that it has no room, on its disk
+or in memory, for at most `patience_s`. All commands may be repeated: an append with chosen ids skips what it has
+already appended. A stream `s` is the key `<namespace>:s`; an entry has the one field `p`.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
 | an entry (`read`, `claim`) | `block_s` | a producer |
 | the server's answer | `timeout_s` | the server, or whoever starts it again |
+| room at the server | `patience_s` | whoever makes room on its disk, or raises its `maxmemory` |
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,12 +36,15 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ConnectionError as RedisConnectionError,
+    OutOfMemoryError,
     ResponseError,
     TimeoutError as RedisTimeoutError,
 )
 
 from pipelinerl.errors import AddressError, PipelineError
 from pipelinerl.streams.stream import START, Entry, Fence, parse_id
+
+log = logging.getLogger("pipelinerl")
 
 # Later payloads must not go in when an earlier one was refused (out of memory, say): the retry would then skip it as
 # "not above the last". A pipeline or MULTI goes on after an error; a script can stop. It is also twice as fast.
@@ -77,28 +83,43 @@ _Command = Callable[[int], tuple[Any, ...]]
 class RedisStream:
     """Logs on a server; see the module. Made by `connect`; bound to the event loop that made it."""
 
-    def __init__(self, client: Redis, *, address: str, namespace: str, timeout_s: float, max_length: int) -> None:
+    def __init__(
+        self, client: Redis, *, address: str, namespace: str, timeout_s: float, patience_s: float, max_length: int
+    ) -> None:
         self.max_length: Final = max_length
         self._client = client
         self._address = address
         self._prefix = f"{namespace}:"
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._is_full = False  # by its last word on that
         self._walked: dict[tuple[str, str], float] = {}
         for command in _RAW_ANSWERS:
             client.set_response_callback(command, _as_it_came)
 
     @classmethod
-    async def connect(cls, url: str, *, namespace: str, timeout_s: float = 10.0, max_length: int = 100_000) -> Self:
+    async def connect(
+        cls,
+        url: str,
+        *,
+        namespace: str,
+        timeout_s: float = 10.0,
+        patience_s: float = 300.0,
+        max_length: int = 100_000,
+    ) -> Self:
         """Connect and check that the server answers.
 
         Args:
             url: `redis://[user:password@]host:port[/db]` (also `rediss://`, `unix://`).
             namespace: prefix of all keys, so that several runs may share a server.
             timeout_s: how long the server may be away before an `AddressError`.
+            patience_s: how long the server may have no room, on its disk or in memory, before a `PipelineError`; as
+                long as a trainer whose checkpoint has none waits by default (`training.deadline_s`).
             max_length: bound on the entries of a stream, see `Stream.room`.
 
         Raises:
             AddressError: the address is malformed, nobody answers there, or the password is refused.
+            PipelineError: the server has no room.
         """
         address = without_password(url)
         try:
@@ -111,7 +132,14 @@ class RedisStream:
             )
         except ValueError as error:
             raise AddressError(f"a stream server's address must be redis://host:port, got {address}: {error}") from None
-        stream = cls(client, address=address, namespace=namespace, timeout_s=timeout_s, max_length=max_length)
+        stream = cls(
+            client,
+            address=address,
+            namespace=namespace,
+            timeout_s=timeout_s,
+            patience_s=patience_s,
+            max_length=max_length,
+        )
         try:
             await stream._call("PING")
         except PipelineError:
@@ -271,23 +299,31 @@ class RedisStream:
 
         Raises:
             AddressError: the server was away, or did not answer, for `timeout_s`.
-            _RefusedError: the server answered with an error.
+            _RefusedError: the server answered with an error; that it has no room, for `patience_s`.
         """
         unblocked = time.monotonic() + block_s
-        away_since, pause = None, 0.005
+        away_since, full_since, pause = None, None, 0.005
         while True:
             began = time.monotonic()
             left = max(0.0, unblocked - began)
             try:
                 async with asyncio.timeout(left + self._timeout_s):
-                    return await self._client.execute_command(*command(round(left * 1000)))
+                    answer = await self._client.execute_command(*command(round(left * 1000)))
+                if full_since is not None:
+                    self._has_room()
+                return answer
             except (AuthenticationError, AuthorizationError) as error:
                 raise AddressError(
                     f"the stream server at {self._address} refused the user or password ({error}); "
                     "correct the address, which must carry them"
                 ) from error
             except ResponseError as error:
-                raise _RefusedError(str(error), self._address) from error
+                now = time.monotonic()
+                full_since = now if full_since is None else full_since
+                patience = full_since + self._patience_s - now
+                if not _is_for_want_of_room(error) or patience <= 0:
+                    raise _RefusedError(str(error), self._address) from error
+                self._has_no_room(error)
             except TimeoutError as error:
                 raise AddressError(
                     f"the stream server at {self._address} took a connection but gave no answer for "
@@ -307,6 +343,22 @@ class RedisStream:
             await asyncio.sleep(min(pause, patience))
             pause = min(2 * pause, 0.5)
 
+    def _has_no_room(self, error: ResponseError) -> None:
+        """Say so once, however many commands meet it."""
+        if not self._is_full:
+            self._is_full = True
+            log.warning(
+                "the stream server at %s has no room; what it refuses is tried again for %g s: %s",
+                self._address,
+                self._patience_s,
+                error,
+            )
+
+    def _has_room(self) -> None:
+        if self._is_full:
+            self._is_full = False
+            log.warning("the stream server at %s has room again", self._address)
+
 
 @final
 class _RefusedError(PipelineError):
@@ -320,6 +372,11 @@ def without_password(url: str) -> str:
     """`url` as it may be shown: without user and password."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _is_for_want_of_room(error: ResponseError) -> bool:
+    """Was it refused for what may pass: a disk that is full, or memory? redis-py has no class for the former."""
+    return isinstance(error, OutOfMemoryError) or str(error).startswith("MISCONF")
 
 
 def _as_it_came(response: Any, **_: Any) -> Any:

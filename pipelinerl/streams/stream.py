@@ -72,7 +72,10 @@ def fresh_number(last_id: str) -> int:
 
 
 class Stream(Protocol):
-    """Named logs on one server. Waits are bounded by `block_s`; an unreachable server raises `AddressError`."""
+    """Named logs on one server. Waits are bounded by `block_s`; an unreachable server raises `AddressError`.
+
+    A server that has no room is waited for, minutes if need be; then it is a `PipelineError` with the server's words.
+    """
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
         """Append in order, in one round trip. Returns how many were new.

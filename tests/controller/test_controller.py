@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.controller.effects import IssuePrompts, Record, Send
 from pipelinerl.controller.evaluation import Pin
-from pipelinerl.controller.inputs import EngineOffered, EngineRemoved, Heard, KnobsPatched
+from pipelinerl.controller.inputs import EngineOffered, EngineRemoved, Heard, KnobsPatched, StreamsLost
 from pipelinerl.controller.state import Phase
 from pipelinerl.controller.waiting import waiting_for
 from pipelinerl.errors import RecipeError
@@ -210,6 +210,54 @@ def test_an_actor_that_has_left_for_good_works_on_no_order() -> None:
         starving = Heard(now=at, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
         effects = run.controller.decide(starving)
         assert [type(effect) for effect in effects] == ([Record, IssuePrompts] if at > 1.0 else [])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_stream_server_forgot_is_issued_again_and_nothing_is_trained_twice(seed: int) -> None:
+    """Now and then the newest orders are gone, and groups not yet read: the trainer never says that it starves."""
+    rng = random.Random(seed)
+    run = world(seed, k=rng.choice([1, 2, 8, math.inf]))
+    run.begin()
+    for _ in range(20_000):
+        if run.finished is not None:
+            break
+        run.act()
+        if rng.random() < 0.02 and run.controller.state.phase is Phase.TRAINING:
+            del run.orders[len(run.orders) - rng.randint(0, len(run.orders)) :]
+            unread = [index for index in run.batcher.waiting if rng.random() < 0.3]
+            for index in unread:
+                del run.batcher._waiting[index]
+            run.give(StreamsLost(now=0.0))
+            run.controller.state.account.check()
+    assert run.finished == "all 20 steps are done", waiting_for(run.controller.state, now=0.0)
+    indices = [trained.index for _, groups, _ in run.trained for trained in groups]
+    assert len(indices) == len(set(indices)), "a group was trained twice"
+    account = run.controller.state.account
+    ledger = account.ledger()
+    assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
+    there = {order.index for order in run.orders} | {order.index for order, _ in run.sampling} | {*run.batcher.waiting}
+    ended = {*range(run.batcher.ledger.frontier), *run.batcher.ledger.beyond, *account.failed, *account.outdated}
+    assert set(range(account.cursor)) <= there | ended | {*account.reissue}, "an order is in flight and nowhere"
+
+
+def test_questions_of_an_evaluation_that_a_stream_server_forgot_are_asked_again() -> None:
+    run = world()
+    run.begin()
+    run.publish()
+    asked = list(run.orders)
+    run.sample()
+    run.answer()
+    effects = run.controller.decide(StreamsLost(now=0.0))
+    assert effects == [IssuePrompts(asked[1:])], "no training order was out: the evaluation comes first"
+    run.apply(effects)
+    for _ in range(2):
+        run.sample()
+        run.answer()
+    (result,) = run.controller.state.results
+    assert (result.problems, result.incomplete) == (3, "")
+    run.sample()
+    run.answer()
+    assert run.controller.state.results == [result], "the second answer to a question counts nowhere"
 
 
 def test_a_trainer_that_comes_back_during_the_last_evaluation_does_not_cost_its_result() -> None:

@@ -27,6 +27,7 @@ from pipelinerl.controller.inputs import (
     EngineSilent,
     Heard,
     KnobsPatched,
+    StreamsLost,
     Ticked,
 )
 from pipelinerl.controller.journal import JOURNAL, Decision, Journal
@@ -446,6 +447,8 @@ def random_run(seed: int, *, deaths: random.Random | None) -> World:
         if run.rng.random() < 0.002:
             j = run.rng.choice([1, 2, 3])
             run.give(KnobsPatched(now=0.0, changes={"j": j, "k": j + 2, "domain_weights.a": 3}, who="test", time=0.0))
+        if run.rng.random() < 0.005:
+            run.give(StreamsLost(now=0.0))
         if run.rng.random() < 0.01:
             run.give(
                 run.rng.choice(

@@ -14,6 +14,7 @@ import pytest
 
 from pipelinerl.controller.controller import Controller
 from pipelinerl.controller.inputs import EngineOffered, EngineRemoved, KnobsPatched
+from pipelinerl.controller.journal import JOURNAL, Journal
 from pipelinerl.controller.service import ControllerService
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import (
@@ -196,6 +197,35 @@ async def test_prompts_that_ended_are_trimmed(tmp_path: Path) -> None:
             await run.tell(step(version), published(epoch=1, version=version))
         kept = [decode_order(payload).index for payload in await run.payloads(PROMPTS)]
         assert kept == list(range(4, 12))
+
+
+def forget(stream: MemoryStream, name: str, entries: int) -> None:
+    """What a server that was killed does with the end of its history."""
+    kept = stream._logs[name]
+    del kept.ids[-entries:], kept.payloads[-entries:]
+    kept.last = kept.ids[-1]
+
+
+async def test_orders_that_the_server_forgot_are_issued_again_though_nobody_starves(tmp_path: Path) -> None:
+    """Two of eight steps' orders are gone: the trainer has enough to go on, so it would never tell."""
+    async with running(tmp_path, k=8.0) as run:
+        await run.start()
+        await run.tell(step(1), published(epoch=1, version=1))
+        issued = [decode_order(payload) for payload in await run.payloads(PROMPTS)]
+        assert [order.index for order in issued[-2:]] == [16, 17]
+        forget(run.stream, PROMPTS, 2)
+        forget(run.stream, JOURNAL, 2)
+        await run.until(lambda: run.events("orders_lost"))
+        assert [event["orders"] for event in run.events("orders_lost")] == [16], "all that have not ended"
+        await run.tell()
+        orders = [decode_order(payload) for payload in await run.payloads(PROMPTS)]
+        assert orders[-2:] == issued[-2:], "the same orders"
+        assert await run.service._journal.whole() and await Journal.recover(run.stream) is not None
+        for version in range(2, 10):
+            await run.tell(step(version), published(epoch=1, version=version))
+        left = [decode_order(payload).index for payload in await run.payloads(PROMPTS)]
+        assert left == list(range(18, 34)), "what has ended is trimmed, both copies of it"
+        assert run.controller.state.account.in_flight == 16 and len(run.events("orders_lost")) == 1
 
 
 async def test_an_epoch_that_was_begun_is_never_begun_again(tmp_path: Path) -> None:

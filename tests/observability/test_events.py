@@ -8,11 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.observability.events import EventLog, Sync, read_events
+from tests.fakes import small_disk
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,3 +103,64 @@ def test_one_line_is_one_write(tmp_path: Path) -> None:
             assert path.read_bytes().endswith(b"\n")
             assert json.loads(path.read_bytes().splitlines()[-1])["step"] == step
     assert os.path.getsize(path) > 100_000
+
+
+def _kept_and_written(place: Path, path: Path) -> None:
+    """Written in order, whole, when there is room, whoever asks first: another record, or the end."""
+    with EventLog(path) as log:
+        log.write("step", step=0)
+        small_disk.fill(place)
+        began = time.monotonic()
+        for step in range(1, 400):
+            log.write("step", step=step, text="x" * 50)
+        assert time.monotonic() - began < 5.0, "nobody waits"
+        kept = len(read_events(path))
+        assert 0 < kept < 400 and not path.read_bytes().endswith(b"\n"), "the disk is full in the middle of a line"
+        assert log.count_recent(step=0) == log.count_recent(step=399) == 1
+        small_disk.free(place)
+        log.write("step", step=400)
+        assert [event["step"] for event in read_events(path)] == list(range(401))
+        small_disk.fill(place)
+        for step in range(401, 800):
+            log.write("step", step=step, text="x" * 50)
+        assert len(read_events(path)) < 800
+        threading.Timer(1.0, small_disk.free, [place]).start()
+    assert [event["step"] for event in read_events(path)] == list(range(800))
+
+
+def _synced_each(place: Path, path: Path) -> None:
+    with EventLog(path, sync=Sync.EACH) as log:
+        small_disk.fill(place)
+        threading.Timer(1.0, small_disk.free, [place]).start()
+        log.write("step", step=0, text="x" * 50_000)
+        assert [event["step"] for event in read_events(path)] == [0]
+
+
+def _given_up(place: Path, path: Path) -> None:
+    log = EventLog(path, patience_s=0.3)
+    small_disk.fill(place)
+    log.write("step", step=0, text="x" * 50_000)
+    time.sleep(0.4)
+    for wait in (lambda: log.write("step", step=1), log.close):
+        with pytest.raises(OSError, match="No space left"):
+            wait()
+    log.close()
+
+
+@pytest.mark.parametrize("scene", [_kept_and_written, _synced_each, _given_up])
+def test_a_full_disk_loses_and_tears_no_record(tmp_path: Path, scene: Callable[[Path, Path], None]) -> None:
+    if reason := small_disk.why_not(tmp_path):
+        pytest.skip(f"no disk of a size of one's own: {reason}")
+    code = (
+        "import pathlib, sys\nimport tests.observability.test_events as scenes\n"
+        "place = pathlib.Path(sys.argv[1])\ngetattr(scenes, sys.argv[2])(place, place / 'events.jsonl')"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path), scene.__name__]
+    ended = subprocess.run(
+        [*small_disk.command(tmp_path, size="128k"), *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert ended.returncode == 0, ended.stderr

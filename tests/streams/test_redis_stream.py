@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -18,6 +21,10 @@ from pipelinerl.rng import generator
 from pipelinerl.streams.embedded_redis import EmbeddedRedis, Fsync, free_port
 from pipelinerl.streams.redis_stream import RedisStream
 from pipelinerl.streams.stream import START
+from tests.fakes import small_disk
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -29,9 +36,9 @@ def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 @asynccontextmanager
 async def connected(
-    server: EmbeddedRedis, namespace: str = "run", timeout_s: float = 30.0
+    server: EmbeddedRedis, namespace: str = "run", timeout_s: float = 30.0, patience_s: float = 30.0
 ) -> AsyncIterator[RedisStream]:
-    streams = await RedisStream.connect(server.url, namespace=namespace, timeout_s=timeout_s)
+    streams = await RedisStream.connect(server.url, namespace=namespace, timeout_s=timeout_s, patience_s=patience_s)
     try:
         yield streams
     finally:
@@ -41,6 +48,9 @@ async def connected(
 async def kill_and_restart(server: EmbeddedRedis) -> None:
     os.kill(server.pid, signal.SIGKILL)
     await asyncio.sleep(0.05)  # producers meet the closed door
+    os.waitid(
+        os.P_PID, server.pid, os.WEXITED | os.WNOWAIT
+    )  # a busy machine may need longer: then `start` sees it live
     server.start()
 
 
@@ -155,7 +165,7 @@ async def test_a_server_that_hangs_is_found_by_the_deadline_and_used_again(morta
 
 async def test_a_refused_payload_leaves_no_gap(mortal: EmbeddedRedis) -> None:
     """Were later payloads of the batch taken, a retry would skip the refused one as not above the last."""
-    async with connected(mortal) as streams:
+    async with connected(mortal, patience_s=0.2) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         large = os.urandom(1 << 16)
         await streams.append("s", [b"1"], first_id=1)
@@ -173,6 +183,59 @@ async def test_a_refused_payload_leaves_no_gap(mortal: EmbeddedRedis) -> None:
         assert kept
         assert kept == list(range(16, kept[-1] + 1))
         await admin.aclose()
+
+
+async def test_a_server_without_memory_is_waited_for(mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture) -> None:
+    async with connected(mortal) as streams:
+        admin = Redis.from_url(mortal.url, protocol=2)
+        await admin.config_set("maxmemory", 1)
+        with caplog.at_level(logging.WARNING, logger="pipelinerl"):
+            appends = [asyncio.create_task(streams.append(name, [b"1", b"2"], first_id=1)) for name in "ab"]
+            await asyncio.sleep(1.0)
+            assert not any(append.done() for append in appends)
+            await admin.config_set("maxmemory", 0)
+            assert await asyncio.gather(*appends) == [2, 2]
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == 2 and "has no room" in said[0] and "has room again" in said[1], (
+            "once each, not for each try"
+        )
+        await admin.aclose()
+
+
+async def _on_a_small_disk(place: Path) -> None:
+    with EmbeddedRedis(place / "redis") as server:
+        async with connected(server) as streams, connected(server, patience_s=0.5) as impatient:
+            await streams.append("s", [b"1"], first_id=1)
+            small_disk.fill(place)
+            refused = ""
+            for number in range(2, 99):  # the page at the end of the file has some room yet
+                try:
+                    await impatient.append("s", [bytes(20_000)], first_id=number)
+                except PipelineError as error:
+                    refused = str(error)
+                    break
+                await asyncio.sleep(0.05)
+            assert refused.startswith("MISCONF"), refused
+            claimed = streams.claim("s", group="g", consumer="c", count=1, block_s=0, reclaim_idle_s=60)
+            waiting = asyncio.gather(streams.append("s", [b"2"], first_id=1000), claimed)
+            await asyncio.sleep(1.0)
+            assert not waiting.done()
+            small_disk.free(place)
+            added, (first,) = await waiting
+            assert (added, first.payload) == (1, b"1")
+            assert await streams.last_id("s") == "1000-0"
+
+
+def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
+    if reason := small_disk.why_not(tmp_path / "disk"):
+        pytest.skip(f"no disk of a size of one's own: {reason}")
+    code = (
+        "import asyncio, pathlib, sys\nfrom tests.streams.test_redis_stream import _on_a_small_disk\n"
+        "asyncio.run(_on_a_small_disk(pathlib.Path(sys.argv[1])))"
+    )
+    words = [*small_disk.command(tmp_path / "disk", size="1m"), sys.executable, "-c", code, str(tmp_path / "disk")]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
 
 
 async def test_an_append_larger_than_one_script_call(server: EmbeddedRedis) -> None:

@@ -31,6 +31,7 @@ class Load:
 
     def __init__(self, session: Session, ask: Callable[[int], httpx.Response]) -> None:
         self.answers: list[httpx.Response] = []
+        self._sampled_before = 0.0
         self._session = session
         self._ask = ask
         self._seeds = itertools.count()
@@ -39,9 +40,9 @@ class Load:
         self._asking: list[Future[None]] = []
 
     def __enter__(self) -> Self:
-        before, deadline = self._session.generated_tokens(), time.monotonic() + self._session.timeout_s
+        self._sampled_before, deadline = self._session.generated_tokens(), time.monotonic() + self._session.timeout_s
         self._asking = [self._threads.submit(self._run) for _ in range(_ASKERS)]
-        while self._session.generated_tokens() == before and time.monotonic() < deadline:
+        while not self.sampled() and time.monotonic() < deadline:
             if any(asking.done() for asking in self._asking):
                 break  # It failed, and __exit__ says why.
             time.sleep(0.001)
@@ -57,6 +58,10 @@ class Load:
             assert not late, f"answers must come within {self._session.timeout_s:g} s although the weights changed"
             for asking in done:
                 asking.result()
+
+    def sampled(self) -> float:
+        """Tokens that the engine has counted since this load began, of answers that have ended and of open ones."""
+        return self._session.generated_tokens() - self._sampled_before
 
     def _run(self) -> None:
         while not self._ended.is_set():

@@ -143,10 +143,12 @@ def pull_in_flight(session: Session) -> None:
         while time.monotonic() < deadline:
             old = _pulled(session, server, tag=32)
             with Load(session, lambda seed: session.completed(n=16, max_tokens=length, seed=seed)) as load:
-                new = _pulled(session, server, tag=33)
-                committed = session.generated_tokens()
-            update = LoadedUpdate(old, new, load.answers, session.generated_tokens() - committed)
-            if update.spans_are_right():
+                new, announced = _prepared_from(session, (server,), tag=33)
+                before_commit = load.sampled()
+                kit_trainer(session).accepted(_commit(session, new, digest=announced), "committed")
+                committed = load.sampled()
+            update = LoadedUpdate(old, new, load.answers, before_commit, load.sampled() - committed)
+            if update.spans_are_right(update.whole_choices()):
                 return
     raise Unsupported("of many samples under load none was open while pulled weights were committed")
 
@@ -190,16 +192,25 @@ def _pulled(
     before: tuple[WeightServer, ...] = (),
 ) -> int:
     """A whole update from `server`, which is named after those `before` it; returns its version."""
+    trainer = kit_trainer(session)
+    version, announced = _prepared_from(session, (*before, server), tag=tag, version=version)
+    answer = trainer.accepted(_commit(session, version, digest=announced), "committed")
+    assert (answer["epoch"], answer["version"]) == (trainer.epoch, version), "COMMIT must name the version served"
+    return version
+
+
+def _prepared_from(
+    session: Session, servers: tuple[WeightServer, ...], *, tag: int, version: int | None = None
+) -> tuple[int, str]:
+    """PREPARE of a pull from `servers`, the last of which holds the bytes of `tag`; its version and their digest."""
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)
     version = trainer.next_version() if version is None else version
-    _held(session, server, tag=tag, version=version)
+    _held(session, servers[-1], tag=tag, version=version)
     announced = digest(weights(trainer.layout, tag))
-    _prepared(session, version, sources=[each.url for each in (*before, server)], digest=announced)
-    answer = trainer.accepted(_commit(session, version, digest=announced), "committed")
-    assert (answer["epoch"], answer["version"]) == (trainer.epoch, version), "COMMIT must name the version served"
-    return version
+    _prepared(session, version, sources=[server.url for server in servers], digest=announced)
+    return version, announced
 
 
 def _assert_serves(session: Session, version: int, greedy: Any, when: str) -> None:

@@ -107,10 +107,21 @@ class Session:
 
     def generated_tokens(self) -> float:
         """generated_tokens_total of GET /metrics."""
+        value = self._metric("generated_tokens_total")
+        assert value is not None, "/metrics must have a sample whose name ends in 'generated_tokens_total'"
+        return value
+
+    def running_sequences(self) -> float:
+        """running_sequences of GET /metrics. Raises `Unsupported` when there is no such sample."""
+        value = self._metric("running_sequences")
+        if value is None:
+            raise Unsupported("/metrics has no sample whose name ends in 'running_sequences'")
+        return value
+
+    def _metric(self, name: str) -> float | None:
         samples = [line for line in self.get(routes.METRICS).text.splitlines() if line[:1] != "#"]
-        found = [line for line in samples if "generated_tokens_total" in line]
-        assert found, "/metrics must have a sample whose name ends in 'generated_tokens_total'"
-        return float(found[0].rsplit(" ", 1)[1])
+        found = [line for line in samples if name in line]
+        return float(found[0].rsplit(" ", 1)[1]) if found else None
 
     def recover(self) -> None:
         """After a check that broke off: a new membership drops what it left staged, so that the next begins afresh."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from typing import Any, Final
 
 from inference_contract.conformance.chat_checks import stoppable
-from inference_contract.conformance.session import Session
+from inference_contract.conformance.session import Session, Unsupported
 from inference_contract.schemas import AssistantMessage, ChatCompletionChunk, Choice, FinishReason
+
+#: Streams that are left at most, until one could be left early enough and was freed, and samples that one has at most.
+_LEAVINGS: Final = 8
+_MOST_SAMPLES: Final = 64
 
 
 def gathered(chunks: Iterable[ChatCompletionChunk]) -> list[Choice]:
@@ -75,12 +81,47 @@ def stream_carries_usage(session: Session) -> None:
 
 
 def leaving_a_stream_frees_it(session: Session) -> None:
-    """A client that goes away in the middle of a stream leaves an engine that answers."""
-    for _ in range(3):
-        stream = session.stream(n=8, max_tokens=64)
+    """What a client that goes away in the middle of a stream had asked for is not sampled to its end."""
+    n, length = 8, min(256, session.card().context_length // 2)
+    wasted: list[str] = []
+    for seed in range(_LEAVINGS):
+        asked: dict[str, Any] = {"n": n, "max_tokens": length, "seed": seed}
+        whole = session.chat(**asked).usage.completion_tokens
+        before = session.generated_tokens()
+        stream = session.stream(**asked)
         next(iter(stream))
         stream.close()  # type: ignore[attr-defined]
-    session.chat()
+        at_leaving = session.generated_tokens() - before
+        _await_idle(session)
+        if at_leaving > whole / 2:
+            # Too little of it is left to tell one that goes on from one that stops a few steps late: ask for more.
+            n = min(2 * n, _MOST_SAMPLES)
+            continue
+        after_leaving = session.generated_tokens() - before - at_leaving
+        if after_leaving <= (whole - at_leaving) / 2:
+            _only_its_own_tokens(session)
+            return
+        wasted.append(f"{after_leaving:g} of the {whole - at_leaving:g} tokens left of a stream")
+    assert not wasted, f"a client had gone, and yet there were sampled {', '.join(wasted)}"
+    raise Unsupported(f"each of {_LEAVINGS} streams was half sampled before its client could leave")
+
+
+def _await_idle(session: Session) -> None:
+    """Until no sequence runs."""
+    deadline = time.monotonic() + session.timeout_s
+    while running := session.running_sequences():
+        assert time.monotonic() < deadline, (
+            f"a stream's client went away, and {session.timeout_s:g} s later {running:g} sequences run"
+        )
+        time.sleep(0.001)
+
+
+def _only_its_own_tokens(session: Session) -> None:
+    """An engine that says that nothing runs samples what it is asked for then, and no more."""
+    before = session.generated_tokens()
+    own = session.chat().usage.completion_tokens
+    grown = session.generated_tokens() - before
+    assert grown == own, f"nothing else ran, and while {own} tokens were asked for {grown:g} were sampled"
 
 
 CHECKS = (stream_equals_whole, stream_equals_whole_with_stop, stream_carries_usage, leaving_a_stream_frees_it)

@@ -19,6 +19,9 @@ from inference_contract.schemas import ChatCompletion, Choice
 if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer
 
+#: Longest sample that an update waits for, and how often one must have waited: once might have met a gap of the load.
+_DRAINED_TOKENS: Final = 32
+_DRAINS: Final = 2
 _NONE_OPEN: Final = "of many samples under load none was open while new weights were committed; try a longer timeout"
 
 
@@ -219,10 +222,7 @@ def lost_trainer_leaves_old_weights(session: Session) -> None:
 def update_in_flight(session: Session) -> None:
     """Generation goes on across an update, and the spans of a stream say which weights sampled which tokens."""
     for update in _updates_under_load(session, session.streamed):
-        choices = [c for answer in update.answers for c in gathered(chunks(answer, answer.text.splitlines()))]
-        for choice in choices:
-            check_columns(choice, versions={update.old, update.new})
-        if any(len(choice.version_spans or ()) == 2 for choice in choices):
+        if update.spans_are_right(update.streamed_choices()):
             return
     raise Unsupported(_NONE_OPEN)
 
@@ -230,7 +230,7 @@ def update_in_flight(session: Session) -> None:
 def update_during_whole_answer(session: Session) -> None:
     """An answer given whole across an update has the spans of both versions."""
     for update in _updates_under_load(session, session.completed):
-        if update.spans_are_right():
+        if update.spans_are_right(update.whole_choices()):
             return
     raise Unsupported(_NONE_OPEN)
 
@@ -249,26 +249,59 @@ def abort_on_update_ends_samples(session: Session) -> None:
     raise Unsupported(_NONE_OPEN)
 
 
+def drain_lets_samples_end(session: Session) -> None:
+    """With on_update=drain what runs ends first, with the weights that began it, and is not ended early."""
+    drained = 0
+    for update in _updates_under_load(session, session.completed, length=_DRAINED_TOKENS, on_update="drain"):
+        choices = update.whole_choices()
+        crossed = update.spans_are_right(choices)
+        assert not crossed, "with on_update=drain a sample must be of one version, spans name both"
+        aborted = sum(choice.finish_reason == "abort" for choice in choices)
+        assert not aborted, f"with on_update=drain samples must end by themselves, {aborted} were aborted"
+        drained += update.named(choices, update.old) > update.before_commit
+        if drained == _DRAINS:
+            return
+    raise Unsupported(_NONE_OPEN)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedUpdate:
-    """An update and the answers that were asked for meanwhile; `after_commit` counts the tokens sampled since."""
+    """An update and the answers that were asked for meanwhile.
+
+    Attributes:
+        before_commit: tokens of these answers that were sampled by the time COMMIT was sent, so by `old`. Less of them
+            where an engine counts late: a bound from below.
+        after_commit: tokens that were sampled since COMMIT was answered, so by `new`.
+    """
 
     old: int
     new: int
     answers: list[httpx.Response]
+    before_commit: float
     after_commit: float
 
-    def spans_are_right(self) -> bool:
+    def spans_are_right(self, choices: list[Choice]) -> bool:
         """Fails where they are not; False when no sample was open while the update was committed."""
-        choices = self.whole_choices()
         for choice in choices:
             check_columns(choice, versions={self.old, self.new})
-        spans = [span for choice in choices for span in choice.version_spans or ()]
-        named = sum(count for version, count in spans if version == self.new)
-        assert named >= self.after_commit, (
-            f"{self.after_commit:g} tokens were sampled after COMMIT, the spans give {named} to version {self.new}"
-        )
+        for when, sampled, version in (
+            ("before", self.before_commit, self.old),
+            ("after", self.after_commit, self.new),
+        ):
+            named = self.named(choices, version)
+            assert named >= sampled, (
+                f"{sampled:g} tokens were sampled {when} COMMIT, the spans give {named} to version {version}"
+            )
         return any(len(choice.version_spans or ()) == 2 for choice in choices)
+
+    @staticmethod
+    def named(choices: list[Choice], version: int) -> int:
+        """Tokens that the spans name after `version`."""
+        return sum(count for choice in choices for each, count in choice.version_spans or () if each == version)
+
+    def streamed_choices(self) -> list[Choice]:
+        """Of all answers, when they were streamed."""
+        return [c for answer in self.answers for c in gathered(chunks(answer, answer.text.splitlines()))]
 
     def whole_choices(self) -> list[Choice]:
         """Of all answers."""
@@ -276,30 +309,38 @@ class LoadedUpdate:
 
 
 def _updates_under_load(
-    session: Session, ask: Callable[..., httpx.Response], *, on_update: str = "continue"
+    session: Session, ask: Callable[..., httpx.Response], *, length: int = 256, on_update: str = "continue"
 ) -> Iterator[LoadedUpdate]:
-    """Updates, each while samples are open, for as long as the session is patient."""
+    """Updates, each while samples of up to `length` tokens are open, for as long as the session is patient."""
     trainer, deadline = kit_trainer(session), time.monotonic() + session.timeout_s
-    length = min(256, session.card().context_length // 2)
+    length = min(length, session.card().context_length // 2)
     while time.monotonic() < deadline:
         old = trainer.next_version()
         trainer.publish(old, tag=17)
         new = trainer.next_version()
         trainer.accepted(trainer.update("prepare", new, on_update=on_update), "prepared")
         with Load(session, lambda seed: ask(n=16, max_tokens=length, seed=seed)) as load:
-            _send_and_commit(session, new, tag=18, on_update=on_update)
-            committed = session.generated_tokens()
-        yield LoadedUpdate(old, new, load.answers, session.generated_tokens() - committed)
+            announced = _sent(session, tag=18)
+            before_commit = load.sampled()
+            trainer.accepted(trainer.update("commit", new, digest=announced, on_update=on_update), "committed")
+            committed = load.sampled()
+        yield LoadedUpdate(old, new, load.answers, before_commit, load.sampled() - committed)
 
 
-def _send_and_commit(session: Session, version: int, *, tag: int, **fields: Any) -> None:
+def _send_and_commit(session: Session, version: int, *, tag: int) -> None:
     """The rest of an update that is prepared."""
+    trainer = kit_trainer(session)
+    trainer.accepted(trainer.update("commit", version, digest=_sent(session, tag=tag)), "committed")
+
+
+def _sent(session: Session, *, tag: int) -> str:
+    """Broadcast the weights of `tag` for an update that is prepared; their digest."""
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)
     data = weights(trainer.layout, tag)
     trainer.broadcast(data)
-    trainer.accepted(trainer.update("commit", version, digest=digest(data), **fields), "committed")
+    return digest(data)
 
 
 CHECKS = (
@@ -320,4 +361,5 @@ CHECKS = (
     update_in_flight,
     update_during_whole_answer,
     abort_on_update_ends_samples,
+    drain_lets_samples_end,
 )

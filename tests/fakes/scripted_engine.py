@@ -76,6 +76,7 @@ class Fault(StrEnum):
     LOWER_GENERATION = "lower_generation"
     REPREPARES = "reprepares"
     ONE_SPAN = "one_span"
+    NEWEST_SPAN = "newest_span"
     SHORT_SPANS = "short_spans"
     POSITIVE_LOGPROBS = "positive_logprobs"
     RAW_LOGPROBS = "raw_logprobs"
@@ -96,6 +97,8 @@ class Fault(StrEnum):
     SERVES_HALF_A_PULL = "serves_half_a_pull"
     PULLS_ELSEWHERE = "pulls_elsewhere"
     COMMITS_ON_ABORT = "commits_on_abort"
+    IGNORES_DRAIN = "ignores_drain"
+    NEVER_FREES = "never_frees"
 
 
 @dataclass(slots=True)
@@ -155,7 +158,11 @@ class ScriptedEngine:
         self._buffers = [self._initial(), np.zeros(LAYOUT.num_bytes, np.uint8)]
         self._serving = (0, 0)
         self._aborts = 0
-        self._running = 0
+        self._running = 0  # requests
+        self._running_sequences = 0
+        self._admits = asyncio.Event()
+        self._admits.set()
+        self._abandoned: set[asyncio.Task[None]] = set()
         self._counts = {"generated_tokens_total": 0, "prompt_tokens_total": 0}
         self._receiver: WeightReceiver
 
@@ -181,8 +188,11 @@ class ScriptedEngine:
     async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
         if on_update is OnUpdate.ABORT:
             self._aborts += 1
-        while on_update is OnUpdate.DRAIN and self._running:
-            await asyncio.sleep(self._step_s)
+        if on_update is OnUpdate.DRAIN and self._fault is not Fault.IGNORES_DRAIN:
+            self._admits.clear()
+            while self._running:
+                await asyncio.sleep(self._step_s)
+            self._admits.set()
         if self._fault not in (Fault.IGNORES_WEIGHTS, Fault.SERVES_STAGED):
             self._buffers.reverse()
         self._serving = (epoch, version)
@@ -262,8 +272,10 @@ class ScriptedEngine:
             sample.reason = FinishReason.LENGTH
 
     async def _steps(self, request: ChatCompletionRequest, samples: list[_Sample], limit: int) -> AsyncIterator[None]:
+        await self._admits.wait()
         aborts = self._aborts
         self._running += 1
+        self._running_sequences += len(samples)
         try:
             while any(sample.reason is None for sample in samples):
                 for sample in samples:
@@ -275,16 +287,21 @@ class ScriptedEngine:
                 await asyncio.sleep(self._step_s)
         finally:
             self._running -= 1
+            self._running_sequences -= len(samples)
 
-    def _spans(self, versions: list[int]) -> list[tuple[int, int]]:
+    async def _rest(self, request: ChatCompletionRequest, samples: list[_Sample], limit: int) -> None:
+        async for _ in self._steps(request, samples, limit):
+            pass
+
+    def _spans(self, versions: list[int], start: int = 0) -> list[tuple[int, int]]:
+        if self._fault in (Fault.ONE_SPAN, Fault.NEWEST_SPAN) and versions:
+            versions = [versions[0 if self._fault is Fault.ONE_SPAN else -1]] * len(versions)
         spans: list[tuple[int, int]] = []
-        for version in versions[: 1 if self._fault is Fault.SHORT_SPANS else None]:
+        for version in versions[start : 1 if self._fault is Fault.SHORT_SPANS else None]:
             if spans and spans[-1][0] == version:
                 spans[-1] = (version, spans[-1][1] + 1)
             else:
                 spans.append((version, 1))
-        if self._fault is Fault.ONE_SPAN and versions:
-            return [(versions[0], len(versions))]
         return spans
 
     def _logprobs(self, sample: _Sample, start: int = 0) -> ChoiceLogprobs:
@@ -294,8 +311,7 @@ class ScriptedEngine:
     async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
         prompt, samples, limit = self._samples(request)
         epoch, version = self._serving
-        async for _ in self._steps(request, samples, limit):
-            pass
+        await self._rest(request, samples, limit)
         ids = request.return_token_ids
         completion_tokens = sum(len(sample.tokens) for sample in samples)
         return ChatCompletion(
@@ -329,10 +345,14 @@ class ScriptedEngine:
         if self._fault is Fault.STREAM_DIFFERS:
             for sample in samples:
                 sample.last = (sample.last + 1) % VOCAB
-        async for _ in self._steps(request, samples, limit):
-            parts = [self._part(request, sample) for sample in samples if sample.shown < len(sample.tokens)]
-            ended = [self._end(request, sample) for sample in samples if sample.reason and not sample.told_end]
-            yield self._chunk([*parts, *ended])
+        try:
+            async for _ in self._steps(request, samples, limit):
+                parts = [self._part(request, sample) for sample in samples if sample.shown < len(sample.tokens)]
+                ended = [self._end(request, sample) for sample in samples if sample.reason and not sample.told_end]
+                yield self._chunk([*parts, *ended])
+        finally:
+            if self._fault is Fault.NEVER_FREES:
+                self._abandoned.add(asyncio.create_task(self._rest(request, samples, limit)))
         if request.stream_options is not None and request.stream_options.include_usage:
             total = sum(len(sample.tokens) for sample in samples)
             usage = Usage(prompt_tokens=len(prompt), completion_tokens=total, total_tokens=len(prompt) + total)
@@ -350,7 +370,7 @@ class ScriptedEngine:
             logprobs=self._logprobs(sample, start) if request.logprobs else None,
             token_ids=sample.tokens[start:] if ids else None,
             token_logprobs=sample.logprobs[start:] if ids else None,
-            version_spans=self._spans(sample.versions[start:]) if ids else None,
+            version_spans=self._spans(sample.versions, start) if ids else None,
         )
 
     def _end(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
@@ -389,7 +409,9 @@ class ScriptedEngine:
         return Health(state=EngineState.READY, model_version=self._serving[1], epoch=self._serving[0])
 
     def metrics(self) -> EngineMetrics:
-        return EngineMetrics(model_version=self._serving[1], epoch=self._serving[0], **self._counts)
+        epoch, version = self._serving
+        running = self._running_sequences
+        return EngineMetrics(running_sequences=running, model_version=version, epoch=epoch, **self._counts)
 
 
 def _known_fields(body: dict[str, Any]) -> dict[str, Any]:

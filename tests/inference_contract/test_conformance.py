@@ -20,6 +20,7 @@ CAUGHT_BY = {
     Fault.LOWER_GENERATION: "lower_generation_is_refused",
     Fault.REPREPARES: "prepare_repeats",
     Fault.ONE_SPAN: "update_during_whole_answer",
+    Fault.NEWEST_SPAN: "update_during_whole_answer",
     Fault.SHORT_SPANS: "columns_match_tokens",
     Fault.POSITIVE_LOGPROBS: "columns_match_tokens",
     Fault.RAW_LOGPROBS: "top_k_one_is_certain",
@@ -40,10 +41,17 @@ CAUGHT_BY = {
     Fault.PULLS_WRONG_BYTES: "pull_with_wrong_bytes_is_refused",
     Fault.SERVES_HALF_A_PULL: "broken_pull_leaves_old_weights",
     Fault.COMMITS_ON_ABORT: "aborted_pull_leaves_old_weights",
+    Fault.IGNORES_DRAIN: "drain_lets_samples_end",
+    Fault.NEVER_FREES: "leaving_a_stream_frees_it",
 }
 
 #: Checks that must fail for faults which another check is about.
-ALSO_CAUGHT_BY = ((Fault.ONE_SPAN, "pull_in_flight"), (Fault.IGNORES_WEIGHTS, "pull_is_served"))
+ALSO_CAUGHT_BY = (
+    (Fault.ONE_SPAN, "update_in_flight"),
+    (Fault.ONE_SPAN, "pull_in_flight"),
+    (Fault.NEWEST_SPAN, "pull_in_flight"),
+    (Fault.IGNORES_WEIGHTS, "pull_is_served"),
+)
 
 
 def _not_passed(results: list[CheckResult]) -> dict[str, str]:

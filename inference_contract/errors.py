@@ -1,6 +1,7 @@
 """The errors an engine may answer with, as one tree.
 
     ContractError                 500 internal_error
+    ├── NotFinite                 500 not_finite              NaN or infinity in the logits for this prompt
     ├── InvalidRequest            400 invalid_request_error   the body is wrong; `param` names the field
     ├── Unauthorized              401 unauthorized            no token, or the wrong one
     ├── UnknownModel              404 model_not_found
@@ -48,6 +49,13 @@ class InvalidRequest(ContractError):
 
     status = 400
     code = "invalid_request_error"
+
+
+class NotFinite(ContractError):
+    """The model's logits for this request are NaN or infinite; an engine of the same weights would say the same."""
+
+    status = 500
+    code = "not_finite"
 
 
 class Unauthorized(ContractError):

@@ -6,6 +6,7 @@ version spans, weight updates and HTTP are the real ones. The sampler is the pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,11 +139,17 @@ def sample_rows(
 
     Temperature first, then the `top_k` likeliest, then of these, renormalised, the fewest that reach `top_p`; the token
     is the inverse of the cumulative distribution at the noise. Greedy rows report the distribution at temperature 1.
+    A row whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its log-prob is NaN.
     """
     token_ids, logprobs = [], []
     for row, state in enumerate(states):
         greedy = state.temperature == 0.0
-        logp = _log_softmax(logits[row] / (1.0 if greedy else state.temperature))
+        scaled = logits[row] / (1.0 if greedy else state.temperature)
+        if not np.isfinite(scaled.max()):
+            token_ids.append(0)
+            logprobs.append(math.nan)
+            continue
+        logp = _log_softmax(scaled)
         if greedy:
             token_id = int(np.argmax(logp))
         else:

@@ -4,12 +4,13 @@ Promises: a request is tried until it is answered or its deadline passes, on ano
 same seed, so an answer does not depend on how often it was tried. An engine that refuses the request itself is not
 asked for it again, and others are, since engines of one run may differ; once all that serve have refused it, that is
 raised. All samples of a request are one engine's, which computes their prompt once. What runs at an engine that is no
-longer part of the run is handed over: cancelled there and tried elsewhere.
+longer part of the run is handed over: cancelled there and tried elsewhere. An engine that let a request's deadline pass
+is suspect, as one that failed.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | an engine that is not suspect | its suspicion ends, or `update` | the pool's deadline |
-| the completion | the engine, or `update` without it | the pool's deadline |
+| the completion | the engine, or `update` without it | the pool's deadline, after which the engine is suspect |
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class EnginePool:
         """
         Args:
             deadline_s: longest time for one request, all tries together.
-            suspect_s: how long an engine is avoided after it failed.
+            suspect_s: how long an engine is avoided after it failed, or let a deadline pass.
             min_epoch: what weights of an earlier epoch have sampled is no answer. In a run, 1: an engine that answers
                 with epoch 0 has restarted, and serves what it was started with until it is given weights again.
         """
@@ -146,8 +147,11 @@ class EnginePool:
             except ContractError as error:
                 last, refused[url] = f"{url}: {error}", error
             except TimeoutError:
-                taken_out = "was taken out while it worked" if url not in self._known else ""
-                last = f"{url} {taken_out or f'had not answered after {remaining:.1f} s'}"
+                if url in self._known:
+                    last = f"{url} had not answered after {remaining:.1f} s"
+                    self._suspect_until[url] = time.monotonic() + self._suspect_s
+                else:
+                    last = f"{url} was taken out while it worked"
             finally:
                 self._named[engine] -= 1
         known = ", ".join(sorted(self._serving)) or "none"

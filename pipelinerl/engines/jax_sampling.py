@@ -2,7 +2,9 @@
 
 Promises: a row's token is a function of its logits, parameters and noise alone; its log-prob is fp32 and that of the
 distribution sampled from; for equal logits the token is that of every other engine, since noise and cumulative sums are
-fp64 (which a TPU emulates). Whether any row truncates is known to the caller and chooses between two programs.
+fp64 (which a TPU emulates). Whether any row truncates is known to the caller and chooses between two programs. A row
+whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its log-prob is NaN and its token is any of
+the vocabulary; the other rows are not touched by it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def _sample(
     if truncates:
         drops = ((top_k > 0) | (top_p < 1)) & ~greedy
         logprobs = jnp.where(drops[:, None], _truncated(logprobs, top_k, top_p), logprobs)
-    token_ids = jnp.where(greedy, logprobs.argmax(axis=-1), _inverse_cdf(logprobs, noise))
+    # In a row without a distribution the search may end anywhere.
+    found = jnp.minimum(_inverse_cdf(logprobs, noise), logprobs.shape[1] - 1)
+    token_ids = jnp.where(greedy, logprobs.argmax(axis=-1), found)
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
     return token_ids.astype(jnp.int32), chosen
 

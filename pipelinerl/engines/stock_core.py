@@ -8,22 +8,35 @@ while no update has begun since its sample did; any other waits for the sample's
 server names. Nothing is inferred from when a token came.
 
 Whatever the server does that was not asked for (an answer other than 200, a stream cut off, weights that somebody else
-has put there) ends the engine: nobody knows any more what it would sample with.
+has put there) ends the engine: nobody knows any more what it would sample with. So does a server that falls silent.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| news of samples | an event of a stream, or its end | the watch: a minute without a sign of life |
+| a pause with `drain` | the ends of the samples that run | the same |
+| an answer to a call | the server | the call's deadline |
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 from inference_contract.schemas import OnUpdate
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.engine_core import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.engines.stock_http import StockHttp
 from pipelinerl.errors import EngineUnreachable, PipelineError
+
+_HEALTH: Final = "/health"
+#: How often a server that has samples to make is asked whether it lives.
+_ASK_EVERY_S: Final = 5.0
+#: How long it may neither answer nor send an event. While it computes it answers: another process of it does that.
+_SILENCE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +133,29 @@ class StockCore:
 
     Args:
         serving: (epoch, version) that the server's weights are called, which the dialect has told it.
+        silence_s: a server that has given no sign of life for so long has failed.
+        ask_every_s: how often it is asked for one while it has samples to make.
     """
 
-    def __init__(self, dialect: Dialect, http: StockHttp, *, serving: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        http: StockHttp,
+        *,
+        serving: tuple[int, int],
+        silence_s: float = _SILENCE_S,
+        ask_every_s: float = _ASK_EVERY_S,
+    ) -> None:
         self._dialect = dialect
         self._http = http
         self._label = label_of(*serving)
         self._updates = 0  # begun so far
         self._news: asyncio.Queue[Step | PipelineError] = asyncio.Queue()
         self._following: dict[str, asyncio.Task[None]] = {}
+        self._silence_s = silence_s
+        self._ask_every_s = ask_every_s
+        self._heard = 0.0  # monotonic seconds of the last sign of life
+        self._watching: asyncio.Task[None] | None = None
 
     def check(self, request: Request) -> None:
         """Raise `InvalidRequest` for what the server cannot do."""
@@ -140,6 +167,9 @@ class StockCore:
             sample = _Sample(sample_id(sequence), self._label, self._updates)
             order = self._dialect.order(sequence, stop_ids=stop_ids, salt=salt)
             self._following[sample.name] = asyncio.create_task(self._follow(sample, order))
+        if self._watching is None or self._watching.done():
+            self._heard = time.monotonic()
+            self._watching = asyncio.create_task(self._watch())
 
     async def abort(self, sample_ids: list[str]) -> None:
         """Leave these streams, which frees what they hold."""
@@ -149,7 +179,7 @@ class StockCore:
                 task.cancel()
 
     async def next_step(self) -> Step:
-        """Wait for news. Raises `EngineUnreachable` when the server has failed."""
+        """Wait for news. Raises `EngineUnreachable` when the server has failed, or has been silent for too long."""
         news = await self._news.get()
         if isinstance(news, PipelineError):
             raise news
@@ -178,10 +208,10 @@ class StockCore:
 
     async def close(self) -> None:
         """Leave every stream and the server, which goes on without us."""
-        following = list(self._following.values())
-        for task in following:
+        tasks = [*self._following.values(), *([self._watching] if self._watching else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         try:
             await self._dialect.close()
         except PipelineError:
@@ -189,10 +219,26 @@ class StockCore:
         finally:
             await self._http.close()
 
+    async def _watch(self) -> None:
+        """While there are samples, ask the server for a sign of life; end the engine when none comes."""
+        while self._following:
+            await asyncio.sleep(self._ask_every_s)
+            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # so that one lost call is no silence
+                self._heard = time.monotonic()
+            elif time.monotonic() - self._heard > self._silence_s:
+                self._news.put_nowait(
+                    EngineUnreachable(
+                        f"{self._http.url} has neither answered GET {_HEALTH} nor sent an event for "
+                        f"{self._silence_s:g} s while {len(self._following)} samples waited for it; restart it"
+                    )
+                )
+                return
+
     async def _follow(self, sample: _Sample, order: Mapping[str, Any]) -> None:
         ended = False
         try:
             async for event in self._http.events(self._dialect.generate, order):
+                self._heard = time.monotonic()
                 chunk = self._dialect.read(event, known=len(sample.token_ids))
                 sample.token_ids += chunk.token_ids
                 sample.logprobs += chunk.logprobs

@@ -1,10 +1,16 @@
 """`StockHttp`: the HTTP that a stock server's adapter speaks: JSON calls with deadlines, and streams of events.
 
 Whatever is not the answer that was expected is an `EngineUnreachable` that names the call, and says what came.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| a call's answer | the server | the call's deadline |
+| the next event of a stream | the server; whoever cancels it, as `StockCore` does when the server is silent | never |
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import AsyncIterator
 from typing import Any, Final, final
 
@@ -27,12 +33,15 @@ _SHOWN: Final = 300
 class StockHttp:
     """One server's base URL, and connections to it. Used from the event loop in which it was made.
 
+    Making one raises this process's limit of descriptors as far as it goes: every sample holds a connection.
+
     Args:
         token: its API key, if it wants one.
     """
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
         self.url = url
+        _allow_all_descriptors()
         headers = {"authorization": f"Bearer {token}"} if token else {}
         # Every sample holds a connection; idle ones live shorter than the server's, so that it is we who close them.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
@@ -48,12 +57,21 @@ class StockHttp:
         """GET; the JSON of a 200."""
         return await self._call("GET", path, None, CALL_S)
 
+    async def answers(self, path: str, *, timeout_s: float) -> bool:
+        """GET; does anything come back in time, whatever it says?"""
+        patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
+        try:
+            async with self._session.get(self.url + path, timeout=patience):
+                return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
     async def post(self, path: str, body: Any = None, *, timeout_s: float = CALL_S) -> Any:
         """POST a JSON body; the JSON of a 200, None if it has other text."""
         return await self._call("POST", path, body, timeout_s)
 
     async def events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
-        """POST, and the JSON of each server-sent event until `[DONE]`; it waits as long as the server samples.
+        """POST, and the JSON of each server-sent event until `[DONE]`; it waits for the next one without a deadline.
 
         Raises:
             EngineUnreachable: the server refused, is not there, or the stream broke off.
@@ -87,7 +105,14 @@ class StockHttp:
     async def _check(self, method: str, path: str, answer: aiohttp.ClientResponse) -> None:
         if answer.status != 200:
             text = (await answer.text(errors="replace"))[:_SHOWN]
+            answer.close()  # uvicorn hangs up after a fault: the next call must not meet that on this connection
             raise EngineUnreachable(f"{method} {self.url}{path} must answer 200, got {answer.status}: {text}")
+
+
+def _allow_all_descriptors() -> None:
+    """Raise the soft limit to the hard one: it is 1024 on most systems, and beyond it no sample could be begun."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _said(error: BaseException) -> str:

@@ -1,7 +1,9 @@
 """Sampling a batch of logits in torch: temperature, top-k, top-p, inverse-CDF, and the log-probs of what was sampled.
 
 Promises: a row's token is a function of its logits, parameters and noise alone; its log-prob is fp32 and that of the
-distribution sampled from. Rows that keep every token pay nothing for the others.
+distribution sampled from. Rows that keep every token pay nothing for the others. A row whose logits hold NaN or +inf,
+or nothing above -inf, has no distribution: its log-prob is NaN and its token is any of the vocabulary; the other rows
+are not touched by it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def sample(
         logprobs[on_device] = _truncate(
             logprobs[on_device], top_k[rows].to(logits.device), top_p[rows].to(logits.device)
         )
-    token_ids = _inverse_cdf(logprobs, noise.to(logits.device))
+    # In a row without a distribution the search finds nothing and ends beyond the last token.
+    token_ids = _inverse_cdf(logprobs, noise.to(logits.device)).clamp_max_(logprobs.shape[1] - 1)
     if any_greedy:
         token_ids = torch.where(greedy.to(logits.device), logprobs.argmax(dim=-1), token_ids)
     return token_ids, logprobs.gather(1, token_ids[:, None])[:, 0]
@@ -61,7 +64,10 @@ def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _inverse_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
-    """For each row the first token whose cumulative probability exceeds `noise` times the total. Sums are fp64."""
+    """For each row the first token whose cumulative probability exceeds `noise` times the total. Sums are fp64.
+
+    It may lie beyond the last token where the total is NaN.
+    """
     probs = logprobs.exp()
     batch, vocab = probs.shape
     if vocab <= _BLOCK:
@@ -70,7 +76,7 @@ def _inverse_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
     probs = torch.nn.functional.pad(probs, (0, -vocab % _BLOCK)).view(batch, -1, _BLOCK)
     ends = probs.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = noise[:, None] * ends[:, -1:]
-    block = torch.searchsorted(ends, target, right=True)
+    block = torch.searchsorted(ends, target, right=True).clamp_max_(ends.shape[1] - 1)
     rest = target - torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
     inner = probs.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(dim=-1, dtype=torch.float64)
     # The two sums may round apart at a block's end: stay within the tokens that have a probability.

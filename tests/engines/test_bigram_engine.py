@@ -79,3 +79,17 @@ def _sampled(noise: float, *, temperature: float = 1.0, top_p: float = 1.0, top_
 )
 def test_the_sampler_by_hand(noise: float, options_: dict[str, float], token: int, probability: float) -> None:
     assert _sampled(noise, **options_) == (token, pytest.approx(probability))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [[math.nan] * 3, [0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
+@pytest.mark.parametrize("options_", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
+def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
+    wrong: list[float], options_: dict[str, Any]
+) -> None:
+    logits = np.array([[0.0, 1.0, 2.0], wrong, [2.0, 1.0, 0.0]])
+    chosen = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | options_
+    states, noise = [RowState(row, 0, 0, 0, **chosen) for row in range(3)], np.array([0.3, 0.5, 0.7])
+    token_ids, logprobs = sample_rows(logits, states, noise)
+    assert token_ids[1] in range(3) and math.isnan(logprobs[1])
+    healthy = sample_rows(logits[[0, 2]], states[::2], noise[[0, 2]])
+    assert (token_ids[::2], logprobs[::2]) == healthy and all(map(math.isfinite, logprobs[::2]))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, Overloaded
+from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, NotFinite, Overloaded
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Usage
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.bigram_engine import BigramRunner
@@ -165,6 +165,27 @@ async def test_a_silent_engine_is_given_up_at_the_deadline() -> None:
     with pytest.raises(DeadlineError, match="a had not answered after"):
         await EnginePool(Script(a=lambda: 30.0), ["a"], deadline_s=0.1).complete(ask())
     assert time.monotonic() - began < 2
+
+
+async def test_an_engine_that_let_a_deadline_pass_is_suspect_and_one_that_was_taken_out_is_not() -> None:
+    client = Script(a=lambda: 30.0, b=lambda: None)
+    pool = EnginePool(client, ["a", "b"], deadline_s=0.1, suspect_s=60.0)
+    with pytest.raises(DeadlineError, match="a had not answered after"):
+        await pool.complete(ask())
+    assert (await pool.complete(ask())).url == "b"
+    pool = EnginePool(client, ["a"], suspect_s=60.0)
+    running = asyncio.create_task(pool.complete(ask()))
+    await asyncio.sleep(0.01)
+    pool.update(["b"])
+    assert (await running).url == "b" and not pool._suspect_until
+
+
+async def test_a_prompt_without_finite_logits_is_asked_of_each_engine_once_and_makes_none_suspect() -> None:
+    client = Script(a=lambda: NotFinite("NaN"), b=lambda: NotFinite("NaN"))
+    pool = EnginePool(client, ["a", "b"])
+    with pytest.raises(NotFinite, match="b: NaN"):
+        await pool.complete(ask())
+    assert client.asked == [("a", 4), ("b", 4)] and not pool._suspect_until
 
 
 async def test_an_engine_that_joins_is_used_at_once() -> None:

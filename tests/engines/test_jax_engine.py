@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -37,6 +37,7 @@ from pipelinerl.models.jax_checkpoint import load_weights
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
 
 #: Two lengths are compiled for, 128 and all of it.
 CONTEXT: Final = 160
@@ -249,6 +250,31 @@ def test_no_log_prob_is_above_zero_however_low_the_temperature() -> None:
     assert np.asarray(logprobs).tolist() == [0.0] * 64
 
 
+@pytest.mark.parametrize("vocab", [50, 2100])
+@pytest.mark.parametrize("wrong", [{0: np.nan}, {3: np.inf}, {"all": np.nan}, {"all": -np.inf}])
+def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
+    vocab: int, wrong: dict[Any, float]
+) -> None:
+    random = rng.generator(vocab, "not finite")
+    logits = np.float32(random.standard_normal((4, vocab)))
+    spoiled = logits.copy()
+    for at, value in wrong.items():
+        spoiled[1:3, slice(None) if at == "all" else at] = value
+    for truncates in (False, True):
+        options: dict[str, Any] = {
+            "temperature": np.array([1.0, 1.0, 0.0, 0.7], np.float32),
+            "top_k": np.full(4, 5 * truncates, np.int32),
+            "top_p": np.full(4, 0.9 if truncates else 1.0, np.float32),
+            "noise": random.random(4),
+            "truncates": truncates,
+        }
+        token_ids, logprobs = map(np.asarray, sample(jax.numpy.asarray(spoiled), **options))
+        healthy = list(map(np.asarray, sample(jax.numpy.asarray(logits), **options)))
+        assert np.isnan(logprobs[1:3]).all() and (token_ids[1:3] < vocab).all() and (token_ids[1:3] >= 0).all()
+        assert token_ids[::3].tolist() == healthy[0][::3].tolist()
+        assert logprobs[::3].tolist() == healthy[1][::3].tolist() and np.isfinite(logprobs[::3]).all()
+
+
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
@@ -339,6 +365,19 @@ async def test_an_update_in_flight(
             assert choice.token_logprobs[before:] == pytest.approx(by_new[before:], abs=1e-4)
         else:  # the old cache is still read
             assert choice.token_logprobs[before:] != pytest.approx(by_new[before:], abs=1e-2)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_a_prompt_without_finite_logits_is_refused_alone(
+    settings: JaxEngineSettings, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
+) -> None:
+    """And who comes next in its row finds nothing of it in the cache, whether or not there is another row."""
+    with_spoiled_token(model_path, tmp_path)
+    spoiled = replace(settings, model_path=tmp_path, slots=slots)
+    engine = BatchingEngine(settings.batching, load=lambda: jax_engine.load_runner(spoiled), tokenizer=endless)
+    await engine.start()
+    await refuses_alone(engine)
+    await engine.close()
 
 
 # --- platforms and refusals ----------------------------------------------------------------------------------------

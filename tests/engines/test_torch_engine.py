@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference_contract.schemas import ChatCompletionRequest, ChatMessage, Choice, OnUpdate
+from inference_contract.errors import NotFinite
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch_engine import EngineDevice, TorchEngineSettings, from_options, load_runner
@@ -19,6 +20,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
 
 CONTEXT = 128
 
@@ -121,6 +123,39 @@ async def test_an_update_in_flight(
             assert choice.token_logprobs[before:] == pytest.approx(by_new[before:], abs=1e-5)
         else:  # the old cache is still read
             assert choice.token_logprobs[before:] != pytest.approx(by_new[before:], abs=1e-3)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_a_prompt_without_finite_logits_is_refused_alone(
+    settings: TorchEngineSettings, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
+) -> None:
+    """And who comes next in its row finds nothing of it in the cache, whether or not there is another row."""
+    with_spoiled_token(model_path, tmp_path)
+    spoiled = replace(settings, model_path=tmp_path, slots=slots)
+    engine = BatchingEngine(settings.batching, load=lambda: load_runner(spoiled), tokenizer=endless)
+    await engine.start()
+    await refuses_alone(engine)
+    await engine.close()
+
+
+async def test_an_engine_whose_weights_were_not_finite_serves_the_next_ones(
+    settings: TorchEngineSettings, endless: ChatTokenizer
+) -> None:
+    """They have spoiled the cache of every row."""
+    engine = BatchingEngine(settings.batching, load=lambda: load_runner(replace(settings, slots=2)), tokenizer=endless)
+    await engine.start()
+    asked = [ChatCompletionRequest(prompt_token_ids=[7, token], max_tokens=6, seed=1) for token in (8, 9, 10, 11)]
+    for version, factor, answered in ((1, torch.nan, NotFinite), (2, 1.0, ChatCompletion)):
+        model = AutoModelForCausalLM.from_pretrained(settings.model_path)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
+        await asyncio.to_thread(engine.finish_staging)
+        await engine.commit(version=version, epoch=0, digest="d", on_update=OnUpdate.CONTINUE)
+        answers = await asyncio.gather(*map(engine.complete, asked), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [answered] * 4
+    await engine.close()
 
 
 def test_a_cache_beyond_its_budget_is_refused_with_what_it_needs(settings: TorchEngineSettings) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -97,3 +99,28 @@ def test_rows_do_not_touch_one_another() -> None:
         at = slice(row, row + 1)
         alone = sample(logits[at], temperature=temperature[at], top_k=top_k[at], top_p=top_p[at], noise=noise[at])
         assert (alone[0].item(), alone[1].item()) == (together[0][row].item(), together[1][row].item())
+
+
+@pytest.mark.parametrize("vocab", [50, 1025, 5000])
+@pytest.mark.parametrize("wrong", [{0: np.nan}, {3: np.inf}, {3: np.inf, 7: np.nan}, {"all": np.nan}, {"all": -np.inf}])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.9)]
+)
+def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
+    vocab: int, wrong: dict[Any, float], temperature: float, top_k: int, top_p: float
+) -> None:
+    random = rng.generator(vocab, "not finite")
+    logits = torch.from_numpy(random.standard_normal((3, vocab))).float()
+    spoiled = logits.clone()
+    for at, value in wrong.items():
+        spoiled[1, slice(None) if at == "all" else at] = value
+    options = {
+        "temperature": torch.full((3,), temperature),
+        "top_k": torch.full((3,), top_k),
+        "top_p": torch.full((3,), top_p),
+        "noise": torch.from_numpy(random.random(3)),
+    }
+    (token_ids, logprobs), (healthy_ids, healthy_logprobs) = sample(spoiled, **options), sample(logits, **options)
+    assert token_ids[1] in range(vocab) and logprobs[1].isnan()
+    assert token_ids[::2].tolist() == healthy_ids[::2].tolist()
+    assert logprobs[::2].tolist() == healthy_logprobs[::2].tolist() and logprobs[::2].isfinite().all()

@@ -138,6 +138,7 @@ class SglangServer:
         self.groups: dict[str, Any] = {}
         self.continued = asyncio.Event()
         self.work = asyncio.Event()
+        self.silent = False  # it hangs: who connects is not answered, and nothing is sampled any more
         self.step_ended = asyncio.Lock()  # a step, or an update, not both
         self._group_guard = threading.Lock()
 
@@ -148,12 +149,12 @@ class SglangServer:
             await self.continued.wait()
             await self.work.wait()
             async with self.step_ended:
-                samples = list(self.running.values())
+                samples = [] if self.silent else list(self.running.values())
                 if self.continued.is_set() and samples:
                     await asyncio.to_thread(self._step, samples)
                     for sample in samples:
                         self._tell(sample)
-            if not self.running:
+            if self.silent or not self.running:
                 self.work.clear()
 
     def _step(self, samples: list[Sample]) -> None:
@@ -312,8 +313,19 @@ def _said(success: bool, message: str) -> Response:
     return JSONResponse({"success": success, "message": message}, 200 if success else 400)
 
 
-def create_app(server: SglangServer) -> FastAPI:
+def create_app(server: SglangServer) -> Any:
     """The server's HTTP, with its scheduler running behind it."""
+    app = _routed(server)
+
+    async def unless_silent(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and server.silent:
+            await asyncio.Event().wait()
+        await app(scope, receive, send)
+
+    return unless_silent
+
+
+def _routed(server: SglangServer) -> FastAPI:
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -335,6 +347,7 @@ def create_app(server: SglangServer) -> FastAPI:
     }
     for path, route in posts.items():
         app.post(path, response_model=None)(route)
+    app.get("/health")(lambda: None)
     app.get("/server_info")(lambda: server.info)
     app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "m", "max_model_len": server.context_length}]})
     return app

@@ -10,11 +10,13 @@
 
 The event loop's side calls `submit`, `cancel`, `commit` and `stop`; what they share with the thread is guarded by one
 lock that is never held while the model runs. Results leave in one batch per step through `deliver`. Whatever ends the
-thread, every request and every commit is answered.
+thread, every request and every commit is answered. A request for which the model has no finite distribution is refused
+alone: its token is never delivered, and nothing of it stays in the cache.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +26,7 @@ from typing import final
 
 from inference_contract.errors import EngineStopped, UpdateInProgress
 from inference_contract.schemas import FinishReason, OnUpdate
-from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, aborted, deliveries, sampled
+from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, aborted, deliveries, refused, sampled
 from pipelinerl.engines.batching.runner import ModelRunner, Prefill, RowState
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.scheduler import Admission, Moves, Scheduler
@@ -71,6 +73,7 @@ class DecodeLoop:
         self._cancelled: list[Request] = []
         self._commit: _Commit | None = None
         self._streams = 0
+        self._clean = True  # is what lies in the cache of every row finite?
         self._stopping = False
         self._scheduler: Scheduler
         self._runner: ModelRunner
@@ -183,13 +186,18 @@ class DecodeLoop:
             cancelled, self._cancelled = self._cancelled, []
             rows: list[int] = []
             for request in cancelled:
-                if request.unfinished:
-                    rows += self._scheduler.withdraw(request)
-                    self.totals.aborted_sequences += request.unfinished
-                    self._streams -= request.streams
-                    request.unfinished = 0
+                rows += self._withdrawn(request)
             moves = self._scheduler.retire(rows)
         self._move(moves)
+
+    def _withdrawn(self, request: Request) -> list[int]:
+        """Book what is left of a request as aborted; returns its rows, to be retired. Called under the lock."""
+        if not request.unfinished:
+            return []
+        self.totals.aborted_sequences += request.unfinished
+        self._streams -= request.streams
+        request.unfinished = 0
+        return self._scheduler.withdraw(request)
 
     def _admit(self) -> None:
         if self._commit is not None:
@@ -216,9 +224,11 @@ class DecodeLoop:
     def _step(self) -> None:
         running = self._scheduler.running
         token_ids, logprobs = self._runner.decode(len(running))
-        ended = extend(running, token_ids, logprobs, self._stop_ids)
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
+        if not math.isfinite(sum(logprobs)):
+            self._refuse(token_ids, logprobs)
+        ended = extend(running, token_ids, logprobs, self._stop_ids)
         self.totals.generated_tokens += len(running)
         streamed = [sampled(sequence) for sequence in running if sequence.request.streams] if self._streams else []
         finished: list[Request] = []
@@ -226,6 +236,38 @@ class DecodeLoop:
             self.totals.finished_sequences += len(ended)
             finished = self._finish(ended)
         self._report(deliveries(streamed, finished))
+
+    def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
+        """End the requests of the rows without a finite log-prob; leaves in the lists what the other rows sampled."""
+        running = self._scheduler.running
+        spoiled = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
+        news = {running[row].request.request_id: refused(running[row], self.serving) for row in spoiled}
+        self._cleanse(spoiled)
+        with self._changed:
+            rows = [row for each in news.values() for row in self._withdrawn(each.request)]
+            moves = self._scheduler.retire(rows)
+        self._move(moves)
+        for source, target in zip(moves.sources, moves.targets, strict=True):
+            token_ids[target], logprobs[target] = token_ids[source], logprobs[source]
+        del token_ids[len(running) :], logprobs[len(running) :]
+        self._report(list(news.values()))
+
+    def _cleanse(self, rows: list[int]) -> None:
+        """Put finite numbers into the whole cache of `rows`.
+
+        Whoever comes next in a row masks what lies beyond its own tokens, but 0 · NaN is NaN. They are another row's
+        or, when none is left, a prompt's, for every free row; and since nobody knows whether that prompt's are finite,
+        this is done again after the next refusal, and with the next weights.
+        """
+        length, slots = self._runner.context_length, self._runner.slots
+        others = (row for row in reversed(range(slots)) if row not in rows)  # the last rows are used least
+        clean = next(others, None) if self._clean else None
+        if clean is not None:
+            self._runner.copy_cache(clean, rows, length)
+            return
+        self._clean = False
+        idle = range(len(self._scheduler.running), slots)
+        self._runner.prefill([Prefill([0] * length, [*rows, *idle])])
 
     def _finish(self, rows: list[int]) -> list[Request]:
         """Book the samples in `rows` as ended and free them; returns the requests that have ended with them."""
@@ -265,6 +307,8 @@ class DecodeLoop:
         for sequence in running:
             sequence.mark_version(commit.version)
             sequence.lends_prompt = recomputes
+        if not self._clean and not running:
+            self._cleanse([])  # the weights before may have been to blame
         if recomputes and running:
             rows = enumerate(running)
             self._runner.prefill([Prefill(_before_next(sequence), [row]) for row, sequence in rows])

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-from inference_contract.errors import ContractError
+from inference_contract.errors import ContractError, NotFinite
 from inference_contract.schemas import FinishReason
 from pipelinerl.engines.batching.sequence import Request, Sequence
 
@@ -86,6 +86,22 @@ def aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
         finish_reason=FinishReason.ABORT,
     )
     return sequence.request, token
+
+
+def refused(sequence: Sequence, serving: tuple[int, int]) -> Delivery:
+    """The end of a request, one of whose samples has no finite distribution for its next token.
+
+    Args:
+        serving: (epoch, version) of the weights that have none.
+    """
+    request = sequence.request
+    epoch, version = serving
+    error = NotFinite(
+        f"the model's logits must be finite, got NaN or infinity for token {len(sequence.token_ids)} of choice "
+        f"{sequence.index} after a prompt of {len(request.prompt_token_ids)} tokens, with weights {epoch}.{version}; "
+        "serve a model that overflows float16 in bfloat16 or float32, or look at the weights"
+    )
+    return Delivery(request, is_last=True, error=error)
 
 
 def _certain_text(sequence: Sequence) -> str:

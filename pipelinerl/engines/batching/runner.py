@@ -91,7 +91,8 @@ class ModelRunner(Protocol):
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """One step of rows 0..num_rows-1: the sampled token ids and their log-probs, of the distribution sampled from.
 
-        Each row then feeds what it sampled.
+        Each row then feeds what it sampled. A row whose logits are no distribution (NaN or +inf among them) has a NaN
+        log-prob and some token of the vocabulary; the other rows are not touched by it.
         """
         ...
 

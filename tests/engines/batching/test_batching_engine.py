@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from inference_contract.errors import EngineStopped, InvalidRequest, Overloaded, UnknownModel, UpdateInProgress
+from inference_contract.errors import (
+    EngineStopped,
+    InvalidRequest,
+    NotFinite,
+    Overloaded,
+    UnknownModel,
+    UpdateInProgress,
+)
 from inference_contract.schemas import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -444,6 +452,64 @@ async def test_closing_answers_everyone(engine: BatchingEngine, gate: GatedRunne
     with pytest.raises(EngineStopped):
         await engine.complete(_ask(7))
     assert engine.health().state is EngineState.STOPPED
+
+
+def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
+    """From now on the `step`-th decode has no finite log-prob in `row`."""
+    decode, first = gate.decode, gate.steps
+
+    def spoiled(num_rows: int) -> tuple[list[int], list[float]]:
+        token_ids, logprobs = decode(num_rows)
+        if gate.steps == first + step:
+            logprobs[row] = math.nan
+        return token_ids, logprobs
+
+    gate.decode = spoiled  # type: ignore[method-assign]
+
+
+async def test_a_request_without_finite_logits_is_refused_and_the_others_go_on(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    """In one of its three rows while a fourth sample waits; the others do not notice, nor does the one behind it."""
+    one, doomed, other = _ask(7, max_tokens=9), _ask(8, n=4, max_tokens=9, seed=5), _ask(9, max_tokens=9, seed=6)
+    tasks = [await _started(engine, gate, request) for request in (one,)]
+    tasks += [await _submitted(engine, request) for request in (doomed, other)]
+    _spoil(gate, step=3, row=2)  # the first one is alone in the first step
+    await _steps(engine, gate, 3)
+    with pytest.raises(NotFinite, match="NaN or infinity for token 1 of choice 1 after a prompt of 1 token"):
+        await asyncio.wait_for(tasks[1], DEADLINE_S)
+    gate.open()
+    answers = [(await task).choices for task in (tasks[0], tasks[2])]
+    assert engine.health().state is EngineState.READY
+    metrics = engine.metrics()
+    assert (metrics.aborted_sequences_total, metrics.finished_sequences_total, metrics.running_sequences) == (4, 2, 0)
+    assert metrics.generated_tokens_total == 9 + 9 + 3
+    assert answers == [(await engine.complete(request)).choices for request in (one, other)]
+
+
+async def test_a_row_that_moves_into_the_place_of_a_refused_one_keeps_its_token(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    doomed, kept = _ask(8, max_tokens=9), _ask(9, max_tokens=9, seed=6)
+    tasks = [await _started(engine, gate, doomed), await _submitted(engine, kept)]
+    _spoil(gate, step=2, row=0)
+    gate.open()
+    with pytest.raises(NotFinite):
+        await asyncio.wait_for(tasks[0], DEADLINE_S)
+    assert (await tasks[1]).choices == (await engine.complete(kept)).choices
+
+
+async def test_a_stream_without_finite_logits_ends_with_the_refusal_and_without_the_token(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    _spoil(gate, step=3, row=0)
+    gate.open()
+    tokens: list[int] = []
+    with pytest.raises(NotFinite, match="for token 2 of choice 0"):
+        async for chunk in engine.stream(_ask(7, max_tokens=9, stream=True)):
+            tokens += [token for choice in chunk.choices for token in choice.token_ids or []]
+    assert len(tokens) == 2
+    assert engine.health().state is EngineState.READY
 
 
 async def test_a_fault_of_the_model_answers_everyone(

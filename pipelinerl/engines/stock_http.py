@@ -11,7 +11,8 @@ Whatever is not the answer that was expected is an `EngineUnreachable` that name
 from __future__ import annotations
 
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import aiohttp
@@ -66,9 +67,12 @@ class StockHttp:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def post(self, path: str, body: Any = None, *, timeout_s: float = CALL_S) -> Any:
-        """POST a JSON body; the JSON of a 200, None if it has other text."""
-        return await self._call("POST", path, body, timeout_s)
+    async def post(self, path: str, body: Any = None, *, timeout_s: float = CALL_S, may_fail: bool = False) -> Any:
+        """POST a JSON body; the JSON of a 200, None if it has other text.
+
+        With `may_fail`, no other call comes by the same connection: uvicorn hangs up after a fault of the server's.
+        """
+        return await self._call("POST", path, body, timeout_s, headers={"connection": "close"} if may_fail else {})
 
     async def events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
         """POST, and the JSON of each server-sent event until `[DONE]`; it waits for the next one without a deadline.
@@ -90,10 +94,14 @@ class StockHttp:
             raise EngineUnreachable(f"POST {self.url}{path} broke off: {_said(error)}") from error
         raise EngineUnreachable(f"POST {self.url}{path}: the stream ended without data: [DONE]; is the server closing?")
 
-    async def _call(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
+    async def _call(
+        self, method: str, path: str, body: Any, timeout_s: float, *, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> Any:
         patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         try:
-            async with self._session.request(method, self.url + path, json=body, timeout=patience) as answer:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=patience, headers=headers
+            ) as answer:
                 await self._check(method, path, answer)
                 content = await answer.read()
                 return orjson.loads(content) if answer.content_type == "application/json" else None
@@ -105,7 +113,6 @@ class StockHttp:
     async def _check(self, method: str, path: str, answer: aiohttp.ClientResponse) -> None:
         if answer.status != 200:
             text = (await answer.text(errors="replace"))[:_SHOWN]
-            answer.close()  # uvicorn hangs up after a fault: the next call must not meet that on this connection
             raise EngineUnreachable(f"{method} {self.url}{path} must answer 200, got {answer.status}: {text}")
 
 

@@ -145,7 +145,7 @@ class VllmDialect:
         """End whatever update is open; the server refuses where none is."""
         named = {} if label is None else {"weight_version": label}
         with suppress(EngineUnreachable):
-            await self._http.post("/finish_weight_update", named, timeout_s=_LONG_S)
+            await self._http.post("/finish_weight_update", named, timeout_s=_LONG_S, may_fail=True)
 
     async def forget_cache(self) -> None:
         """`/reset_prefix_cache`, with what the samples in flight have filled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import AsyncIterator, Sequence as Items
 from contextlib import asynccontextmanager
 from typing import Any, final
@@ -26,6 +26,7 @@ from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.batching.text import Detokenizer
 from pipelinerl.engines.core_loop import CoreLoop
 from pipelinerl.engines.engine_core import CoreModel, Sampled, Step, sample_id
+from tests.patience import PATIENCE_S
 
 LAYOUT = WeightLayout(parameters=(ParameterSpec(name="w", shape=(1,), dtype=DType.FLOAT32),))
 #: Ends a sample.
@@ -40,7 +41,8 @@ class ScriptedCore:
         self.begun: list[Sequence] = []
         self.news: asyncio.Queue[Step | Exception] = asyncio.Queue()
         self.refusal: ValueError | None = None
-        self.closes_in_s = 0.0
+        self.may_close = threading.Event()
+        self.may_close.set()
 
     def check(self, request: Request) -> None:
         """Everything is let through."""
@@ -72,7 +74,8 @@ class ScriptedCore:
         return None
 
     async def close(self) -> None:
-        await asyncio.sleep(self.closes_in_s)
+        while not self.may_close.is_set():
+            await asyncio.sleep(0.002)
 
 
 class Letters:
@@ -135,12 +138,12 @@ async def test_what_the_core_refuses_is_answered_and_the_engine_goes_on() -> Non
     async with world() as made:
         made.core.refusal = ValueError("temperature must be in [0, 2], got 2.5.")
         with pytest.raises(InvalidRequest, match="core refuses the request: temperature must be in"):
-            await asyncio.wait_for(made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1], n=3)), 5.0)
+            await asyncio.wait_for(made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1], n=3)), PATIENCE_S)
         assert (made.loop.num_running, made.loop.num_waiting) == (0, 0), "their places are free again"
         made.core.refusal = None
         asked = await made.asked()
         made.tell(Step((1, 57), [Sampled(sample_id(made.core.begun[0]), [STOP], [-1.0], 1, True)]))
-        assert (await asyncio.wait_for(asked, 5.0)).epoch == 1
+        assert (await asyncio.wait_for(asked, PATIENCE_S)).epoch == 1
 
 
 async def test_the_epoch_is_that_of_the_first_token_of_any_sample() -> None:
@@ -150,18 +153,18 @@ async def test_the_epoch_is_that_of_the_first_token_of_any_sample() -> None:
         first, second = (sample_id(sequence) for sequence in made.core.begun)
         made.tell(Step((1, 57), [Sampled(second, [5, STOP], [-1.0, -1.0], 2, True)]))
         made.tell(Step((2, 50), [Sampled(first, [5, STOP], [-1.0, -1.0], 2, True)]))
-        assert (await asyncio.wait_for(asked, 5.0)).epoch == 1
+        assert (await asyncio.wait_for(asked, PATIENCE_S)).epoch == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
 async def test_a_dead_core_is_missed_at_once_however_long_it_takes_to_close() -> None:
     async with world() as made:
-        made.core.closes_in_s = 2.0
-        asked, began = await made.asked(), time.monotonic()
+        made.core.may_close.clear()
+        asked = await made.asked()
         made.tell(RuntimeError("the core has died"))
         with pytest.raises(EngineStopped):
-            await asyncio.wait_for(asked, 5.0)
+            await asyncio.wait_for(asked, PATIENCE_S)
         with pytest.raises(EngineStopped):
             await made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1]))
         assert made.engine.health().state is EngineState.STOPPED
-        assert time.monotonic() - began < 1.0
+        made.core.may_close.set()

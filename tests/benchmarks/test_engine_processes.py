@@ -31,7 +31,8 @@ def test_an_engine_keeps_itself_busy_and_ends_with_its_context(tmp_path: Path) -
         assert os.sched_getaffinity(engine.pid) == {core}
         first, second = asyncio.run(two_readings(engine.url))
     assert second["generated_tokens_total"] > first["generated_tokens_total"] + 20
-    assert second["waiting_sequences"] <= 2
+    # Two requests of two samples at a time; between two steps all of them may wait.
+    assert second["running_sequences"] + second["waiting_sequences"] <= 4
     with pytest.raises(ProcessLookupError):
         os.kill(engine.pid, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,10 @@ def replay(
     """Take a step again from its checkpoint and its recorded rollouts, with no engine; status 1 if it differs."""
     from rich.console import Console
 
+    from pipelinerl.config import load
+
+    # Before torch is imported: sums depend on how many threads make them, and the launcher gave the trainer so many.
+    os.environ.setdefault("OMP_NUM_THREADS", str(load(str(run_dir / "recipe.toml")).launch.threads))
     from pipelinerl.roles.replay import show
 
     if not show(run_dir, step=step, objective=objective, console=Console()):

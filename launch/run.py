@@ -51,11 +51,9 @@ def report(path: Path) -> list[Path]:
         UserError: there is no run in `path`, or no room for a report.
     """
     try:
-        read_events(path / "events.jsonl")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} has no readable events.jsonl to report on: {error}") from None
-    try:
         files = write_report(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        raise UserError(f"{path} has no readable events.jsonl to report on: {error}") from None
     except OSError as error:
         raise UserError(f"the report of {path} cannot be written: {error}") from None
     return [files.html, files.picture]

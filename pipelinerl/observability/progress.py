@@ -27,8 +27,6 @@ from pipelinerl.observability.status import EngineStatus, EvaluatingStatus, Phas
 _BARS = "▁▂▃▄▅▆▇█"
 #: On a terminal with fewer there is no room for the rewards.
 _CURVE_COLUMNS = 24
-#: Standings of an engine that has work to do.
-_AT_WORK = ("healthy", "pinned")
 _PHASE_STYLE = {Phase.FINISHED: "bold green", Phase.FAILED: "bold red", Phase.STARTING: "bold yellow"}
 
 
@@ -175,7 +173,7 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
 def _engines(engines: tuple[EngineStatus, ...]) -> Table:
     grid = Table.grid(padding=(0, 2))
     for engine in engines:
-        style = "green" if engine.state in _AT_WORK else "red"
+        style = "green" if engine.serves else "red"
         grid.add_row(
             Text(engine.url, style="dim"),
             Text(engine.state, style=style),

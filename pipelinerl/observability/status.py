@@ -29,7 +29,8 @@ class Phase(StrEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: `state` is its standing in the fleet, `healthy` when it is given work."""
+    """One engine: `state` is its standing in the fleet, `healthy` when it is given work, `pinned` when that is an
+    evaluation's alone."""
 
     url: str
     state: str
@@ -41,6 +42,11 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 0
     tokens_per_s: float = 0.0
     last_error: str = ""
+
+    @property
+    def serves(self) -> bool:
+        """Is it given work, of whatever kind?"""
+        return self.state in ("healthy", "pinned")
 
 
 class HiredEngine(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,8 +15,6 @@ from pipelinerl.roles.remote import Remote
 _POLL_S: Final = 0.2
 #: An engine must have joined by then: it loads a model, and waits for a publication.
 _JOIN_S: Final = 300.0
-#: As status tells it: a pinned engine serves, though only the evaluation that it answers.
-_SERVES: Final = ("healthy", "pinned")
 
 
 def table(status: RunStatus) -> list[str]:
@@ -48,7 +46,9 @@ def joined(remote: Remote, which: str, *, logs: Path, within_s: float = _JOIN_S)
     Raises:
         UserError: it was expelled, or cannot be had; DeadlineError: it has not come in time.
     """
-    engine = _until(remote, which, lambda state: state in (*_SERVES, "expelled"), within_s, "serve", f"; see {logs}")
+    engine = _until(
+        remote, which, lambda engine: engine.serves or engine.state == "expelled", within_s, "serve", f"; see {logs}"
+    )
     if engine.state == "expelled":
         raise UserError(f"{which} was expelled: {engine.last_error}")
     return engine
@@ -56,11 +56,11 @@ def joined(remote: Remote, which: str, *, logs: Path, within_s: float = _JOIN_S)
 
 def gone(remote: Remote, which: str, *, within_s: float) -> EngineStatus:
     """Wait until the engine is out; raises DeadlineError when it is not in time."""
-    return _until(remote, which, lambda state: state == "expelled", within_s, "be out", "")
+    return _until(remote, which, lambda engine: engine.state == "expelled", within_s, "be out", "")
 
 
 def _until(
-    remote: Remote, which: str, reached: Callable[[str], bool], within_s: float, what: str, hint: str
+    remote: Remote, which: str, reached: Callable[[EngineStatus], bool], within_s: float, what: str, hint: str
 ) -> EngineStatus:
     deadline = time.monotonic() + within_s
     standing = "not heard of"
@@ -69,7 +69,7 @@ def _until(
         for engine in status.engines:
             if base_url(which) in (engine.url, engine.name):
                 standing = f"{engine.state} {engine.last_error}".strip()
-                if reached(engine.state):
+                if reached(engine):
                     return engine
         if standing == "not heard of" and which in status.dismissed:
             raise UserError(f"{which} did not come, and the run goes on without it{hint}")

@@ -1,7 +1,7 @@
 """Tokens/s of the torch engine over Hugging Face `generate` in static batches, on one thread.
 
     ours       every request at once to the engine, which has `concurrency` rows and fills a row as soon as it is free
-    generate   batches of `concurrency` in the order of arrival, each as long as its longest answer
+    generate   batches of `concurrency` in the order of incoming, each as long as its longest answer
 
 Same model, prompts, sampling and answer lengths; only the tokens asked for count. Ours also returns log-probs. Loads:
 all answers equally long, and heavy tails (Pareto), where a static batch waits for its longest answer.
@@ -25,7 +25,7 @@ from benchmarks.measure import Paired, Row, paired, print_table, write_record
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.torch_engine import EngineDevice, TorchEngineSettings, load_runner
+from pipelinerl.engines.torch.engine import EngineDevice, TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 

@@ -35,7 +35,7 @@ import psutil
 
 from benchmarks.measure import Interval, Paired, Row, paired, print_table, write_record
 from benchmarks.served_engine import EngineOrder, Load, ServedEngine, served
-from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.engines.http.engine_client import EngineClient
 from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 
 _LOAD: Final = Load(samples=8, tokens=256)
@@ -127,8 +127,8 @@ async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callabl
     from benchmarks.trainer import RATE, ragged_batch
     from pipelinerl.objective.presets import resolve
     from pipelinerl.rng import generator
-    from pipelinerl.trainers.torch_trainer import TorchTrainer
-    from pipelinerl.weights.broadcast import BroadcastPublisher
+    from pipelinerl.trainers.torch.trainer import TorchTrainer
+    from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
     from pipelinerl.weights.layout import wire_layout
     from pipelinerl.weights.publisher import Publication
     from trainer_contract.types import Device, TrainerSpec

@@ -25,7 +25,7 @@ from benchmarks.engine import CONTEXT, LOADS, Job, ours
 from benchmarks.measure import Paired, Row, paired, print_table, write_record
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch_engine import EngineDevice, TorchEngineSettings, load_runner
+from pipelinerl.engines.torch.engine import EngineDevice, TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.registry import ENGINES
@@ -49,14 +49,14 @@ def torch_engine(path: Path, slots: int) -> BatchingEngine:
 
 def vllm_engine(path: Path, slots: int) -> BatchingEngine:
     """vLLM's, whose answers no token ends."""
-    from pipelinerl.engines.vllm_engine import loop_of
-    from pipelinerl.engines.worker_seat import WorkerSeating
+    from pipelinerl.engines.external.vllm.engine import loop_of
+    from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 
     batching = BatchingSettings(model_id="m", max_waiting=65536)
     options = EngineOptions(
         model_path=path, model_id="m", slots=slots, max_waiting=65536, context_length=CONTEXT, threads=1
     )
-    loop = loop_of(options, batching, frozenset(), WorkerSeating(frozenset()))
+    loop = loop_of(options, batching, frozenset(), WorkerEndpointFactory(frozenset()))
     return BatchingEngine(batching, loop=loop, tokenizer=_endless())
 
 

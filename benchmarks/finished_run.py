@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.trl_arm import HeldOut, Judge
-from pipelinerl.config import load
+from pipelinerl.config.recipe import load
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.observability.events import read_events
-from pipelinerl.observability.story import Series, Story, tell
-from pipelinerl.roles.parts import checkpoints_of
+from pipelinerl.observability.run_history import RunHistory, Series, tell
+from pipelinerl.roles.wiring import checkpoints_of
 
 _DEADLINE_S: Final = 3600.0
 #: Of a curve in a record.
@@ -30,7 +30,7 @@ Points = tuple[tuple[float, ...], tuple[float, ...]]
 class FinishedRun:
     """`accuracy` is greedy and held out, of the last checkpoint in float32; `completed`: all of the recipe's steps."""
 
-    story: Story
+    history: RunHistory
     accuracy: float
     completed: bool
 
@@ -51,16 +51,16 @@ def train(recipe: str, changes: Sequence[str], *, seed: int) -> FinishedRun:
         )
         config = load(recipe, wanted)
         log = config.run_directory / "events.jsonl"
-        story = tell(read_events(log) if log.exists() else [])
+        history = tell(read_events(log) if log.exists() else [])
         checkpoint = checkpoints_of(config, config.run_directory).latest()
-        if checkpoint is None or not story.evaluations or not story.steps:
+        if checkpoint is None or not history.evaluations or not history.steps:
             said = (done.stdout + done.stderr)[-3000:]
             arm = " ".join([recipe, *changes, f"run.seed={seed}"])
             raise RuntimeError(f"{arm} ended with {done.returncode} and nothing to measure:\n{said}")
         model = load_model(checkpoint[0])
         with Judge(config) as judge:
             accuracy = HeldOut(config, judge, ChatTokenizer.load(checkpoint[0])).accuracy(model)
-    return FinishedRun(story=story, accuracy=accuracy, completed=len(story.steps) >= config.run.steps)
+    return FinishedRun(history=history, accuracy=accuracy, completed=len(history.steps) >= config.run.steps)
 
 
 @contextmanager
@@ -69,15 +69,15 @@ def _somewhere(seed: int) -> Iterator[list[str]]:
         yield [f"run.seed={seed}", f"run.directory={folder}", "run.name=arm"]
 
 
-def steps_of(story: Story, field: str) -> Series:
+def steps_of(history: RunHistory, field: str) -> Series:
     """A figure over the steps.
 
     Raises:
         ValueError: the steps do not report it.
     """
-    series = story.by_step(field)
+    series = history.by_step(field)
     if not series:
-        raise ValueError(f"expected the run's steps to report {field}, got {sorted(story.steps[0])}")
+        raise ValueError(f"expected the run's steps to report {field}, got {sorted(history.steps[0])}")
     return series
 
 

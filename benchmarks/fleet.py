@@ -1,6 +1,6 @@
 """What an update of many engines costs beside the bytes: control, by the number of engines and of tensors.
 
-Engines here are everything of an engine that an update passes through, HTTP server, receiver and seat in a gloo group,
+Engines here are everything of an engine that an update passes through, HTTP server, receiver and endpoint in a gloo group,
 without a model; several share a process. The trainer's side is the real publisher. Each fleet exists twice:
 
     real        the tensors are 8 MB in all
@@ -48,11 +48,11 @@ from inference_contract.schemas import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.engines.http_client import EngineClient
-from pipelinerl.engines.http_server import create_app
-from pipelinerl.engines.weight_receiver import WeightReceiver
-from pipelinerl.http_service import listen
-from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.weights.weight_receiver import WeightReceiver
+from pipelinerl.system.http_service import listen
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 
 #: (engines, tensors)

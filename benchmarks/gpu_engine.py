@@ -29,12 +29,12 @@ from benchmarks.served_engine import EngineOrder, Load, served
 from inference_contract.schemas import Backend, ChatCompletionRequest
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.http_client import EngineClient
-from pipelinerl.engines.torch_engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.torch.engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.mismatch import mismatch
-from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 
 

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from benchmarks.gpu_device import Scale, flops_per_second, load_model, wait
 from benchmarks.gpu_engine import Sampled, local, prompts
 from benchmarks.measure import Row, paired, seconds_of
-from pipelinerl.engines.torch_engine import EngineDType
+from pipelinerl.engines.torch.engine import EngineDType
 from pipelinerl.numerics.mismatch import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch_segments import IMPLEMENTATION, SegmentPlan
-from pipelinerl.trainers.torch_trainer import TorchTrainer
+from pipelinerl.trainers.torch.segments import IMPLEMENTATION, SegmentPlan
+from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 
 _RATE = 1e-6

@@ -23,9 +23,9 @@ from benchmarks.trainer import RATE, SHAPE, ragged_batch
 from pipelinerl.models.tiny_decoder import random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.jax_segments import Rows
-from pipelinerl.trainers.jax_trainer import JaxTrainer
-from pipelinerl.trainers.torch_trainer import TorchTrainer
+from pipelinerl.trainers.jax.segments import Rows
+from pipelinerl.trainers.jax.trainer import JaxTrainer
+from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Device, MicroBatch, TrainerSpec
 

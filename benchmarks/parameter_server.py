@@ -31,15 +31,15 @@ import torch
 from benchmarks.measure import Interval, Row, paired, print_table, seconds_of, write_record
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
-from pipelinerl.http_service import listen, serve
-from pipelinerl.weights.collective import Collective, Rendezvous
+from pipelinerl.system.http_service import listen, serve
+from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from pipelinerl.weights.digest import WeightDigest
-from pipelinerl.weights.parameter_server import ParameterServer, create_app
+from pipelinerl.weights.parameter_server.download import WeightPuller
+from pipelinerl.weights.parameter_server.server import ParameterServer, create_app
+from pipelinerl.weights.parameter_server.upload import Uploader
+from pipelinerl.weights.parameter_server.version_table import VersionTable
 from pipelinerl.weights.publisher import Publication
 from pipelinerl.weights.pull import PullOrder, Shard
-from pipelinerl.weights.puller import WeightPuller
-from pipelinerl.weights.push import Placement
-from pipelinerl.weights.version_table import VersionTable
 
 #: Parameters of a million bytes, as many as make about so many MB.
 SIZES_MB: Final = (3, 24, 310)
@@ -158,7 +158,7 @@ class _Trainer:
     ) -> None:
         self._layout = layout
         self._source = source
-        self._placement = Placement(urls, shards=len(urls), token=None, shared_memory=shared_memory)
+        self._placement = Uploader(urls, shards=len(urls), token=None, shared_memory=shared_memory)
         self._puller = WeightPuller(token=None, shared_memory=shared_memory)
         self._version = 0
         self.push()
@@ -175,7 +175,7 @@ class _Trainer:
             membership=0,
             timeout_s=_PATIENCE_S,
         )
-        self._placed = self._placement.place(publication, {}, deadline=time.monotonic() + _PATIENCE_S)
+        self._placed = self._placement.upload(publication, {}, deadline=time.monotonic() + _PATIENCE_S)
 
     def pull(self, into: np.ndarray[Any, Any]) -> None:
         """Fetch the newest."""

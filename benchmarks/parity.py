@@ -23,17 +23,17 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Row, print_table, write_record
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, OnUpdate
-from pipelinerl.config import MODELS
+from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch_engine import from_options
+from pipelinerl.engines.torch.engine import from_options
 from pipelinerl.models.checkpoint import load_model, save_model
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.mismatch import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch_trainer import TorchTrainer
-from pipelinerl.training.packing import WeightedRollout, pack
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from pipelinerl.types import Outcome, Rollout, Turn, Verdict, VersionSpan
 from trainer_contract.types import Device, HeadPrecision, MicroBatch, Precision, TrainerSpec
 

@@ -32,9 +32,9 @@ import torch
 from benchmarks.measure import Paired, Row, paired, print_table, write_record
 from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.observability.events import read_events
-from pipelinerl.trainers.torch_trainer import TorchTrainer
-from pipelinerl.training.checkpoint import CheckpointStore
-from pipelinerl.training.checkpoint_manifest import TrainingState
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
+from pipelinerl.training.checkpoints.manifest import TrainingState
 from trainer_contract.types import Device, TrainerSpec
 
 _TARGET: Final = 1.5
@@ -71,8 +71,8 @@ if directory:
 _RESTORE: Final = """
 import os, sys
 from pathlib import Path
-from pipelinerl.config import load
-from pipelinerl.roles.parts import checkpoints_of, objective_of
+from pipelinerl.config.recipe import load
+from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles import trainer_role
 from pipelinerl.roles.workers import started
 config = load("tiny", ["model.path=" + sys.argv[1]])

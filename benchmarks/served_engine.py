@@ -87,11 +87,11 @@ def _serve(order: EngineOrder, port: Connection) -> None:
 
     from benchmarks.update_pause import Stopwatch
     from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-    from pipelinerl.engines.http_server import create_app
-    from pipelinerl.engines.torch_engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
-    from pipelinerl.http_service import listen, serve
+    from pipelinerl.engines.http.engine_server import create_app
+    from pipelinerl.engines.torch.engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
     from pipelinerl.models.tiny_decoder import char_tokenizer
     from pipelinerl.models.tokenizer import ChatTokenizer
+    from pipelinerl.system.http_service import listen, serve
 
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ checkpoints to the disk shares with the trainer. Four arms, in turn, with a chec
     free         the same with a core for the checkpoints, where there is one
     standing     the same checkpoint while training waits for it
 
-Standing still, for the checkpoint before or until the state is captured, is told by the stall ÷ none; whatever else
+EngineLifecycle still, for the checkpoint before or until the state is captured, is told by the stall ÷ none; whatever else
 makes a step slower, by the ratio of the arms. A recipe takes a checkpoint every `checkpoint.interval_steps`, which
 divides both.
 """
@@ -33,15 +33,15 @@ import torch
 
 from benchmarks.measure import Row, paired, print_table, write_record
 from benchmarks.trainer import ragged_batch
-from pipelinerl.config import MODELS, load
+from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.messages import Checkpointed, Message
 from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch_trainer import TorchTrainer
-from pipelinerl.training.checkpoint import Capture, CheckpointStore
-from pipelinerl.training.checkpoint_manifest import TrainingState
-from pipelinerl.training.checkpointing import Checkpointing
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
+from pipelinerl.training.checkpoints.checkpointing import Checkpointing
+from pipelinerl.training.checkpoints.manifest import TrainingState
 from trainer_contract.types import Device, MicroBatch, TrainerSpec
 
 _TARGET: Final = 0.02

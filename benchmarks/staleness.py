@@ -33,8 +33,8 @@ from typing import Final
 from benchmarks.comparison import Column, table
 from benchmarks.finished_run import FinishedRun, Points, steps_of, thinned, train
 from benchmarks.measure import write_record
-from pipelinerl.config import load, to_table
-from pipelinerl.observability.story import Series
+from pipelinerl.config.recipe import load, to_table
+from pipelinerl.observability.run_history import Series
 
 RECIPE: Final = "tiny"
 FIGURE: Final = Path(__file__).parent.parent / "docs" / "staleness.png"
@@ -118,10 +118,10 @@ def outcome(arm: Arm, seed: int, run: FinishedRun) -> Outcome:
     Raises:
         ValueError: its steps do not report one of them.
     """
-    steps = partial(steps_of, run.story)
+    steps = partial(steps_of, run.history)
     reward, ess, sampled = steps("reward"), steps("ess"), steps("sampled_tokens")
     rollouts = tuple(accumulate(steps("rollouts").y))
-    ended = run.story.series(run.story.steps, "elapsed_s", x="step").y
+    ended = run.history.series(run.history.steps, "elapsed_s", x="step").y
     began = ended[0] - steps("step_s").y[0] - steps("wait_s").y[0]
     stale = steps("stale_tokens").y[-1]
     return Outcome(
@@ -129,7 +129,7 @@ def outcome(arm: Arm, seed: int, run: FinishedRun) -> Outcome:
         seed=seed,
         completed=run.completed,
         accuracy=run.accuracy,
-        reward=run.story.last_reward or 0.0,
+        reward=run.history.last_reward or 0.0,
         age=fmean(steps("staleness_mean").y),
         discarded=stale / (stale + sum(sampled.y)),
         ess=fmean(ess.y),

@@ -39,7 +39,7 @@ from typing import Final
 from benchmarks.comparison import Column, by_arm, table
 from benchmarks.finished_run import FinishedRun, Points, steps_of, thinned, train
 from benchmarks.measure import write_record
-from pipelinerl.config import load, to_table
+from pipelinerl.config.recipe import load, to_table
 from pipelinerl.engines.options import WeightFormat
 
 RECIPE: Final = "tiny"
@@ -133,15 +133,15 @@ def outcome(arm: Arm, seed: int, run: FinishedRun) -> Outcome:
     Raises:
         ValueError: its steps do not report one of them.
     """
-    story = run.story
-    steps = partial(steps_of, story)
+    history = run.history
+    steps = partial(steps_of, history)
     mismatch, ess, entropy = steps("logprob_difference_mean"), steps("ess"), steps("entropy")
-    accuracy = story.series(story.evaluations, "accuracy", x="model_version")
+    accuracy = history.series(history.evaluations, "accuracy", x="model_version")
     curves = {"accuracy": accuracy, "ess": ess.smoothed(), "mismatch": mismatch.smoothed()}
     return Outcome(
         arm=arm.name,
         seed=seed,
-        steps=len(story.steps),
+        steps=len(history.steps),
         completed=run.completed,
         trained=run.accuracy,
         served=accuracy.y[-1],

@@ -24,8 +24,8 @@ from benchmarks.measure import Row, paired, print_table, seconds_of, write_recor
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch_segments import IMPLEMENTATION, SegmentPlan
-from pipelinerl.trainers.torch_trainer import TorchTrainer
+from pipelinerl.trainers.torch.segments import IMPLEMENTATION, SegmentPlan
+from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, TrainerSpec
 
 SHAPE = DecoderShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=176, vocab=64, max_positions=512)

@@ -33,7 +33,7 @@ from typing import Any, Final
 import tomli_w
 
 from benchmarks.measure import RESULTS, Interval, Row, bootstrap_median, print_table, write_record
-from pipelinerl.config import load, to_table
+from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
 RECIPE: Final = "tiny"

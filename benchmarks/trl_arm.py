@@ -27,12 +27,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
 from pipelinerl import registry
-from pipelinerl.config import RunConfig, load
+from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective import adv, agg, grad1, grad2
 from pipelinerl.objective.presets import resolve
-from pipelinerl.roles.sources import held_out_problems, training_problems
-from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.roles.problem_sources import held_out_problems, training_problems
+from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.verifier import Verifier
 
@@ -166,7 +166,7 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
         ValueError: TRL has no words for the recipe's objective.
     """
     objective, sampling = resolve(config.objective), config.sampling
-    term, plain = objective.grad1, isinstance(objective.grad2, grad2.Nothing)
+    term, plain = objective.grad1, isinstance(objective.grad2, grad2.NoRegularizer)
     if not (
         plain and isinstance(objective.agg, agg.Sequences) and isinstance(term, grad1.ClippedRatio | grad1.LogProb)
     ):

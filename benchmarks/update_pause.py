@@ -37,14 +37,14 @@ import torch
 from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
 from inference_contract.schemas import ChatCompletionRequest, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.batching.runner import ModelRunner
-from pipelinerl.engines.http_client import EngineClient
-from pipelinerl.engines.http_server import create_app
-from pipelinerl.engines.torch_engine import TorchEngineSettings, load_runner
-from pipelinerl.http_service import listen, serve
+from pipelinerl.engines.batching.model_runner import ModelRunner
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.system.http_service import listen, serve
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 
 SLOTS: Final = 4

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.recipe import RunConfig
 
 #: Up to this many cores a process of its own core is worth more than the scheduler's freedom.
 _SMALL_MACHINE = 8
@@ -169,7 +169,7 @@ class Launch:
         return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=restarts, **{**health, **rest})  # type: ignore[arg-type]
 
     def engine(self, name: str, *, port: int, type: str | None = None) -> ProcessSpec:
-        """An engine; one of a `type` was hired while the run is live, which does not fail with it."""
+        """An engine; one of a `type` was requested while the run is live, which does not fail with it."""
         engine_cores, _ = _pinning(self.config, self.cores)
         number = int(name.rpartition("-")[2])
         cpu = engine_cores[number % len(engine_cores)] if engine_cores else None

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from launch.plan import ProcessSpec
 
-_LEASH = Path(__file__).with_name("leash.py")
+_TIED_PROCESS = Path(__file__).with_name("tied_process.py")
 _PROBE_TIMEOUT_S = 0.5
 _TAIL_BYTES = 32768
 
@@ -36,7 +36,7 @@ class State(StrEnum):
     BACKING_OFF = "backing_off"
     """died; is started again at `due`"""
     STOPPING = "stopping"
-    """was dismissed while the run goes on; is killed at `due`"""
+    """was stopped while the run goes on; is killed at `due`"""
     ENDED = "ended"
 
 
@@ -62,7 +62,7 @@ class Process:
         """Start it; returns its process group."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         cores = ",".join(map(str, self.spec.cpu or ()))
-        command = [sys.executable, "-S", "-E", str(_LEASH), str(os.getpid()), cores, "--", *self.spec.argv]
+        command = [sys.executable, "-S", "-E", str(_TIED_PROCESS), str(os.getpid()), cores, "--", *self.spec.argv]
         with self.log.open("ab") as log:
             self._log_offset = log.tell()
             self._child = subprocess.Popen(

@@ -17,18 +17,18 @@ import httpx
 from rich.console import Console
 
 from launch import run_directory
-from launch.local import Outcome, Supervisor
+from launch.engine_processes import EngineProcesses
 from launch.plan import Launch, Ports, processes_of
 from launch.ports import free_ports
 from launch.run_directory import RunDirectory
-from launch.staff import Staff
-from pipelinerl.config import RunConfig
+from launch.supervisor import Outcome, Supervisor
+from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
 from pipelinerl.observability.progress import Progress
 from pipelinerl.observability.report import write_report
+from pipelinerl.observability.run_history import tell
 from pipelinerl.observability.status import RunStatus
-from pipelinerl.observability.story import tell
 from pipelinerl.observability.summary import summary
 
 POLL_S = 0.5
@@ -83,7 +83,7 @@ def _launch(directory: RunDirectory) -> int:
                 announce=lambda text: progress.console.print(text, highlight=False, soft_wrap=True),
                 on_tick=follow,
             )
-            staff = Staff(supervisor, launch, give_up=reader.give_up)
+            staff = EngineProcesses(supervisor, launch, give_up=reader.give_up)
             result = supervisor.run()
     if directory.events.is_file():
         try:
@@ -99,8 +99,8 @@ def _launch(directory: RunDirectory) -> int:
 
 def _show_report(directory: RunDirectory, console: Console) -> None:
     page, picture = report(directory.path)
-    story = tell(read_events(directory.events))
-    console.print(summary(story, run_dir=directory.path, report=page))
+    history = tell(read_events(directory.events))
+    console.print(summary(history, run_dir=directory.path, report=page))
     console.print(f"learning curve {picture}", highlight=False, soft_wrap=True)
 
 
@@ -134,7 +134,7 @@ class _StatusReader:
         return status
 
     def give_up(self, engine: str) -> None:
-        """Tell the controller, soon, that a hired engine will not come; once more if its status still wants it."""
+        """Tell the controller, soon, that a requested engine will not come; once more if its status still wants it."""
         self._given_up.add(engine)
 
     def _read(self) -> None:

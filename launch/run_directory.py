@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl.config import RunConfig, load, save, write_private
+from pipelinerl.config.recipe import RunConfig, load, save, write_private
 from pipelinerl.errors import UserError
 
 

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from pipelinerl import config as recipes
-from pipelinerl.config import RunConfig
+from pipelinerl.commands.chaos_command import chaos
+from pipelinerl.commands.engines_command import Run, engines_app
+from pipelinerl.commands.explain_command import explain
+from pipelinerl.commands.mismatch_command import mismatch
+from pipelinerl.commands.replay_command import replay
+from pipelinerl.config import recipe as recipes
+from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import PipelineError, RecipeError, UserError
-from pipelinerl.roles.chaos_command import chaos
-from pipelinerl.roles.engines_command import Run, engines_app
-from pipelinerl.roles.explain_command import explain
-from pipelinerl.roles.mismatch_command import mismatch
-from pipelinerl.roles.replay_command import replay
 
 app = typer.Typer(
     name="pipelinerl",
@@ -49,8 +49,8 @@ def run(
 ) -> None:
     """Train: start every role on this machine, show progress, write the report."""
     from launch import run as launching
-    from pipelinerl.roles import resumption
-    from pipelinerl.roles.dry_run import refuse
+    from pipelinerl.commands import resumption
+    from pipelinerl.commands.check import refuse
 
     if resume is not None:
         if recipe is not None:
@@ -64,7 +64,7 @@ def run(
 @app.command()
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Dry run of a recipe: everything that can be refused without training is refused here."""
-    from pipelinerl.roles.dry_run import findings
+    from pipelinerl.commands.check import findings
 
     config = recipes.load(recipe, overrides or [])
     for name, finding in findings(config):
@@ -78,8 +78,8 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="The whole state, for programs.")] = False,
 ) -> None:
     """What a live run is doing, and what it waits for."""
+    from pipelinerl.commands.remote import Remote
     from pipelinerl.observability import progress
-    from pipelinerl.roles.remote import Remote
 
     state = Remote.of(run).status()
     if json:
@@ -91,7 +91,7 @@ def status(
 @knobs_app.command("show")
 def knobs_show(run: Run) -> None:
     """The knobs of a live run and the log of their changes."""
-    from pipelinerl.roles.remote import Remote
+    from pipelinerl.commands.remote import Remote
 
     answer = Remote.of(run).knobs()
     for name, value in answer.knobs.items():
@@ -104,7 +104,7 @@ def knobs_show(run: Run) -> None:
 @knobs_app.command("set")
 def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=value …, e.g. k=4 j=2")]) -> None:
     """Change knobs of a live run; they take effect at the next step boundary."""
-    from pipelinerl.roles.remote import Remote
+    from pipelinerl.commands.remote import Remote
 
     answer = Remote.of(run).change(dict(_assignment(change) for change in changes))
     for name, value in answer.knobs.items():
@@ -115,7 +115,7 @@ def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=
 @app.command()
 def stop(run: Run) -> None:
     """End a live run at its next step boundary, with checkpoint and evaluation."""
-    from pipelinerl.roles.remote import Remote
+    from pipelinerl.commands.remote import Remote
 
     Remote.of(run).stop()
     typer.echo("the run will stop at its next step boundary")
@@ -142,7 +142,7 @@ def warmstart(
     at_most: Annotated[float, typer.Option(help="Fail above this one: RL would have too little to do.")] = 0.44,
 ) -> None:
     """Make a small model and fit demonstrations until it has partial skill, as a start for RL."""
-    from pipelinerl.roles.warmstart import WarmStartOptions, make
+    from pipelinerl.commands.warmstart import WarmStartOptions, make
 
     options = WarmStartOptions(hidden=hidden, layers=layers, heads=heads, accuracy=(at_least, at_most), seed=seed)
     make(recipes.load(recipe), options, output=output, say=typer.echo)
@@ -154,7 +154,7 @@ def conformance_engine(
     token_file: Annotated[Path | None, typer.Option(help="File with the bearer token.")] = None,
 ) -> None:
     """Run the inference contract's kit against a live engine. It leaves other weights behind."""
-    from pipelinerl.roles.kits import check_engine
+    from pipelinerl.commands.conformance import check_engine
     from pipelinerl.roles.process import read_token
 
     raise typer.Exit(0 if check_engine(url.rstrip("/"), token=read_token(token_file), say=typer.echo) else 1)
@@ -166,7 +166,7 @@ def conformance_trainer(
     model: Annotated[Path, typer.Option(help="Model directory for it to train.")] = recipes.MODELS / "tiny_speller",
 ) -> None:
     """Run the trainer contract's kit against a class."""
-    from pipelinerl.roles.kits import check_trainer
+    from pipelinerl.commands.conformance import check_trainer
 
     raise typer.Exit(0 if check_trainer(target, model, say=typer.echo) else 1)
 
@@ -177,7 +177,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes.")] = False,
 ) -> None:
     """Run benchmarks and write their records (from a checkout)."""
-    from pipelinerl.roles.checkout import run_in_checkout
+    from pipelinerl.commands.from_checkout import run_in_checkout
 
     raise typer.Exit(run_in_checkout("benchmarks", name, *(["--quick"] if quick else []), what="benchmarks are"))
 
@@ -252,7 +252,7 @@ def controller(
     changes: Changes = None,
 ) -> None:
     """Issues prompts, owns version, knobs and fleet; ends when the run is over."""
-    from pipelinerl.controller.service import Start
+    from pipelinerl.controller.service.service import Start
     from pipelinerl.roles import controller_role
 
     _start(

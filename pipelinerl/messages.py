@@ -3,7 +3,7 @@
 Reports go to the controller, which alone decides; directives go to the trainer, which waits for the one that answers
 its report. Every message has a deterministic id, so that repeating it is a no-op.
 
-    trainer ── TrainerReady, StepDone, StepSkipped, Progress, Starving, Published, Proved, Checkpointed,
+    trainer ── TrainerReady, StepDone, StepSkipped, Progress, Starving, Published, CanaryChecked, Checkpointed,
                CheckpointDelayed, TrainerStopped ──▶ controller
     actor   ── GroupFailed, GroupOutdated, EvaluationDone, ActorAlive ──▶ controller
     controller ── Directive ──▶ trainer
@@ -31,7 +31,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=T
     """Base of every message; the tag is the class's name."""
 
 
-class Consumed(msgspec.Struct, frozen=True, kw_only=True):
+class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's account so far: orders that ended, by fate, and where that account stands."""
 
     trained: int = 0
@@ -49,7 +49,7 @@ class TrainerReady(Message, frozen=True):
     report_id: str
     incarnation: str
     model_version: int
-    consumed: Consumed
+    consumed: ConsumedReport
     claimed: int = 0
 
 
@@ -59,7 +59,7 @@ class StepDone(Message, frozen=True):
     report_id: str
     epoch: int
     model_version: int
-    consumed: Consumed
+    consumed: ConsumedReport
     stats: dict[str, float]
     orders: list[int] = []
 
@@ -73,7 +73,7 @@ class StepSkipped(Message, frozen=True):
     report_id: str
     epoch: int
     model_version: int
-    consumed: Consumed
+    consumed: ConsumedReport
     what: str
     groups: list[int]
     in_a_row: int
@@ -87,7 +87,7 @@ class Progress(Message, frozen=True):
 
     epoch: int
     model_version: int
-    consumed: Consumed
+    consumed: ConsumedReport
     again: list[int] = []
 
 
@@ -111,18 +111,18 @@ class Published(Message, frozen=True):
     total_s: float
 
 
-class Proved(Message, frozen=True):
+class CanaryChecked(Message, frozen=True):
     """What became of the engines that had to prove the weights just published to them (base URL).
 
     `worst` holds, of those that did, the largest difference between their log-probs and the trainer's, in nats;
-    `refuted` says how the others' answers were wrong, `failed` why there was none.
+    `mismatched` says how the others' answers were wrong, `failed` why there was none.
     """
 
     epoch: int
     model_version: int
     membership: int
     worst: dict[str, float]
-    refuted: dict[str, str] = {}
+    mismatched: dict[str, str] = {}
     failed: dict[str, str] = {}
 
 
@@ -218,7 +218,7 @@ class Directive(Message, frozen=True):
     checkpoint: bool
     stop: bool
     controller_state: dict[str, Any] | None = None
-    prove: list[str] = []
+    to_verify: list[str] = []
     stale: list[int] = []
 
 
@@ -229,7 +229,7 @@ Report = (
     | Progress
     | Starving
     | Published
-    | Proved
+    | CanaryChecked
     | Checkpointed
     | CheckpointDelayed
     | TrainerStopped

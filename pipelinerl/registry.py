@@ -33,12 +33,12 @@ _VLLM: Final = "its pins clash with ours, so it has an environment of its own: m
 
 #: `from_options(EngineOptions) -> Engine`
 ENGINES: Final[Mapping[str, Entry]] = {
-    "torch": Entry("pipelinerl.engines.torch_engine:from_options", ("torch", "transformers")),
-    "jax": Entry("pipelinerl.engines.jax_engine:from_options", ("jax",), _JAX),
-    "vllm": Entry("pipelinerl.engines.vllm_engine:from_options", ("vllm", "torch", "transformers"), _VLLM),
-    "vllm_server": Entry("pipelinerl.engines.stock_server:vllm_server", ("torch", "transformers")),
-    "sglang_server": Entry("pipelinerl.engines.stock_server:sglang_server", ("torch", "transformers")),
-    "bigram": Entry("pipelinerl.engines.bigram_engine:from_options"),
+    "torch": Entry("pipelinerl.engines.torch.engine:from_options", ("torch", "transformers")),
+    "jax": Entry("pipelinerl.engines.jax.engine:from_options", ("jax",), _JAX),
+    "vllm": Entry("pipelinerl.engines.external.vllm.engine:from_options", ("vllm", "torch", "transformers"), _VLLM),
+    "vllm_server": Entry("pipelinerl.engines.external.server.engine:vllm_server", ("torch", "transformers")),
+    "sglang_server": Entry("pipelinerl.engines.external.server.engine:sglang_server", ("torch", "transformers")),
+    "bigram": Entry("pipelinerl.engines.bigram.engine:from_options"),
 }
 
 #: Engines that stand for a server that somebody runs (`engine.servers`).
@@ -46,9 +46,9 @@ SERVER_ENGINES: Final = frozenset({"vllm_server", "sglang_server"})
 
 #: A class without arguments that satisfies `Trainer`.
 TRAINERS: Final[Mapping[str, Entry]] = {
-    "torch": Entry("pipelinerl.trainers.torch_trainer:TorchTrainer", ("torch", "transformers", "accelerate")),
-    "jax": Entry("pipelinerl.trainers.jax_trainer:JaxTrainer", ("jax", "optax", "tensorstore"), _JAX),
-    "bigram": Entry("pipelinerl.trainers.bigram_trainer:BigramTrainer"),
+    "torch": Entry("pipelinerl.trainers.torch.trainer:TorchTrainer", ("torch", "transformers", "accelerate")),
+    "jax": Entry("pipelinerl.trainers.jax.trainer:JaxTrainer", ("jax", "optax", "tensorstore"), _JAX),
+    "bigram": Entry("pipelinerl.trainers.bigram.trainer:BigramTrainer"),
 }
 
 #: Trainers that know options of their own (`trainer.options`).

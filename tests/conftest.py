@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipelinerl.weights.address import address_towards
+from pipelinerl.system.addresses import address_towards
 
 #: Read when JAX is first used in a process: as many CPU devices, so that meshes can be tried, and machine code that is
 #: quicker to make than to run, since a test runs a program a few times only.

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import pytest
 
 from pipelinerl import cli
-from pipelinerl.config import MODELS
-from pipelinerl.http_service import listen
+from pipelinerl.config.recipe import MODELS
 from pipelinerl.roles.process import REDIS_VARIABLE
+from pipelinerl.system.http_service import listen
 from tests.patience import PATIENCE_S
 
 SHIPPED = MODELS / "tiny_speller"

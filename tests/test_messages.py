@@ -14,16 +14,16 @@ import pytest
 from pipelinerl import messages
 from pipelinerl.messages import (
     ActorAlive,
+    CanaryChecked,
     CheckpointDelayed,
     Checkpointed,
-    Consumed,
+    ConsumedReport,
     Directive,
     EvaluationDone,
     GroupFailed,
     GroupOutdated,
     Message,
     Progress,
-    Proved,
     Published,
     Starving,
     StepDone,
@@ -36,7 +36,7 @@ from pipelinerl.messages import (
     encode,
 )
 
-CONSUMED = Consumed(trained=1, filtered=2, stale=3, failed=4, frontier=9, beyond=[11])
+CONSUMED = ConsumedReport(trained=1, filtered=2, stale=3, failed=4, frontier=9, beyond=[11])
 ACCOUNT: dict[str, Any] = {"trained": 1, "filtered": 2, "stale": 3, "failed": 4, "frontier": 9, "beyond": [11]}
 
 WIRE: list[tuple[Message, dict[str, Any]]] = [
@@ -97,12 +97,12 @@ WIRE: list[tuple[Message, dict[str, Any]]] = [
         },
     ),
     (
-        Proved(
+        CanaryChecked(
             epoch=1,
             model_version=6,
             membership=2,
             worst={"http://a": 0.5},
-            refuted={"http://b": "differs"},
+            mismatched={"http://b": "differs"},
             failed={"http://c": "gone"},
         ),
         {
@@ -110,7 +110,7 @@ WIRE: list[tuple[Message, dict[str, Any]]] = [
             "model_version": 6,
             "membership": 2,
             "worst": {"http://a": 0.5},
-            "refuted": {"http://b": "differs"},
+            "mismatched": {"http://b": "differs"},
             "failed": {"http://c": "gone"},
         },
     ),
@@ -165,7 +165,7 @@ WIRE: list[tuple[Message, dict[str, Any]]] = [
             checkpoint=True,
             stop=False,
             controller_state={"epoch": 1},
-            prove=["http://a"],
+            to_verify=["http://a"],
             stale=[8],
         ),
         {

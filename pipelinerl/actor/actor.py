@@ -24,11 +24,11 @@ from typing import Protocol, final
 
 from inference_contract.errors import ContractError
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
-from pipelinerl.actor.assembly import Answer, assemble
 from pipelinerl.actor.freshness import Freshness, Held
-from pipelinerl.actor.partition import Partition
-from pipelinerl.actor.room import Room
-from pipelinerl.engines.engine_pool import Answered
+from pipelinerl.actor.group_limiter import GroupLimiter
+from pipelinerl.actor.rollout_builder import Answer, assemble
+from pipelinerl.actor.rollout_writer import RolloutWriter
+from pipelinerl.engines.http.engine_pool import Answered
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -108,7 +108,7 @@ class Actor:
         self._verifier_of = verifier_of
         self._outbox = _Outbox()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._room = Room(settings.groups_in_flight)
+        self._room = GroupLimiter(settings.groups_in_flight)
         self._freshness = Freshness()
         self._dead_letters = DeadLetters(stream)
         self._groups_done = 0
@@ -128,7 +128,7 @@ class Actor:
         Raises:
             FencedError: in a group; another actor of this name was started.
         """
-        partition = await Partition.begin(self._stream, actor=self.settings.name)
+        partition = await RolloutWriter.begin(self._stream, actor=self.settings.name)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._flush(partition))
             group.create_task(self._heartbeat())
@@ -242,7 +242,7 @@ class Actor:
             priority=Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
         )
 
-    async def _flush(self, partition: Partition) -> None:
+    async def _flush(self, partition: RolloutWriter) -> None:
         outbox = self._outbox
         while True:
             await outbox.ready.wait()  # at the latest, the heartbeat sets it

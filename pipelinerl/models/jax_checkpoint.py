@@ -23,10 +23,10 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import HEAD, DecoderConfig, Parameter
 from trainer_contract.types import HostWeights
 
-Place = Callable[[Parameter], Sharding]
+Storage = Callable[[Parameter], Sharding]
 
 
-def load_weights(path: Path, config: DecoderConfig, *, place: Place, dtype: Any = np.float32) -> dict[str, jax.Array]:
+def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: Any = np.float32) -> dict[str, jax.Array]:
     """Every parameter, stacked over layers, divided as `place` says.
 
     Args:

@@ -39,7 +39,7 @@ class Advice:
 
 def advise(review: Review) -> list[Advice]:
     """Everything that the rules say of a run, what weighs most first; [] when there is nothing to do."""
-    by_weight = sorted(review.current.values(), key=lambda each: each.share * each.typical("mean"), reverse=True)
+    by_weight = sorted(review.current.values(), key=lambda each: each.share * each.median("mean"), reverse=True)
     rules = {Cause.NUMERICS: _numerics, Cause.CACHE: _cache, Cause.STALENESS: _staleness}
     return [
         *(advice for each in by_weight for advice in rules[each.cause](each, review)),
@@ -49,7 +49,7 @@ def advise(review: Review) -> list[Advice]:
 
 
 def _numerics(found: CauseReview, review: Review) -> Iterator[Advice]:
-    p95, contradictions = found.typical("p95"), found.figures["contradictions"]
+    p95, contradictions = found.median("p95"), found.figures["contradictions"]
     if p95 > NUMERICS_P95:
         yield Advice(
             f"tokens of the trainer's own version differ by {p95:.2g} at P95 (accepted: {NUMERICS_P95:g})",
@@ -65,7 +65,7 @@ def _numerics(found: CauseReview, review: Review) -> Iterator[Advice]:
             "single contradictions are rare, grow with the length of a response, and are what truncation is for "
             "(TIS note, figures 7 to 10)",
         )
-    k1, k3 = found.typical("k1"), found.typical("k3")
+    k1, k3 = found.median("k1"), found.median("k3")
     if p95 > NUMERICS_P95 and k1 < -_K1_OF_K3 * k3:
         yield Advice(
             f"K1 of the trainer's own version is negative ({k1:.2g}, K3 {k3:.2g})",
@@ -75,9 +75,9 @@ def _numerics(found: CauseReview, review: Review) -> Iterator[Advice]:
 
 
 def _cache(found: CauseReview, review: Review) -> Iterator[Advice]:
-    p95 = found.typical("p95")
+    p95 = found.median("p95")
     own = review.current.get(Cause.NUMERICS)
-    if p95 > STALENESS_P95 and (own is None or p95 > 2 * own.typical("p95")):
+    if p95 > STALENESS_P95 and (own is None or p95 > 2 * own.median("p95")):
         yield Advice(
             f"tokens sampled on an older version's keys and values differ by {p95:.2g} at P95",
             'engine.on_update = "recompute_kv"',
@@ -86,7 +86,7 @@ def _cache(found: CauseReview, review: Review) -> Iterator[Advice]:
 
 
 def _staleness(found: CauseReview, review: Review) -> Iterator[Advice]:
-    p95 = found.typical("p95")
+    p95 = found.median("p95")
     if p95 > STALENESS_P95:
         yield Advice(
             f"tokens of older versions differ by {p95:.2g} at P95, beyond log 1.2 = {STALENESS_P95:.2f}",
@@ -110,9 +110,9 @@ def _ages(review: Review) -> Iterator[Advice]:
 
 
 def _ess(review: Review) -> Iterator[Advice]:
-    if review.ess is not None and review.ess.typical < ESS:
+    if review.ess is not None and review.ess.median < ESS:
         yield Advice(
-            f"the effective sample size is {review.ess.typical:.0%} of the tokens",
+            f"the effective sample size is {review.ess.median:.0%} of the tokens",
             f"a lower learning rate, a smaller staleness.k, or {_CAPPED}",
             "few tokens carry most of the weight, so the gradient is noisier than its batch size says",
         )

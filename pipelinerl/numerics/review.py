@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Final
 
 from pipelinerl.numerics.causes import Cause
-from pipelinerl.observability.story import Series, Story
+from pipelinerl.observability.run_history import RunHistory, Series
 
 #: Figures of a cause, in the order in which they are shown, and what they are called.
 FIGURES: Final[Mapping[str, str]] = {
@@ -38,7 +38,7 @@ class Course:
     start: float
     middle: float
     end: float
-    typical: float
+    median: float
     worst: float
     worst_step: int
 
@@ -51,9 +51,9 @@ class CauseReview:
     share: float
     figures: Mapping[str, Course]
 
-    def typical(self, figure: str) -> float:
+    def median(self, figure: str) -> float:
         """Median over the steps."""
-        return self.figures[figure].typical
+        return self.figures[figure].median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Review:
         return asdict(self)
 
 
-def review(story: Story) -> Review | None:
+def review(story: RunHistory) -> Review | None:
     """The mismatch of a run; None when no step of it has figures."""
     measured = [step for step in story.steps if any(key.startswith("mismatch_") for key in step)]
     if not measured:
@@ -95,7 +95,7 @@ def review(story: Story) -> Review | None:
     )
 
 
-def _causes(story: Story, prefix: str, steps: int) -> Iterator[tuple[Cause, CauseReview]]:
+def _causes(story: RunHistory, prefix: str, steps: int) -> Iterator[tuple[Cause, CauseReview]]:
     for cause in Cause:
         share = story.by_step(f"{prefix}_{cause}_share")
         if share:
@@ -113,13 +113,13 @@ def _course(name: str, series: Series) -> Course:
         start=median(values[:tenth]),
         middle=median(values[half : half + tenth]),
         end=median(values[-tenth:]),
-        typical=median(values),
+        median=median(values),
         worst=values[worst],
         worst_step=int(series.x[worst]),
     )
 
 
-def _ages(story: Story, steps: int) -> dict[str, dict[str, float]]:
+def _ages(story: RunHistory, steps: int) -> dict[str, dict[str, float]]:
     """Means over all tokens of the run: a step counts by the share of its tokens that have the age."""
     keys = {key for step in story.steps for key in step if key.startswith("age_") and key.endswith("_share")}
     ages = (key.removeprefix("age_").removesuffix("_share") for key in keys)

@@ -21,15 +21,15 @@ from pipelinerl.objective.adv import (
     Whitening,
 )
 from pipelinerl.objective.agg import Aggregation, Batch, Group, Sequences, Trajectory
-from pipelinerl.objective.grad1 import ClippedRatio, GeometricRatio, LogProb, SequenceRatio, SteeredTerm
-from pipelinerl.objective.grad2 import CappedRatio, Estimator, KLPenalty, Nothing, Regularizer
+from pipelinerl.objective.grad1 import ClippedRatio, GeometricRatio, LogProb, PolicyTerm, SequenceRatio
+from pipelinerl.objective.grad2 import CappedRatio, Estimator, KLPenalty, NoRegularizer, Regularizer
 from pipelinerl.objective.is_weight import (
     ImportanceWeight,
-    One,
     Outside,
-    SequenceRatio as SequenceWeight,
-    Tapered,
+    SequenceWeight,
     TokenRatio,
+    ToprWeight,
+    Unweighted,
 )
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.signal import NoSignal
@@ -59,7 +59,11 @@ _OLD_OVER_BEHAVIOR: Final = TokenRatio(numerator=Policy.OLD)
 
 
 def _slots(
-    agg: Aggregation, is_weight: ImportanceWeight, adv: Advantage, grad1: SteeredTerm, grad2: Regularizer = Nothing()
+    agg: Aggregation,
+    is_weight: ImportanceWeight,
+    adv: Advantage,
+    grad1: PolicyTerm,
+    grad2: Regularizer = NoRegularizer(),
 ) -> PolicyObjective:
     return PolicyObjective(agg=agg, is_weight=is_weight, adv=adv, grad1=grad1, grad2=grad2)
 
@@ -100,7 +104,7 @@ _SCORE_FUNCTION: Final[Mapping[str, Preset]] = {
         "is_weight.high is ρ, for which the paper recommends 2 to 10.",
     ),
     "topr": Preset(
-        _slots(Sequences(), Tapered(), _MEAN, LogProb()),
+        _slots(Sequences(), ToprWeight(), _MEAN, LogProb()),
         "Le Roux et al. 2025, Eq. 8: the canonical bounds a⁺ = b⁺ = b⁻ = 1, a⁻ = 0 of Eq. 7",
         "The paper's sign is the reward's, which is 1 or −1; here it is that of the reward less the group's mean (its "
         "baseline c), so that rewards of 0 and 1 have two signs. adv.baseline = 'none' takes the rewards as they are.",
@@ -114,43 +118,43 @@ _SCORE_FUNCTION: Final[Mapping[str, Preset]] = {
 
 _CLIPPED: Final[Mapping[str, Preset]] = {
     "ppo": Preset(
-        _slots(Trajectory(), One(), GAE(), ClippedRatio()),
+        _slots(Trajectory(), Unweighted(), GAE(), ClippedRatio()),
         "Schulman et al. 2017, Eq. 7, with the advantages of Schulman et al. 2016, Eq. 16; RLAX Eq. 2",
         "Needs a critic (values).",
     ),
     "grpo": Preset(
-        _slots(Trajectory(), One(), GroupRelative(), ClippedRatio()),
+        _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio()),
         "DeepSeekMath (Shao et al. 2024), Eq. 3; RLAX Eq. 5, with β = 0",
         "grpo_kl is the same with the paper's penalty, which needs a reference.",
     ),
     "grpo_kl": Preset(
-        _slots(Trajectory(), One(), GroupRelative(), ClippedRatio(), KLPenalty()),
+        _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio(), KLPenalty()),
         "DeepSeekMath (Shao et al. 2024), Eq. 3 and 4; RLAX Eq. 5",
         "Needs the reference's log-probs. K3 is of π_ref/π_θ as in Eq. 4, not of r_{i,t} as RLAX prints.",
     ),
     "dapo": Preset(
-        _slots(Group(), One(), GroupRelative(), ClippedRatio(epsilon_high=0.28)),
+        _slots(Group(), Unweighted(), GroupRelative(), ClippedRatio(epsilon_high=0.28)),
         "Yu et al. 2025, Eq. 8: clip-higher, token-level loss, dynamic sampling (§3.2)",
         "Groups of equal rewards are dropped and replaced: training.no_signal = 'filter' unless the recipe says "
         "otherwise. Its overlong reward shaping (Eq. 13) is a domain's: see objective.reward.",
         NoSignal.FILTER,
     ),
     "dr_grpo": Preset(
-        _slots(Sequences(length=256.0), One(), _MEAN, ClippedRatio()),
+        _slots(Sequences(length=256.0), Unweighted(), _MEAN, ClippedRatio()),
         "Liu et al. 2025, §3.2: neither length nor deviation divides",
         "agg.length is L_max.",
     ),
     "gspo": Preset(
-        _slots(Trajectory(), One(), GroupRelative(), SequenceRatio()),
+        _slots(Trajectory(), Unweighted(), GroupRelative(), SequenceRatio()),
         "Zheng et al. 2025, Eq. 5 to 7",
         "The clip range is the paper's (§5.1), two orders below PPO's, since it bounds a geometric mean.",
     ),
     "gmpo": Preset(
-        _slots(Trajectory(), One(), GroupRelative(), GeometricRatio()),
+        _slots(Trajectory(), Unweighted(), GroupRelative(), GeometricRatio()),
         "Zhao et al. 2025, Algorithm 1, with the clip range (e^−0.4, e^0.4)",
     ),
     "gfpo": Preset(
-        _slots(Group(), One(), GroupFiltered(), ClippedRatio()),
+        _slots(Group(), Unweighted(), GroupFiltered(), ClippedRatio()),
         "Shrivastava et al. 2025 §3, without KL and entropy term",
         "adv.keep rollouts of each group learn, the shortest ones; adv.metric = 'token_efficiency' prefers reward per "
         "token. The filtered ones stay in agg's denominator.",
@@ -158,7 +162,7 @@ _CLIPPED: Final[Mapping[str, Preset]] = {
     "reinforce_plus_plus": Preset(
         _slots(
             Trajectory(),
-            One(),
+            Unweighted(),
             GroupRelative(scale=Scale.BATCH),
             ClippedRatio(),
             KLPenalty(beta=0.001, estimator=Estimator.K2),
@@ -183,7 +187,7 @@ _CLIPPED: Final[Mapping[str, Preset]] = {
 #: The TIS note's comparison on PPO (Yao et al. 2025). Its A is anybody's: here the group's, so that no critic is due.
 _TIS: Final[Mapping[str, Preset]] = {
     "ppo_recomputed": Preset(
-        _slots(Trajectory(), One(), GroupRelative(), ClippedRatio(over=Policy.OLD)),
+        _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio(over=Policy.OLD)),
         "Yao et al. 2025: PPO in a hybrid system, uncorrected",
         "Needs recomputed log-probs; μ is ignored.",
     ),
@@ -200,7 +204,7 @@ _TIS: Final[Mapping[str, Preset]] = {
         "Needs recomputed log-probs.",
     ),
     "ppo_is": Preset(
-        _slots(Trajectory(), One(), GroupRelative(), ClippedRatio(over=Policy.BEHAVIOR)),
+        _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio(over=Policy.BEHAVIOR)),
         "Yao et al. 2025, ablation: PPO-IS, PPO's own ratio taken over μ",
         "The same five slots as grpo: on a sampler that differs numerically, clipping acts before any update.",
     ),

@@ -8,7 +8,7 @@ from pipelinerl.objective.adv import GAE, GroupFiltered, RewardToGo
 from pipelinerl.objective.agg import Sequences, Trajectory
 from pipelinerl.objective.grad1 import ClippedRatio, GeometricRatio, Level, SequenceRatio
 from pipelinerl.objective.grad2 import CappedRatio
-from pipelinerl.objective.is_weight import SequenceRatio as SequenceWeight, Tapered, TokenRatio
+from pipelinerl.objective.is_weight import SequenceWeight, TokenRatio, ToprWeight
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.tokens import Policy
 
@@ -38,7 +38,7 @@ def _of_ratios(objective: PolicyObjective) -> Iterator[str]:
         yield "grad1.over must not be current: the ratio of a policy to itself is 1"
     if isinstance(grad2, CappedRatio) and grad2.over is Policy.CURRENT:
         yield "grad2.over must not be current: the ratio of a policy to itself is 1"
-    if not isinstance(weight, TokenRatio | SequenceWeight | Tapered):
+    if not isinstance(weight, TokenRatio | SequenceWeight | ToprWeight):
         return
     if weight.numerator is weight.denominator:
         yield f"is_weight divides {weight.numerator} by itself; take kind 'one' for no weights"

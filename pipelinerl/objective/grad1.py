@@ -24,7 +24,7 @@ class Level(StrEnum):
     """Every token of a rollout has the rollout's one value: the aggregation has to divide by the length."""
 
 
-class SteeredTerm(Protocol):
+class PolicyTerm(Protocol):
     """A differentiable function of the current log-probs."""
 
     @property
@@ -67,7 +67,7 @@ class LogProb:
 
     @property
     def formula(self) -> str:
-        """As `SteeredTerm`."""
+        """As `PolicyTerm`."""
         return "log π_θ(o_t)"
 
     @property
@@ -110,7 +110,7 @@ class ClippedRatio:
 
     @property
     def formula(self) -> str:
-        """As `SteeredTerm`."""
+        """As `PolicyTerm`."""
         return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {_mask('r_t', self.epsilon_low, self.epsilon_high)}"
 
     @property
@@ -154,7 +154,7 @@ class SequenceRatio:
 
     @property
     def formula(self) -> str:
-        """As `SteeredTerm`."""
+        """As `PolicyTerm`."""
         ratio = f"(Π_t π_θ/{SYMBOLS[self.over]})^(1/|o_i|)"
         return f"M_i·s_i,  s_i = {ratio},  {_mask('s_i', self.epsilon_low, self.epsilon_high)}"
 
@@ -203,7 +203,7 @@ class GeometricRatio:
 
     @property
     def formula(self) -> str:
-        """As `SteeredTerm`."""
+        """As `PolicyTerm`."""
         low, high = f"−{self.epsilon_low:g}", f"{self.epsilon_high:g}"
         clipped = f"log r_t ≤ {high} where A > 0, ≥ {low} where A < 0"
         return f"(Π_t ρ_t)^(1/|o_i|),  ρ_t = r_t = π_θ/{SYMBOLS[self.over]} clipped to {clipped}"
@@ -233,7 +233,7 @@ class GeometricRatio:
         return _kept(tokens, difference, -self.epsilon_low, self.epsilon_high)
 
 
-KINDS: Final[Mapping[str, type[SteeredTerm]]] = {
+KINDS: Final[Mapping[str, type[PolicyTerm]]] = {
     "logprob": LogProb,
     "clipped_ratio": ClippedRatio,
     "sequence_ratio": SequenceRatio,

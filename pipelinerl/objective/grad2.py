@@ -35,7 +35,7 @@ class Regularizer(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Nothing:
+class NoRegularizer:
     """No regularisation."""
 
     @property
@@ -186,7 +186,7 @@ class CappedRatio:
 
 
 KINDS: Final[Mapping[str, type[Regularizer]]] = {
-    "none": Nothing,
+    "none": NoRegularizer,
     "kl": KLPenalty,
     "entropy": EntropyBonus,
     "capped_ratio": CappedRatio,

@@ -36,7 +36,7 @@ class ImportanceWeight(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class One:
+class Unweighted:
     """No weights: the data is taken as on-policy, or `grad1` carries the ratio (PPO)."""
 
     @property
@@ -113,7 +113,7 @@ class Mean(StrEnum):
 
 @final
 @dataclass(frozen=True, slots=True)
-class SequenceRatio:
+class SequenceWeight:
     """One ratio for all tokens of a rollout, kept within [low, high]. RLAX's r_i(θ): the product, without bounds."""
 
     mean: Mean = Mean.PRODUCT
@@ -147,7 +147,7 @@ class SequenceRatio:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Tapered:
+class ToprWeight:
     """TOPR (Le Roux et al. 2025, Eq. 8): the sequence's ratio within [0, negative_high] where A < 0, and 1 elsewhere.
 
     What is good is learned as in supervised training; what is bad ceases to push once the policy has left it.
@@ -182,10 +182,10 @@ class Tapered:
 
 
 KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
-    "one": One,
+    "one": Unweighted,
     "token_ratio": TokenRatio,
-    "sequence_ratio": SequenceRatio,
-    "tapered": Tapered,
+    "sequence_ratio": SequenceWeight,
+    "tapered": ToprWeight,
 }
 
 
@@ -206,11 +206,11 @@ def _beyond(ratio: Array, low: float, high: float) -> Array:
     return (ratio < low) | (ratio > high)
 
 
-def _fraction(kind: TokenRatio | SequenceRatio | Tapered) -> str:
+def _fraction(kind: TokenRatio | SequenceWeight | ToprWeight) -> str:
     return f"({SYMBOLS[kind.numerator]}/{SYMBOLS[kind.denominator]})"
 
 
-def _of_sequence(kind: SequenceRatio | Tapered, mean: Mean) -> str:
+def _of_sequence(kind: SequenceWeight | ToprWeight, mean: Mean) -> str:
     product = f"Π_t {_fraction(kind)}(o_t)"
     return product if mean is Mean.PRODUCT else f"({product})^(1/|o_i|)"
 

@@ -16,9 +16,9 @@ from typing import final
 from pipelinerl.arrays import Array, stop_gradient
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.agg import Aggregation
-from pipelinerl.objective.grad1 import SteeredTerm
-from pipelinerl.objective.grad2 import Nothing, Regularizer
-from pipelinerl.objective.is_weight import ImportanceWeight, One
+from pipelinerl.objective.grad1 import PolicyTerm
+from pipelinerl.objective.grad2 import NoRegularizer, Regularizer
+from pipelinerl.objective.is_weight import ImportanceWeight, Unweighted
 from pipelinerl.objective.tokens import Tokens
 from trainer_contract.types import Columns
 
@@ -36,7 +36,7 @@ class PolicyObjective:
     agg: Aggregation
     is_weight: ImportanceWeight
     adv: Advantage
-    grad1: SteeredTerm
+    grad1: PolicyTerm
     grad2: Regularizer
 
     @property
@@ -76,10 +76,10 @@ class PolicyObjective:
     @property
     def _is_free(self) -> bool:
         """Is there no regularisation, so that nothing need be computed for it?"""
-        return isinstance(self.grad2, Nothing)
+        return isinstance(self.grad2, NoRegularizer)
 
     def _outer(self, tokens: Tokens) -> Array:
         """sg[agg · is_weight], [T]."""
-        if isinstance(self.is_weight, One):
+        if isinstance(self.is_weight, Unweighted):
             return tokens.weights
         return tokens.weights * stop_gradient(self.is_weight.weight(tokens))

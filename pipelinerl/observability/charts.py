@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from html import escape
 
-from pipelinerl.observability.story import Series
+from pipelinerl.observability.run_history import Series
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 12.0, 30.0
 #: More points than this are not visible; a long run's curve is thinned to its extremes.

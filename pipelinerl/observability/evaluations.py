@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pipelinerl.observability.charts import Line, Mark
 from pipelinerl.observability.events import Event
-from pipelinerl.observability.story import Series, Story
+from pipelinerl.observability.run_history import RunHistory, Series
 
 #: Colours that the page knows.
 _COLOURS: Final = 3
@@ -18,7 +18,7 @@ _COLOURS: Final = 3
 HEAD: Final = ("step", "accuracy", "95 %", "pass@k", "problems × samples", "weights", "note")
 
 
-def evaluation_rows(story: Story) -> list[tuple[str, ...]]:
+def evaluation_rows(history: RunHistory) -> list[tuple[str, ...]]:
     """A row for each evaluation, under `HEAD`."""
     return [
         (
@@ -30,14 +30,14 @@ def evaluation_rows(story: Story) -> list[tuple[str, ...]]:
             weights(event),
             note(event),
         )
-        for event in story.evaluations
+        for event in history.evaluations
     ]
 
 
-def pass_at_lines(story: Story) -> tuple[Line, ...]:
+def pass_at_lines(history: RunHistory) -> tuple[Line, ...]:
     """pass@k over the step with its intervals, a line for each k."""
     points: dict[int, list[tuple[float, Mapping[str, Any]]]] = {}
-    for event in story.evaluations:
+    for event in history.evaluations:
         for each in _pass_at(event):
             points.setdefault(each["k"], []).append((float(event["model_version"]), each))
     return tuple(

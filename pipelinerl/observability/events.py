@@ -10,11 +10,11 @@ a whole log but for a torn tail, whose rest comes first.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
-| room on the disk (`close`, and `write` with `Sync.EACH`) | `patience_s` | whoever makes room |
+| room on the disk (`close`, and `write` with `Sync.EACH`) | `timeout_s` | whoever makes room |
 
 Kinds that the controller writes, each with `elapsed_s`: run_started, step, publish, evaluation, engines, knobs,
 checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation_restarted, engines_hired, engine_joined,
-engine_proven, engine_unproven, engine_suspect, engine_back, engine_draining, engine_lost, group_outdated, stalled,
+engine_verified, engine_canary_failed, engine_suspect, engine_back, engine_draining, engine_lost, group_outdated, stalled,
 controller_returned, run_finished. What follows from a decision carries its number as `decision`.
 """
 
@@ -62,13 +62,13 @@ class EventLog:
         *,
         sync: Sync = Sync.LATER,
         clock: Callable[[], float] = time.time,
-        patience_s: float = 300.0,
+        timeout_s: float = 300.0,
     ) -> None:
-        """`patience_s` is how long the disk may be full; by default, as long as a trainer waits for room, too."""
+        """`timeout_s` is how long the disk may be full; by default, as long as a trainer waits for room, too."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sync = sync
         self._clock = clock
-        self._patience_s = patience_s
+        self._patience_s = timeout_s
         self._path = path
         self._unwritten = b""
         self._full_since: float | None = None
@@ -80,7 +80,7 @@ class EventLog:
         """Append one record. A number that JSON cannot say (NaN, infinity) is written as null.
 
         Raises:
-            OSError: it cannot be written, or the disk has been full for `patience_s`.
+            OSError: it cannot be written, or the disk has been full for `timeout_s`.
         """
         record = {"time": round(self._clock(), 3), "kind": kind, **fields}
         self._unwritten += (json.dumps(_sayable(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
@@ -101,7 +101,7 @@ class EventLog:
         """Force everything to the disk and close; closing twice is harmless.
 
         Raises:
-            OSError: it cannot be written, or the disk has been full for `patience_s`.
+            OSError: it cannot be written, or the disk has been full for `timeout_s`.
         """
         if self._file >= 0:
             file = self._file

@@ -6,31 +6,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.observability.story import Series, Story
+from pipelinerl.observability.run_history import RunHistory, Series
 
 _BLUE, _ORANGE, _GREEN, _INK, _GRID = "#2a78d6", "#e0662f", "#2e9e6b", "#3d4450", "#e4e7ec"
 
 
-def draw(story: Story, path: Path) -> Path:
+def draw(history: RunHistory, path: Path) -> Path:
     """Write reward and held-out accuracy, staleness, tokens/s and the update pause to `path`."""
 
     def fill(figure: Any) -> None:
         grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1.0))
-        _learning(figure.add_subplot(grid[0, :]), story)
+        _learning(figure.add_subplot(grid[0, :]), history)
         staleness = figure.add_subplot(grid[1, 0])
         _lines(staleness, "Staleness, versions", "step", [
-            ("mean", story.by_step("staleness_mean"), _BLUE), ("max", story.by_step("staleness_max"), _ORANGE),
+            ("mean", history.by_step("staleness_mean"), _BLUE), ("max", history.by_step("staleness_max"), _ORANGE),
         ])  # fmt: skip
-        speed = story.series(story.engines, "tokens_per_s")
+        speed = history.series(history.engines, "tokens_per_s")
         _lines(figure.add_subplot(grid[1, 1]), "Tokens sampled per second", "seconds", [("", speed, _BLUE)])
-        pause = story.series(story.publications, "pause_s", x="model_version")
+        pause = history.series(history.publications, "pause_s", x="model_version")
         pause_ms = Series(pause.x, tuple(1e3 * value for value in pause.y))
         _lines(figure.add_subplot(grid[1, 2]), "Update pause, ms", "model version", [("", pause_ms, _ORANGE)])
 
     return _save(path, fill, size=(11.0, 6.2))
 
 
-def draw_mismatch(story: Story, path: Path) -> Path:
+def draw_mismatch(history: RunHistory, path: Path) -> Path:
     """Write trainer against sampler by cause, as the step events tell it, to `path`."""
     colours = {"numerics": _BLUE, "cache": _GREEN, "staleness": _ORANGE}
     panels = (
@@ -43,7 +43,7 @@ def draw_mismatch(story: Story, path: Path) -> Path:
     def fill(figure: Any) -> None:
         for place, (name, title) in enumerate(panels, start=1):
             axes = figure.add_subplot(2, 2, place)
-            lines = [(c, story.by_step(f"mismatch_{c}_{name}"), colour) for c, colour in colours.items()]
+            lines = [(c, history.by_step(f"mismatch_{c}_{name}"), colour) for c, colour in colours.items()]
             _lines(axes, title, "step", lines)
 
     return _save(path, fill, size=(11.0, 6.2))
@@ -73,20 +73,20 @@ def _save(path: Path, fill: Callable[[Any], None], *, size: tuple[float, float])
     return path
 
 
-def _learning(axes: Any, story: Story) -> None:
-    reward = story.by_step("reward")
+def _learning(axes: Any, history: RunHistory) -> None:
+    reward = history.by_step("reward")
     if reward:
         axes.plot(reward.x, reward.y, color=_BLUE, alpha=0.22, linewidth=0.8)
         axes.plot(reward.x, reward.smoothed().y, color=_BLUE, linewidth=1.8, label="reward, training")
-    accuracy = story.series(story.evaluations, "accuracy", x="model_version")
+    accuracy = history.series(history.evaluations, "accuracy", x="model_version")
     if accuracy:
-        low = story.series(story.evaluations, "low", x="model_version")
-        high = story.series(story.evaluations, "high", x="model_version")
+        low = history.series(history.evaluations, "low", x="model_version")
+        high = history.series(history.evaluations, "high", x="model_version")
         if low.x == high.x == accuracy.x:
             axes.fill_between(accuracy.x, low.y, high.y, color=_ORANGE, alpha=0.16, linewidth=0)
         axes.plot(accuracy.x, accuracy.y, color=_ORANGE, linewidth=1.8, marker="o", markersize=4.5,
                   markeredgecolor="white", label="held-out accuracy, 95 % interval")  # fmt: skip
-    _finish(axes, story.run, "step")
+    _finish(axes, history.run, "step")
     if reward or accuracy:
         axes.legend(frameon=False, loc="best")
 

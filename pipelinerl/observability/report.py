@@ -17,8 +17,8 @@ from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg
 from pipelinerl.observability.evaluations import HEAD, evaluation_rows, pass_at_lines
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.picture import draw
+from pipelinerl.observability.run_history import RunHistory, Series, tell
 from pipelinerl.observability.status import format_duration
-from pipelinerl.observability.story import Series, Story, tell
 from pipelinerl.observability.summary import outcome, summary_rows
 
 _PAGE = Path(__file__).with_name("report_page.html")
@@ -39,51 +39,51 @@ def write_report(run_dir: Path) -> ReportFiles:
         FileNotFoundError: the run has written no events yet.
         ValueError: the event log is damaged.
     """
-    story = tell(read_events(run_dir / "events.jsonl"))
+    history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
-    page = render(story, recipe.read_text() if recipe.is_file() else "")
+    page = render(history, recipe.read_text() if recipe.is_file() else "")
     files = ReportFiles(run_dir / "report.html", run_dir / "learning_curve.png")
     files.html.write_text(page)
-    draw(story, files.picture)
+    draw(history, files.picture)
     return files
 
 
-def render(story: Story, recipe: str) -> str:
+def render(history: RunHistory, recipe: str) -> str:
     """The page."""
     return Template(_PAGE.read_text()).substitute(
-        run=escape(story.run),
-        outcome=escape(outcome(story)),
-        state="live" if story.finished is None else "over",
+        run=escape(history.run),
+        outcome=escape(outcome(history)),
+        state="live" if history.finished is None else "over",
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        tiles="".join(_tile(*tile) for tile in _tiles(story)),
-        learning=_learning(story),
-        charts="".join(_figure(*figure) for figure in _figures(story)),
-        summary=_table(("", ""), summary_rows(story)),
-        evaluations=_evaluations(story),
-        knobs=_knobs(story),
-        incidents=_incidents(story),
+        tiles="".join(_tile(*tile) for tile in _tiles(history)),
+        learning=_learning(history),
+        charts="".join(_figure(*figure) for figure in _figures(history)),
+        summary=_table(("", ""), summary_rows(history)),
+        evaluations=_evaluations(history),
+        knobs=_knobs(history),
+        incidents=_incidents(history),
         recipe=escape(recipe.strip() or "(no recipe beside the events)"),
     )
 
 
-def _tiles(story: Story) -> list[tuple[str, str, str]]:
+def _tiles(history: RunHistory) -> list[tuple[str, str, str]]:
     """(name, value, note) of the figures at the top."""
     tiles = []
-    evaluation, first = story.last_evaluation, story.first_accuracy
+    evaluation, first = history.last_evaluation, history.first_accuracy
     if evaluation is not None and first is not None:
         tiles.append(("held-out accuracy", f"{evaluation['accuracy']:.1%}", f"from {first:.1%}"))
         tiles += [(f"pass@{each['k']}", f"{each['value']:.1%}", "held out") for each in evaluation.get("pass_at") or ()]
-    if story.last_reward is not None and story.first_reward is not None:
-        tiles.append(("reward", f"{story.last_reward:.3f}", f"from {story.first_reward:.3f}"))
-    if story.steps:
-        tiles.append(("steps", f"{len(story.steps):,}", f"in {format_duration(story.duration_s)}"))
-    speed, busy = story.typical(story.engines, "tokens_per_s"), story.typical(story.engines, "occupancy")
+    if history.last_reward is not None and history.first_reward is not None:
+        tiles.append(("reward", f"{history.last_reward:.3f}", f"from {history.first_reward:.3f}"))
+    if history.steps:
+        tiles.append(("steps", f"{len(history.steps):,}", f"in {format_duration(history.duration_s)}"))
+    speed, busy = history.median(history.engines, "tokens_per_s"), history.median(history.engines, "occupancy")
     if speed is not None:
         tiles.append(("tokens/s", compact(speed), "" if busy is None else f"engines {busy:.0%} busy"))
-    stale, most = story.typical(story.steps, "staleness_mean"), story.most(story.steps, "staleness_max")
+    stale, most = history.median(history.steps, "staleness_mean"), history.max_of(history.steps, "staleness_max")
     if stale is not None and most is not None:
         tiles.append(("staleness", f"{stale:.1f}", f"at most {most:.0f} versions"))
-    pause, longest = story.typical(story.publications, "pause_s"), story.most(story.publications, "pause_s")
+    pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
         tiles.append(("update pause", f"{pause * 1e3:.3g} ms", f"at most {longest * 1e3:.3g} ms"))
     return tiles
@@ -93,11 +93,11 @@ def _tile(name: str, value: str, note: str) -> str:
     return f"<div class=tile><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
 
 
-def _learning(story: Story) -> str:
-    reward = story.by_step("reward")
-    accuracy = story.series(story.evaluations, "accuracy", x="model_version")
-    low = story.series(story.evaluations, "low", x="model_version")
-    high = story.series(story.evaluations, "high", x="model_version")
+def _learning(history: RunHistory) -> str:
+    reward = history.by_step("reward")
+    accuracy = history.series(history.evaluations, "accuracy", x="model_version")
+    low = history.series(history.evaluations, "low", x="model_version")
+    high = history.series(history.evaluations, "high", x="model_version")
     whole = low.x == high.x == accuracy.x
     lines = (
         Line(series=reward, colour=1, mark=Mark.FAINT),
@@ -118,34 +118,36 @@ def _learning(story: Story) -> str:
     return f"{_legend(lines)}<div class=for-wide>{svg(wide)}</div><div class=for-narrow>{svg(narrow)}</div>"
 
 
-def _figures(story: Story) -> list[tuple[str, Chart]]:
+def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
     """(title, chart) of every measure that was taken."""
-    steps, x = story.by_step, "step"
+    steps, x = history.by_step, "step"
 
     def one(series: Series, label: str = "", colour: int = 1) -> Line:
         return Line(series=series, label=label, colour=colour)
 
     figures = [
-        ("pass@k, held out", Chart(lines=pass_at_lines(story), x_label=x, percent=True, y_max=1.0)),
+        ("pass@k, held out", Chart(lines=pass_at_lines(history), x_label=x, percent=True, y_max=1.0)),
         (
             "Staleness, in versions",
             Chart(lines=(one(steps("staleness_mean"), "mean"), one(steps("staleness_max"), "max", 2)), x_label=x),
         ),
         (
             "Tokens sampled per second",
-            Chart(lines=(one(story.series(story.engines, "tokens_per_s")),), x_label="seconds"),
+            Chart(lines=(one(history.series(history.engines, "tokens_per_s")),), x_label="seconds"),
         ),
         (
             "Engine slots at work",
-            Chart(lines=(one(story.series(story.engines, "occupancy")),), x_label="seconds", percent=True, y_max=1.0),
+            Chart(
+                lines=(one(history.series(history.engines, "occupancy")),), x_label="seconds", percent=True, y_max=1.0
+            ),
         ),
         (
             "Update pause, no token decoded",
-            Chart(lines=(one(_scaled(story, "pause_s")),), x_label="model version", unit=" ms"),
+            Chart(lines=(one(_scaled(history, "pause_s")),), x_label="model version", unit=" ms"),
         ),
         (
             "Weight update, begin to end",
-            Chart(lines=(one(_scaled(story, "total_s")),), x_label="model version", unit=" ms"),
+            Chart(lines=(one(_scaled(history, "total_s")),), x_label="model version", unit=" ms"),
         ),
         (
             "Time of a step",
@@ -160,23 +162,23 @@ def _figures(story: Story) -> list[tuple[str, Chart]]:
         ("Learning rate", Chart(lines=(one(steps("learning_rate")),), x_label=x)),
         ("Share of tokens clipped", Chart(lines=(one(steps("clip_fraction")),), x_label=x, percent=True)),
         ("Effective sample size, of 1", Chart(lines=(one(steps("ess")),), x_label=x, percent=True, y_max=1.0)),
-        ("Trainer − sampler, P95 |Δ log-prob|", Chart(lines=_causes(story, "p95"), x_label=x)),
-        ("Trainer − sampler, max |Δp| of a response", Chart(lines=_causes(story, "response_max"), x_label=x)),
+        ("Trainer − sampler, P95 |Δ log-prob|", Chart(lines=_causes(history, "p95"), x_label=x)),
+        ("Trainer − sampler, max |Δp| of a response", Chart(lines=_causes(history, "response_max"), x_label=x)),
     ]
     return [(title, chart) for title, chart in figures if any(line.series for line in chart.lines)]
 
 
-def _causes(story: Story, figure: str) -> tuple[Line, ...]:
+def _causes(history: RunHistory, figure: str) -> tuple[Line, ...]:
     """A figure of the mismatch monitor, a line for each cause."""
     causes = ("numerics", "staleness", "cache")
     return tuple(
-        Line(series=story.by_step(f"mismatch_{cause}_{figure}"), label=cause, colour=colour)
+        Line(series=history.by_step(f"mismatch_{cause}_{figure}"), label=cause, colour=colour)
         for colour, cause in enumerate(causes, start=1)
     )
 
 
-def _scaled(story: Story, field: str) -> Series:
-    series = story.series(story.publications, field, x="model_version")
+def _scaled(history: RunHistory, field: str) -> Series:
+    series = history.series(history.publications, field, x="model_version")
     return Series(series.x, tuple(1e3 * value for value in series.y))
 
 
@@ -192,9 +194,9 @@ def _legend(lines: tuple[Line, ...]) -> str:
     return f"<div class=legend>{keys}</div>"
 
 
-def _knobs(story: Story) -> str:
+def _knobs(history: RunHistory) -> str:
     rows = []
-    for event in story.knobs:
+    for event in history.knobs:
         changes = event.get("changes") or {}
         said = (
             ", ".join(f"{name} = {value}" for name, value in changes.items()) if isinstance(changes, dict) else changes
@@ -203,14 +205,14 @@ def _knobs(story: Story) -> str:
     return _table(("time", "step", "changed", "by"), rows) if rows else "<p class=none>No knob was turned.</p>"
 
 
-def _evaluations(story: Story) -> str:
-    rows = evaluation_rows(story)
+def _evaluations(history: RunHistory) -> str:
+    rows = evaluation_rows(history)
     return _table(HEAD, rows) if rows else "<p class=none>Nothing was evaluated.</p>"
 
 
-def _incidents(story: Story) -> str:
+def _incidents(history: RunHistory) -> str:
     rows = []
-    for event in story.incidents:
+    for event in history.incidents:
         rest = ", ".join(
             f"{k} {v}" for k, v in event.items() if k not in ("time", "kind", "elapsed_s") and v is not None
         )

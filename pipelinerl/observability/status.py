@@ -29,7 +29,7 @@ class Phase(StrEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: `state` is its standing in the fleet, `healthy` when it is given work, `pinned` when that is an
+    """One engine: `state` is its lifecycle in the fleet, `healthy` when it is given work, `pinned` when that is an
     evaluation's alone."""
 
     url: str
@@ -49,7 +49,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in ("healthy", "pinned")
 
 
-class HiredEngine(msgspec.Struct, frozen=True, kw_only=True):
+class RequestedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that the launcher is to start."""
 
     name: str
@@ -119,7 +119,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         staleness_mean, staleness_max: over the rollouts of the last step, in versions.
         last_update_pause_s: the longest time that an engine stood still for the last weight update.
         engine_occupancy: share of the engines' slots that work, 0..1.
-        hired, dismissed: engines beyond the recipe's that are to run; names of those, of any, that are to end.
+        requested, to_stop: engines beyond the recipe's that are to run; names of those, of any, that are to end.
         waiting_for: what the run waits for now, in words; empty when it waits for nothing.
         still_s: for how long nothing at all has got on.
         eta_s: None until a step has been taken.
@@ -149,8 +149,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_update_pause_s: float = 0.0
     engine_occupancy: float = 0.0
     engines: tuple[EngineStatus, ...] = ()
-    hired: tuple[HiredEngine, ...] = ()
-    dismissed: tuple[str, ...] = ()
+    requested: tuple[RequestedEngine, ...] = ()
+    to_stop: tuple[str, ...] = ()
     actors: tuple[ActorStatus, ...] = ()
     ledger: LedgerStatus = LedgerStatus()
     knobs: dict[str, Any] = {}

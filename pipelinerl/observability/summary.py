@@ -8,14 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.observability.evaluations import note, pass_at_words, weights
+from pipelinerl.observability.run_history import RunHistory
 from pipelinerl.observability.status import format_duration
-from pipelinerl.observability.story import Story
 
 
-def summary_rows(story: Story) -> list[tuple[str, str]]:
+def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
     """Name and value of each line; what was never measured is left out."""
-    rows = [("outcome", outcome(story))]
-    evaluation, first = story.last_evaluation, story.first_accuracy
+    rows = [("outcome", outcome(history))]
+    evaluation, first = history.last_evaluation, history.first_accuracy
     if evaluation is not None and first is not None:
         low, high = evaluation.get("low"), evaluation.get("high")
         interval = f" (95 %: {low:.1%} to {high:.1%})" if low is not None and high is not None else ""
@@ -24,29 +24,29 @@ def summary_rows(story: Story) -> list[tuple[str, str]]:
         details = (pass_at_words(evaluation), weights(evaluation), note(evaluation))
         if said := "; ".join(detail for detail in details if detail):
             rows.append(("last evaluation", said))
-    if story.first_reward is not None and story.last_reward is not None:
-        rows.append(("mean reward", f"{story.first_reward:.3f} → {story.last_reward:.3f}"))
-    if story.steps and story.duration_s > 0:
-        pace = f"{len(story.steps) / story.duration_s * 60:.1f} a minute"
-        rows.append(("steps", f"{len(story.steps):,} in {format_duration(story.duration_s)}, {pace}"))
-        rate = story.sampled_tokens / story.duration_s
-        rows.append(("tokens sampled", f"{story.sampled_tokens:,}, {rate:,.0f} a second"))
-    mean, most = story.typical(story.steps, "staleness_mean"), story.most(story.steps, "staleness_max")
+    if history.first_reward is not None and history.last_reward is not None:
+        rows.append(("mean reward", f"{history.first_reward:.3f} → {history.last_reward:.3f}"))
+    if history.steps and history.duration_s > 0:
+        pace = f"{len(history.steps) / history.duration_s * 60:.1f} a minute"
+        rows.append(("steps", f"{len(history.steps):,} in {format_duration(history.duration_s)}, {pace}"))
+        rate = history.sampled_tokens / history.duration_s
+        rows.append(("tokens sampled", f"{history.sampled_tokens:,}, {rate:,.0f} a second"))
+    mean, most = history.median(history.steps, "staleness_mean"), history.max_of(history.steps, "staleness_max")
     if mean is not None and most is not None:
         rows.append(("staleness", f"{mean:.1f} versions typically, {most:.0f} at most"))
-    pause, longest = story.typical(story.publications, "pause_s"), story.most(story.publications, "pause_s")
+    pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
     if pause is not None and longest is not None:
-        updates = f"{len(story.publications):,} weight updates"
+        updates = f"{len(history.publications):,} weight updates"
         rows.append(("update pause", f"{_short(pause)} typically, {_short(longest)} at most, {updates}"))
     return rows
 
 
-def summary(story: Story, *, run_dir: Path, report: Path | None = None) -> Table:
+def summary(history: RunHistory, *, run_dir: Path, report: Path | None = None) -> Table:
     """The lines as a table for rich, with where to look further."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    for name, value in summary_rows(story):
+    for name, value in summary_rows(history):
         grid.add_row(name, Text(value, style="bold" if name in ("held-out accuracy", "mean reward") else ""))
     grid.add_row("run", str(run_dir))
     if report is not None:
@@ -54,11 +54,11 @@ def summary(story: Story, *, run_dir: Path, report: Path | None = None) -> Table
     return grid
 
 
-def outcome(story: Story) -> str:
+def outcome(history: RunHistory) -> str:
     """How it ended, in words."""
-    if story.finished is None:
+    if history.finished is None:
         return "not finished"
-    return str(story.finished.get("reason") or "finished")
+    return str(history.finished.get("reason") or "finished")
 
 
 def _short(seconds: float) -> str:

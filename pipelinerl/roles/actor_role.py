@@ -19,10 +19,10 @@ import msgspec
 
 from pipelinerl import registry
 from pipelinerl.actor.actor import Actor, ActorSettings
-from pipelinerl.engines.engine_pool import EnginePool
-from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.engine_pool import EnginePool
 from pipelinerl.errors import AddressError, UserError
-from pipelinerl.roles.process import Identity, settle
+from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.verifiers.verifier import Verifier
 
 log = logging.getLogger("pipelinerl")
@@ -72,7 +72,7 @@ async def run(identity: Identity) -> None:
             heard = asyncio.Event()
             refresh = group.create_task(_follow_controller(identity, pool, actor, heard))
             await heard.wait()
-            settle()
+            freeze_gc()
             await actor.run()
             refresh.cancel()
     finally:

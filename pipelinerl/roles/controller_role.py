@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from pipelinerl.config import RunConfig, save, write_private
-from pipelinerl.controller.api import create_api
-from pipelinerl.controller.controller import Controller
-from pipelinerl.controller.evaluation import EvaluationPlan
-from pipelinerl.controller.journal import Journal
-from pipelinerl.controller.knobs import Knobs
-from pipelinerl.controller.service import ControllerService, Start
-from pipelinerl.controller.settings import ControllerSettings
-from pipelinerl.controller.state import RunState
+from pipelinerl.commands.resumption import claim
+from pipelinerl.config.recipe import RunConfig, save, write_private
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.service.api import create_api
+from pipelinerl.controller.service.journal import Journal
+from pipelinerl.controller.service.service import ControllerService, Start
+from pipelinerl.controller.state.evaluation import EvaluationPlan
+from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.data.mixture import Mixture
-from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.engines.http.engine_client import EngineClient
 from pipelinerl.errors import UserError
-from pipelinerl.http_service import listen, serve_until, url_of
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events
-from pipelinerl.roles.parts import checkpoints_of, knobs_of
-from pipelinerl.roles.process import Identity, settle
-from pipelinerl.roles.resumption import claim
-from pipelinerl.roles.sources import held_out_problems, training_problems
+from pipelinerl.roles.problem_sources import held_out_problems, training_problems
+from pipelinerl.roles.process import Identity, freeze_gc
+from pipelinerl.roles.wiring import checkpoints_of, knobs_of
 from pipelinerl.streams.stream import Stream, parse_id
-from pipelinerl.training.checkpoint import TrainingState
+from pipelinerl.system.http_service import listen, serve_until, url_of
+from pipelinerl.training.checkpoints.checkpoint import TrainingState
 from pipelinerl.types import Sampling
 
 #: How long it is looked whether a controller lives: at least one heartbeat of an actor that works for it.
@@ -132,7 +132,7 @@ async def run(identity: Identity, *, start: Start) -> None:
                 elapsed_s=age_s,
                 start=start,
             )
-            settle()
+            freeze_gc()
             await _serve(identity, service, listener)
         finally:
             await client.close()

@@ -17,13 +17,13 @@ from inference_contract.engine import Engine
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import EngineState
 from pipelinerl import registry
-from pipelinerl.engines.http_server import create_app
+from pipelinerl.engines.http.engine_server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
-from pipelinerl.http_service import listen, serve_until, url_of
-from pipelinerl.roles.process import Identity, settle
-from pipelinerl.weights.address import LOOPBACK, address_towards
-from pipelinerl.weights.puller import WeightPuller
+from pipelinerl.roles.process import Identity, freeze_gc
+from pipelinerl.system.addresses import LOOPBACK, address_towards
+from pipelinerl.system.http_service import listen, serve_until, url_of
+from pipelinerl.weights.parameter_server.download import WeightPuller
 
 log = logging.getLogger("pipelinerl")
 
@@ -131,7 +131,7 @@ async def _stopped(engine: Engine) -> None:
     """Settle once the engine has started; return once it serves no more."""
     while not _started(engine):
         await asyncio.sleep(WATCH_S)
-    settle()
+    freeze_gc()
     while engine.health().state is not EngineState.STOPPED:
         await asyncio.sleep(WATCH_S)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from pipelinerl.http_service import listen, serve_until
 from pipelinerl.roles.process import Identity
-from pipelinerl.weights.parameter_server import ParameterServer, create_app
-from pipelinerl.weights.puller import WeightPuller
-from pipelinerl.weights.snapshot_store import SnapshotStore
-from pipelinerl.weights.version_table import VersionTable
+from pipelinerl.system.http_service import listen, serve_until
+from pipelinerl.weights.parameter_server.download import WeightPuller
+from pipelinerl.weights.parameter_server.server import ParameterServer, create_app
+from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore
+from pipelinerl.weights.parameter_server.version_table import VersionTable
 
 
 async def run(identity: Identity) -> None:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import AddressError, UserError
 from pipelinerl.observability.logs import ProcessLog, configure
 from pipelinerl.streams.open_stream import open_stream
@@ -80,7 +80,7 @@ def read_token(token_file: Path | None) -> str | None:
     return token
 
 
-def settle() -> None:
+def freeze_gc() -> None:
     """What has been loaded stays: take it out of garbage collection.
 
     A full collection stops every thread of the process until it has looked at every object; with torch and transformers

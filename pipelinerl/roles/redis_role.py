@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from pipelinerl.http_service import listen
 from pipelinerl.roles.process import Identity
 from pipelinerl.streams.embedded_redis import command
+from pipelinerl.system.http_service import listen
 
 
 def run(identity: Identity) -> None:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from inference_contract.schemas import ChatMessage, Transport
-from pipelinerl.config import RunConfig
-from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.engines.http.engine_client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.objective.presets import no_signal_of
-from pipelinerl.roles.parts import checkpoints_of, objective_of
-from pipelinerl.roles.process import Identity, settle
-from pipelinerl.roles.sources import training_problems
+from pipelinerl.roles.problem_sources import training_problems
+from pipelinerl.roles.process import Identity, freeze_gc
+from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles.workers import started
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
-from pipelinerl.training.proof import TOLERANCES, Canary, CanaryProver
-from pipelinerl.training.schedule import LearningRateSchedule
-from pipelinerl.weights.broadcast import BroadcastPublisher
-from pipelinerl.weights.collective import offers
+from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
+from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.weights.broadcast.collective import offers
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.engine_control import EngineControl
 from pipelinerl.weights.layout import wire_layout
+from pipelinerl.weights.parameter_server.publisher import PullPublisher
+from pipelinerl.weights.parameter_server.upload import Uploader
 from pipelinerl.weights.publisher import Publisher
-from pipelinerl.weights.pull_publisher import PullPublisher
-from pipelinerl.weights.push import Placement
 from trainer_contract.types import Precision
 
 
@@ -42,12 +42,12 @@ async def run(identity: Identity) -> None:
         objective=objective,
         stream=stream,
         publisher=publisher_of(identity, client),
-        prover=CanaryProver(canary_of(config), client),
+        canary_checker=LogprobCanaryChecker(canary_of(config), client),
         checkpoints=checkpoints,
         restored=latest[1] if latest else None,
         at=lambda version: process_log.at(step=version, model_version=version),
     )
-    settle()
+    freeze_gc()
     try:
         await loop.run()
     finally:
@@ -74,7 +74,7 @@ def publisher_of(identity: Identity, control: EngineControl) -> Publisher:
             "weights.transport is pull, and the trainer was told of no parameter server: name them with --set "
             "'parameter_server.urls=[\"http://host:port\"]', as the launcher does"
         )
-    return PullPublisher(control, Placement(servers.urls, shards=servers.shards, token=identity.token))
+    return PullPublisher(control, Uploader(servers.urls, shards=servers.shards, token=identity.token))
 
 
 def canary_of(config: RunConfig) -> Canary:

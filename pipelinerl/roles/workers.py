@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import final
 
 from pipelinerl import registry
-from pipelinerl.config import RunConfig
-from pipelinerl.config_learning import CriticSection, ReferenceSection
-from pipelinerl.config_sections import ModelSection
+from pipelinerl.config.learning import CriticSection, ReferenceSection
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import ModelSection
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
-from pipelinerl.training.critic import Critic
-from pipelinerl.training.passes import OldLogprobs, Passes
-from pipelinerl.training.schedule import LearningRateSchedule
-from pipelinerl.training.step import TrainStep
-from pipelinerl.training.weight_history import WeightHistory
+from pipelinerl.training.publish.weight_history import WeightHistory
+from pipelinerl.training.step.critic import Critic
+from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
+from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.training.step.train_step import TrainStep
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Head, OptimizerSpec, TrainerSpec
@@ -37,7 +37,7 @@ class Workers:
 
     def step(self) -> TrainStep:
         """What they do together."""
-        passes = Passes(
+        passes = ForwardPasses(
             policy=self.policy,
             critic=self.critic.worker if self.critic else None,
             reference=self.reference,

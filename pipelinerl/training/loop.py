@@ -28,7 +28,7 @@ from inference_contract.schemas import OnUpdate, WeightLayout
 from pipelinerl.errors import DeadlineError, DivergedError
 from pipelinerl.messages import (
     SKIPS_THAT_END,
-    Consumed,
+    ConsumedReport,
     Directive,
     Progress,
     Starving,
@@ -43,19 +43,19 @@ from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.objective.signal import NoSignal
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.streams.stream import Stream
-from pipelinerl.training.adaptive import AdaptiveObjective
-from pipelinerl.training.admission import Fate, Ledger, Lineage, has_signal, is_judged
-from pipelinerl.training.batch import TrainBatch, build, learns_from_equals
-from pipelinerl.training.batcher import Batcher, StepBudget
-from pipelinerl.training.checkpoint import Capture, CheckpointStore, TrainingState
-from pipelinerl.training.checkpointing import Checkpointing
-from pipelinerl.training.conversation import PATIENCE_S, Conversation
-from pipelinerl.training.guard import Poison
-from pipelinerl.training.intake import Intake
-from pipelinerl.training.proof import Prover
-from pipelinerl.training.publishing import Publishing
-from pipelinerl.training.schedule import LearningRateSchedule
-from pipelinerl.training.step import TrainStep
+from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore, TrainingState
+from pipelinerl.training.checkpoints.checkpointing import Checkpointing
+from pipelinerl.training.controller_link import PATIENCE_S, Conversation
+from pipelinerl.training.publish.canary_check import CanaryChecker
+from pipelinerl.training.publish.publishing import Publishing
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage, has_signal, is_judged
+from pipelinerl.training.rollouts.batch import TrainBatch, build, learns_from_equals
+from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
+from pipelinerl.training.rollouts.rollout_reader import RolloutReader
+from pipelinerl.training.step.adaptive import AdaptiveObjective
+from pipelinerl.training.step.finite_check import Poison
+from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.weights.publisher import Publisher
 
 log = logging.getLogger("pipelinerl")
@@ -96,7 +96,7 @@ class TrainingLoop:
         objective: PolicyObjective,
         stream: Stream,
         publisher: Publisher,
-        prover: Prover,
+        canary_checker: CanaryChecker,
         checkpoints: CheckpointStore,
         restored: TrainingState | None,
         at: Callable[[int], None] = lambda version: None,
@@ -110,7 +110,7 @@ class TrainingLoop:
         self._skipped = 0
         self._checkpoints = checkpoints
         self._at = at
-        ledger = Ledger.from_record(restored.ledger) if restored else Ledger()
+        ledger = ConsumedLedger.from_record(restored.ledger) if restored else ConsumedLedger()
         self._batcher = Batcher(
             ledger=ledger,
             lineage=Lineage(0, 0),
@@ -118,11 +118,11 @@ class TrainingLoop:
             teaches=is_judged if learns_from_equals(objective, settings.shaping) else has_signal,
             vocab_size=settings.vocab_size,
         )
-        self._intake = Intake(stream, offsets=restored.offsets if restored else {})
+        self._intake = RolloutReader(stream, offsets=restored.offsets if restored else {})
         self._talk = Conversation(stream, deadline_s=settings.deadline_s, obey=self._obey)
         self._publishing = Publishing(
             publisher,
-            prover,
+            canary_checker,
             forward=lambda batch: self._in_worker(lambda: self._trainer.forward(batch)),
             weights=self._trainer.gather_weights,
             layout=layout,
@@ -137,7 +137,7 @@ class TrainingLoop:
         self._earlier = tuple((epoch, began_at) for epoch, began_at in restored.epochs) if restored else ()
         self._claimed = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._reported = Consumed()
+        self._reported = ConsumedReport()
 
     @property
     def _version(self) -> int:
@@ -163,7 +163,7 @@ class TrainingLoop:
                 consumed=self._consumed(),
                 claimed=self._checkpoints.claimed_epoch,
             ),
-            self._intake.read_orders,
+            self._intake.read_directives,
         )
         while not self._current.stop:
             started = time.monotonic()
@@ -269,7 +269,7 @@ class TrainingLoop:
         return batch.stats | stats | self._objective.observe(stats)
 
     async def _skip(self, batch: TrainBatch, poison: Poison) -> None:
-        """Account for a step that was not applied; ends as `run` says when the controller has had enough of them."""
+        """IssuedLedger for a step that was not applied; ends as `run` says when the controller has had enough of them."""
         self._skipped += 1
         self._batcher.skipped(batch.groups)
         epoch, step = self._current.epoch, self._version + 1
@@ -330,9 +330,9 @@ class TrainingLoop:
 
     # --- report ----------------------------------------------------------------------------------------------------
 
-    def _consumed(self) -> Consumed:
+    def _consumed(self) -> ConsumedReport:
         ledger = self._batcher.ledger
-        self._reported = Consumed(
+        self._reported = ConsumedReport(
             **{str(fate): count for fate, count in ledger.counts.items()},
             frontier=ledger.frontier,
             beyond=sorted(ledger.beyond),

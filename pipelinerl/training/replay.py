@@ -15,11 +15,11 @@ from typing import Final, final
 from pipelinerl.errors import DivergedError, RecordError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
-from pipelinerl.training.adaptive import AdaptiveObjective
-from pipelinerl.training.admission import Lineage
-from pipelinerl.training.batch import build
-from pipelinerl.training.guard import Poison
-from pipelinerl.training.step import TrainStep
+from pipelinerl.training.rollouts.admission import Lineage
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.step.adaptive import AdaptiveObjective
+from pipelinerl.training.step.finite_check import Poison
+from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 
 #: Figures that say whether two steps were the same: they depend on every weight, token and log-prob of it.

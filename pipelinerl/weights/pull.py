@@ -46,10 +46,10 @@ class PullOrder:
 class PullSource(Protocol):
     """Fetches weights that wait elsewhere, for the transport `pull`; blocks, on a thread of its own."""
 
-    def fetch(self, order: PullOrder, *, into: Any, came: Callable[[int], None]) -> str:
+    def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None]) -> str:
         """Fill `into`, flat uint8 (numpy or torch), where the shards' ranges say; returns the digest of what came.
 
-        `came` is told how many bytes are there.
+        `on_progress` is told how many bytes are there.
 
         Raises:
             UpdateError: the sources of a shard could not give it, or it was given up.

@@ -12,9 +12,9 @@ import pytest
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
 from pipelinerl.actor.actor import Actor, ActorSettings
-from pipelinerl.engines.engine_pool import Answered, EnginePool
-from pipelinerl.engines.http_client import EngineClient
-from pipelinerl.engines.http_server import create_app
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.engine_pool import Answered, EnginePool
+from pipelinerl.engines.http.engine_server import create_app
 from pipelinerl.errors import AddressError, DeadlineError, UserError
 from pipelinerl.messages import (
     ACTORS_GROUP,

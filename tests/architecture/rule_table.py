@@ -52,22 +52,22 @@ RULES = (
         breaks=(
             (STREAM, "from pipelinerl.engines import x"),
             (STREAM, "from pipelinerl.weights.publisher import Publisher"),
-            (STREAM, "def f():\n    import pipelinerl.controller.api"),
+            (STREAM, "def f():\n    import pipelinerl.controller.service.api"),
             ("pipelinerl/observability/a.py", "from pipelinerl.errors import PipelineError"),
             ("inference_contract/a.py", "from trainer_contract.types import MicroBatch"),
-            ("pipelinerl/roles/a.py", "from launch.local import Supervisor"),
+            ("pipelinerl/roles/a.py", "from launch.supervisor import Supervisor"),
             ("trainer_contract/a.py", "from pipelinerl import errors"),
         ),
         keeps=(
             (ENGINE, "from pipelinerl.streams.stream import Stream\nfrom pipelinerl.engines import b"),
-            ("pipelinerl/cli.py", "from launch.local import Supervisor"),
-            ("pipelinerl/roles/a.py", "from pipelinerl.config import RunConfig"),
+            ("pipelinerl/cli.py", "from launch.supervisor import Supervisor"),
+            ("pipelinerl/roles/a.py", "from pipelinerl.config.recipe import RunConfig"),
         ),
     ),
     Rule(
         launch_knows_roles_by_name_only,
         breaks=(("launch/a.py", "from pipelinerl.roles import engine"), ("launch/a.py", "import pipelinerl.streams.x")),
-        keeps=(("launch/a.py", "from pipelinerl.config import load\nfrom pipelinerl.errors import UserError"),),
+        keeps=(("launch/a.py", "from pipelinerl.config.recipe import load\nfrom pipelinerl.errors import UserError"),),
     ),
     Rule(
         rooms_are_known,
@@ -81,9 +81,9 @@ RULES = (
     ),
     Rule(
         heavy_libraries_stay_in_their_files,
-        breaks=((ENGINE, "def f():\n    import torch"), ("pipelinerl/engines/jax_engine.py", "import torch")),
+        breaks=((ENGINE, "def f():\n    import torch"), ("pipelinerl/engines/jax/engine.py", "import torch")),
         keeps=(
-            ("pipelinerl/engines/torch_engine.py", "import torch.nn\nfrom transformers import AutoModel"),
+            ("pipelinerl/engines/torch/engine.py", "import torch.nn\nfrom transformers import AutoModel"),
             ("benchmarks/a.py", "import torch"),
         ),
     ),

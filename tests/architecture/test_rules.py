@@ -62,7 +62,7 @@ def test_relative_imports_are_refused() -> None:
 def test_the_project_is_seen() -> None:
     """The rules are about something: the packages were found where they are expected."""
     names = {module.name for module in project()}
-    assert {"inference_contract.schemas", "trainer_contract.types", "pipelinerl.rng", "launch.local"} <= names
+    assert {"inference_contract.schemas", "trainer_contract.types", "pipelinerl.rng", "launch.supervisor"} <= names
 
 
 def test_no_exception_outlives_its_file() -> None:

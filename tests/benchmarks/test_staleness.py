@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.finished_run import FinishedRun
 from benchmarks.staleness import RECIPE, Arm, Outcome, arms, draw, outcome
-from pipelinerl.config import RunConfig, load
+from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.objective.presets import resolve
 from pipelinerl.observability.events import Event
-from pipelinerl.observability.story import tell
+from pipelinerl.observability.run_history import tell
 
 LOGPROBS = np.array([-1.0, -1.0, -2.0])
 BEHAVIOR = np.array([-1.0, -2.5, -0.5])

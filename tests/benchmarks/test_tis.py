@@ -10,14 +10,14 @@ import pytest
 from benchmarks.comparison import table
 from benchmarks.finished_run import FinishedRun
 from benchmarks.tis import COLUMNS, RECIPE, Arm, Outcome, arms, draw, outcome
-from pipelinerl.config import RunConfig, load
+from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.engines.options import WeightFormat
 from pipelinerl.numerics import causes
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.statistics import statistics
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.observability.events import Event
-from pipelinerl.observability.story import tell
+from pipelinerl.observability.run_history import tell
 
 EPSILON_LOW, EPSILON_HIGH = 0.2, 0.28
 #: log π, log π_old, log μ and advantage of some tokens: on and off policy, beyond the clip and beyond the cap.

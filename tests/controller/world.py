@@ -11,21 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipelinerl.controller.controller import Controller
-from pipelinerl.controller.effects import Effect, Finish, IssuePrompts, Send
-from pipelinerl.controller.evaluation import EvaluationPlan, Pin
-from pipelinerl.controller.inputs import AnyInput, EngineOffered, Heard
-from pipelinerl.controller.knobs import Knobs
-from pipelinerl.controller.settings import ControllerSettings
-from pipelinerl.controller.state import RunState
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Send
+from pipelinerl.controller.state.evaluation import EvaluationPlan, Pin
+from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, ReportReceived
+from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import (
-    Consumed,
+    CanaryChecked,
+    ConsumedReport,
     Directive,
     EvaluationDone,
     GroupFailed,
     GroupOutdated,
     Progress,
-    Proved,
     Published,
     Report,
     StepDone,
@@ -35,8 +35,8 @@ from pipelinerl.messages import (
 )
 from pipelinerl.objective.signal import NoSignal
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.admission import Fate, Ledger, Lineage
-from pipelinerl.training.batcher import Batcher, StepBudget
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, RolloutGroup, Sampling
 from tests.fakes.rollouts import group
 
@@ -96,7 +96,7 @@ class World:
     controller: Controller
     rng: random.Random
     batcher: Batcher = field(
-        default_factory=lambda: Batcher(ledger=Ledger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER)
+        default_factory=lambda: Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER)
     )
     version: int = 0
     poison: float = 0.0
@@ -125,7 +125,7 @@ class World:
 
     def tell(self, report: Report) -> None:
         """A report reaches the controller, and its effects are carried out."""
-        self.give(Heard(now=0.0, report=report, entry_id="1-0"))
+        self.give(ReportReceived(now=0.0, report=report, entry_id="1-0"))
         self.controller.state.account.check()
 
     def give(self, given: AnyInput) -> None:
@@ -147,15 +147,15 @@ class World:
     def begin(self) -> None:
         """The engines join and the trainer reports."""
         for url in self.engines:
-            self.give(EngineOffered(now=0.0, url=url))
+            self.give(EngineRegistered(now=0.0, url=url))
         self.awaiting = "ready-1"
         self.tell(TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=self.consumed()))
 
-    def consumed(self) -> Consumed:
+    def consumed(self) -> ConsumedReport:
         """The trainer's account."""
         ledger = self.batcher.ledger
         counts = {str(fate): n for fate, n in ledger.counts.items()}
-        return Consumed(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
+        return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
 
     def act(self) -> None:
         """One random thing happens."""
@@ -211,17 +211,17 @@ class World:
                     total_s=0.0,
                 )
             )
-            if directive.prove:
-                self.prove(directive)
+            if directive.to_verify:
+                self.check(directive)
 
-    def prove(self, directive: Directive) -> None:
+    def check(self, directive: Directive) -> None:
         """The engines compute what the trainer does."""
         self.tell(
-            Proved(
+            CanaryChecked(
                 epoch=directive.epoch,
                 model_version=self.served,
                 membership=directive.membership,
-                worst=dict.fromkeys(directive.prove, 1e-6),
+                worst=dict.fromkeys(directive.to_verify, 1e-6),
             )
         )
 

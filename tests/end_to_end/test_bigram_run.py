@@ -15,33 +15,33 @@ import pytest
 
 from inference_contract.schemas import ChatMessage, OnUpdate
 from pipelinerl.actor.actor import Actor, ActorSettings
-from pipelinerl.config import parse
-from pipelinerl.controller.controller import Controller
-from pipelinerl.controller.evaluation import EvaluationPlan
-from pipelinerl.controller.inputs import EngineOffered
-from pipelinerl.controller.knobs import Knobs
-from pipelinerl.controller.service import ControllerService
-from pipelinerl.controller.settings import ControllerSettings
-from pipelinerl.controller.state import RunState
-from pipelinerl.engines import bigram_engine
-from pipelinerl.engines.engine_pool import EnginePool
-from pipelinerl.engines.http_client import EngineClient
-from pipelinerl.engines.http_server import create_app
+from pipelinerl.config.recipe import parse
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.service.service import ControllerService
+from pipelinerl.controller.state.evaluation import EvaluationPlan
+from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.engines.bigram import engine as bigram_engine
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.engine_pool import EnginePool
+from pipelinerl.engines.http.engine_server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.objective.signal import NoSignal
 from pipelinerl.observability.events import EventLog, read_events
-from pipelinerl.roles.parts import objective_of
+from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import started
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.stream import Stream
-from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
-from pipelinerl.training.proof import TOLERANCES, Canary, CanaryProver
-from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
+from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
-from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.layout import wire_layout
 from tests.fakes.served import in_thread
 
@@ -147,7 +147,7 @@ async def run(
         objective=objective,
         stream=stream,
         publisher=BroadcastPublisher(client),
-        prover=CanaryProver(
+        canary_checker=LogprobCanaryChecker(
             Canary(messages=(ChatMessage(role="user", content="say b"),), tolerance=TOLERANCES["float32"]), client
         ),
         checkpoints=CheckpointStore(directory / "checkpoints", keep=2, model_directory=model),
@@ -156,7 +156,7 @@ async def run(
     serving = asyncio.create_task(service.run())
     await asyncio.sleep(0)
     pool.update([url])
-    await service.perform(EngineOffered(now=0.0, url=url))
+    await service.perform(EngineRegistered(now=0.0, url=url))
     tasks = [serving, asyncio.create_task(actor.run()), asyncio.create_task(loop.run())]
     finished = asyncio.create_task(service.finished.wait())
     try:

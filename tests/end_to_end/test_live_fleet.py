@@ -37,11 +37,11 @@ def test_an_engine_is_replaced_and_the_new_one_killed_under_load(tmp_path: Path)
         until_serving(run, "engine-0")
         until_steps(run, 2)
         assert engines(run, "add", "--type", "vllm_server", "--no-wait") == "asked for engine-1\n"
-        assert swap_to_and_fro(run, ["torch"], times=1, patience_s=0.0) == "engine-2"
+        assert swap_to_and_fro(run, ["torch"], times=1, grace_s=0.0) == "engine-2"
         kill_again_and_again(run, ["engine-2"], times=1)
         assert "the run goes on without engine-1" in run.output and "engine.servers must name a server" in run.output
         heading, first, second = engines(run, "list").splitlines()
-        assert heading.split()[:3] == ["name", "type", "standing"]
+        assert heading.split()[:3] == ["name", "type", "lifecycle"]
         assert (first.split()[:3], second.split()[:3]) == (
             ["engine-0", "torch", "expelled"],
             ["engine-2", "torch", "healthy"],

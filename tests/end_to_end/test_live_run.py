@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from launch.ports import free_ports, is_free
-from pipelinerl.config import load
+from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from tests.fakes.live_run import CLI, LiveRun, launched, new_run, resumed
 from tests.patience import PATIENCE_S

@@ -110,7 +110,7 @@ def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
         run.until(lambda: step() >= reached + 10, "ten steps more")
         rows = [line.split()[:3] for line in run.command(two, "engines", "list", run.controller_url).splitlines()[1:]]
         assert sorted(rows) == [["engine-0", "torch", "healthy"], ["engine-1", "torch", "healthy"]]
-        assert {event["url"] for event in events("engine_proven")} == {f"http://{h.address}:8001" for h in (one, two)}
+        assert {event["url"] for event in events("engine_verified")} == {f"http://{h.address}:8001" for h in (one, two)}
         run.command(two, "stop", run.controller_url)
         assert run.processes["controller"].wait(60) == 0
         assert run.processes["trainer"].wait(60) == 0

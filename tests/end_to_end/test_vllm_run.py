@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config_sections import MODELS
+from pipelinerl.config.sections import MODELS
 from pipelinerl.registry import ENGINES
 from tests.fakes import stock_vllm
 from tests.fakes.live_fleet import assert_nothing_lost, swap_to_and_fro, until_serving

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from inference_contract.conformance import Outcome, run
-from pipelinerl.engines.http_server import create_app
+from pipelinerl.engines.http.engine_server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES, SERVER_ENGINES, load
-from pipelinerl.weights.puller import WeightPuller
+from pipelinerl.weights.parameter_server.download import WeightPuller
 from tests.fakes.served import in_thread
 
 CONTEXT = 512

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.training.checkpoint import Capture, CheckpointStore
-from pipelinerl.training.checkpoint_manifest import TrainingState
+from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
+from pipelinerl.training.checkpoints.manifest import TrainingState
 from trainer_contract.types import ParameterInfo
 
 #: Tokens of the model's vocabulary.

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from inference_contract.schemas import WeightLayout
-from pipelinerl.engines.batching.runner import ModelRunner, Prefill, RowState
+from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
 
 DEADLINE_S = 10.0
 
 
 @final
 class GatedRunner:
-    """Passes every call on; `decode` first waits for `allow`, and says so in `waiting`."""
+    """ForwardPasses every call on; `decode` first waits for `allow`, and says so in `waiting`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

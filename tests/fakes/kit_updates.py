@@ -12,7 +12,7 @@ import torch
 from inference_contract.conformance.session import Session
 from inference_contract.conformance.trainer import KitTrainer, digest
 from inference_contract.schemas import ChatCompletion, Choice, WeightLayout
-from pipelinerl.engines.torch_weights import parameters_in
+from pipelinerl.engines.torch.weights import parameters_in
 
 
 @contextmanager

@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Sequence
 from itertools import cycle, islice, pairwise
 
+from pipelinerl.commands.remote import Remote
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import EngineStatus, RunStatus
-from pipelinerl.roles.remote import Remote
 from tests.fakes.live_run import CLI, LiveRun
 from tests.patience import PATIENCE_S
 
@@ -94,5 +94,5 @@ def assert_nothing_lost(run: LiveRun) -> None:
     assert ledger["failed"] == 0 and not run.events("group_failed"), ledger
     trained = [order for step in run.events("step") for order in step["orders"]]
     assert len(trained) == len(set(trained)) == ledger["trained"], "each order trains at most once"
-    assert not run.events("engine_unproven"), run.events("engine_unproven")
-    assert all(event["worst"] <= 1e-4 for event in run.events("engine_proven"))
+    assert not run.events("engine_canary_failed"), run.events("engine_canary_failed")
+    assert all(event["worst"] <= 1e-4 for event in run.events("engine_verified"))

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
-from pipelinerl.http_service import listen, serve
+from pipelinerl.system.http_service import listen, serve
 from pipelinerl.weights.digest import WeightDigest
-from pipelinerl.weights.parameter_server import ParameterServer, create_app
+from pipelinerl.weights.parameter_server.download import WeightPuller
+from pipelinerl.weights.parameter_server.server import ParameterServer, create_app
+from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore
+from pipelinerl.weights.parameter_server.version_table import VersionTable
 from pipelinerl.weights.publisher import Publication
 from pipelinerl.weights.pull import PullOrder, Shard
-from pipelinerl.weights.puller import WeightPuller
-from pipelinerl.weights.snapshot_store import SnapshotStore
-from pipelinerl.weights.version_table import VersionTable
 
 TOKEN = "secret"
 

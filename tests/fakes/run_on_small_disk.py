@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.controller.controller import Controller
-from pipelinerl.controller.waiting import waiting_for
-from pipelinerl.engines import bigram_engine
-from pipelinerl.engines.http_server import create_app
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.engines.bigram import engine as bigram_engine
+from pipelinerl.engines.http.engine_server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import CheckpointError
 from pipelinerl.streams.memory_stream import MemoryStream
-from pipelinerl.training.checkpoint import CheckpointStore, load
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
 from tests.end_to_end.test_bigram_run import model_in, new_controller, run
 from tests.fakes.served import in_thread
 from tests.fakes.small_disk import fill, free

@@ -12,9 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-from pipelinerl.training.checkpoint import CheckpointStore
-from pipelinerl.training.checkpoint_copies import CheckpointCopies
-from pipelinerl.training.checkpoint_retention import Retention
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
+from pipelinerl.training.checkpoints.copies import CheckpointCopies
+from pipelinerl.training.checkpoints.retention import Retention
 from tests.fakes.checkpoints import model_directory, save
 
 #: So many bytes of trainer state that writing them takes its time.

@@ -47,12 +47,12 @@ from inference_contract.schemas import (
     WeightUpdateResponse,
 )
 from pipelinerl import rng
-from pipelinerl.engines.http_server import create_app
-from pipelinerl.engines.weight_receiver import WeightReceiver
+from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import UpdateError
-from pipelinerl.http_service import listen, serve
+from pipelinerl.system.http_service import listen, serve
+from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.pull import PullOrder, Shard
-from pipelinerl.weights.puller import WeightPuller
 
 VOCAB = 32
 CONTEXT = 192

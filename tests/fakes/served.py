@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from pipelinerl.http_service import listen
+from pipelinerl.system.http_service import listen
 from tests.patience import PATIENCE_S
 
 

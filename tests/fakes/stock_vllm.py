@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from pipelinerl.engines.vllm_dialect import BACKEND, EXTENSION
-from pipelinerl.http_service import listen
+from pipelinerl.engines.external.vllm.server_api import BACKEND, EXTENSION
+from pipelinerl.system.http_service import listen
 
 STARTS_IN_S = 300.0
 

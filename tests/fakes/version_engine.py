@@ -23,9 +23,9 @@ import numpy as np
 
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.batching.runner import Prefill, RowState
-from pipelinerl.engines.http_server import create_app
-from pipelinerl.http_service import listen, serve
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.system.http_service import listen, serve
 
 #: In all more than the buffers of a connection hold: a receiver that stands still stops the sender.
 LAYOUT: Final = WeightLayout(
@@ -175,9 +175,9 @@ def _engine() -> None:
 
 
 def _nursery() -> None:
-    import pipelinerl.weights.collective  # torch, once for all
+    import pipelinerl.weights.broadcast.collective  # torch, once for all
 
-    assert pipelinerl.weights.collective.dist.is_available()
+    assert pipelinerl.weights.broadcast.collective.dist.is_available()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are nobody's zombies
     for _ in sys.stdin:
         if os.fork() == 0:

@@ -26,7 +26,7 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from tests.faults.role_process import TOKEN, VERIFIER, Fuse, Seat, play_role
+from tests.faults.role_process import TOKEN, VERIFIER, Fuse, GroupEndpoint, play_role
 from tests.patience import PATIENCE_S
 
 GROUPS_PER_STEP, GROUP_SIZE = 4, 8
@@ -77,7 +77,7 @@ class Cluster:
         self._roles = ("controller", "engine", "trainer", "actor")
         ports = {"controller": self._controller, "engine": engine}
         self.seats = {
-            role: Seat(
+            role: GroupEndpoint(
                 role=role,
                 name=role,
                 recipe=recipe(seed),

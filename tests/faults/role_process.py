@@ -28,16 +28,18 @@ from typing import Any, final
 from zlib import crc32
 
 from pipelinerl import registry
-from pipelinerl.config import parse
-from pipelinerl.engines import bigram_engine  # noqa: F401  imported before the fork, not after each
-from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.config.recipe import parse
+from pipelinerl.engines.bigram import engine as bigram_engine
+from pipelinerl.engines.http.engine_client import EngineClient
 from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
 from pipelinerl.roles import actor_role, controller_role, engine_role, process, trainer_role
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import Entry, Stream
-from pipelinerl.training import admission, checkpoint, checkpoint_fence, intake, loop
+from pipelinerl.training import loop
+from pipelinerl.training.checkpoints import checkpoint, fence as checkpoint_fence
+from pipelinerl.training.rollouts import admission, rollout_reader as intake
 from pipelinerl.types import Outcome, Problem, RolloutGroup, Verdict
-from pipelinerl.weights import collective  # noqa: F401  likewise, with torch
+from pipelinerl.weights.broadcast import collective
 
 OPERATIONS = ("none", "append", "read", "claim", "acknowledge", "trim", "renew", "last_id", "update", "checkpoint")
 VERIFIER = "coin"
@@ -86,7 +88,7 @@ class Fuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class GroupEndpoint:
     """What a process is told: which role it plays, where, and with which flaw."""
 
     role: str
@@ -195,15 +197,15 @@ class SharedIntake:
     early = True
 
     def __init__(self, stream: Stream, **offsets: Any) -> None:
-        self._orders = intake.Intake(stream, offsets={})
+        self._orders = intake.RolloutReader(stream, offsets={})
         self._stream = stream
         self._held: list[Entry] = []
 
     async def start(self) -> None:
         await self._orders.start()
 
-    async def read_orders(self, *, block_s: float) -> Any:
-        return await self._orders.read_orders(block_s=block_s)
+    async def read_directives(self, *, block_s: float) -> Any:
+        return await self._orders.read_directives(block_s=block_s)
 
     async def read(self, *, block_s: float) -> intake.Arrivals:
         groups = []
@@ -216,7 +218,7 @@ class SharedIntake:
             self._held += new
         if self.early:
             await self._acknowledge()
-        return intake.Arrivals(groups, await self._orders.read_orders(block_s=min(block_s, 0.05)))
+        return intake.Arrivals(groups, await self._orders.read_directives(block_s=min(block_s, 0.05)))
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
         return {}
@@ -232,14 +234,14 @@ class SharedIntake:
 
 
 def acknowledge_before_training() -> None:
-    loop.Intake = SharedIntake  # type: ignore[misc,assignment]
+    loop.RolloutReader = SharedIntake  # type: ignore[misc,assignment]
 
 
 def acknowledge_after_checkpoint() -> None:
     """And nobody remembers which orders have ended."""
     SharedIntake.early = False
-    loop.Intake = SharedIntake  # type: ignore[misc,assignment]
-    admission.Ledger.has = lambda self, index: False  # type: ignore[method-assign]
+    loop.RolloutReader = SharedIntake  # type: ignore[misc,assignment]
+    admission.ConsumedLedger.has = lambda self, index: False  # type: ignore[method-assign]
 
 
 def claim_nothing() -> None:
@@ -262,7 +264,7 @@ ROLES: Mapping[str, Any] = {
 }
 
 
-def play_role(seat: Seat) -> None:
+def play_role(seat: GroupEndpoint) -> None:
     """The whole life of one process."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: none outlives the process that they are forked from
     log = os.open(seat.run_dir / f"{seat.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -9,11 +9,11 @@ import numpy as np
 
 from pipelinerl import rng
 from pipelinerl.errors import CheckpointError
-from pipelinerl.training.checkpoint import CheckpointStore, load
-from pipelinerl.training.checkpoint_copies import CheckpointCopies
-from pipelinerl.training.checkpoint_manifest import Manifest
-from pipelinerl.training.checkpoint_retention import Retention
-from pipelinerl.weights.place import Place
+from pipelinerl.system.storage import Storage
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
+from pipelinerl.training.checkpoints.copies import CheckpointCopies
+from pipelinerl.training.checkpoints.manifest import Manifest
+from pipelinerl.training.checkpoints.retention import Retention
 from tests.fakes.checkpoints import model_directory, save, state_of
 
 SEED = 0
@@ -74,7 +74,7 @@ def test_in_a_copy(tmp_path: Path) -> None:
     )
     store.copy(save(store, 7))
     (copy,) = copies.newest()
-    place = Place(copies.url)
+    place = Storage(copies.url)
     files = {name: place.read(f"{copy.folder}/{name}") for name in (*copy.manifest.files, "manifest.json")}
     assert len(files) == 6
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.training.checkpoint import CheckpointStore, load
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
 from tests.fakes import small_disk
 from tests.fakes.checkpoints import model_directory, save, state_of, versions_in
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.training.checkpoint import CheckpointStore, load
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
 from tests.fakes.checkpoints import versions_in
 from tests.fakes.saving_process import store_in
 

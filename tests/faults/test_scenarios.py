@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.controller import controller
+from pipelinerl.controller.decisions import controller
 from tests.faults.scenarios import role_killed, starved, two_trainers
 from tests.faults.scenarios.scenario import Verdict, find, names, play
 

@@ -22,10 +22,10 @@ from inference_contract.schemas import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.engines.engine_pool import EnginePool
-from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.engine_pool import EnginePool
 from pipelinerl.rng import generator
-from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication, PublishReport
 from tests.fakes.version_engine import BUCKET_BYTES, LAYOUT, PROMPT, Nursery, weights
 
@@ -42,7 +42,7 @@ class Tally:
     tokens: int = 0
     switched: int = 0
     mixed: list[str] = field(default_factory=list)
-    unproven: list[str] = field(default_factory=list)
+    canary_failed: list[str] = field(default_factory=list)
 
 
 class Timed:
@@ -117,7 +117,7 @@ class Fleet:
         while True:
             answered = await self.pool.complete(request(seed))
             if answered.url not in self.proven:
-                self.tally.unproven.append(answered.url)
+                self.tally.canary_failed.append(answered.url)
             self.count(answered.completion)
 
     def count(self, completion: ChatCompletion) -> None:
@@ -190,7 +190,7 @@ async def test_killed_in_the_middle_of_the_broadcast(fleet: Fleet, kills: int) -
     assert max(detections) <= timeout_s / 3 + 1.0, worst
     assert len(reforms) > kills / 2, "most die while there are bytes to come"
     assert max(reforms) <= 1.0, worst
-    assert fleet.tally.mixed == [] and fleet.tally.unproven == []
+    assert fleet.tally.mixed == [] and fleet.tally.canary_failed == []
     assert fleet.tally.tokens > 100 * kills and fleet.tally.switched > kills, "updates met samples in flight"
 
 
@@ -223,5 +223,5 @@ async def test_frozen_in_the_middle_and_awake_in_another_epoch(fleet: Fleet, fre
             fleet.engines = everyone
             assert (await fleet.publish(timeout_s=20.0)).failed == {}
             assert [await fleet.serves(url) for url in everyone] == [(fleet.epoch, fleet.version)] * ENGINES
-    assert fleet.tally.mixed == [] and fleet.tally.unproven == []
+    assert fleet.tally.mixed == [] and fleet.tally.canary_failed == []
     assert fleet.tally.tokens > 100 * freezes

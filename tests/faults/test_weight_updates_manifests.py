@@ -17,8 +17,8 @@ import pytest
 from inference_contract import routes
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl import rng
-from pipelinerl.engines.http_client import EngineClient
-from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 from tests.fakes.scripted_engine import LAYOUT
 from tests.fakes.served import as_process

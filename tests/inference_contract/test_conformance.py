@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inference_contract.conformance import CHECKS, CheckResult, Outcome, run, select
-from pipelinerl.engines.http_server import create_app
-from pipelinerl.engines.weight_receiver import WeightReceiver
+from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from tests.fakes.scripted_engine import Fault, ScriptedEngine, application
 from tests.fakes.served import in_thread
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.plan import OnExit, Plan, Ports, ProcessSpec, plan
-from pipelinerl.config import RunConfig, parse
+from pipelinerl.config.recipe import RunConfig, parse
 
 RUN = Path("/runs/x")
 

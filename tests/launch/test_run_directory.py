@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.run_directory import create, open_run
-from pipelinerl.config import RunConfig, parse, to_table
+from pipelinerl.config.recipe import RunConfig, parse, to_table
 from pipelinerl.errors import RecipeError, UserError
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from inference_contract.schemas import ChatMessage
-from pipelinerl.config import MODELS
+from pipelinerl.config.recipe import MODELS
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import check_directory, load_model, save_model, vocab_size

@@ -12,7 +12,7 @@ from pipelinerl.numerics.advice import Advice, advise
 from pipelinerl.numerics.causes import Cause
 from pipelinerl.numerics.review import FIGURES, Review, review
 from pipelinerl.objective.presets import resolve
-from pipelinerl.observability.story import tell
+from pipelinerl.observability.run_history import tell
 
 QUIET = dict.fromkeys(FIGURES, 0.0) | {"ess": 1.0}
 

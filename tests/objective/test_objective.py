@@ -17,13 +17,13 @@ from pipelinerl.objective.tokens import Policy
 from tests.objective.libraries import as_torch, in_jax, in_numpy, in_torch
 
 WEIGHTS = (
-    is_weight.One(),
+    is_weight.Unweighted(),
     is_weight.TokenRatio(),
     is_weight.TokenRatio(low=0.8, high=1.2),
     is_weight.TokenRatio(high=1.5, numerator=Policy.OLD, outside=is_weight.Outside.MASK),
-    is_weight.SequenceRatio(high=3.0),
-    is_weight.SequenceRatio(mean=is_weight.Mean.GEOMETRIC, low=0.9, numerator=Policy.OLD),
-    is_weight.Tapered(),
+    is_weight.SequenceWeight(high=3.0),
+    is_weight.SequenceWeight(mean=is_weight.Mean.GEOMETRIC, low=0.9, numerator=Policy.OLD),
+    is_weight.ToprWeight(),
 )
 STEERED = (
     grad1.LogProb(),
@@ -33,7 +33,7 @@ STEERED = (
     grad1.GeometricRatio(over=Policy.OLD),
 )
 REGULARIZERS = (
-    grad2.Nothing(),
+    grad2.NoRegularizer(),
     grad2.KLPenalty(beta=0.3),
     grad2.KLPenalty(beta=0.3, estimator=grad2.Estimator.K2),
     grad2.KLPenalty(beta=0.3, estimator=grad2.Estimator.K1),

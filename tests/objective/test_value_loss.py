@@ -12,7 +12,7 @@ import torch
 
 from pipelinerl import rng
 from pipelinerl.objective.value_loss import ValueLoss, value_statistics
-from trainer_contract.probes import pack
+from trainer_contract.conformance.probes import pack
 
 
 def columns(seed: int, tokens: int = 40) -> tuple[np.ndarray, dict[str, Any]]:

@@ -137,7 +137,7 @@ def _synced_each(place: Path, path: Path) -> None:
 
 
 def _given_up(place: Path, path: Path) -> None:
-    log = EventLog(path, patience_s=0.3)
+    log = EventLog(path, timeout_s=0.3)
     small_disk.fill(place)
     log.write("step", step=0, text="x" * 50_000)
     time.sleep(0.4)

@@ -16,7 +16,7 @@ from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg, tic
 from pipelinerl.observability.evaluations import evaluation_rows
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.report import render, write_report
-from pipelinerl.observability.story import Series, tell
+from pipelinerl.observability.run_history import Series, tell
 from pipelinerl.observability.summary import outcome, summary, summary_rows
 from tests.observability.synthetic import events
 
@@ -129,24 +129,24 @@ def test_story_of_a_resumed_run_counts_each_step_once() -> None:
         {"kind": "run_started", "run": "r", "elapsed_s": 3.6},
         *({"kind": "step", "step": s, "reward": 1.0, "sampled_tokens": 5, "elapsed_s": s + 2.0} for s in (2, 3, 4)),
     ]
-    story = tell(made)
-    assert [event["step"] for event in story.steps] == [1, 2, 3, 4]
-    assert story.by_step("reward").y == (0.0, 1.0, 1.0, 1.0)
-    assert story.sampled_tokens == 20
-    assert story.finished is None
-    assert outcome(story) == "not finished"
-    assert story.duration_s == 6.0
+    history = tell(made)
+    assert [event["step"] for event in history.steps] == [1, 2, 3, 4]
+    assert history.by_step("reward").y == (0.0, 1.0, 1.0, 1.0)
+    assert history.sampled_tokens == 20
+    assert history.finished is None
+    assert outcome(history) == "not finished"
+    assert history.duration_s == 6.0
 
 
 def test_summary_says_what_was_learned() -> None:
-    story = tell(events())
-    rows = dict(summary_rows(story))
+    history = tell(events())
+    rows = dict(summary_rows(history))
     assert rows["outcome"] == "all steps taken"
     assert re.fullmatch(r"\d\.\d% → 9\d\.\d% \(95 %: .* to .*\) on 512 problems", rows["held-out accuracy"])
     assert rows["steps"].startswith("300 in 4 min ")
     assert rows["tokens sampled"].startswith("2,460,000, ")
     console = Console(width=100, record=True)
-    console.print(summary(story, run_dir=Path("runs/tiny"), report=Path("runs/tiny/report.html")))
+    console.print(summary(history, run_dir=Path("runs/tiny"), report=Path("runs/tiny/report.html")))
     assert "runs/tiny/report.html" in console.export_text()
 
 

@@ -14,15 +14,15 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 
 from launch.ports import free_ports
-from pipelinerl.config import load
+from pipelinerl.config.recipe import load
 from pipelinerl.errors import AddressError
-from pipelinerl.http_service import guard, listen, serve_until
 from pipelinerl.messages import ACTORS_GROUP, PROMPTS, REPORTS, ROLLOUTS
 from pipelinerl.roles import actor_role
 from pipelinerl.roles.process import Identity
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group, encode_order
 from pipelinerl.streams.stream import START, Stream
+from pipelinerl.system.http_service import guard, listen, serve_until
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
 from tests.fakes.scripted_engine import ScriptedEngine, create_app
 from tests.fakes.served import in_thread

@@ -13,15 +13,16 @@ import httpx
 import pytest
 
 from launch.run_directory import open_run
-from pipelinerl.config import RunConfig, load, to_table
-from pipelinerl.controller.service import Start
+from pipelinerl.commands import resumption
+from pipelinerl.commands.remote import Remote
+from pipelinerl.config.recipe import RunConfig, load, to_table
+from pipelinerl.controller.service.service import Start
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
-from pipelinerl.roles import controller_role, resumption
+from pipelinerl.roles import controller_role
 from pipelinerl.roles.controller_role import overruled
-from pipelinerl.roles.parts import knobs_of
 from pipelinerl.roles.process import Identity
-from pipelinerl.roles.remote import Remote
+from pipelinerl.roles.wiring import knobs_of
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.open_stream import open_stream
 

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from launch.ports import free_ports
-from pipelinerl.config import load
-from pipelinerl.config_sections import MODELS
+from pipelinerl.config.recipe import load
+from pipelinerl.config.sections import MODELS
 from pipelinerl.errors import AddressError, EngineUnreachable, UserError
 from pipelinerl.roles import engine_role
 from pipelinerl.roles.engine_role import offered_url

@@ -14,20 +14,20 @@ import httpx
 import pytest
 
 from launch.ports import free_ports
-from pipelinerl.config import load
-from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.config.recipe import load
+from pipelinerl.engines.http.engine_client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles import parameter_server_role
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import publisher_of
-from pipelinerl.weights.broadcast import BroadcastPublisher
-from pipelinerl.weights.pull_publisher import PullPublisher
-from pipelinerl.weights.push import Placement
-from pipelinerl.weights.snapshot_store import SnapshotStore
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
+from pipelinerl.weights.parameter_server.publisher import PullPublisher
+from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore
+from pipelinerl.weights.parameter_server.upload import Uploader
 from tests.fakes.live_run import CLI
 from tests.fakes.parameter_server import TOKEN, publication
 from tests.patience import PATIENCE_S
-from tests.weights.test_snapshot_store import save
+from tests.weights.parameter_server.test_snapshot_store import save
 
 
 def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
                 assert process.poll() is None and time.monotonic() < deadline, "the server has not started"
                 time.sleep(0.05)
         assert httpx.get(url + "/versions", trust_env=False).status_code == 401
-        with closing(Placement([url], token=TOKEN)) as placement:
+        with closing(Uploader([url], token=TOKEN)) as placement:
             placement.place(publication(1), {}, deadline=deadline)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 128 + signal.SIGTERM

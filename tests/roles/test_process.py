@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config import load
+from pipelinerl.config.recipe import load
 from pipelinerl.errors import AddressError, DeadlineError, ModelError, RecipeError, UserError
 from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, read_token, run_until_signalled
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
@@ -32,7 +32,7 @@ def test_what_has_been_loaded_costs_a_full_collection_nothing_any_more() -> None
         "from pipelinerl.roles.process import settle\n"
         "def full():\n"
         "    began = time.perf_counter(); gc.collect(); return time.perf_counter() - began\n"
-        "gc.collect(); before = min(full() for _ in range(3)); settle(); after = min(full() for _ in range(3))\n"
+        "gc.collect(); before = min(full() for _ in range(3)); freeze_gc(); after = min(full() for _ in range(3))\n"
         "print(after / before)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelinerl.config import load
-from pipelinerl.engines.http_client import EngineClient
+from pipelinerl.config.recipe import load
+from pipelinerl.engines.http.engine_client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import loop_settings, publisher_of
-from pipelinerl.weights.broadcast import BroadcastPublisher
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 
 
 def test_the_loop_knows_the_models_vocabulary() -> None:

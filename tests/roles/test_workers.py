@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.config import RunConfig, parse
+from pipelinerl.config.recipe import RunConfig, parse
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
-from pipelinerl.roles.parts import objective_of
+from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import Workers, spec_of, started
-from pipelinerl.training.adaptive import AdaptiveObjective
-from pipelinerl.training.batch import build
-from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
-from pipelinerl.training.guard import Poison
-from pipelinerl.training.step import Accumulated, TrainStep
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, TrainingState
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.step.adaptive import AdaptiveObjective
+from pipelinerl.training.step.finite_check import Poison
+from pipelinerl.training.step.train_step import Accumulated, TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
-from trainer_contract.probes import weights_of
+from trainer_contract.conformance.probes import weights_of
 from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, TrainerSpec
 
 VOCAB = 16

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.trainers.bigram_trainer import BigramTrainer
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
+from trainer_contract.conformance.probes import Subject
 from trainer_contract.errors import NonFiniteError, SpecError, StateError
-from trainer_contract.probes import Subject
 from trainer_contract.types import Head, LossStats, StepStats, TrainerSpec
 
 VOCAB = 16

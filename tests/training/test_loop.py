@@ -20,10 +20,10 @@ from pipelinerl.messages import (
     REPORTS,
     ROLLOUTS,
     SKIPS_THAT_END,
+    CanaryChecked,
     Checkpointed,
     Directive,
     Progress,
-    Proved,
     Published,
     Report,
     StepDone,
@@ -40,15 +40,15 @@ from pipelinerl.objective.signal import NoSignal
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
-from pipelinerl.trainers.bigram_trainer import BigramTrainer
-from pipelinerl.training.admission import Fate, Ledger
-from pipelinerl.training.checkpoint import CheckpointStore, TrainingState
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
-from pipelinerl.training.packing import WeightedRollout, pack
-from pipelinerl.training.passes import Passes
-from pipelinerl.training.proof import Forward, Proofs
-from pipelinerl.training.schedule import LearningRateSchedule
-from pipelinerl.training.step import TrainStep
+from pipelinerl.training.publish.canary_check import CanaryFindings, Forward
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate
+from pipelinerl.training.rollouts.packing import WeightedRollout, pack
+from pipelinerl.training.step.forward_passes import ForwardPasses
+from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.layout import wire_layout
 from pipelinerl.weights.publisher import Publication, PublishReport
@@ -62,7 +62,7 @@ R = TypeVar("R")
 
 @final
 class Engines:
-    """Takes publications, as slowly as the test wants, and proves them; satisfies `Publisher` and `Prover`."""
+    """Takes publications, as slowly as the test wants, and proves them; satisfies `Publisher` and `CanaryChecker`."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, int, int]] = []
@@ -89,11 +89,11 @@ class Engines:
             failed={},
         )
 
-    async def prove(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> Proofs:
+    async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
         """The trainer's log-probs of two tokens are kept, for the test to judge."""
         await self.doubt.wait()
         self.proven.append((published.version, (await forward(two_tokens())).tolist()))
-        return Proofs(worst=dict.fromkeys(urls, 0.0))
+        return CanaryFindings(worst=dict.fromkeys(urls, 0.0))
 
     async def close(self) -> None:
         self.closed = True
@@ -113,7 +113,7 @@ def poisoned(index: int) -> RolloutGroup:
 
 
 @dataclass
-class Room:
+class GroupLimiter:
     """The loop's surroundings."""
 
     stream: MemoryStream
@@ -175,7 +175,7 @@ async def room(
     warmup_steps: int = 0,
     restored: TrainingState | None = None,
     no_signal: NoSignal = NoSignal.TRAIN,
-) -> AsyncIterator[Room]:
+) -> AsyncIterator[GroupLimiter]:
     model = tmp_path / "model"
     BigramModel.random(7, seed=0).save(model)
     stream, engines, trainer = MemoryStream(), Engines(), BigramTrainer()
@@ -192,17 +192,17 @@ async def room(
             vocab_size=7,
             schedule=LearningRateSchedule(warmup_steps=warmup_steps, steps=9, shape="constant", final_fraction=0.0),
         ),
-        step=TrainStep(passes=Passes(policy=trainer)),
+        step=TrainStep(passes=ForwardPasses(policy=trainer)),
         layout=wire_layout(trainer.weight_layout()),
         objective=resolve("grpo"),
         stream=stream,
         publisher=engines,
-        prover=engines,
+        canary_checker=engines,
         checkpoints=store,
         restored=restored,
         at=steps.append,
     )
-    made = Room(stream, engines, store, loop, trainer, steps)
+    made = GroupLimiter(stream, engines, store, loop, trainer, steps)
     made.task = asyncio.create_task(loop.run())
     try:
         yield made
@@ -213,7 +213,7 @@ async def room(
         assert engines.closed
 
 
-async def ended(made: Room) -> int:
+async def ended(made: GroupLimiter) -> int:
     assert made.task is not None
     return await asyncio.wait_for(made.task, DEADLINE_S)
 
@@ -222,7 +222,7 @@ async def test_an_engine_proves_the_weights_it_was_given_before_a_step_changes_t
     async with room(tmp_path) as made:
         made.engines.doubt.clear()
         before = made.trainer.forward(two_tokens()).tolist()
-        await made.begin(publish_to=[ENGINE, "http://engine-1"], prove=[ENGINE])
+        await made.begin(publish_to=[ENGINE, "http://engine-1"], to_verify=[ENGINE])
         await made.heard(Published)
         await made.roll_out(0, 1)
         async with asyncio.timeout(DEADLINE_S):
@@ -230,7 +230,7 @@ async def test_an_engine_proves_the_weights_it_was_given_before_a_step_changes_t
                 await asyncio.sleep(0.005)
         assert (made.trainer.model_version, made.steps) == (0, []), "the step waits for the proof"
         made.engines.doubt.set()
-        proved = await made.heard(Proved)
+        proved = await made.heard(CanaryChecked)
         assert (proved.model_version, proved.membership, proved.worst) == (0, 1, {ENGINE: 0.0})
         await made.heard(StepDone)
         assert made.engines.proven == [(0, before)]
@@ -301,7 +301,7 @@ async def test_a_publication_that_dies_ends_the_wait_for_rollouts(
 
     async with room(tmp_path) as made:
         monkeypatch.setattr(Engines, where, dies)
-        await made.begin(publish_to=[ENGINE], prove=[ENGINE])
+        await made.begin(publish_to=[ENGINE], to_verify=[ENGINE])
         assert made.task is not None
         with pytest.raises(RuntimeError, match="a fault of ours"):
             await asyncio.wait_for(made.task, DEADLINE_S / 2)
@@ -341,7 +341,12 @@ async def test_a_checkpoint_holds_what_the_run_goes_on_from(tmp_path: Path) -> N
 
 async def test_a_checkpoint_says_of_every_epoch_before_where_it_began(tmp_path: Path) -> None:
     before = TrainingState(
-        model_version=0, epoch=2, offsets={}, ledger=Ledger().to_record(), controller={}, epochs=[[1, 0], [2, 0]]
+        model_version=0,
+        epoch=2,
+        offsets={},
+        ledger=ConsumedLedger().to_record(),
+        controller={},
+        epochs=[[1, 0], [2, 0]],
     )
     async with room(tmp_path, restored=before) as made:
         await made.begin(epoch=4, checkpoint=True, controller_state={})

@@ -11,13 +11,13 @@ import pytest
 from pipelinerl.errors import RecordError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
-from pipelinerl.trainers.bigram_trainer import BigramTrainer
-from pipelinerl.training.adaptive import AdaptiveObjective
-from pipelinerl.training.admission import Lineage
-from pipelinerl.training.passes import OldLogprobs, Passes
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.replay import RecordedStep, Replay
-from pipelinerl.training.step import TrainStep
-from pipelinerl.training.weight_history import WeightHistory
+from pipelinerl.training.rollouts.admission import Lineage
+from pipelinerl.training.step.adaptive import AdaptiveObjective
+from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
+from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group
 from trainer_contract.types import TrainerSpec
@@ -36,7 +36,7 @@ def replay(model: Path, groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS) -
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model))
     objective = AdaptiveObjective(resolve("grpo"), controller=None)
-    step = TrainStep(passes=Passes(policy=trainer))
+    step = TrainStep(passes=ForwardPasses(policy=trainer))
     return Replay(step=step, objective=objective, groups=groups, token_budget=64, shaping={})
 
 
@@ -98,7 +98,7 @@ def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
     """Old log-probs at the weights that sampled each token: steps hang on earlier weights, too."""
     taking = replay(model)
     policy = taking.step.passes.policy
-    passes = Passes(
+    passes = ForwardPasses(
         policy=policy,
         old_logprobs=OldLogprobs.SAMPLING_WEIGHTS,
         history=WeightHistory(policy.weight_layout()),

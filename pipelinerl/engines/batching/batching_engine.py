@@ -32,16 +32,16 @@ from inference_contract.schemas import (
     WeightUpdateResponse,
 )
 from pipelinerl import rng
-from pipelinerl.engines.batching import answers
+from pipelinerl.engines.batching import responses as answers
 from pipelinerl.engines.batching.decode_loop import DecodeLoop
 from pipelinerl.engines.batching.delivery import Delivery
-from pipelinerl.engines.batching.runner import ModelRunner
+from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.scheduler import Scheduler
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.batching.text import Detokenizer, TextWindow
-from pipelinerl.engines.group_seat import IN_PROCESS, Seating
-from pipelinerl.engines.weight_receiver import WeightReceiver
+from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
+from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError
 from pipelinerl.weights.pull import PullSource
 
@@ -95,7 +95,7 @@ class BatchingEngine:
     Args:
         load: builds the runner, on the decode thread; or `loop`, which builds what samples instead of a `DecodeLoop`.
         pull: offers the transport `pull`.
-        seating: where the engine's seat in the weight group is.
+        endpoints: where the engine's endpoint in the weight group is.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class BatchingEngine:
         loop: LoopBuilder | None = None,
         tokenizer: Tokenizer,
         pull: PullSource | None = None,
-        seating: Seating = IN_PROCESS,
+        endpoints: EndpointFactory = IN_PROCESS,
     ) -> None:
         if (load is None) == (loop is None):
             raise ValueError("expected exactly one of load and loop")
@@ -115,7 +115,7 @@ class BatchingEngine:
         build = loop if load is None else _decode_loop(settings, load, tokenizer.eos_token_ids)
         assert build is not None
         self._loop: SampleLoop = build(self._deliver_from_thread)
-        self._receiver = WeightReceiver(self, pull=pull, seating=seating)
+        self._receiver = WeightReceiver(self, pull=pull, endpoints=endpoints)
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None

@@ -27,7 +27,7 @@ from typing import final
 from inference_contract.errors import EngineStopped, UpdateInProgress
 from inference_contract.schemas import FinishReason, OnUpdate
 from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, aborted, deliveries, refused, sampled
-from pipelinerl.engines.batching.runner import ModelRunner, Prefill, RowState
+from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.scheduler import Admission, Moves, Scheduler
 from pipelinerl.engines.batching.sequence import Request, Sequence, extend
@@ -73,7 +73,7 @@ class DecodeLoop:
         self._cancelled: list[Request] = []
         self._commit: _Commit | None = None
         self._streams = 0
-        self._clean = True  # is what lies in the cache of every row finite?
+        self._cache_is_finite = True  # is what lies in the cache of every row finite?
         self._stopping = False
         self._scheduler: Scheduler
         self._runner: ModelRunner
@@ -240,9 +240,9 @@ class DecodeLoop:
     def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
         """End the requests of the rows without a finite log-prob; leaves in the lists what the other rows sampled."""
         running = self._scheduler.running
-        spoiled = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
-        news = {running[row].request.request_id: refused(running[row], self.serving) for row in spoiled}
-        self._cleanse(spoiled)
+        nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
+        news = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}
+        self._overwrite_nonfinite_cache(nonfinite_rows)
         with self._changed:
             rows = [row for each in news.values() for row in self._withdrawn(each.request)]
             moves = self._scheduler.retire(rows)
@@ -252,7 +252,7 @@ class DecodeLoop:
         del token_ids[len(running) :], logprobs[len(running) :]
         self._report(list(news.values()))
 
-    def _cleanse(self, rows: list[int]) -> None:
+    def _overwrite_nonfinite_cache(self, rows: list[int]) -> None:
         """Put finite numbers into the whole cache of `rows`.
 
         Whoever comes next in a row masks what lies beyond its own tokens, but 0 · NaN is NaN. They are another row's
@@ -261,11 +261,11 @@ class DecodeLoop:
         """
         length, slots = self._runner.context_length, self._runner.slots
         others = (row for row in reversed(range(slots)) if row not in rows)  # the last rows are used least
-        clean = next(others, None) if self._clean else None
+        clean = next(others, None) if self._cache_is_finite else None
         if clean is not None:
             self._runner.copy_cache(clean, rows, length)
             return
-        self._clean = False
+        self._cache_is_finite = False
         idle = range(len(self._scheduler.running), slots)
         self._runner.prefill([Prefill([0] * length, [*rows, *idle])])
 
@@ -306,9 +306,9 @@ class DecodeLoop:
         recomputes = commit.on_update is OnUpdate.RECOMPUTE_KV
         for sequence in running:
             sequence.mark_version(commit.version)
-            sequence.lends_prompt = recomputes
-        if not self._clean and not running:
-            self._cleanse([])  # the weights before may have been to blame
+            sequence.prompt_cache_is_current = recomputes
+        if not self._cache_is_finite and not running:
+            self._overwrite_nonfinite_cache([])  # the weights before may have been to blame
         if recomputes and running:
             rows = enumerate(running)
             self._runner.prefill([Prefill(_before_next(sequence), [row]) for row, sequence in rows])

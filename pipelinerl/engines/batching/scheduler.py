@@ -139,7 +139,9 @@ class Scheduler:
 
     def _sibling(self, request: Request) -> int | None:
         rows = enumerate(self.running)
-        return next((row for row, sequence in rows if sequence.request is request and sequence.lends_prompt), None)
+        return next(
+            (row for row, sequence in rows if sequence.request is request and sequence.prompt_cache_is_current), None
+        )
 
     def _start(self, request: Request, sibling: int | None) -> Admission:
         first_row = len(self.running)

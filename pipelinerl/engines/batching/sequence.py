@@ -19,7 +19,7 @@ from pipelinerl.engines.batching.text import TextWindow
 class Sequence:
     """One of the `n` samples of a request. `noise_key` makes its noise independent of the batch it runs in.
 
-    `lends_prompt`: have the weights that serve computed the cache of its prompt, so that a sibling may take it?
+    `prompt_cache_is_current`: have the weights that serve computed the cache of its prompt, so that a sibling may take it?
     """
 
     request: Request
@@ -29,7 +29,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    lends_prompt: bool = True
+    prompt_cache_is_current: bool = True
     _marks: list[tuple[int, int]] = field(default_factory=list)
 
     def mark_version(self, version: int) -> None:

@@ -30,8 +30,8 @@ from inference_contract.schemas import (
     StreamOptions,
 )
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.batching.runner import RowState
-from pipelinerl.engines.bigram_engine import BigramRunner
+from pipelinerl.engines.batching.model_runner import RowState
+from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.gated_runner import DEADLINE_S, GatedRunner

@@ -10,11 +10,11 @@ import asyncio
 from pathlib import Path
 
 from pipelinerl.rng import generator
-from tests.controller.test_journal import NEVER, live, same_with_and_without_deaths
+from tests.controller.service.test_journal import NEVER, live, same_with_and_without_deaths
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(10)
-#: Every crash point over 20 steps, and 10,000 random runs, are tests/controller/test_journal.py's.
+#: Every crash point over 20 steps, and 10,000 random runs, are tests/controller/service/test_journal.py's.
 LONG = range(100)
 
 STEPS = 6

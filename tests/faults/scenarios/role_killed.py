@@ -23,11 +23,11 @@ from typing import Any
 
 from redis import Redis
 
+from pipelinerl.commands.remote import Remote
 from pipelinerl.errors import PipelineError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.rng import generator
-from pipelinerl.roles.remote import Remote
-from pipelinerl.training.checkpoint import CheckpointStore
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from tests.faults.cluster import Cluster, model, running
 from tests.faults.scenarios.scenario import Verdict
 

@@ -17,9 +17,9 @@ from typing import Any, final
 
 import msgspec
 
-from pipelinerl.controller.controller import Controller
-from pipelinerl.controller.effects import Effect, Record
-from pipelinerl.controller.inputs import AnyInput, EngineOffered, EngineSilent, KnobsPatched, Ticked
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.state.effects import Effect, Record
+from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, EngineTimedOut, KnobsPatched, Ticked
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import ActorAlive, GroupFailed, TrainerReady
 from tests.controller.world import ENGINE, World, controller
@@ -99,7 +99,7 @@ class Starved:
         self.starving = True
         match self.situation:
             case Situation.DEAD_ENGINE:
-                self.world.give(EngineSilent(now=0.0, url=ENGINE, reason="connection refused"))
+                self.world.give(EngineTimedOut(now=0.0, url=ENGINE, reason="connection refused"))
             case Situation.NO_ROOM:
                 try:
                     self.world.give(KnobsPatched(now=0.0, changes={"rollouts_per_step": 14}, who="test", time=0.0))
@@ -111,7 +111,7 @@ class Starved:
         self.starving = False
         if self.situation in (Situation.NO_ENGINE, Situation.DEAD_ENGINE):
             for life in ("one life", "the next"):
-                self.world.give(EngineOffered(now=0.0, url=ENGINE, incarnation=life))
+                self.world.give(EngineRegistered(now=0.0, url=ENGINE, incarnation=life))
 
     def _is(self, situation: Situation) -> bool:
         return self.starving and self.situation is situation
@@ -197,6 +197,6 @@ def play(seed: int, directory: Path) -> Verdict:
 
 
 def waits(run: Starved) -> str:
-    from pipelinerl.controller.waiting import waiting_for
+    from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 
     return waiting_for(run.timed.state, now=run.timed.now)

@@ -30,8 +30,8 @@ from numpy.random import Generator
 from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.rng import generator
-from pipelinerl.training.checkpoint import load
-from pipelinerl.training.checkpoint_fence import Fence
+from pipelinerl.training.checkpoints.checkpoint import load
+from pipelinerl.training.checkpoints.fence import Fence
 from tests.faults.cluster import Cluster, running
 from tests.faults.scenarios.scenario import Verdict
 

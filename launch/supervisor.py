@@ -1,0 +1,299 @@
+"""The supervisor: runs a plan on this machine until it completes, fails or is stopped.
+
+What it waits for, and how long:
+
+| state       | waits for                                | until             | then                           |
+|-------------|------------------------------------------|-------------------|--------------------------------|
+| waiting     | health of what it is to start after      | their deadlines   | starting                       |
+| starting    | its health check                         | `start_timeout_s` | fails the run, showing its log |
+| healthy     | its exit                                 | –                 | what `OnExit` says, or failure |
+| backing off | ½, 1, 2, 4, … seconds                    | –                 | starting                       |
+| stopping    | exit after SIGTERM, by `stop_order`      | `grace_s` each    | SIGKILL to the group           |
+
+The set may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
+
+Promises: no process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`); Ctrl-C or SIGTERM
+stops in order, a second one at once; the result says what happened and how to go on. It must run in the main thread:
+signals arrive there, and the kernel ties the children to the thread that started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+from pathlib import Path
+from types import FrameType
+from typing import IO, final
+
+from launch.plan import OnExit, Plan, ProcessSpec
+from launch.process import Process, State, exit_words
+
+_REAPER = Path(__file__).with_name("reaper.py")
+_TICK_S = 0.02
+_PROBE_EVERY_S = 0.1
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+#: A process that was up this long has earned its restart budget back.
+_STEADY_S = 300.0
+#: One that was up this long is no crash loop: it is started again as if it were its first death.
+_SETTLED_S = 10.0
+#: The exit status of an error of the user's: another try would end the same.
+_USER_ERROR = 2
+
+
+class Outcome(StrEnum):
+    """How a run ended for its launcher."""
+
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The end of a run: what happened, in words a user can act on, and the exit status of the launcher."""
+
+    outcome: Outcome
+    message: str
+
+    @property
+    def exit_status(self) -> int:
+        """0 completed, 1 failed, 130 stopped by the user."""
+        return {Outcome.COMPLETED: 0, Outcome.FAILED: 1, Outcome.STOPPED: 130}[self.outcome]
+
+
+@final
+class Supervisor:
+    """Runs one plan once.
+
+    Args:
+        plan: what to run.
+        run_dir: the run's directory; logs go to its `logs/`.
+        start_timeout_s: how long each process may take to become healthy; grace_s: to stop.
+        announce: is told, in one sentence each, what the user should know (deaths, restarts, stopping).
+        on_tick: called about every `tick_every_s` while the run is up; must return quickly.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run_dir: Path,
+        *,
+        start_timeout_s: float = 120.0,
+        grace_s: float = 5.0,
+        announce: Callable[[str], None] = print,
+        on_tick: Callable[[], None] = lambda: None,
+        tick_every_s: float = 0.25,
+    ) -> None:
+        self._run_dir = run_dir
+        self._start_timeout_s = start_timeout_s
+        self._grace_s = grace_s
+        self._announce = announce
+        self._on_tick = on_tick
+        self._tick_every_s = tick_every_s
+        self._processes = {spec.name: Process(spec, run_dir / "logs") for spec in plan.specs}
+        self._probed_at: dict[str, float] = {}
+        self._interrupts = 0
+        self._result: RunResult | None = None
+        self._spared: set[str] = set()
+        self._reaper: IO[str] | None = None
+
+    def run(self) -> RunResult:
+        """Start everything, keep it alive, stop everything; returns when nothing of the run is left."""
+        with self._signals(), self._reaping():
+            try:
+                self._watch()
+            finally:
+                self._stop()
+        assert self._result is not None  # _watch returns with one, or raises what on_tick raised
+        return self._result
+
+    @property
+    def spared(self) -> frozenset[str]:
+        """Names of those that are beyond help, and that the run goes on without."""
+        return frozenset(self._spared)
+
+    def knows(self, name: str) -> bool:
+        """Is there, or was there, a process of this name?"""
+        return name in self._processes
+
+    def add(self, spec: ProcessSpec) -> None:
+        """Run this process too, from the next tick on; called by `on_tick`."""
+        if self.knows(spec.name):
+            raise ValueError(f"process names must be unique, got {spec.name!r} again")
+        self._announce(f"starting {spec.name}")
+        self._processes[spec.name] = Process(spec, self._run_dir / "logs")
+
+    def stop_engine(self, name: str) -> None:
+        """Stop this process for good, if it runs; called by `on_tick`, again and again if one likes."""
+        process = self._processes.get(name)
+        if process is None or process.state in (State.STOPPING, State.ENDED):
+            return
+        if process.exit_status() is not None or process.pid is None:
+            self._forget(process)
+            process.state = State.ENDED
+            return
+        self._announce(f"stopping {name}")
+        process.ask_to_stop()
+        process.state, process.due = State.STOPPING, time.monotonic() + self._grace_s
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs now, by name."""
+        return {name: process.pid for name, process in self._processes.items() if process.pid is not None}
+
+    def _watch(self) -> None:
+        ticked_at = float("-inf")
+        while self._result is None:
+            now = time.monotonic()
+            if self._interrupts:
+                self._end(Outcome.STOPPED, f"stopped; go on with: pipelinerl run --resume {self._run_dir}")
+                return
+            for process in self._processes.values():
+                self._advance(process, now)
+            if now - ticked_at >= self._tick_every_s:
+                ticked_at = now
+                self._on_tick()
+            time.sleep(_TICK_S)
+
+    def _advance(self, process: Process, now: float) -> None:
+        """Move one process one step on in the table above."""
+        if self._result is not None or process.state is State.ENDED:
+            return
+        if process.state is State.WAITING:
+            if all(self._processes[name].state is State.HEALTHY for name in process.spec.after):
+                self._start(process, now)
+        elif process.state is State.BACKING_OFF:
+            if now >= process.due:
+                self._start(process, now)
+        elif process.state is State.STOPPING:
+            if process.exit_status() is not None or now >= process.due:
+                self._forget(process)
+                process.state = State.ENDED
+        elif (status := process.exit_status()) is not None:
+            self._exited(process, status, now)
+        elif process.state is State.STARTING:
+            self._await_health(process, now)
+        elif process.deaths and now - process.started_at > _STEADY_S:
+            process.deaths = 0
+
+    def _start(self, process: Process, now: float) -> None:
+        try:
+            self._tell_reaper("+", process.start(now))
+        except OSError as error:
+            self._end(Outcome.FAILED, f"{process.spec.name} cannot be started: {error}")
+
+    def _await_health(self, process: Process, now: float) -> None:
+        name = process.spec.name
+        if now - self._probed_at.get(name, float("-inf")) < _PROBE_EVERY_S:
+            return
+        if process.answers():
+            process.state = State.HEALTHY
+        elif now - process.started_at > self._start_timeout_s:
+            self._fail(
+                process, f"{name} did not answer {process.spec.health} within {self._start_timeout_s:g} s of its start"
+            )
+        self._probed_at[name] = time.monotonic()
+
+    def _exited(self, process: Process, status: int, now: float) -> None:
+        spec = process.spec
+        self._forget(process)
+        process.state = State.ENDED
+        if spec.on_exit is OnExit.COMPLETE and status == 0:
+            self._end(Outcome.COMPLETED, "completed")
+            return
+        if spec.on_exit is OnExit.DONE and status == 0:
+            return
+        words = f"{spec.name} ended ({exit_words(status)})"
+        if status == _USER_ERROR or process.deaths >= spec.restarts:
+            spent = f" after {process.deaths} restarts, its whole budget" if process.deaths else ""
+            self._fail(process, words + spent)
+            return
+        settled = now - process.started_at > _SETTLED_S
+        wait_s = _FIRST_BACKOFF_S if settled else min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**process.deaths)
+        process.deaths += 1
+        process.state, process.due = State.BACKING_OFF, now + wait_s
+        self._announce(f"{words}; starting it again in {wait_s:g} s ({process.deaths} of {spec.restarts})")
+
+    def _fail(self, process: Process, words: str) -> None:
+        """A process is beyond help, and so is the run unless it can do without."""
+        words = f"{words}; its log {process.log} ends:\n{process.last_lines()}"
+        if process.spec.on_exit is OnExit.SPARE:
+            self._announce(f"the run goes on without {process.spec.name}: {words}")
+            self._spared.add(process.spec.name)
+            self._forget(process)
+            process.state = State.ENDED
+        else:
+            self._end(Outcome.FAILED, words)
+
+    def _end(self, outcome: Outcome, message: str) -> None:
+        self._result = RunResult(outcome, message)
+
+    def _stop(self) -> None:
+        """Stop order by stop order: ask, wait for the grace, kill."""
+        if self._result is not None and self._result.outcome is Outcome.STOPPED and self._interrupts < 2:
+            self._announce("stopping; press Ctrl-C again to kill at once")
+        alive = [process for process in self._processes.values() if process.pid is not None]
+        alive.sort(key=lambda process: process.spec.stop_order)
+        for _, stage in groupby(alive, key=lambda process: process.spec.stop_order):
+            self._stop_together(list(stage))
+
+    def _stop_together(self, stage: list[Process]) -> None:
+        for process in stage:
+            process.ask_to_stop()
+        deadline = time.monotonic() + self._grace_s
+        while any(process.exit_status() is None for process in stage):
+            if time.monotonic() > deadline or self._interrupts >= 2:
+                break
+            time.sleep(_TICK_S)
+        for process in stage:
+            if process.exit_status() is None and self._interrupts < 2:
+                self._announce(f"{process.spec.name} did not stop within {self._grace_s:g} s; killing it")
+            self._forget(process)
+            process.state = State.ENDED
+
+    def _forget(self, process: Process) -> None:
+        group = process.pid
+        process.finish()
+        if group is not None:
+            self._tell_reaper("-", group)
+
+    def _tell_reaper(self, sign: str, group: int) -> None:
+        if self._reaper is not None:
+            with contextlib.suppress(BrokenPipeError):  # somebody killed the reaper; the leashes still hold
+                self._reaper.write(f"{sign}{group}\n")
+                self._reaper.flush()
+
+    @contextlib.contextmanager
+    def _reaping(self) -> Iterator[None]:
+        command = [sys.executable, "-S", "-E", str(_REAPER)]
+        reaper = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        self._reaper = reaper.stdin
+        try:
+            yield
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                if self._reaper is not None:
+                    self._reaper.close()
+            reaper.wait()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def note(_number: int, _frame: FrameType | None) -> None:
+            self._interrupts += 1
+
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays nohup
+        before = {number: signal.signal(number, note) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

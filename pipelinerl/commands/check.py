@@ -1,0 +1,174 @@
+"""What can be refused before a run is started: in no time by `refuse`, in seconds and thoroughly by `findings`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+
+from inference_contract.schemas import Backend
+from pipelinerl import registry
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import ModelSection
+from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.data.mixture import Mixture
+from pipelinerl.errors import ModelError, RecipeError
+from pipelinerl.models import bigram
+from pipelinerl.models.checkpoint import check_directory, check_weights, model_type
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.roles.engine_role import build_engine
+from pipelinerl.roles.problem_sources import held_out_problems, training_problems
+from pipelinerl.roles.process import Identity
+from pipelinerl.roles.wiring import knobs_of, objective_of, servers_of
+from pipelinerl.system.storage import Storage
+from pipelinerl.training.step.forward_passes import OldLogprobs
+from pipelinerl.types import Outcome
+from pipelinerl.verifiers.verifier import Verifier
+
+#: Problems of each kind that are looked at; of the evaluation's, all are.
+_LOOKED_AT = 16
+
+
+def refuse(config: RunConfig) -> None:
+    """Look at names alone: nothing heavy is imported, nothing large is read.
+
+    Raises:
+        UserError: the first thing that would stop the run.
+    """
+    check_directory(config.model.resolved)
+    for location in (config.checkpoint.location, config.parameter_server.copies):
+        if location is not None:
+            Storage(location)
+    registry.find("engine.type", registry.ENGINES, config.engine.type)
+    servers_of(config)
+    registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
+    if config.trainer.options and config.trainer.type not in registry.TRAINERS_WITH_OPTIONS:
+        told = ", ".join(config.trainer.options)
+        raise RecipeError(f"trainer.type {config.trainer.type!r} knows no options, got {told}; remove them")
+    objective_of(config)
+    _check_other_models(config)
+    knobs_of(config)
+    for domain in config.domains:
+        registry.find(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)
+
+
+def _check_other_models(config: RunConfig) -> None:
+    """The critic's and the reference's, where the recipe names one."""
+    for part in ("critic", "reference"):
+        section = getattr(config, part)
+        if section is not None and section.path is not None:
+            try:
+                check_directory(ModelSection(path=section.path).resolved)
+            except ModelError as error:
+                raise ModelError(f"{part}.path: {error}") from None
+
+
+def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """`pipelinerl check`: (part, finding) for each part of the recipe, in the order of dependence.
+
+    Raises:
+        UserError: the first thing that would stop the run.
+    """
+    refuse(config)
+    _check_model(config)
+    tokenizer = ChatTokenizer.load(config.model.resolved)
+    yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
+    build_engine(_of_nobody(config))
+    yield "engine", f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each"
+    yield "trainer", f"{config.trainer.type}, {config.trainer.precision}"
+    if lacking := list(_not_here(config)):
+        yield "elsewhere", f"this machine has no GPU, which the recipe asks for: {', '.join(lacking)}"
+    needs = objective_of(config).passes
+    yield "objective", f"needs {', '.join(sorted(needs)) or 'nothing beyond the rollouts'}"
+    knobs = knobs_of(config)
+    yield "staleness", f"j = {knobs.j}, k = {knobs.k:g}"
+    if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
+        yield "old log-probs", _weight_history(config, knobs)
+    for domain in config.domains:
+        alone = config.model_copy(update={"domains": (domain,)})
+        verifier: Verifier = registry.load(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)()
+        asyncio.run(_check_verifier(training_problems(alone), verifier, where=f"domains.{domain.name}"))
+    for name, mixture, count, answer in (
+        ("training", training_problems(config), _LOOKED_AT, config.sampling.max_tokens),
+        ("held out", held_out_problems(config), config.evaluation.problems, config.evaluation_max_tokens),
+    ):
+        yield name, _look_at(mixture, count, tokenizer, room=config.engine.context_length - answer)
+
+
+def _of_nobody(config: RunConfig) -> Identity:
+    """An engine's process that is not going to be."""
+    return Identity(
+        config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
+    )
+
+
+def _not_here(config: RunConfig) -> Iterator[str]:
+    """What of the recipe only a machine with a GPU can do; a recipe may be checked on another."""
+    from pipelinerl.weights.broadcast.collective import offers
+
+    if offers(Backend.NCCL):
+        return
+    if config.engine.device == "cuda":
+        yield "engine.device"
+    if config.trainer.device == "cuda":
+        yield "trainer.device"
+    if config.weights.backend is Backend.NCCL:
+        yield "weights.backend"
+
+
+def _weight_history(config: RunConfig, knobs: Knobs) -> str:
+    """What old log-probs at the sampling weights take: k versions may train, and one in j is published."""
+    each = sum(file.stat().st_size for file in config.model.resolved.glob("*.safetensors")) / 2**20
+    versions = math.ceil(knobs.k / knobs.j)
+    return (
+        f"{versions} versions of the weights, {versions * each:,.0f} MiB of the trainer's host memory and of each "
+        f"checkpoint ({knobs.k * each:,.0f} MiB at most, if engines join at every step)"
+    )
+
+
+def _check_model(config: RunConfig) -> None:
+    path = config.model.resolved
+    is_bigram = model_type(path) == bigram.MODEL_TYPE
+    for part, chosen in (("engine", config.engine.type), ("trainer", config.trainer.type)):
+        if is_bigram != (chosen == "bigram"):
+            raise ModelError(f"{part}.type {chosen!r} does not fit the model in {path}, of type {model_type(path)!r}")
+    if is_bigram:
+        bigram.BigramModel.load(path)
+        return
+    longest = getattr(check_weights(path).config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and config.engine.context_length > longest:
+        raise RecipeError(
+            f"engine.context_length must be at most the {longest} positions of {path}, got "
+            f"{config.engine.context_length}"
+        )
+
+
+async def _check_verifier(mixture: Mixture, verifier: Verifier, *, where: str) -> None:
+    """A verifier must find the reference answers right; one that refuses a task says so."""
+    problems = [mixture.problem(index) for index in range(_LOOKED_AT)]
+    for problem in problems:
+        verdict = await verifier.verify(problem, problem.ground_truth)
+        if not verdict.outcome.is_judgement:
+            raise RecipeError(f"{where}.verifier cannot judge its problems: {verdict.reason}")
+        if verdict.outcome is Outcome.CORRECT:
+            return
+    raise RecipeError(
+        f"{where}.verifier finds the reference answers of {_LOOKED_AT} problems wrong, such as "
+        f"{problems[0].ground_truth!r} to {problems[0].messages[-1].content!r}; choose the verifier that "
+        "belongs to the source"
+    )
+
+
+def _look_at(mixture: Mixture, count: int, tokenizer: ChatTokenizer, *, room: int) -> str:
+    """Are there so many problems, and is there room for the prompts? Says what the first one is."""
+    problems = [mixture.problem(index) for index in range(count)]
+    if not problems:
+        return "no problems"
+    longest = max(len(tokenizer.encode_chat(problem.messages)) for problem in problems)
+    if longest > room:
+        raise RecipeError(
+            f"engine.context_length leaves {room} tokens for a prompt beside max_tokens for its answer, and a prompt "
+            f"of {longest} tokens was found; raise it, or lower max_tokens"
+        )
+    first = problems[0]
+    return f"{first.messages[-1].content!r} → {first.ground_truth!r}; prompts of up to {longest} tokens"

@@ -1,0 +1,247 @@
+"""`pipelinerl explain`: an objective's slots, formula, cost and source; and of stored rollouts, each token's factors.
+
+Rollouts come from a JSON file or from a stored record of a group (`streams.records`); the first bytes say which. The
+JSON file:
+
+    {"rollouts": [{"reward": 1.0, "group": 0, "judged": true, "tokens": ["so", "4"],
+                   "behavior_logprobs": [-0.1, -0.7], "logprobs": [-0.2, -0.5],
+                   "old_logprobs": [...], "ref_logprobs": [...], "values": [...]}, …]}
+
+`group` is 0, `judged` true, and `logprobs` are the sampler's where they are left out; the other columns are wanted only
+by objectives that read them. All rollouts given together are taken as one step's batch. A record holds the sampler's
+log-probs alone: the current policy, and the recomputed one, are taken to agree with them. So it is with `--run`, which
+takes the groups of a step from the run's own streams.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipelinerl.commands.recorded_run import recorded_groups, recorded_step
+from pipelinerl.config import recipe as recipes
+from pipelinerl.errors import RecordError, UserError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.objective.catalogue import PRESETS
+from pipelinerl.objective.explain import COSTS, FIELDS, FORMULA, ScoredRollout, factors, slot_lines
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
+from pipelinerl.objective.signal import NoSignal
+from pipelinerl.streams.records import decode_group
+from pipelinerl.training.replay import trained_groups
+from pipelinerl.types import RolloutGroup
+
+_RECORD: Final = b"PLRL"
+_COLUMNS: Final = ("behavior_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "values")
+
+
+def catalogue(console: Console) -> None:
+    """Print the presets, each with its source and the columns that cost passes."""
+    table = Table("preset", "source", "passes", box=None, pad_edge=False)
+    for name, preset in PRESETS.items():
+        table.add_row(name, Text(preset.source), ", ".join(sorted(preset.objective.passes)))
+    console.print(table)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OfRun:
+    """The rollouts that a step of a run was made of; of `group`, an order of it, alone the tokens are shown."""
+
+    run_dir: Path
+    step: int
+    group: int | None = None
+
+    @property
+    def recipe(self) -> Path:
+        """The run's own."""
+        return self.run_dir / "recipe.toml"
+
+
+def show(
+    choice: str, overrides: Sequence[str], files: Sequence[Path], console: Console, *, of_run: OfRun | None = None
+) -> None:
+    """Print an objective, by preset or recipe, and what it makes of the rollouts in `files`, or of a run's step.
+
+    Raises:
+        UserError: the choice is neither, a file is no such file, or lacks a column that the objective reads; the step
+            is not recorded, or its rollouts are not kept any more.
+    """
+    given, no_signal = _objective_of(choice, overrides)
+    objective, preset = resolve(given), PRESETS[preset_of(given)]
+    changed = objective != preset.objective
+    console.print(f"[bold]{preset_of(given)}[/]{' with changes' if changed else ''}: {preset.source}", highlight=False)
+    if preset.note:
+        console.print(preset.note, highlight=False)
+    console.print(f"\n{FORMULA}\n", highlight=False, markup=False)
+    console.print(_slots(objective))
+    passes = [f"{name} ({COSTS[name]})" for name in sorted(objective.passes)]
+    console.print("\nneeds " + ("; ".join(passes) or "nothing but the step's own forward and backward pass"))
+    console.print(f"groups whose rewards are all equal: {no_signal}")
+    if files:
+        console.print()
+        console.print(_factors(objective, [one for number, file in enumerate(files) for one in read(file, number)]))
+    if of_run is not None:
+        rollouts, shown = _trained(of_run)
+        console.print(f"\nstep {of_run.step} of {of_run.run_dir}; groups are named by their orders", highlight=False)
+        console.print(_factors(objective, rollouts, shown=shown))
+
+
+def read(path: Path, group: int = 0) -> list[ScoredRollout]:
+    """The rollouts of a file; `group` is the group of those that name none.
+
+    Raises:
+        UserError: it cannot be read, or is not what the head of this module describes.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if content.startswith(_RECORD):
+        return _of_record(path, content, group)
+    try:
+        table = json.loads(content)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is neither a record of a group nor JSON: {error}") from None
+    entries = table.get("rollouts") if isinstance(table, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f'{path} must hold {{"rollouts": […]}} with at least one rollout')
+    return [_of_json(entry, f"{path}: rollouts.{number}", group) for number, entry in enumerate(entries)]
+
+
+def _objective_of(choice: str, overrides: Sequence[str]) -> tuple[str | dict[str, Any], NoSignal]:
+    """What `resolve` reads, and what becomes of groups without signal."""
+    if choice in PRESETS:
+        if overrides:
+            raise UserError(f"{choice} is a preset, and {overrides[0]} changes a recipe; name a recipe instead")
+        return choice, no_signal_of(choice)
+    shipped = sorted(path.stem for path in recipes.RECIPES.glob("*.toml"))
+    if choice not in shipped and not Path(choice).is_file():
+        raise UserError(
+            f"{choice!r} is neither a preset nor a recipe; presets are {', '.join(PRESETS)}; a recipe is a file, or "
+            f"one of {', '.join(shipped)}"
+        )
+    config = recipes.load(choice, overrides)
+    return config.objective, config.training.no_signal or no_signal_of(config.objective)
+
+
+def _slots(objective: PolicyObjective) -> Table:
+    table = Table("slot", "kind", "formula", "reads", box=None, pad_edge=False)
+    for line in slot_lines(objective):
+        table.add_row(line.slot, line.kind, Text(line.formula), ", ".join(line.needs))
+    return table
+
+
+def _factors(
+    objective: PolicyObjective, rollouts: Sequence[ScoredRollout], *, shown: Collection[int] | None = None
+) -> Table:
+    """Of every token, or those of the groups `shown`; the rollouts are one batch in any case."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"):
+        table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
+    for row in factors(objective, rollouts):
+        group = rollouts[row.rollout].group
+        if shown is not None and group not in shown:
+            continue
+        table.add_row(
+            str(group),
+            str(row.rollout),
+            str(row.position),
+            Text(repr(row.token)),
+            f"{row.agg:.4g}",
+            f"{row.is_weight:.4g}" + (" cut" if row.truncated else ""),
+            f"{row.adv:.4g}",
+            "1" if row.kept else "0",
+            f"{row.multiplier + 0.0:+.4g}",  # no −0
+        )
+    return table
+
+
+def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None]:
+    """The rollouts of the step, tokens as text, and the groups of which to show them."""
+    config = recipes.load(str(of_run.recipe))
+    step = recorded_step(of_run.run_dir, of_run.step)
+    if of_run.group is not None and of_run.group not in step.orders:
+        raise UserError(
+            f"step {step.version} of {of_run.run_dir} did not train on the group of order {of_run.group}; its orders "
+            f"are {', '.join(map(str, step.orders))}"
+        )
+    try:
+        groups = trained_groups(step, recorded_groups(config, of_run.run_dir))
+    except RecordError as error:
+        raise UserError(str(error)) from None
+    tokenizer = ChatTokenizer.load(config.model.resolved)
+    rollouts = [one for each in groups for one in _scored(each, each.index, lambda token: tokenizer.decode([token]))]
+    return rollouts, None if of_run.group is None else [of_run.group]
+
+
+def _of_record(path: Path, content: bytes, group: int) -> list[ScoredRollout]:
+    try:
+        return _scored(decode_group(content), group, str)
+    except RecordError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _scored(stored: RolloutGroup, group: int, text_of: Callable[[int], str]) -> list[ScoredRollout]:
+    rollouts = []
+    for one in stored.rollouts:
+        logprobs = tuple(float(value) for turn in one.turns for value in turn.behavior_logprobs)
+        rollouts.append(
+            ScoredRollout(
+                tokens=tuple(text_of(token) for turn in one.turns for token in turn.token_ids.tolist()),
+                reward=one.verdict.reward,
+                group=group,
+                judged=one.verdict.outcome.is_judgement,
+                behavior_logprobs=logprobs,
+                logprobs=logprobs,
+                old_logprobs=logprobs,
+            )
+        )
+    return rollouts
+
+
+def _of_json(entry: Any, path: str, group: int) -> ScoredRollout:
+    if not isinstance(entry, dict):
+        raise UserError(f"{path} must be an object, got {entry!r}")
+    unknown = [name for name in entry if name not in FIELDS]
+    if unknown:
+        raise UserError(f"{path}.{unknown[0]} is unknown; expected any of {', '.join(FIELDS)}")
+    if not isinstance(entry.get("reward"), int | float) or isinstance(entry["reward"], bool):
+        raise UserError(f"{path}.reward must be a number, got {entry.get('reward')!r}")
+    tokens, judged, own = entry.get("tokens"), entry.get("judged", True), entry.get("group", group)
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise UserError(f"{path}.tokens must be a list of text, got {tokens!r}")
+    if not isinstance(judged, bool):
+        raise UserError(f"{path}.judged must be true or false, got {judged!r}")
+    if not isinstance(own, int) or isinstance(own, bool):
+        raise UserError(f"{path}.group must be a whole number, got {own!r}")
+    columns = {name: _numbers(entry, name, path) for name in _COLUMNS}
+    if columns["behavior_logprobs"] is None:
+        raise UserError(f"{path}.behavior_logprobs must be given, one per token")
+    return ScoredRollout(
+        tokens=tuple(tokens),
+        reward=float(entry["reward"]),
+        group=own,
+        judged=judged,
+        behavior_logprobs=columns["behavior_logprobs"],
+        logprobs=columns["logprobs"] or columns["behavior_logprobs"],
+        old_logprobs=columns["old_logprobs"],
+        ref_logprobs=columns["ref_logprobs"],
+        values=columns["values"],
+    )
+
+
+def _numbers(entry: Mapping[str, Any], name: str, path: str) -> tuple[float, ...] | None:
+    column = entry.get(name)
+    if column is None:
+        return None
+    if not isinstance(column, list) or not all(type(value) in (int, float) for value in column):
+        raise UserError(f"{path}.{name} must be a list of numbers, got {column!r}")
+    return tuple(float(value) for value in column)

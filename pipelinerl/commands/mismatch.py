@@ -1,0 +1,86 @@
+"""`pipelinerl mismatch`: how far trainer and sampler of a run are apart, why, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pipelinerl.errors import UserError
+from pipelinerl.numerics.advice import advise
+from pipelinerl.numerics.causes import Cause
+from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, Course, Review, review
+from pipelinerl.observability.events import read_events
+from pipelinerl.observability.picture import draw_mismatch
+from pipelinerl.observability.run_history import RunHistory, tell
+
+
+def show(run_dir: Path, console: Console, *, as_json: bool) -> None:
+    """Print the mismatch of the run in `run_dir`, also while it is live, and draw `mismatch.png` there.
+
+    Raises:
+        UserError: there is no run, or no step of it was measured.
+    """
+    history = _history(run_dir)
+    found = review(history)
+    if found is None:
+        raise UserError(
+            f"{run_dir} has {len(history.steps)} steps and none with figures of the mismatch; they come with the first "
+            "step whose rollouts have a gradient"
+        )
+    picture = draw_mismatch(history, run_dir / "mismatch.png")
+    advice = advise(found)
+    if as_json:
+        record = found.as_dict() | {"advice": [asdict(each) for each in advice], "picture": str(picture)}
+        console.print_json(json.dumps(record))
+        return
+    for table in _tables(found):
+        console.print(table)
+    for each in advice:
+        console.print(f"\n[bold]{each.finding}[/]", highlight=False)
+        console.print(f"  do       {each.do}\n  because  {each.because}", highlight=False, markup=False)
+    if not advice:
+        console.print("\n[bold]nothing to do[/]: no figure is beyond what the rules accept", highlight=False)
+    console.print(f"\npicture {picture}", highlight=False, soft_wrap=True)
+
+
+def _history(run_dir: Path) -> RunHistory:
+    try:
+        events = read_events(run_dir / "events.jsonl")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run_dir} has no readable events.jsonl, so it is no run: {error}") from None
+    if not events:
+        raise UserError(f"{run_dir} has no events yet; is the run starting?")
+    return tell(events)
+
+
+def _tables(found: Review) -> Iterator[Table]:
+    by_prefix: Mapping[str, Mapping[Cause, CauseReview]] = {"mismatch": found.current, "old_mismatch": found.old}
+    for prefix, causes in by_prefix.items():
+        if causes:
+            yield _by_cause(f"{COMPARED[prefix]} − behavior, {found.steps:,} steps", causes)
+    cuts = Table("age, versions", "tokens", "clipped", "truncated", "masked", title="cut by the objective")
+    for age, shares in found.ages.items():
+        values = (shares.get(name) for name in ("share", "clipped", "truncated", "masked"))
+        cuts.add_row(age.replace("_", "–"), *("" if value is None else f"{value:.2%}" for value in values))
+    yield cuts
+
+
+def _by_cause(title: str, causes: Mapping[Cause, CauseReview]) -> Table:
+    table = Table("cause", "figure", "start", "middle", "end", "worst", "at step", title=title)
+    for cause in causes.values():
+        table.add_section()
+        for number, (name, course) in enumerate(cause.figures.items()):
+            label = f"{cause.cause}, {cause.share:.0%} of tokens" if number == 0 else ""
+            table.add_row(label, FIGURES[name], *_cells(name, course))
+    return table
+
+
+def _cells(name: str, course: Course) -> tuple[str, ...]:
+    values = (course.start, course.middle, course.end, course.worst)
+    shown = (f"{value:.2%}" if name == "contradictions" else f"{value:.3g}" for value in values)
+    return (*shown, f"{course.worst_step:,}")

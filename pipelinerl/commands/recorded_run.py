@@ -1,0 +1,132 @@
+"""What a run that has ended has recorded of its steps: their figures and orders, and the groups that they trained on.
+
+    runs/<name>/  recipe.toml · events.jsonl (which groups, which figures) · redis/ (the groups)
+
+Rollouts are kept from the oldest kept checkpoint on. The run must not be live: what is read are its files, the stream
+server's from a copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from pipelinerl.commands.remote import Remote
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import RecordError, UserError
+from pipelinerl.messages import ROLLOUTS
+from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.run_history import tell
+from pipelinerl.roles.process import REDIS_VARIABLE
+from pipelinerl.streams.embedded_redis import EmbeddedRedis
+from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.records import decode_group
+from pipelinerl.streams.stream import START
+from pipelinerl.training.replay import RecordedStep
+from pipelinerl.training.rollouts.admission import Lineage
+from pipelinerl.types import RolloutGroup
+
+log = logging.getLogger("pipelinerl")
+
+#: The event with which a trainer begins.
+_BEGUN: Final = "trainer_ready"
+#: Stands for the trainer that took a step where the log does not say: its groups cannot be told from others then.
+_NOBODY: Final = (0, 0)
+
+
+def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
+    """By the version that they made.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    try:
+        events = read_events(run_dir / "events.jsonl")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run_dir} has no readable events.jsonl, so it is no run: {error}") from None
+    begun = [(int(event["epoch"]), int(event["model_version"])) for event in events if event["kind"] == _BEGUN]
+    return {version: _record(event, begun) for event in tell(events).steps if (version := int(event["step"]))}
+
+
+def recorded_step(run_dir: Path, step: int) -> RecordedStep:
+    """One of them.
+
+    Raises:
+        UserError: there is no such run or step; says which there are.
+    """
+    steps = recorded_steps(run_dir)
+    if step not in steps:
+        known = f"{min(steps)} to {max(steps)}" if steps else "none"
+        raise UserError(f"step {step} is not in {run_dir}/events.jsonl; its steps are {known}")
+    return steps[step]
+
+
+def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
+    """The groups that still lie in the streams, by order, each order's in the order of their arrival.
+
+    Raises:
+        UserError: the run is live, or its rollouts were not kept.
+    """
+    return asyncio.run(_groups(config, run_dir))
+
+
+def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
+    version = int(event["step"])
+    # Of a step that was taken twice the later counts: that of the last trainer which began below it.
+    epoch, began_at = max((each for each in begun if each[1] < version), default=_NOBODY)
+    return RecordedStep(
+        version=version,
+        lineage=Lineage(epoch, began_at, earlier=tuple(each for each in begun if each[0] < epoch)),
+        orders=() if (epoch, began_at) == _NOBODY else tuple(event.get("orders", ())),
+        figures={name: value for name, value in event.items() if isinstance(value, int | float)},
+    )
+
+
+async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
+    found: dict[int, list[RolloutGroup]] = {}
+    with _server(config, run_dir) as url:
+        stream = await open_stream(url, namespace=config.run.name)
+        try:
+            for partition in await stream.streams(ROLLOUTS):
+                for entry in await stream.read({partition: START}, count=2**31, block_s=0):
+                    try:
+                        group = decode_group(entry.payload)
+                    except RecordError as error:  # the trainer has buried it, too
+                        log.warning("skipping a record in %s that cannot be read: %s", partition, error)
+                        continue
+                    found.setdefault(group.index, []).append(group)
+        finally:
+            await stream.close()
+    return found
+
+
+def _is_live(run_dir: Path) -> bool:
+    """Does its controller answer? One that was killed leaves its address behind."""
+    try:
+        Remote.of(run_dir).status()
+    except UserError:
+        return False
+    return True
+
+
+@contextmanager
+def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
+    """The run's own server where the recipe names one, else a copy of the embedded one's data."""
+    if config.streams.redis_url is not None:
+        yield os.environ.get(REDIS_VARIABLE) or config.streams.redis_url
+        return
+    if _is_live(run_dir):
+        raise UserError(f"{run_dir} is live; stop it first: pipelinerl stop {run_dir}")
+    if not (run_dir / "redis").is_dir():
+        raise UserError(f"{run_dir}/redis is missing: the rollouts of this run were not kept here")
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-recorded-") as place:
+        shutil.copytree(run_dir / "redis", Path(place) / "redis")
+        with EmbeddedRedis(Path(place) / "redis") as server:
+            yield server.url

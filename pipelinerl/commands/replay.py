@@ -1,0 +1,135 @@
+"""`pipelinerl replay`: take a step of a run again, from its checkpoint and streams, and compare.
+
+Rollouts are kept from the oldest kept checkpoint on, so earlier steps cannot be replayed. What else is read, and when:
+`recorded_run`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from pipelinerl.commands.recorded_run import recorded_groups, recorded_step, recorded_steps
+from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.errors import CheckpointError, RecordError, UserError
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.roles.trainer_role import loop_settings
+from pipelinerl.roles.wiring import checkpoints_of, objective_of
+from pipelinerl.roles.workers import started
+from pipelinerl.training.checkpoints import checkpoint
+from pipelinerl.training.replay import COMPARED, RecordedStep, Replay, ReplayedStep
+from pipelinerl.training.step.adaptive import AdaptiveObjective
+
+log = logging.getLogger("pipelinerl")
+
+#: Columns that take weights beside the policy's: a reference, a critic.
+_OTHER_WEIGHTS: Final = frozenset({"ref_logprobs", "values"})
+#: Figures that are shown without being compared.
+_MORE: Final = ("kl_k3", "ess", "clip_fraction", "truncated_fraction")
+
+
+def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -> bool:
+    """Replay step `step` and print it beside the record; True when both are the same to the bit.
+
+    Args:
+        objective: a preset to take that one step with instead.
+
+    Raises:
+        UserError: the run, the step, or what it needs is not there.
+    """
+    config = load(str(run_dir / "recipe.toml"))
+    other = None if objective is None else _other(config, objective)
+    steps = recorded_steps(run_dir)
+    recorded_step(run_dir, step)
+    place, state = _checkpoint_before(config, run_dir, step)
+    groups = recorded_groups(config, run_dir)
+    chosen = objective_of(config)
+    workers = started(config, chosen, checkpoint=place)
+    settings = loop_settings(config)
+    adaptive = AdaptiveObjective(chosen, controller=settings.kl, restored=state.kl_coefficient)
+    replay = Replay(
+        step=workers.step(),
+        objective=adaptive,
+        groups=groups,
+        token_budget=settings.micro_batch_tokens,
+        shaping=settings.shaping,
+        acceptance=max(each.figures.get("staleness_max", math.inf) for each in steps.values()),
+    )
+    first = state.model_version + 1
+    try:
+        before = range(first, step if objective else step + 1)
+        replayed = []
+        for each in replay.run([_step(steps, version) for version in before]):
+            replayed.append(each)
+            console.print(f"step {each.recorded.version}: {_verdict(each)}", highlight=False)
+        if other is not None:
+            _print_instead(replay.instead(steps[step], other), str(objective), console)
+    except RecordError as error:
+        raise UserError(str(error)) from None
+    finally:
+        workers.close()
+    same = not any(each.differences for each in replayed)
+    if not objective:
+        _print_step(replayed[-1], console)
+    return same
+
+
+def _other(config: RunConfig, preset: str) -> PolicyObjective:
+    """The objective to take the step with instead.
+
+    Raises:
+        UserError: there is none of that name, or the run has not kept what it needs.
+    """
+    chosen = resolve(preset)
+    lacking = sorted((chosen.passes - objective_of(config).passes) & _OTHER_WEIGHTS)
+    if lacking:
+        raise UserError(f"{preset} needs {' and '.join(lacking)}, for which this run has no weights; choose another")
+    return chosen
+
+
+def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
+    if version not in steps or not steps[version].orders:
+        raise RecordError(f"step {version} is not recorded with its groups: the log is of an older version, or cut")
+    return steps[version]
+
+
+def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, checkpoint.TrainingState]:
+    """The newest whole checkpoint before the step; the run's own beginning where nothing was trimmed yet."""
+    for path in reversed(checkpoints_of(config, run_dir).all()):
+        try:
+            state = checkpoint.load(path)
+        except CheckpointError as error:
+            log.error("skipping a damaged checkpoint: %s", error)
+            continue
+        if state.model_version < step:
+            return path, state
+    return None, checkpoint.TrainingState(model_version=0, epoch=0, offsets={}, ledger={}, controller={})
+
+
+def _verdict(replayed: ReplayedStep) -> str:
+    if not replayed.differences:
+        return "the same to the bit"
+    return "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in replayed.differences.items())
+
+
+def _print_step(replayed: ReplayedStep, console: Console) -> None:
+    _table(replayed, ("recorded", "replayed"), console)
+
+
+def _print_instead(replayed: ReplayedStep, objective: str, console: Console) -> None:
+    _table(replayed, ("recorded", objective), console)
+
+
+def _table(replayed: ReplayedStep, headings: tuple[str, str], console: Console) -> None:
+    table = Table("figure", *headings, title=f"step {replayed.recorded.version}")
+    for name in (*COMPARED, *_MORE):
+        values = (replayed.recorded.figures.get(name), replayed.figures.get(name))
+        table.add_row(name, *("" if value is None else f"{value:.9g}" for value in values))
+    console.print(table)

@@ -1,0 +1,141 @@
+"""`pipelinerl run --resume`: the directory of a run to go on with, brought here from its location where need be.
+
+A path goes on from the newest whole checkpoint in it. A URL, `s3://bucket/runs/tiny`, is brought to where its recipe
+says that the run lives, with its newest whole checkpoint and its events; then the same. The streams are not part of it:
+orders in flight are issued again.
+
+A location holds the recipe of each run that copies its checkpoints there, from before it begins: so the name is taken,
+and a run that never got as far as a checkpoint can be begun again.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Final
+
+import tomli_w
+
+from pipelinerl.config.recipe import RunConfig, load, parse, to_table
+from pipelinerl.errors import CheckpointError, UserError
+from pipelinerl.roles.wiring import checkpoints_of, copies_of, objective_of
+from pipelinerl.system.storage import Storage
+from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies, without_secrets
+from pipelinerl.training.checkpoints.manifest import MANIFEST
+from pipelinerl.training.checkpoints.retention import Retention
+
+log = logging.getLogger("pipelinerl")
+
+#: What tells a URL from a path.
+_SCHEME: Final = "://"
+_RECIPE: Final = "recipe.toml"
+
+
+def directory_of(where: str) -> Path:
+    """The directory of the run in `where`, a path or a URL, ready to go on.
+
+    Raises:
+        UserError: there is nothing to go on with, or there are two places to go on from.
+    """
+    if _SCHEME in where:
+        return _brought(where.rstrip("/"))
+    run_dir = Path(where)
+    if (run_dir / _RECIPE).is_file():
+        _refuse_older(load(run_dir / _RECIPE), run_dir)
+    return run_dir
+
+
+def claim(config: RunConfig) -> bool:
+    """Take the run's name at the recipe's location, if it has one; False when another run has taken it."""
+    url = config.checkpoint.url_of(config.run.name)
+    if url is None:
+        return True
+    place = Storage(url)
+    if place.names():
+        return False
+    place.write(_RECIPE, without_secrets(tomli_w.dumps(to_table(config)).encode()))
+    return True
+
+
+def _brought(url: str) -> Path:
+    """Make the run's directory from its location: it is there whole, or not at all."""
+    try:
+        recipe = Storage(url).read(_RECIPE)
+    except FileNotFoundError:
+        raise UserError(f"{url} holds no run; expected <checkpoint.location>/<run.name> of its recipe") from None
+    run_dir = parse(tomllib.loads(recipe.decode())).run_directory.resolve()
+    if run_dir.exists():
+        raise UserError(
+            f"{run_dir} exists, and {url} is to be brought there: go on with what is there by --resume {run_dir}, or "
+            "move it away"
+        )
+    draft = run_dir.with_name(f".{run_dir.name}-arriving")
+    checkpoint = _fetched(CheckpointCopies(url, retention=Retention(1)), draft)
+    if checkpoint is None:
+        log.warning("%s holds no whole checkpoint: the run begins again", url)
+    if not (draft / _RECIPE).is_file():  # nor has a checkpoint one whose trainer has a directory of its own
+        (draft / _RECIPE).write_bytes(recipe)
+    if checkpoint is not None:
+        _bring_model(checkpoint, draft, run_dir)
+    (draft / _RECIPE).chmod(0o600)  # whoever goes on may write the password of their stream server into it
+    draft.rename(run_dir)
+    return run_dir
+
+
+def _fetched(copies: CheckpointCopies, draft: Path) -> Path | None:
+    """Fetch the newest whole checkpoint, if there is one, and what lies with it into the new directory `draft`."""
+    for copy in copies.newest():
+        shutil.rmtree(draft, ignore_errors=True)
+        checkpoint = draft / "checkpoints" / copy.name
+        try:
+            copies.fetch(copy, checkpoint)
+        except CheckpointError as error:
+            log.error("skipping a damaged checkpoint: %s", error)
+            continue
+        for file in (checkpoint / RUN).glob("*"):
+            shutil.copyfile(file, draft / file.name)
+        return checkpoint
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    return None
+
+
+def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
+    """Where the model that the run began with is not on this machine, let the checkpoint's stand for it.
+
+    Its configuration and tokenizer are the same, and weights are those of the checkpoint anyhow; but for a reference.
+
+    Raises:
+        UserError: the objective needs the weights that the run began with.
+    """
+    config = load(draft / _RECIPE)
+    if config.model.resolved.is_dir():
+        return
+    if "ref_logprobs" in objective_of(config).passes and (config.reference is None or config.reference.path is None):
+        raise UserError(f"{config.model.resolved} is not on this machine, and is the reference of this run: bring it")
+    (draft / "model").mkdir()
+    for file in checkpoint.iterdir():
+        if file.is_file() and file.name != MANIFEST:
+            shutil.copyfile(file, draft / "model" / file.name)
+    moved = config.model_copy(update={"model": config.model.model_copy(update={"path": str(run_dir / "model")})})
+    (draft / _RECIPE).write_text(tomli_w.dumps(to_table(moved)))
+
+
+def _refuse_older(config: RunConfig, run_dir: Path) -> None:
+    """A run that went on elsewhere must not begin again behind its own back."""
+    copies = copies_of(config, run_dir)
+    there = next(copies.newest(), None) if copies is not None else None
+    if copies is None or there is None:
+        return
+    here = max((_step(path.name) for path in checkpoints_of(config, run_dir).all()), default=0)
+    if here < _step(there.name):
+        raise UserError(
+            f"this run went on elsewhere: its newest checkpoint in {run_dir} is of step {here}, in {copies.url} of "
+            f"step {_step(there.name)}; move {run_dir} away and go on by --resume {copies.url}"
+        )
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-"))

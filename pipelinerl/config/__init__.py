@@ -1,0 +1,1 @@
+"""A run as a TOML recipe: read once, resolved, validated, frozen."""

@@ -1,0 +1,270 @@
+"""Sections of a recipe: what samples, what trains, how a run is carried; `config` puts the whole together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from inference_contract.schemas import OnUpdate
+from inference_contract.weights import Backend, BaseUrl, Transport
+from pipelinerl.controller.state.evaluation import Pin
+from pipelinerl.controller.state.knobs import COLDEST, HOTTEST
+from pipelinerl.engines.options import WeightFormat
+from pipelinerl.errors import RecipeError
+from pipelinerl.staleness import PRESETS, StalenessBounds
+from trainer_contract.types import Device, HeadPrecision, Precision
+
+MODELS = Path(__file__).resolve().parents[1] / "models"
+
+
+class Section(BaseModel):
+    """Base of every section: immutable and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class RunSection(Section):
+    """What the run is called, where it writes and when it ends."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    directory: Path = Path("runs")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    steps: int = Field(default=100, ge=1)
+    until_accuracy: float | None = Field(default=None, gt=0, le=1)
+    """End early once an evaluation reaches this held-out accuracy."""
+    stall_s: float = Field(default=120.0, gt=0)
+    """When nothing has got on for so long, an event and the controller's log say what the run waits for."""
+
+
+class ModelSection(Section):
+    """The policy to start from: a local Hugging Face directory, or `shipped:<name>`."""
+
+    path: str
+    head_precision: HeadPrecision = HeadPrecision.MODEL
+    """Arithmetic of the output layer, in engine and trainer alike: as the rest, or `fp32` (MiniMax-M1)."""
+
+    @property
+    def resolved(self) -> Path:
+        """The directory."""
+        name = self.path.removeprefix("shipped:")
+        return MODELS / name if name != self.path else Path(self.path).expanduser()
+
+
+class EngineSection(Section):
+    """Inference servers."""
+
+    type: str = "torch"
+    count: int = Field(default=1, ge=1)
+    slots: int = Field(default=128, ge=1)
+    max_waiting: int = Field(default=4096, ge=1)
+    context_length: int = Field(default=512, ge=2)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    weights: WeightFormat = WeightFormat.NATIVE
+    """How linear layers are kept: as they come, or quantised (`int8`)."""
+    device: Device = Device.AUTO
+    devices: int = Field(default=1, ge=1)
+    """How many devices share one engine's model (types jax and vllm)."""
+    servers: tuple[BaseUrl, ...] = ()
+    """Base URLs of the servers that engines of the types vllm_server and sglang_server stand for, one for each."""
+    on_update: OnUpdate = OnUpdate.CONTINUE
+
+
+class ActorSection(Section):
+    """Loops around the engines."""
+
+    count: int = Field(default=1, ge=1)
+    groups_in_flight: int = Field(default=32, ge=1)
+    attempts: int = Field(default=4, ge=1)
+    timeout_s: float = Field(default=300.0, gt=0)
+
+
+class SamplingSection(Section):
+    """How training rollouts are sampled."""
+
+    group_size: int = Field(default=16, ge=1)
+    temperature: float = Field(default=1.0, ge=COLDEST, le=HOTTEST)
+    top_p: float = Field(default=1.0, ge=1e-6, le=1)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    max_tokens: int = Field(default=256, ge=1)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+
+
+#: At least 0 and below 1.
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSection(Section):
+    """AdamW and the learning-rate schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, ge=0)
+
+
+class TrainerSection(Section):
+    """The training backend."""
+
+    type: str = "torch"
+    precision: Precision = Precision.FP32
+    device: Device = Device.AUTO
+    gradient_checkpointing: bool = False
+    micro_batch_tokens: int = Field(default=16384, ge=2)
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of this type of trainer alone, which checks them: for jax, `mesh` and what else `JaxOptions` lists."""
+
+
+class StalenessSection(Section):
+    """The bounds j and k (RLAX §4.2), by preset or by number."""
+
+    preset: str | None = None
+    j: int | None = None
+    k: float | None = Field(default=None, allow_inf_nan=True)
+
+    @property
+    def bounds(self) -> StalenessBounds:
+        """The pair, a number given here taking precedence over the preset's."""
+        base = PRESETS[self.preset or "pipeline"]
+        return StalenessBounds(base.j if self.j is None else self.j, base.k if self.k is None else self.k)
+
+    @model_validator(mode="after")
+    def _resolvable(self) -> Self:
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f"staleness.preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+        try:
+            _ = self.bounds
+        except RecipeError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+
+class EvaluationSection(Section):
+    """Accuracy on problems never trained on; choose hyper-parameters on `validation`, report `held_out`."""
+
+    split: Literal["held_out", "validation"] = "held_out"
+    interval_steps: int = Field(default=50, ge=1)
+    problems: int = Field(default=512, ge=0)
+    max_tokens: int | None = Field(default=None, ge=1)
+    samples: int = Field(default=1, ge=1)
+    """Of each problem; more than one need a temperature."""
+    temperature: float = Field(default=0.0, ge=0, le=HOTTEST)
+    """0 is greedy."""
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """The k of pass@k, each at most `samples`."""
+    pin: Pin = Pin.AUTO
+    """How it is seen to that one version answers; see docs/evaluation.md."""
+    hold_s: float = Field(default=60.0, gt=0)
+    """Longest that pin = gate postpones updates of the weights."""
+
+    @model_validator(mode="after")
+    def _can_be_estimated(self) -> Self:
+        if 0 < self.temperature < COLDEST:
+            raise ValueError(f"evaluation.temperature must be 0 or at least {COLDEST:g}, got {self.temperature:g}")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"evaluation.samples ({self.samples}) of one problem are all the same at evaluation.temperature = 0; "
+                "give it a temperature, such as that of training, or take one sample"
+            )
+        if beyond := [k for k in self.pass_at if k > self.samples]:
+            raise ValueError(
+                f"evaluation.pass_at names {', '.join(map(str, beyond))}, but pass@k can be estimated only from "
+                f"evaluation.samples ({self.samples}) of k or more; raise samples, or leave it out"
+            )
+        if len(set(self.pass_at)) != len(self.pass_at):
+            raise ValueError("evaluation.pass_at must name each k once")
+        return self
+
+
+class CheckpointSection(Section):
+    """When to checkpoint, how many to keep, and where copies go."""
+
+    interval_steps: int = Field(default=100, ge=1)
+    keep: int = Field(default=2, ge=1)
+    """The newest, to go on from; the streams keep what they would read again."""
+    keep_best: int = Field(default=0, ge=0)
+    """Beside them, those with the highest accuracy in the evaluation of their version, however old."""
+    location: str | None = None
+    """Directory, or URL that fsspec knows, of copies: `run --resume <location>/<name>` goes on from them anywhere."""
+
+    def url_of(self, name: str) -> str | None:
+        """Where the copies of the run `name` lie."""
+        return None if self.location is None else f"{self.location.rstrip('/')}/{name}"
+
+
+class StreamsSection(Section):
+    """Where the streams live; without `redis_url` the launcher starts an embedded server."""
+
+    redis_url: str | None = None
+    max_groups: int = Field(default=4096, ge=1)
+    """Most groups issued and not yet accounted for: the bound of every stream."""
+
+    @field_validator("redis_url")
+    @classmethod
+    def _of_a_server(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(
+            ("redis://", "rediss://", "unix://")
+        ):  # not shown: it may hold a secret
+            raise ValueError("must begin with redis://, rediss:// or unix://; leave it out for an embedded server")
+        return url
+
+
+class WeightsSection(Section):
+    """How the trainer's weights reach the engines."""
+
+    transport: Transport = Transport.BROADCAST
+    """Pushed to all engines at once, or pulled by each from a parameter server."""
+    backend: Backend = Backend.GLOO
+    """What carries a broadcast: gloo by way of the hosts' memory, nccl from GPU to GPU, each of which is one rank's."""
+    host: Annotated[str, Field(min_length=1)] | None = None
+    """Address of the trainer's machine at which engines meet for a broadcast; by default the one that faces them."""
+    timeout_s: float = Field(default=120.0, gt=0, le=3600)
+    """Longest that a publication may take. An engine that is not reached within it gets the next one."""
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if self.transport is Transport.PULL and (self.backend is not Backend.GLOO or self.host is not None):
+            raise ValueError('weights.backend and weights.host are of a broadcast, weights.transport is "pull"')
+        return self
+
+
+class ParameterServerSection(Section):
+    """Servers that hold versions of the weights in memory, for the transport `pull`."""
+
+    shards: int = Field(default=1, ge=1, le=64)
+    """Into how many parts of about equal size each version is cut; each has servers of its own."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """How many servers the launcher starts for each shard, which hold the same; engines are spread over them."""
+    urls: tuple[BaseUrl, ...] = ()
+    """Servers that run already, here or elsewhere, shard after shard; with any, the launcher starts none."""
+    versions: int = Field(default=3, ge=2)
+    """Most that a server holds: one that serves, one that comes, and one that may still be being saved."""
+    copies: str | None = None
+    """Directory, or URL that fsspec knows, of the persistent copies, by run and server; by default below the run's
+    directory. What a run of this name before has left there is dropped."""
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        if len(set(self.urls)) != len(self.urls):
+            raise ValueError("parameter_server.urls must name each server once")
+        if len(self.urls) % self.shards:
+            raise ValueError(
+                f"parameter_server.urls must name as many servers for each of the {self.shards} shards, got "
+                f"{len(self.urls)} in all"
+            )
+        return self
+
+
+class LaunchSection(Section):
+    """How the local launcher runs the roles."""
+
+    threads: int = Field(default=1, ge=1)
+    pin: Literal["auto", "none"] = "auto"
+    start_timeout_s: float = Field(default=120.0, gt=0)
+    restarts: int = Field(default=3, ge=0)
+    grace_s: float = Field(default=5.0, gt=0)

@@ -1,0 +1,1 @@
+"""What the controller decides: pure functions and classes over its state."""

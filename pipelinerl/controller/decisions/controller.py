@@ -1,0 +1,392 @@
+"""The controller: the only active entity of a run (RLAX §3.2). It decides; every other role acts on its orders.
+
+`Controller` is pure: inputs in, effects out, no clock, no I/O, so that a test can replay any schedule and a journal
+(`journal.py`) can bring it back after a kill.
+
+    input                      from      effects
+    TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs), then prompts
+    StepSkipped                trainer   a Directive, which stops the run after the third in a row
+    Progress, Published        trainer   prompts
+    Starving                   trainer   the lost orders again, if no actor works on any; a Directive, if it waits for
+                                         an evaluation
+    StreamsLost                poll      every order and every evaluation's question that is out, again
+    CanaryChecked                     trainer   prompts, for engines that serve now (`engine_decisions.py`)
+    GroupFailed, Evaluation…   actor     prompts; an evaluation's result
+    knobs                      API       a Directive, then prompts: both sides pace by the same
+    engine comes/goes          API, poll a Directive when the trainer must publish without waiting for a step
+
+What it waits for, and who unblocks it: `waiting_for` says so in words. Prompts are issued within the staleness budget
+(`StalenessBounds.may_issue`) and within `max_groups`; an evaluation before the first step runs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import msgspec
+
+from pipelinerl.controller.decisions import engine_decisions, events as trainer_news
+from pipelinerl.controller.decisions.directives import directive, ending
+from pipelinerl.controller.decisions.engine_decisions import engine_input
+from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
+from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
+from pipelinerl.controller.decisions.stall_diagnosis import progress_mark, waiting_for
+from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Record, Send
+from pipelinerl.controller.state.evaluation import EvaluationResult
+from pipelinerl.controller.state.inputs import AnyInput, KnobsPatched, ReportReceived, StopAsked, StreamsLost, Ticked
+from pipelinerl.controller.state.issued_ledger import IssuedLedger
+from pipelinerl.controller.state.knobs import KnobChange
+from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.messages import (
+    FROM_ACTORS,
+    SKIPS_THAT_END,
+    ActorAlive,
+    CanaryChecked,
+    CheckpointDelayed,
+    Checkpointed,
+    Directive,
+    EvaluationDone,
+    GroupFailed,
+    GroupOutdated,
+    Progress,
+    Published,
+    Report,
+    Starving,
+    StepDone,
+    StepSkipped,
+    TrainerReady,
+    TrainerStopped,
+)
+from pipelinerl.types import Problem, PromptOrder, Purpose
+
+
+@final
+class Controller:
+    """State of a run and the decisions taken on it. Methods take `now` (seconds, monotonic) where time matters."""
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        state: RunState,
+        *,
+        training_problem: Callable[[int, Mapping[str, float]], Problem],
+        held_out_problem: Callable[[int], Problem],
+    ) -> None:
+        self.settings = settings
+        self.state = state
+        self._orders = PromptOrderFactory(
+            seed=settings.seed,
+            sampling=settings.sampling,
+            evaluation=settings.evaluation,
+            training_problem=training_problem,
+            held_out_problem=held_out_problem,
+        )
+        self._evaluator = Evaluator(settings.evaluation, self._orders)
+
+    def decide(self, given: AnyInput) -> list[Effect]:
+        """Take one input and return what is to be done, in order. Equal inputs on an equal state decide equally.
+
+        Raises:
+            RecipeError: knobs that cannot run; nothing has changed.
+            LedgerError: the trainer's account does not balance with ours.
+        """
+        effects = self._decide(given)
+        effects += self._evaluate(now=given.now)
+        mark = progress_mark(self.state)
+        if list(mark) != list(self.state.progress):
+            self.state.progress, self.state.progressed_at, self.state.stall_told = mark, given.now, False
+        return effects
+
+    def _decide(self, given: AnyInput) -> list[Effect]:
+        match given:
+            case ReportReceived(report=report, now=now):
+                abandoned = getattr(report, "epoch", self.state.epoch) != self.state.epoch
+                if not (isinstance(report, FROM_ACTORS) or abandoned):
+                    self.state.trainer_heard = (type(report).__name__, now)
+                return self.handle(report, now=now)
+            case KnobsPatched(changes=changes, who=who, time=time):
+                return self.patch(changes, who=who, time=time)
+            case StopAsked(reason=reason):
+                return self.stop(reason)
+            case Ticked(now=now):
+                return self.tick(now=now)
+            case StreamsLost():
+                return self._streams_lost()
+            case _:
+                told = engine_input(self.state, given, engines_expected=self.settings.engines_expected)
+                return told + self._fleet_changed(now=given.now)
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def handle(self, report: Report, *, now: float) -> list[Effect]:
+        """Take one report and return what is to be done, in order."""
+        match report:
+            case TrainerReady():
+                return self._trainer_ready(report, now=now)
+            case StepDone() if report.epoch == self.state.epoch:
+                return self._step_done(report, now=now)
+            case StepSkipped() if report.epoch == self.state.epoch:
+                return self._step_skipped(report)
+            case Progress() if report.epoch == self.state.epoch:
+                self.state.account.update(report.consumed)
+                self.state.account.lost(report.again)
+                return self.issue()
+            case Starving() if report.epoch == self.state.epoch:
+                return self._starving(report, now=now)
+            case Published() if report.epoch == self.state.epoch:
+                return self._published(report)
+            case CanaryChecked() if report.epoch == self.state.epoch:
+                return self._canary_checked(report, now=now)
+            case Checkpointed() | CheckpointDelayed() if report.epoch == self.state.epoch:
+                return trainer_news.checkpoint_told(self.state, report)
+            case TrainerStopped() if report.epoch == self.state.epoch:
+                return self._trainer_stopped()
+            case GroupFailed():
+                return self._group_failed(report, now=now)
+            case GroupOutdated():
+                return self._group_outdated(report)
+            case EvaluationDone():
+                return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
+            case ActorAlive():
+                self.state.actors[report.name] = (report, now)
+                return []
+            case _:
+                return []  # of an abandoned epoch: its author is fenced
+
+    def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
+        """Change knobs, and tell the trainer at once: prompts are issued by the new ones from now on.
+
+        Raises RecipeError and changes nothing.
+        """
+        before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
+        changed = {
+            name: value
+            for name, value in self.state.knobs.to_json().items()
+            if name in changes or value != before[name]
+        }
+        self.state.knob_log.append(
+            KnobChange(time=time, step=self.state.version, cursor=self.state.account.cursor, who=who, changes=changed)
+        )
+        effects: list[Effect] = [Record("knobs", {"changes": changed, "who": who, "step": self.state.version})]
+        return effects + self._unasked(f"knobs-e{self.state.epoch}-{len(self.state.knob_log)}") + self.issue()
+
+    def stop(self, reason: str) -> list[Effect]:
+        """End the run at the next step boundary: last publication, checkpoint and evaluation included."""
+        if self.state.stop_reason is None:
+            self.state.stop_reason = reason
+        if self.state.phase is Phase.STARTING or self.state.stop_sent:
+            return []
+        return [Send(self._directive(f"stop-e{self.state.epoch}", publish=True))]
+
+    def tick(self, *, now: float) -> list[Effect]:
+        """Time has passed: publish to engines that wait for weights, give up on answers that do not come, and say it
+        when nothing at all gets on."""
+        effects = engine_decisions.overdue(self.state, now=now) + self.reload_if_due()
+        still_s = now - self.state.progressed_at if self.state.progress else 0.0
+        if still_s > self.settings.stall_s and not self.state.stall_told and self.state.phase is not Phase.FINISHED:
+            self.state.stall_told = True
+            effects.append(Record("stalled", {"still_s": still_s, "waits_for": waiting_for(self.state, now=now)}))
+        return effects
+
+    # --- decisions -------------------------------------------------------------------------------------------------
+
+    @property
+    def ending(self) -> str | None:
+        """Why the run ends at the next step boundary; None while it goes on."""
+        return ending(self.state, self.settings)
+
+    def reload_if_due(self) -> list[Effect]:
+        """Ask the trainer to publish between steps when an engine waits for weights; once for each membership. So, too,
+        when a publication was postponed and the evaluation that it waited for has ended."""
+        key = (self.state.epoch, self.state.fleet.membership)
+        waits = key != self.state.reload_asked and self.state.fleet.awaits_weights()
+        if self.state.phase is Phase.STARTING or holds_updates(self.state) or not (waits or self.state.postponed):
+            return []
+        self.state.reload_asked = key
+        return [Send(self._directive(f"reload-e{self.state.epoch}-{self.state.version}-m{key[1]}", publish=True))]
+
+    def issue(self) -> list[Effect]:
+        """Prompt orders that can still be fresh at their earliest step (RLAX §4.2; pacing before dropping)."""
+        loaded = self.state.fleet.oldest_loaded()
+        if self.state.phase is not Phase.TRAINING or loaded is None or comes_first(self.state):
+            return []
+        orders: list[PromptOrder] = []
+        while self.state.account.in_flight < self.settings.max_groups and self.state.knobs.bounds.may_issue(
+            current=self.state.version,
+            loaded=loaded,
+            queued_groups=self.state.account.in_flight,
+            groups_per_step=self.state.knobs.groups_per_step,
+        ):
+            index = self.state.account.next_index()
+            weights = self.state.domain_weights_of(index)
+            orders.append(
+                self._orders.training(index, temperature=self.state.knobs.temperature, domain_weights=weights)
+            )
+        return [IssuePrompts(orders)] if orders else []
+
+    def _fleet_changed(self, *, now: float) -> list[Effect]:
+        """What follows from who is there: the trainer may have waited for an engine, or an engine waits for it."""
+        if self.state.pending_ready is not None:
+            return self._trainer_ready(self.state.pending_ready, now=now)
+        return self.reload_if_due() + self.issue()
+
+    # --- details ---------------------------------------------------------------------------------------------------
+
+    def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
+        if report.report_id in self.state.answers:
+            return [Send(self.state.answers[report.report_id])]
+        if report.report_id in self.state.begun:
+            return []  # an earlier trainer's, said again before it was answered: its epoch is over
+        self.state.awaited = engine_decisions.awaited(self.state, engines_expected=self.settings.engines_expected)
+        if self.state.awaited and self.state.phase is Phase.STARTING:
+            self.state.pending_ready = report
+            return []
+        self.state.pending_ready = None
+        self.state.begun = [*self.state.begun, report.report_id]
+        self.state.epoch = max(self.state.epoch, report.claimed) + 1
+        self.state.version = report.model_version
+        self.state.stop_sent = False
+        self.state.fleet.begin_epoch()
+        if self.state.resumed_account is not None:
+            self.state.account = IssuedLedger.resume(self.state.resumed_account, report.consumed)
+            self.state.resumed_account = None
+        self.state.account.update(report.consumed)
+        self.state.stepped = report.consumed
+        effects: list[Effect] = [
+            Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
+        ]
+        if self.state.phase is not Phase.FINISHED:  # from FINISHING, too: as this one stops, the last evaluation begins
+            self.state.phase = Phase.TRAINING
+        if self.state.version == 0 and not self.state.results:
+            self._evaluator.want(self.state)
+        self.state.first_version = self.state.version
+        self.state.training_since = now
+        self.state.reload_asked = (self.state.epoch, self.state.fleet.membership)
+        return [*effects, self._answer(report.report_id, publish=True)]
+
+    def _step_done(self, report: StepDone, *, now: float) -> list[Effect]:
+        if report.report_id in self.state.answers:
+            return [Send(self.state.answers[report.report_id])]
+        self.state.version = report.model_version
+        self.state.account.update(report.consumed)
+        self.state.stepped = report.consumed
+        self.state.last_step = report.stats
+        effects: list[Effect] = [trainer_news.stepped(report)]
+        loaded = self.state.fleet.oldest_loaded()
+        due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
+        if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
+            self._evaluator.want(self.state)
+        publish = due or self.state.fleet.awaits_weights() or self._evaluator.needs_weights(self.state)
+        effects.append(self._answer(report.report_id, publish=publish))
+        return effects + self.issue()
+
+    def _step_skipped(self, report: StepSkipped) -> list[Effect]:
+        """Three in a row are no accident: the run ends where it is, its state saved."""
+        if report.report_id in self.state.answers:
+            return [Send(self.state.answers[report.report_id])]
+        self.state.account.update(report.consumed)
+        step = self.state.version + 1
+        if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
+            self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
+        told = trainer_news.skipped(report, step=step)
+        return [told, self._answer(report.report_id, publish=False), *self.issue()]
+
+    def _published(self, report: Published) -> list[Effect]:
+        lost = engine_decisions.published(self.state, report)
+        record = trainer_news.published(self.state, report)
+        return [record, *lost, *self.reload_if_due(), *self.issue()]
+
+    def _canary_checked(self, report: CanaryChecked, *, now: float) -> list[Effect]:
+        effects = engine_decisions.canary_checked(self.state, report, now=now)
+        return effects + self.reload_if_due() + self.issue()
+
+    def _starving(self, report: Starving, *, now: float) -> list[Effect]:
+        """Orders that no actor works on while the trainer waits for them went with the stream server's last second.
+
+        Where it waits for an evaluation, it hears that there is a controller: the wait is bounded by the evaluation's.
+        """
+        if self.state.evaluation is not None and (comes_first(self.state) or holds_updates(self.state)):
+            return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
+        actors = self.state.live_actors(now)
+        idle = actors and not any(alive.groups_in_flight for alive in actors)
+        if self.state.evaluation is not None or not idle or not self.state.fleet.verified():
+            return []
+        lost = self.state.account.lost(set(range(self.state.account.cursor)) - set(report.held))
+        return [Record("orders_lost", {"orders": len(lost)}), *self.issue()] if lost else []
+
+    def _streams_lost(self) -> list[Effect]:
+        """Whatever has not ended, since nobody knows what of it is gone: an order that lies there may have been done by
+        an actor whose group is gone. Of two groups the trainer drops the second, of two answers the evaluation."""
+        account, asked, effects = self.state.account, self.state.evaluation, list[Effect]()
+        if asked is not None:
+            version, number, engine = asked.model_version, asked.number, asked.engine
+            out = [index for index in range(asked.next_index) if index not in asked.answers]
+            again = [self._orders.asking(index, version=version, number=number, engine=engine) for index in out]
+            effects += [IssuePrompts(again)] if again else []
+        training = self.state.phase is Phase.TRAINING
+        if training and (lost := account.lost(range(account.consumed.frontier, account.cursor))):
+            effects += [Record("orders_lost", {"orders": len(lost)}), *self.issue()]
+        return effects
+
+    def _trainer_stopped(self) -> list[Effect]:
+        self.state.phase = Phase.FINISHING
+        return self._evaluator.want_last(self.state)
+
+    def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
+        if report.purpose == Purpose.EVALUATION:
+            return self._evaluator.heard(self.state, report.order_id, report.index, None, now=now)
+        self.state.account.fail(report.index)
+        failed = Record("group_failed", {"order_id": report.order_id, "reason": report.reason})
+        return [failed, *self.issue()]
+
+    def _group_outdated(self, report: GroupOutdated) -> list[Effect]:
+        self.state.account.give_up(report.index)
+        told = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
+        return [Record("group_outdated", told), *self.issue()]
+
+    def _evaluate(self, *, now: float) -> list[Effect]:
+        """What follows for evaluations from what was just decided, and what from a result."""
+        effects = self._evaluator.advance(self.state, now=now)
+        result = self._evaluator.closed(self.state)
+        if result is not None:
+            return effects + self._evaluated(result, now=now)
+        if self.state.phase is Phase.FINISHING and self.state.evaluation is None:
+            return effects + self._finish()  # nobody is left to be asked, or nothing is to be
+        return effects
+
+    def _evaluated(self, result: EvaluationResult, *, now: float) -> list[Effect]:
+        if not self.state.results:
+            self.state.training_since = now
+        self.state.results.append(result)
+        effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
+        if self.state.phase is Phase.FINISHING:
+            return effects + self._finish()
+        target, reached = self.settings.until_accuracy, result.at_least
+        if target is not None and reached is not None and reached >= target:
+            effects += self.stop(f"held-out accuracy {reached:.3f} has reached {target:g}")
+        return effects + self.reload_if_due() + self.issue()
+
+    def _finish(self) -> list[Effect]:
+        self.state.phase = Phase.FINISHED
+        return [Finish(self.ending or "stopped")]
+
+    def _answer(self, report_id: str, *, publish: bool) -> Send:
+        """The directive that a report asks for; the last is kept, since the trainer asks one question at a time."""
+        directive = self._directive(report_id, publish=publish)
+        self.state.answers = {report_id: directive}
+        return Send(directive)
+
+    def _unasked(self, name: str) -> list[Effect]:
+        """What the trainer has to hear while it waits for a step; once it was told to stop, it waits for none."""
+        if self.state.phase is not Phase.TRAINING or self.ending is not None:
+            return []
+        return [Send(self._directive(name, publish=False))]
+
+    def _directive(self, answers: str, *, publish: bool) -> Directive:
+        wanted, held = publish or self.state.postponed, holds_updates(self.state)
+        self.state.postponed = wanted and held
+        made = directive(self.state, self.settings, answers=answers, publish=wanted and not held)
+        self.state.stop_sent = self.state.stop_sent or made.stop
+        return made

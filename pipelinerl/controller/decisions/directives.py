@@ -1,0 +1,39 @@
+"""The directive that the trainer is given: a function of the run's state."""
+
+from __future__ import annotations
+
+from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.messages import Directive, TrainerKnobs
+
+
+def ending(state: RunState, settings: ControllerSettings) -> str | None:
+    """Why the run ends at the next step boundary; None while it goes on."""
+    if state.stop_reason is None and state.phase is not Phase.STARTING and state.version >= settings.steps:
+        return f"all {settings.steps} steps are done"
+    return state.stop_reason
+
+
+def directive(state: RunState, settings: ControllerSettings, *, answers: str, publish: bool) -> Directive:
+    """The answer to the report `answers`, or what is said unasked under that name."""
+    stop = ending(state, settings) is not None
+    members = sorted([*state.fleet.members(), *(state.fleet.pinned() if stop else [])])  # the last weights are for all
+    stepped = answers.startswith(f"e{state.epoch}-step-")
+    checkpoint = stop or (stepped and state.version % settings.checkpoint_interval_steps == 0)
+    return Directive(
+        answers=answers,
+        epoch=state.epoch,
+        knobs=TrainerKnobs(
+            k=state.knobs.k,
+            learning_rate=state.knobs.learning_rate,
+            rollouts_per_step=state.knobs.rollouts_per_step,
+        ),
+        publish_to=members if publish or stop else [],
+        to_verify=state.fleet.to_verify() if publish or stop else [],
+        membership=state.fleet.membership,
+        failed=state.account.unsettled,
+        stale=state.account.unsettled_stale,
+        checkpoint=checkpoint,
+        stop=stop,
+        controller_state=state.checkpoint_record() if checkpoint else None,
+    )

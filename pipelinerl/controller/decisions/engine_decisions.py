@@ -1,0 +1,203 @@
+"""What the controller decides about engines: inputs and reports in, changes of the fleet and events out.
+
+    EngineRegistered, EngineAnswered, EngineRestarted    joins (anew): weights are due
+    HealthCheckMissed, EngineTimedOut                        gets no work; is dead
+    Published, CanaryChecked                                 has weights; serves, or is dirty, or is out
+    EngineDrainAsked, EngineIdle, Ticked, Removed     ends what it has and is out; is out at once
+    EnginesRequested                                      the launcher starts processes; they offer themselves
+
+Who swaps an engine for another engine_requests one that `replaces` it: the old one is drained when the new one serves, so the run
+always has the engine it had. Nothing here sends: that weights are due follows from the fleet (`awaits_weights`).
+"""
+
+from __future__ import annotations
+
+from itertools import count, islice
+from typing import Final
+
+import msgspec
+
+from pipelinerl.controller.state.effects import Effect, Record
+from pipelinerl.controller.state.inputs import (
+    EngineAnswered,
+    EngineDrainAsked,
+    EngineIdle,
+    EngineInput,
+    EngineRegistered,
+    EngineRemoved,
+    EngineRestarted,
+    EnginesRequested,
+    EngineTimedOut,
+    HealthCheckMissed,
+)
+from pipelinerl.controller.state.run_state import EngineRequest, RunState
+from pipelinerl.messages import CanaryChecked, Published
+
+_REMOVED: Final = "removed by an operator"
+
+
+def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) -> list[Effect]:
+    """Take one input about engines; `engines_expected` is how many the run began with."""
+    fleet = state.fleet
+    match given:
+        case EngineRegistered(url=url, incarnation=incarnation, name=name, type=kind):
+            return _joined(url) if fleet.join(url, incarnation, name=name, type=kind) else []
+        case HealthCheckMissed(url=url):
+            return [Record("engine_suspect", {"url": url})] if fleet.on_missed_poll(url) else []
+        case EngineAnswered(url=url):
+            return _answered(state, url)
+        case EngineRestarted(url=url):
+            return _joined(url) if fleet.restarted(url) else []
+        case EngineTimedOut(url=url, reason=reason):
+            return _lost(url, reason) if fleet.on_timeout(url, reason) else []
+        case EngineIdle(url=url):
+            return _gone(state, url, "drained") if fleet.is_draining(url) else []
+        case EngineDrainAsked(url=url, grace_s=grace_s):
+            return _drain(state, url, now=given.now, grace_s=grace_s)
+        case EngineRemoved(engine=engine):
+            return _removed(state, engine)
+        case EnginesRequested():
+            return _request_engines(state, given, engines_expected=engines_expected)
+
+
+def published(state: RunState, report: Published) -> list[Effect]:
+    """Who has weights now, and who failed to take them."""
+    for url in report.pauses_s:
+        state.fleet.on_published(url, report.model_version, membership=report.membership)
+    return [
+        effect
+        for url, reason in report.failed.items()
+        if state.fleet.publish_failed(url, reason, membership=report.membership)
+        for effect in _lost(url, reason)
+    ]
+
+
+def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> list[Effect]:
+    """Who serves from now on, and who does not, with the figures."""
+    fleet, version, membership = state.fleet, report.model_version, report.membership
+    effects: list[Effect] = []
+    for url, worst in report.worst.items():
+        if fleet.on_verified(url, version, membership=membership):
+            effects.append(Record("engine_verified", {"url": url, "model_version": version, "worst": worst}))
+            effects += _drain_replaced(state, url, now=now)
+    for url, reason in report.mismatched.items():
+        if fleet.canary_failed(url, version, reason, membership=membership):
+            told = {"url": url, "model_version": version, "reason": reason, "lifecycle": fleet.by_url[url].lifecycle}
+            effects += [Record("engine_canary_failed", told), *_lost(url, reason)]
+    for url, reason in report.failed.items():
+        if fleet.publish_failed(url, reason, membership=membership):
+            effects += _lost(url, reason)
+    return effects
+
+
+def overdue(state: RunState, *, now: float) -> list[Effect]:
+    """Engines that were to be drained by now: what they still have is handed over."""
+    late = [r.url for r in state.fleet.records() if state.fleet.is_draining(r.url) and r.drain_by < now]
+    return [effect for url in late for effect in _gone(state, url, "drained; what it still had is handed over")]
+
+
+def awaited(state: RunState, *, engines_expected: int) -> list[str]:
+    """Names of the engines with which the run begins and that are still to join; none waits for who was taken out."""
+    requested = {request.name for request in state.engine_requests}
+    out = [record.name for record in state.fleet.records() if record.to_stop and record.name not in requested]
+    members = state.fleet.members()
+    come = {*out, *(state.fleet.by_url[url].name for url in members)}
+    missing = [name for name in map("engine-{}".format, range(engines_expected)) if name not in come]
+    return missing[: max(0, engines_expected - len(out) - len(members))]
+
+
+def to_stop(state: RunState) -> list[str]:
+    """Names of the engines whose processes are to end; ascending."""
+    records = {record.name for record in state.fleet.records() if record.to_stop and record.name}
+    again = {record.name for record in state.fleet.records() if not record.to_stop}
+    return sorted((records - again) | {request.name for request in state.engine_requests if not request.wanted})
+
+
+def removal_reason(state: RunState, url: str) -> str:
+    """Why an engine is to go already, in words; empty when it is not."""
+    if state.fleet.is_draining(url):
+        return "it is being drained"
+    names = [request.name for request in state.engine_requests if request.wanted and request.replaces == url]
+    return f"{names[0]}, which can be removed, was requested to replace it" if names else ""
+
+
+# --- details ---------------------------------------------------------------------------------------------------------
+
+
+def _joined(url: str) -> list[Effect]:
+    return [Record("engine_joined", {"url": url})]
+
+
+def _lost(url: str, reason: str) -> list[Effect]:
+    return [Record("engine_lost", {"url": url, "reason": reason})]
+
+
+def _answered(state: RunState, url: str) -> list[Effect]:
+    proven = url in state.fleet.verified()
+    if not state.fleet.answered(url, version=state.version):
+        return []
+    return [Record("engine_back", {"url": url})] if proven else _joined(url)
+
+
+def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
+    """An engine serves: drain the one that it replaces, once: it will prove itself again."""
+    name = state.fleet.by_url[url].name
+    for request in state.engine_requests:
+        if request.name == name and request.replaces and request.wanted:
+            _replaced(state, request.replaces)
+            return _drain(state, request.replaces, now=now, grace_s=request.grace_s)
+    return []
+
+
+def _drain(state: RunState, url: str, *, now: float, grace_s: float) -> list[Effect]:
+    if not state.fleet.drain(url, now=now, by=now + grace_s):
+        return []
+    if state.fleet.is_draining(url):
+        return [Record("engine_draining", {"url": url, "grace_s": grace_s})]
+    return _ended(state, url)
+
+
+def _removed(state: RunState, engine: str) -> list[Effect]:
+    urls = [record.url for record in state.fleet.records() if engine in (record.url, record.name)]
+    effects = [effect for url in urls for effect in _gone(state, url, _REMOVED)]
+    _cancel_request(state, engine)
+    return effects
+
+
+def _gone(state: RunState, url: str, reason: str) -> list[Effect]:
+    return _ended(state, url) if state.fleet.expel(url, reason, to_stop=True) else []
+
+
+def _ended(state: RunState, url: str) -> list[Effect]:
+    record = state.fleet.by_url[url]
+    _cancel_request(state, record.name)
+    _replaced(state, url)
+    return _lost(url, record.last_error)
+
+
+def _replaced(state: RunState, url: str) -> None:
+    """No hire is to replace it any more: whoever is at that URL next is another engine."""
+    state.engine_requests = [
+        msgspec.structs.replace(h, replaces="") if h.replaces == url else h for h in state.engine_requests
+    ]
+
+
+def _cancel_request(state: RunState, name: str) -> None:
+    state.engine_requests = [
+        msgspec.structs.replace(request, wanted=request.wanted and request.name != name)
+        for request in state.engine_requests
+    ]
+
+
+def _request_engines(state: RunState, given: EnginesRequested, *, engines_expected: int) -> list[Effect]:
+    """A replacement of who is to go already would be one too many; a name that anybody has had is no new one's."""
+    if given.replaces and removal_reason(state, given.replaces):
+        return []
+    taken = {record.name for record in state.fleet.records()} | {request.name for request in state.engine_requests}
+    free = (name for name in map("engine-{}".format, count(engines_expected)) if name not in taken)
+    names = list(islice(free, given.count))
+    state.engine_requests = [
+        *state.engine_requests,
+        *(EngineRequest(name=name, type=given.type, replaces=given.replaces, grace_s=given.grace_s) for name in names),
+    ]
+    return [Record("engines_hired", {"names": names, "type": given.type, "replaces": given.replaces})]

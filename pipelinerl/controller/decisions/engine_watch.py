@@ -1,0 +1,72 @@
+"""`EngineWatch`: what polling the engines shows: load, rates, and who is silent or has begun anew.
+
+It is knowledge of the moment and decides nothing: what follows from it reaches the controller as an input. A controller
+that comes back begins without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import final
+
+from inference_contract.schemas import EngineMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """Of one engine, by its last answer; rates are over the time between the last two.
+
+    `idle_since` is when it was first found with nothing to do; None while it has something.
+    """
+
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    tokens_per_s: float = 0.0
+    occupancy: float = 0.0
+    polled_at: float = 0.0
+    missed_polls: int = 0
+    idle_since: float | None = None
+
+
+@final
+class EngineWatch:
+    """Loads by base URL. Pure: time and observations come in as arguments."""
+
+    def __init__(self, *, polls_to_death: int = 5) -> None:
+        self._loads: dict[str, EngineLoad] = {}
+        self._polls_to_death = polls_to_death
+
+    def load(self, url: str) -> EngineLoad:
+        """What is known of the engine; zeros when nothing is."""
+        return self._loads.get(url, EngineLoad())
+
+    def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
+        """A poll succeeded; True when its counters fell: it restarted behind our back."""
+        known = self.load(url)
+        previous, seconds = known.metrics, now - known.polled_at
+        restarted = (
+            metrics.generated_tokens_total < previous.generated_tokens_total
+            or metrics.weight_updates_total < previous.weight_updates_total
+        )
+        steps = metrics.decode_steps_total - previous.decode_steps_total
+        busy = metrics.occupied_slot_steps_total - previous.occupied_slot_steps_total
+        fresh = restarted or known.polled_at == 0.0 or seconds <= 0
+        rate = 0.0 if fresh else (metrics.generated_tokens_total - previous.generated_tokens_total) / seconds
+        idle = not metrics.running_sequences and not metrics.waiting_sequences
+        self._loads[url] = EngineLoad(
+            metrics=metrics,
+            idle_since=(known.idle_since or now) if idle else None,
+            polled_at=now,
+            tokens_per_s=rate,
+            occupancy=busy / (steps * metrics.slots) if steps > 0 and metrics.slots and not fresh else 0.0,
+        )
+        return restarted
+
+    def on_missed_poll(self, url: str) -> bool:
+        """A poll failed; True when too many in a row have."""
+        known = self.load(url)
+        self._loads[url] = replace(known, missed_polls=known.missed_polls + 1)
+        return known.missed_polls + 1 >= self._polls_to_death
+
+    def forget(self, url: str) -> None:
+        """The engine is asked no more: it has no load."""
+        self._loads.pop(url, None)

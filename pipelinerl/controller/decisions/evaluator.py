@@ -1,0 +1,199 @@
+"""`Evaluator`: when held-out problems are asked, of which weights, and when that ends. Pure, as its controller is.
+
+    due ──weights of that version, or newer, are served──▶ running ──every problem ended, or given up──▶ a result
+     ▲                                                        │
+     └── the pin broke: the engine is lost, or was updated ───┘   at most `restarts` times
+
+Training is not stopped. Pinned to an engine, the others go on and staleness is theirs alone; the questions take that
+engine's share of the actors' room, so that training keeps its own. With a gate, updates are postponed until the end, at
+most `hold_s`, and prompts are issued for as long as they can be fresh. Before the first step and after the last there
+is nothing to hold: all engines answer, and versions are checked all the same.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from pipelinerl import rng
+from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
+from pipelinerl.controller.state.effects import Effect, IssuePrompts, Record
+from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult, Pin
+from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.messages import EvaluationDone
+
+
+@final
+class Evaluator:
+    """Decides on evaluations: of a run's state it changes `evaluation…` and, in the fleet, who is pinned."""
+
+    def __init__(self, plan: EvaluationPlan, orders: PromptOrderFactory) -> None:
+        self.plan = plan
+        self._orders = orders
+
+    def want(self, state: RunState) -> None:
+        """An evaluation of the current version is due, unless one is under way."""
+        if self.plan.problems and state.evaluation is None and state.evaluation_due is None:
+            state.evaluation_due = EvaluationDue(version=state.version)
+
+    def needs_weights(self, state: RunState) -> bool:
+        """Must the current version be published, so that what is due can begin?"""
+        return state.evaluation_due is not None and self.plan.pin is not Pin.NONE
+
+    def want_last(self, state: RunState) -> list[Effect]:
+        """No step will follow: what is under way gives way to an evaluation of the last weights."""
+        effects: list[Effect] = []
+        if state.evaluation is not None:
+            effects.append(_abandoned(state.evaluation, "the run ends, and its last weights are evaluated"))
+            release(state)
+        state.evaluation = state.evaluation_due = None
+        state.postponed = False
+        self.want(state)
+        return effects
+
+    def advance(self, state: RunState, *, now: float) -> list[Effect]:
+        """Whatever has happened: begin anew when a pin broke, begin when what is due can, and ask on."""
+        effects: list[Effect] = []
+        if state.evaluation is not None and (reason := broken(state)):
+            effects += self._restart(state, state.evaluation, reason)
+        if state.evaluation_due is not None:
+            effects += self._begin(state, state.evaluation_due, now=now)
+        if state.evaluation is not None:
+            self._lose_patience(state, state.evaluation, now=now)
+            indices = state.evaluation.to_ask(self._window(state, state.evaluation, now=now))
+            effects += self._asking(state.evaluation, indices)
+        return effects
+
+    def heard(
+        self, state: RunState, order_id: str, index: int, answer: EvaluationDone | None, *, now: float
+    ) -> list[Effect]:
+        """An answer, or None for a problem that failed."""
+        evaluation = state.evaluation
+        if evaluation is None or not evaluation.concerns(order_id):
+            return []
+        return self._asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
+
+    def closed(self, state: RunState) -> EvaluationResult | None:
+        """The result of the evaluation, if it has just ended; its engine goes back to the others."""
+        evaluation = state.evaluation
+        if evaluation is None or not (evaluation.complete or evaluation.given_up):
+            return None
+        release(state)
+        state.evaluation = None
+        seed = rng.key(self._orders.seed, "evaluation-interval")
+        return evaluation.result(version=state.version, seed=seed)
+
+    # --- details ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, state: RunState, due: EvaluationDue, *, now: float) -> list[Effect]:
+        """Begin what is due with whoever serves it; where nothing more is published, with whoever serves."""
+        loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
+        if not loaded:
+            return []
+        last = state.phase is Phase.FINISHING
+        ready = sorted(url for url in state.fleet.serving() if loaded[url] >= due.version)
+        agreed = len(set(loaded.values())) == 1 and min(loaded.values()) >= due.version
+        pin, engine, version = self.plan.pin, "", state.version
+        if pin in (Pin.AUTO, Pin.ENGINE):
+            several = (
+                len({*loaded, *state.fleet.to_verify()}) > 1
+            )  # one that has yet to prove its weights is waited for
+            pin = Pin.ENGINE if several and state.version > 0 and not last else Pin.GATE
+        if pin is Pin.GATE and last and not agreed:
+            pin = Pin.NONE
+        match pin:
+            case Pin.ENGINE:
+                if not ready or len(loaded) < 2:
+                    return []
+                engine, version = ready[-1], loaded[ready[-1]]
+                state.fleet.pin(engine)
+            case Pin.GATE:
+                if not agreed:
+                    return []
+                version = min(loaded.values())
+        state.evaluation_due = None
+        state.evaluations_begun += 1
+        state.evaluation = Evaluation(
+            model_version=version,
+            number=state.evaluations_begun,
+            plan=self.plan,
+            epoch=state.epoch,
+            pin=pin,
+            engine=engine,
+            heard_at=now,
+            restarts=due.restarts,
+            discarded=due.discarded,
+        )
+        return [Record("evaluation_began", {"model_version": version, "pin": pin, "engine": engine})]
+
+    def _restart(self, state: RunState, evaluation: Evaluation, reason: str) -> list[Effect]:
+        if evaluation.restarts >= self.plan.restarts:
+            evaluation.given_up = f"its pin broke {evaluation.restarts + 1} times, the last time since {reason}"
+            return []
+        release(state)
+        state.evaluation = None
+        state.evaluation_due = EvaluationDue(
+            version=state.version, restarts=evaluation.restarts + 1, discarded=evaluation.discarded
+        )
+        return [_abandoned(evaluation, reason)]
+
+    def _lose_patience(self, state: RunState, evaluation: Evaluation, *, now: float) -> None:
+        if now - evaluation.heard_at > self.plan.grace_s:
+            evaluation.given_up = f"no answer came for {self.plan.grace_s:g} s"
+        elif holds_updates(state):
+            evaluation.held_since = now if evaluation.held_since is None else evaluation.held_since
+            if now - evaluation.held_since > self.plan.hold_s:
+                evaluation.given_up = f"updates were postponed for {self.plan.hold_s:g} s (evaluation.hold_s)"
+
+    def _window(self, state: RunState, evaluation: Evaluation, *, now: float) -> int:
+        """How many questions may be out: all at once, or the pinned engine's share of the actors' room."""
+        if evaluation.given_up:
+            return 0
+        if evaluation.pin is not Pin.ENGINE:
+            return self.plan.problems
+        room = state.knobs.groups_in_flight * max(1, len(state.live_actors(now)))
+        return max(1, room // (1 + len(state.fleet.verified())))
+
+    def _asking(self, evaluation: Evaluation, indices: list[int]) -> list[Effect]:
+        version, number, engine = evaluation.model_version, evaluation.number, evaluation.engine
+        orders = [self._orders.asking(index, version=version, number=number, engine=engine) for index in indices]
+        return [IssuePrompts(orders)] if orders else []
+
+
+def holds_updates(state: RunState) -> bool:
+    """Would a publication give the weights a new version under the evaluation that is under way?"""
+    evaluation = state.evaluation
+    held = evaluation is not None and evaluation.pin is Pin.GATE and not evaluation.given_up
+    return held and state.phase is Phase.TRAINING and state.version != evaluation.model_version  # type: ignore[union-attr]
+
+
+def comes_first(state: RunState) -> bool:
+    """Does training wait for the evaluation before the first step?"""
+    return state.version == 0 and (state.evaluation is not None or state.evaluation_due is not None)
+
+
+def broken(state: RunState) -> str:
+    """Why the pin of the evaluation under way holds no longer; empty while it does."""
+    evaluation, fleet = state.evaluation, state.fleet
+    if evaluation is None or evaluation.pin is Pin.NONE:
+        return ""
+    if evaluation.epoch != state.epoch:
+        return f"epoch {state.epoch} has begun"
+    watched = [evaluation.engine] if evaluation.pin is Pin.ENGINE else fleet.verified()
+    for url in watched:
+        record = fleet.by_url[url]
+        if evaluation.pin is Pin.ENGINE and url not in fleet.pinned():
+            return f"{url} is {record.lifecycle}" + (f": {record.last_error}" if record.last_error else "")
+        if record.loaded != evaluation.model_version:
+            return f"{url} was given version {record.loaded}"
+    return ""
+
+
+def release(state: RunState) -> None:
+    """The pinned engine, if there is one, goes back to the others; it serves again once it has what they have."""
+    if state.evaluation is not None and state.evaluation.engine:
+        state.fleet.release(state.evaluation.engine, version=state.version)
+
+
+def _abandoned(evaluation: Evaluation, reason: str) -> Record:
+    told = {"model_version": evaluation.model_version, "reason": reason, "answered": len(evaluation.answers)}
+    return Record("evaluation_restarted", told | {"problems": evaluation.problems, "restarts": evaluation.restarts + 1})

@@ -1,0 +1,47 @@
+"""What the trainer tells that asks for no decision: it becomes an event, and part of what the run's state says."""
+
+from __future__ import annotations
+
+from pipelinerl.controller.state.effects import Effect, Record
+from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.messages import CheckpointDelayed, Checkpointed, Published, StepDone, StepSkipped
+
+
+def stepped(report: StepDone) -> Record:
+    """An optimizer step, with its figures."""
+    version = report.model_version
+    return Record("step", {"step": version, "model_version": version, "orders": report.orders} | report.stats)
+
+
+def skipped(report: StepSkipped, *, step: int) -> Record:
+    """A step that was not finite."""
+    told = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
+    return Record("step_skipped", told)
+
+
+def published(state: RunState, report: Published) -> Record:
+    """A publication, with its figures."""
+    state.last_publish = report
+    return Record(
+        "publish",
+        {
+            "model_version": report.model_version,
+            "send_s": report.send_s,
+            "total_s": report.total_s,
+            "pause_s": max(report.pauses_s.values(), default=0.0),
+            "engines": len(report.pauses_s),
+            "failed": report.failed,
+        },
+    )
+
+
+def checkpoint_told(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
+    """A delay is told again and again: it is an event once, and part of what the run waits for while it lasts."""
+    version = report.model_version
+    if isinstance(report, Checkpointed):
+        state.unsaved = ""
+        told = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
+        return [Record("checkpoint", told)]
+    is_new = not state.unsaved
+    state.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
+    return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []

@@ -1,0 +1,122 @@
+"""What a run waits for, and who would unblock it: in words, for people, and for the watchdog's event.
+
+    stage         waits for                                unblocked by
+    starting      engines, then the trainer's report       engine processes, the trainer
+    publishing    an engine with proven weights            the trainer, then the engine
+    evaluating    answers (before the first step, or with  actors, and the engines behind them
+                  updates held: at most `hold_s`)
+    stepping      groups, or the step on them              actors and engines, or the trainer
+    finishing     the trainer's last word, the last evaluation
+
+The watchdog (`Controller.tick`) compares `progress_mark` with the one before: while nothing in it moves, no stage does.
+Orders that end untrained are no progress: a run that filters or refuses every group it samples is busy, and stands
+still.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pipelinerl.controller.decisions.evaluator import holds_updates
+from pipelinerl.controller.state.run_state import SILENT_S, Phase, RunState
+
+#: Why an order ends untrained, by fate.
+_WHY: Final = {
+    "filtered": "their rewards do not differ, or nothing could be judged",
+    "stale": "sampled by weights older than k allows",
+    "failed": "their actor gave up; the log says why",
+}
+
+
+def progress_mark(state: RunState) -> tuple[Any, ...]:
+    """Changes whenever the run gets on, in whatever stage it is."""
+    answered = len(state.evaluation.answers) if state.evaluation is not None else -1
+    return (str(state.phase), state.epoch, state.version, answered, len(state.results))
+
+
+def waiting_for(state: RunState, *, now: float) -> str:
+    """In words: what the run waits for, and whom; also what keeps a checkpoint, since training will wait for that."""
+    return _stage(state, now) + (f"; {state.unsaved}" if state.unsaved else "")
+
+
+def _stage(state: RunState, now: float) -> str:
+    if state.phase is Phase.FINISHED:
+        return "nothing: the run is over"
+    if not state.fleet.members() and state.evaluation is not None and state.fleet.pinned():
+        return f"{_unanswered(state)} answers of {state.evaluation.engine}, which evaluates and is the only engine left"
+    if not state.fleet.members():
+        return f"an engine to join{_lost_engines(state)}"
+    if state.pending_ready is not None:
+        return f"{', '.join(state.awaited)} to join{_lost_engines(state)}"
+    if state.phase is Phase.STARTING:
+        return "the trainer to be ready"
+    if not state.fleet.verified():
+        return f"{_weights(state)}{_trainer(state, now)}"
+    if state.phase is Phase.FINISHING and state.evaluation is not None:
+        return f"{_unanswered(state)} answers of the last evaluation{_actors(state, now)}"
+    if state.evaluation is not None and state.version == 0:
+        return f"{_unanswered(state)} answers of the first evaluation{_actors(state, now)}"
+    if state.evaluation is not None and holds_updates(state):
+        version = state.evaluation.model_version
+        return (
+            f"{_unanswered(state)} answers of version {version}: updates are postponed until then{_actors(state, now)}"
+        )
+    if not state.actors:
+        return "an actor to report"
+    step = f"step {state.version + 1}: {state.account.in_flight} groups in flight"
+    return step + _untrained(state) + _outdated(state) + (_actors(state, now) or _trainer(state, now))
+
+
+def _weights(state: RunState) -> str:
+    given = [record.url for record in state.fleet.records() if record.lifecycle.is_alive and record.loaded >= 0]
+    if given:
+        return f"{', '.join(given)} to prove its weights to the trainer"
+    return f"the trainer to publish its weights to {', '.join(state.fleet.members())}"
+
+
+def _unanswered(state: RunState) -> int:
+    assert state.evaluation is not None
+    return state.evaluation.problems - len(state.evaluation.answers)
+
+
+def _actors(state: RunState, now: float) -> str:
+    late = {name: now - heard for name, (_, heard) in state.actors.items() if now - heard > SILENT_S}
+    if not state.actors:
+        return "; no actor has reported"
+    return "".join(f"; actor {name} last heard {silent:.0f} s ago" for name, silent in sorted(late.items()))
+
+
+def _untrained(state: RunState) -> str:
+    """Why no step came of what was sampled, once that would have made a whole one."""
+    ledger, before = state.account.ledger(), state.stepped
+    ended = {fate: ledger[fate] - getattr(before, fate) for fate in _WHY}
+    if sum(ended.values()) < state.knobs.groups_per_step:
+        return ""
+    told = ", ".join(f"{number} {fate} ({_WHY[fate]})" for fate, number in ended.items() if number)
+    return f"; since the last step {sum(ended.values())} groups ended untrained: {told}"
+
+
+def _outdated(state: RunState) -> str:
+    """Why nothing is sampled, when no order issued now could be fresh at its step."""
+    loaded, k = state.fleet.oldest_loaded(), state.knobs.k
+    if (
+        state.account.in_flight
+        or loaded is None
+        or state.knobs.bounds.accepts(producing=state.version + 1, oldest=loaded)
+    ):
+        return ""
+    return (
+        f"; engines serve version {loaded}, too old for k = {k:g}: the trainer has to publish version {state.version}"
+    )
+
+
+def _trainer(state: RunState, now: float) -> str:
+    if state.trainer_heard is None:
+        return ""
+    report, heard = state.trainer_heard
+    return f"; the trainer's last word, {report}, came {now - heard:.0f} s ago" if now - heard > SILENT_S else ""
+
+
+def _lost_engines(state: RunState) -> str:
+    dead = [record for record in state.fleet.records() if not record.lifecycle.is_alive]
+    return "".join(f"; {record.url} is {record.lifecycle}: {record.last_error}" for record in dead)

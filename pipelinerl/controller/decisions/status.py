@@ -1,0 +1,117 @@
+"""`run_status`: the controller's state as the `RunStatus` that `/status`, the progress bar and the CLI show."""
+
+from __future__ import annotations
+
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.engine_decisions import to_stop
+from pipelinerl.controller.decisions.engine_watch import EngineLoad, EngineWatch
+from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
+from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.observability import status
+
+
+def run_status(
+    controller: Controller, *, watch: EngineWatch, name: str, now: float, elapsed_s: float
+) -> status.RunStatus:
+    """A snapshot for people; `now` is on the controller's monotonic clock."""
+    state = controller.state
+    results = state.results
+    last = results[-1] if results else None
+    step = state.last_step
+    publish = state.last_publish
+    records = state.fleet.records()
+    loads = {record.url: watch.load(record.url) for record in records}
+    healthy = [loads[record.url] for record in records if record.lifecycle is EngineLifecycle.HEALTHY]
+    step_seconds = step.get("step_s", 0.0) + step.get("wait_s", 0.0)
+    remaining = controller.settings.steps - state.version
+    done = state.version - state.first_version
+    return status.RunStatus(
+        run=name,
+        phase=_phase(state),
+        step=state.version,
+        total_steps=controller.settings.steps,
+        model_version=state.version,
+        epoch=state.epoch,
+        reward=step.get("reward"),
+        held_out_accuracy=last.accuracy if last else None,
+        held_out_low=last.low if last else None,
+        held_out_high=last.high if last else None,
+        held_out_version=last.model_version if last else None,
+        held_out_one_version=last.one_version if last else False,
+        held_out_incomplete=last.incomplete if last else "",
+        pass_at=tuple(
+            status.PassAtStatus(k=each.k, value=each.value, low=each.low, high=each.high)
+            for each in (last.pass_at if last else ())
+        ),
+        evaluating=_evaluating(state),
+        first_accuracy=results[0].accuracy if results else None,
+        best_accuracy=max((r.accuracy for r in results if r.accuracy is not None), default=None),
+        tokens_per_s=sum(load.tokens_per_s for load in loads.values()),
+        rollouts_per_s=step.get("rollouts", 0.0) / step_seconds if step_seconds else 0.0,
+        staleness_mean=step.get("staleness_mean", 0.0),
+        staleness_max=int(step.get("staleness_max", 0)),
+        last_update_pause_s=max(publish.pauses_s.values(), default=0.0) if publish else 0.0,
+        engine_occupancy=sum(load.occupancy for load in healthy) / len(healthy) if healthy else 0.0,
+        engines=tuple(_engine(record, loads[record.url]) for record in records),
+        requested=tuple(
+            status.RequestedEngine(name=request.name, type=request.type)
+            for request in state.engine_requests
+            if request.wanted
+        ),
+        to_stop=tuple(to_stop(state)),
+        actors=tuple(
+            status.ActorStatus(name=alive.name, groups_in_flight=alive.groups_in_flight, silent_s=now - heard)
+            for alive, heard in state.actors.values()
+        ),
+        ledger=status.LedgerStatus(**state.account.ledger()),
+        knobs=state.knobs.to_json(),
+        waiting_for=waiting_for(state, now=now),
+        trainer=_trainer(state, now=now),
+        still_s=now - state.progressed_at if state.progressed_at else 0.0,
+        elapsed_s=elapsed_s,
+        eta_s=remaining * (now - state.training_since) / done if done and state.training_since else None,
+    )
+
+
+def _phase(state: RunState) -> status.Phase:
+    if state.phase is Phase.TRAINING and state.evaluation is not None and state.version == 0:
+        return status.Phase.EVALUATING
+    return status.Phase(state.phase.value)
+
+
+def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
+    evaluation = state.evaluation
+    if evaluation is None:
+        return None
+    return status.EvaluatingStatus(
+        model_version=evaluation.model_version,
+        pin=evaluation.pin.value,
+        engine=evaluation.engine,
+        answered=len(evaluation.answers),
+        problems=evaluation.problems,
+        discarded=evaluation.discarded,
+        restarts=evaluation.restarts,
+    )
+
+
+def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
+    if state.trainer_heard is None:
+        return None
+    report, heard = state.trainer_heard
+    return status.TrainerStatus(last_report=report, silent_s=now - heard)
+
+
+def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
+    return status.EngineStatus(
+        url=record.url,
+        state="pinned" if record.pinned else record.lifecycle.value,
+        name=record.name,
+        type=record.type,
+        version=max(record.loaded, 0),
+        running=load.metrics.running_sequences,
+        waiting=load.metrics.waiting_sequences,
+        slots=load.metrics.slots,
+        tokens_per_s=load.tokens_per_s,
+        last_error=record.last_error,
+    )

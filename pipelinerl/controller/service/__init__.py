@@ -1,0 +1,1 @@
+"""The controller's process-side: HTTP routes, the journal, and the loop that carries decisions out."""

@@ -1,0 +1,371 @@
+"""The controller's hands: reads reports, lets `Controller` decide, journals that, and carries out what it decided.
+
+    loop     waits for                unblocked by
+    reports  entries in `reports`     trainer, actors
+    poll     its interval             the clock
+    ask      an engine's answer       the engine, or its own deadline; one at a time for each engine
+
+All decisions run on one event loop, one after the other; effects are carried out in order before the next report. One
+that cannot be journaled or carried out ends the service, whoever asked for it, since the state has moved on already. It
+may be killed between any two effects: see `journal.py`. Its clock goes on from the last decision in the journal,
+whatever the clock of the machine says that it goes on at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any, Final, Protocol, final
+
+import msgspec
+from pydantic import ValidationError
+
+from inference_contract.errors import ContractError
+from inference_contract.schemas import EngineMetrics
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.engine_watch import EngineWatch
+from pipelinerl.controller.decisions.status import run_status
+from pipelinerl.controller.service.journal import Decision, Journal, Recovered
+from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Record, Send
+from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
+from pipelinerl.controller.state.inputs import (
+    AnyInput,
+    EngineAnswered,
+    EngineIdle,
+    EngineInput,
+    EngineRestarted,
+    EngineTimedOut,
+    HealthCheckMissed,
+    ReportReceived,
+    StreamsLost,
+    Ticked,
+)
+from pipelinerl.controller.state.run_state import Phase
+from pipelinerl.errors import PipelineError, RecordError
+from pipelinerl.messages import EPOCHS, ORDERS, PROMPTS, REPORTS, decode_report, encode
+from pipelinerl.observability.events import EventLog
+from pipelinerl.observability.status import RunStatus
+from pipelinerl.streams.dead_letter import DeadLetters
+from pipelinerl.streams.records import decode_order, encode_order
+from pipelinerl.streams.stream import START, Entry, Stream, fresh_number, parse_id
+from pipelinerl.types import PromptOrder, Purpose
+
+log = logging.getLogger("pipelinerl")
+
+#: A trainer reads every directive at once; older ones serve whoever looks into the stream.
+_DIRECTIVES_KEPT: Final = 64
+#: A drained engine must have been idle for so long: by then every actor knows that it gets no work (`REFRESH_S`).
+_IDLE_S: Final = 2.0
+#: More entries than a bounded stream holds.
+_ALL: Final = 2**31
+
+
+class Start(StrEnum):
+    """Where a controller begins."""
+
+    AFRESH = "afresh"
+    """With the run: from the state it is given."""
+    FROM_JOURNAL = "from_journal"
+    """In the middle of a run whose controller died; afresh when the journal does not tell the whole story, or tells of
+    another launch."""
+
+
+class EngineProbe(Protocol):
+    """Asks an engine for its load; satisfied by `EngineClient`."""
+
+    async def metrics(self, url: str) -> Mapping[str, float]:
+        """Raises ContractError or PipelineError when the engine does not answer in time."""
+        ...
+
+
+@final
+class ControllerService:
+    """Runs one `Controller` until its run is over."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        *,
+        name: str,
+        stream: Stream,
+        probe: EngineProbe,
+        events: EventLog,
+        poll_s: float = 1.0,
+        elapsed_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        start: Start = Start.AFRESH,
+    ) -> None:
+        """`elapsed_s` is the age of a run that goes on, so that its events keep one time line."""
+        self.controller = controller
+        self.watch = EngineWatch()
+        self._name = name
+        self._stream = stream
+        self._probe = probe
+        self._events = events
+        self._poll_s = poll_s
+        self._clock = clock
+        self._start = start
+        self._started = clock() - elapsed_s
+        self._ahead = 0.0  # of the machine's clock
+        self._asked: set[str] = set()  # engines that have yet to answer
+        self._dead_letters = DeadLetters(stream)
+        self._journal: Journal
+        self._next_entry = 0
+        self._next_directive = 0
+        self._issued: deque[tuple[int, int]] = deque()  # (entry, index) of training orders, oldest first
+        self._turn = asyncio.Lock()
+        self._begun = asyncio.Event()
+        self._over = asyncio.Event()
+        self._broken: Exception | None = None
+        self.finished = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until the run is over, which sets `finished`; raises what stops it before."""
+        found = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
+        if found is None or found[1].state.launch != self.controller.state.launch:
+            await self._begin()
+        else:
+            await self._go_on(*found)
+        self._begun.set()
+        async with asyncio.TaskGroup() as group:
+            loops = [group.create_task(self._reports()), group.create_task(self._poll())]
+            await self._over.wait()
+            if self._broken is not None:
+                raise self._broken
+            for loop in loops:
+                loop.cancel()
+
+    async def perform(self, given: AnyInput) -> list[Effect]:
+        """Decide on one input, carry the decision out and return it; decisions never overlap. Raises what `decide`
+        does."""
+        await self._begun.wait()
+        async with self._turn:
+            effects = self.controller.decide(given)
+            if not effects and isinstance(given, Ticked):
+                return effects
+            try:
+                await self._put_into_effect(given, effects)
+            except (PipelineError, OSError) as error:
+                self._broken = error
+                self._over.set()
+                raise
+            return effects
+
+    async def _put_into_effect(self, given: AnyInput, effects: list[Effect]) -> None:
+        number = await self._journal.record(Decision(given, self._next_entry, self._next_directive))
+        for effect in effects:
+            await self._carry_out(effect, number)
+        if self._journal.snapshot_due:
+            await self._journal.snapshot(self.controller.state)
+
+    async def probe(self, url: str) -> None:
+        """Raises ContractError or PipelineError unless an engine answers at `url`."""
+        await self._probe.metrics(url)
+
+    async def now(self) -> float:
+        """The clock by which inputs are timed, in seconds, once the journal has told where it stands."""
+        await self.begun()
+        return self._now()
+
+    async def begun(self) -> None:
+        """Return once the state is that of the run: a controller that comes back has to read its journal first."""
+        await self._begun.wait()
+
+    def status(self) -> RunStatus:
+        """What the run is doing now."""
+        return run_status(
+            self.controller, watch=self.watch, name=self._name, now=self._now(), elapsed_s=self._elapsed()
+        )
+
+    # --- beginning -------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """A run that starts, or starts again from its checkpoint."""
+        self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
+        self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
+        state = self.controller.state
+        # An epoch after the newest checkpoint may have begun and been cut off: its rollouts may still lie there.
+        begun, _ = parse_id(await self._stream.last_id(EPOCHS))
+        state.epoch = max(state.epoch, begun)
+        # Orders of an earlier controller that still lie there are issued again by this one, where they are wanted.
+        await self._stream.trim(PROMPTS, before=f"{self._next_entry}-0")
+        self._journal = await Journal.begin(self._stream)
+        self._journal.reports_offset = await self._stream.last_id(REPORTS)
+        await self._journal.snapshot(state)
+        self._record("run_started", {"run": self._name, "knobs": state.knobs.to_json()})
+
+    async def _go_on(self, journal: Journal, found: Recovered) -> None:
+        """A controller that died while its run went on: decide again, and carry out the last decision once more."""
+        self._journal = journal
+        self._ahead = found.now - self._clock()
+        self.controller.state = found.state
+        effects: list[Effect] = []
+        for decision in found.decisions:
+            effects = self.controller.decide(decision.given)
+        entries = await self._stream.read({PROMPTS: START}, count=_ALL, block_s=0)
+        orders = [(parse_id(entry.entry_id)[0], decode_order(entry.payload)) for entry in entries]
+        self._issued.extend((entry, order.index) for entry, order in orders if order.purpose is Purpose.TRAINING)
+        if found.decisions:
+            last = found.decisions[-1]
+            self._next_entry, self._next_directive = last.next_prompt, last.next_directive
+        else:
+            self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
+            self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
+        written = self._events.count_recent(decision=found.number)
+        for effect in effects:
+            told = isinstance(effect, Record | Finish) and written > 0
+            written -= told
+            await self._carry_out(effect, found.number, told=told)
+        if self.controller.state.phase is Phase.FINISHED:  # decided before the last decision, and perhaps cut off
+            told = self._events.count_recent(kind="run_finished") > 0
+            await self._carry_out(Finish(self.controller.ending or "stopped"), found.number, told=told)
+            return
+        log.warning("the controller is back and goes on at version %d", self.controller.state.version)
+        self._record("controller_returned", {"model_version": self.controller.state.version})
+
+    # --- loops -----------------------------------------------------------------------------------------------------
+
+    async def _reports(self) -> None:
+        offset = self._journal.reports_offset
+        while True:
+            entries = await self._stream.read({REPORTS: offset}, count=512, block_s=1.0)
+            for entry in entries:
+                offset = entry.entry_id
+                await self._report(entry)
+            if entries:
+                await self._stream.trim(REPORTS, before=offset)
+
+    async def _report(self, entry: Entry) -> None:
+        try:
+            report = decode_report(entry.payload)
+        except msgspec.DecodeError as error:
+            await self._dead_letters.bury(entry, RecordError(f"not a report: {error}"))
+            return
+        await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id))
+
+    async def _poll(self) -> None:
+        async with asyncio.TaskGroup() as asking:
+            while True:
+                self._ask_all(asking)
+                await self.perform(Ticked(now=self._now()))
+                async with self._turn:
+                    if not await self._journal.whole():
+                        await self._make_good()
+                self._record_loads()
+                await asyncio.sleep(self._poll_s)
+
+    async def _make_good(self) -> None:
+        """The server has lost the end of its history: what was in it is issued again, then the journal is whole again.
+
+        In this order: a controller that dies in between finds a journal that does not tell the whole story, and begins
+        with the checkpoint; the other way round, nobody would ever know. One that has been replaced is fenced here.
+        """
+        given = StreamsLost(now=self._now())
+        await self._put_into_effect(given, self.controller.decide(given))
+        await self._journal.snapshot(self.controller.state)
+
+    def _ask_all(self, asking: asyncio.TaskGroup) -> None:
+        """Poll every engine that is not out and has no poll under way: one that is slow keeps nobody else waiting."""
+        for record in self.controller.state.fleet.records():
+            if record.lifecycle is EngineLifecycle.EXPELLED:
+                self.watch.forget(record.url)
+            elif record.url not in self._asked:
+                self._asked.add(record.url)
+                asking.create_task(self._ask(record.url))
+
+    async def _ask(self, url: str) -> None:
+        """Poll one engine; what is news becomes an input."""
+        try:
+            found = await self._probe.metrics(url)
+            known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
+            news = self._answered(self._engine(url), EngineMetrics.model_validate(known))
+        except (ContractError, PipelineError, ValidationError) as error:
+            news = self._missed(self._engine(url), str(error))
+        if news is not None:
+            await self.perform(news)
+        self._asked.discard(url)
+
+    def _engine(self, url: str) -> EngineRecord:
+        """As it stands now: while an answer was awaited, it may have gone, or another have come in its place."""
+        return self.controller.state.fleet.by_url[url]
+
+    def _missed(self, record: EngineRecord, reason: str) -> EngineInput | None:
+        url, now = record.url, self._now()
+        if self.watch.on_missed_poll(url) and record.lifecycle.is_alive:
+            return EngineTimedOut(now=now, url=url, reason=reason)
+        return HealthCheckMissed(now=now, url=url) if record.lifecycle is EngineLifecycle.HEALTHY else None
+
+    def _answered(self, record: EngineRecord, metrics: EngineMetrics) -> EngineInput | None:
+        url, now = record.url, self._now()
+        if self.watch.answered(url, metrics, now):
+            return EngineRestarted(now=now, url=url)
+        if record.lifecycle in (EngineLifecycle.SUSPECT, EngineLifecycle.DIRTY, EngineLifecycle.DEAD):
+            return EngineAnswered(now=now, url=url)
+        idle_since = self.watch.load(url).idle_since
+        if record.lifecycle is not EngineLifecycle.DRAINING or idle_since is None:
+            return None
+        return EngineIdle(now=now, url=url) if now - max(idle_since, record.draining_since) >= _IDLE_S else None
+
+    def _record_loads(self) -> None:
+        loads = [self.watch.load(record.url) for record in self.controller.state.fleet.records()]
+        if loads and not self.finished.is_set():  # the end is the last that the log says
+            self._record(
+                "engines",
+                {
+                    "tokens_per_s": sum(load.tokens_per_s for load in loads),
+                    "occupancy": sum(load.occupancy for load in loads) / len(loads),
+                    "running": sum(load.metrics.running_sequences for load in loads),
+                    "waiting": sum(load.metrics.waiting_sequences for load in loads),
+                },
+            )
+
+    # --- effects ---------------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, effect: Effect, decision: int, *, told: bool = False) -> None:
+        """`told` says that the event log has the effect's line already."""
+        match effect:
+            case IssuePrompts(orders):
+                await self._issue(orders)
+            case Send(directive):
+                await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)  # once: later it is a no-op
+                await self._stream.append(ORDERS, [encode(directive)], first_id=self._next_directive)
+                self._next_directive += 1
+                await self._stream.trim(ORDERS, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
+            case Record(kind, fields):
+                if kind == "stalled":
+                    log.warning("nothing has got on for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
+                if not told:
+                    self._record(kind, {**fields, "decision": decision})
+            case Finish(reason):
+                ledger = self.controller.state.account.ledger()
+                if not told:
+                    self._record("run_finished", {"reason": reason, "ledger": ledger, "decision": decision})
+                self.finished.set()
+                self._over.set()
+
+    async def _issue(self, orders: list[PromptOrder]) -> None:
+        """Append orders, and drop those at the head of the stream that have ended."""
+        payloads = [encode_order(order) for order in orders]
+        await self._stream.append(PROMPTS, payloads, first_id=self._next_entry)
+        self._issued.extend(
+            (self._next_entry + i, order.index) for i, order in enumerate(orders) if order.purpose is Purpose.TRAINING
+        )
+        self._next_entry += len(orders)
+        frontier = self.controller.state.account.consumed.frontier
+        while self._issued and self._issued[0][1] < frontier:
+            self._issued.popleft()
+        if self._issued and self.controller.state.evaluation is None:
+            await self._stream.trim(PROMPTS, before=f"{self._issued[0][0]}-0")
+
+    def _record(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self._events.write(kind, elapsed_s=round(self._elapsed(), 3), **fields)
+
+    def _now(self) -> float:
+        return self._clock() + self._ahead
+
+    def _elapsed(self) -> float:
+        return self._clock() - self._started

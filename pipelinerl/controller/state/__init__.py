@@ -1,0 +1,1 @@
+"""What the controller knows, and what reaches it and leaves it: values."""

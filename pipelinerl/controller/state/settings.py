@@ -1,0 +1,24 @@
+"""What a run fixes for good; what may change while it is live is in `Knobs`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipelinerl.controller.state.evaluation import EvaluationPlan
+from pipelinerl.types import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings:
+    """The controller's part of a recipe."""
+
+    seed: int
+    steps: int
+    until_accuracy: float | None
+    max_groups: int
+    sampling: Sampling
+    evaluation: EvaluationPlan
+    stall_s: float = 120.0
+    """The watchdog speaks when nothing has got on for so long."""
+    checkpoint_interval_steps: int
+    engines_expected: int

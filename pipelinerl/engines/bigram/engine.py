@@ -1,0 +1,180 @@
+"""The engine of the numpy bigram model: a whole engine without a heavy library, exact and deterministic.
+
+Everything above floor 4 is tested with it; it runs on the same `BatchingEngine` as the torch engine, so batching,
+version spans, weight updates and HTTP are the real ones. The sampler is the plain, row-by-row reading of the contract.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_contract.engine import Engine
+from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from pipelinerl import rng
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.errors import ModelError
+from pipelinerl.models.bigram import PARAMETER, BigramModel
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.weights.pull import PullSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BigramEngineSettings:
+    """A bigram model directory and how many sequences run at once; `context_length` None takes the model's."""
+
+    model_path: Path
+    batching: BatchingSettings
+    slots: int = 64
+    context_length: int | None = None
+
+
+def build(settings: BigramEngineSettings, *, pull: PullSource | None = None) -> Engine:
+    """An engine that is loaded by `start`. Raises `ModelError` for a directory that is no bigram model."""
+    return BatchingEngine(
+        settings.batching,
+        load=lambda: BigramRunner(
+            BigramModel.load(settings.model_path), slots=settings.slots, context_length=settings.context_length
+        ),
+        tokenizer=ChatTokenizer.load(settings.model_path),
+        pull=pull,
+    )
+
+
+def from_options(options: EngineOptions) -> Engine:
+    """The engine that a recipe describes. Raises `ModelError` for a type, device or format that numpy does not have."""
+    if options.dtype != "float32" or options.device == "cuda" or options.weights is not WeightFormat.NATIVE:
+        raise ModelError(
+            f"a bigram engine runs in float32 on the cpu with native weights, got {options.dtype} on {options.device} "
+            f"with {options.weights} weights"
+        )
+    options.check_one_device("the bigram engine")
+    return build(
+        BigramEngineSettings(
+            model_path=options.model_path,
+            batching=BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed),
+            slots=options.slots,
+            context_length=options.context_length,
+        ),
+        pull=options.pull,
+    )
+
+
+@final
+class BigramRunner:
+    """`ModelRunner` of a bigram model. There is no cache: the next token depends on the current one alone."""
+
+    def __init__(self, model: BigramModel, *, slots: int, context_length: int | None = None) -> None:
+        self.slots = slots
+        self.context_length = context_length or model.context_length
+        self.vocab_size = model.vocab_size
+        self.layout = WeightLayout(
+            parameters=(ParameterSpec(name=PARAMETER, shape=model.logits.shape, dtype=DType.FLOAT32),)
+        )
+        self.cache_bytes = 0
+        self._current = np.ascontiguousarray(model.logits).reshape(-1).view(np.uint8).copy()
+        self._staged = np.zeros_like(self._current)
+        self._rows: list[RowState | None] = [None] * slots
+        self._feeds = np.zeros(slots, dtype=np.int64)
+        self._num_sampled = np.zeros(slots, dtype=np.int64)
+
+    def prefill(self, prefills: Sequence[Prefill]) -> None:
+        """Nothing to compute."""
+
+    def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
+        """Nothing to copy."""
+
+    def place(self, states: Sequence[RowState]) -> None:
+        """Set what the named rows feed next and how they sample."""
+        for state in states:
+            self._rows[state.row] = state
+            self._feeds[state.row] = state.token_id
+            self._num_sampled[state.row] = 0
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move whole rows."""
+        for source, target in zip(sources, targets, strict=True):
+            self._rows[target] = self._rows[source]
+            self._feeds[target] = self._feeds[source]
+            self._num_sampled[target] = self._num_sampled[source]
+
+    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+        """One step of rows 0..num_rows-1."""
+        states = [state for state in self._rows[:num_rows] if state is not None]
+        keys = np.array([state.noise_key for state in states], dtype=np.uint64)
+        noise = rng.uniform(keys, self._num_sampled[:num_rows])
+        logits = self._logits()[self._feeds[:num_rows]].astype(np.float64)
+        token_ids, logprobs = sample_rows(logits, states, noise)
+        self._feeds[:num_rows] = token_ids
+        self._num_sampled[:num_rows] += 1
+        return token_ids, logprobs
+
+    def staging(self) -> NDArray[np.uint8]:
+        """The buffer for the next weights."""
+        return self._staged
+
+    def finish_staging(self) -> None:
+        """Nothing to do."""
+
+    def swap(self) -> None:
+        """Make the staged weights current."""
+        self._current, self._staged = self._staged, self._current
+
+    def _logits(self) -> NDArray[np.float32]:
+        return self._current.view(np.float32).reshape(self.vocab_size, self.vocab_size)
+
+
+def sample_rows(
+    logits: NDArray[np.float64], states: Sequence[RowState], noise: NDArray[np.float64]
+) -> tuple[list[int], list[float]]:
+    """Token ids and log-probs of the distribution sampled from, for logits [B, V] and noise [B] in [0, 1).
+
+    Temperature first, then the `top_k` likeliest, then of these, renormalised, the fewest that reach `top_p`; the token
+    is the inverse of the cumulative distribution at the noise. Greedy rows report the distribution at temperature 1.
+    A row whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its log-prob is NaN.
+    """
+    token_ids, logprobs = [], []
+    for row, state in enumerate(states):
+        greedy = state.temperature == 0.0
+        scaled = logits[row] / (1.0 if greedy else state.temperature)
+        if not np.isfinite(scaled.max()):
+            token_ids.append(0)
+            logprobs.append(math.nan)
+            continue
+        logp = _log_softmax(scaled)
+        if greedy:
+            token_id = int(np.argmax(logp))
+        else:
+            logp = _truncated(logp, state.top_k, state.top_p)
+            cumulative = np.cumsum(np.exp(logp))
+            token_id = int(np.searchsorted(cumulative, noise[row] * cumulative[-1], side="right"))
+        token_ids.append(token_id)
+        logprobs.append(float(logp[token_id]))
+    return token_ids, logprobs
+
+
+def _truncated(logp: NDArray[np.float64], top_k: int, top_p: float) -> NDArray[np.float64]:
+    if top_k == 0 and top_p >= 1.0:
+        return logp
+    order = np.argsort(-logp, kind="stable")
+    if top_k:
+        order = order[:top_k]
+    kept = np.exp(logp[order])
+    before = np.cumsum(kept) - kept
+    order = order[before < top_p * kept.sum()]
+    out = np.full_like(logp, -np.inf)
+    out[order] = _log_softmax(logp[order])
+    return out
+
+
+def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())

@@ -1,0 +1,1 @@
+"""Inference servers that somebody runs, used as they are, behind the contract."""

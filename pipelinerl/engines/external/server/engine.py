@@ -1,0 +1,116 @@
+"""The engines `vllm_server` and `sglang_server`: servers that somebody runs, behind the contract, used as they are.
+
+This process serves the contract in front of one of them: it receives, checks and stages weights as every engine does,
+and gives them to the server in the server's own way; chat, text and stop strings are made here of the server's tokens.
+The server must serve the recipe's model, and nobody else may update it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+from inference_contract.engine import Engine
+from inference_contract.schemas import WeightLayout
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.external.core_loop import CoreLoop
+from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, label_of
+from pipelinerl.engines.external.server.server_core import ServerApi, ServerCore, ServerModel
+from pipelinerl.engines.external.server.server_http import ServerHttp
+from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.errors import AddressError, EngineUnreachable, ModelError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from trainer_contract.types import HeadPrecision
+
+#: The server's own API key, where it wants one: a recipe is no place for a secret.
+KEY_VARIABLE: Final = "PIPELINERL_SERVER_KEY"
+
+#: Speaks to a server, given what is staged and where.
+Speak = Callable[[ServerHttp, WeightLayout, Any], ServerApi]
+
+
+def vllm_server(options: EngineOptions) -> Engine:
+    """The vLLM server at `options.server`. Raises `ModelError` for what it cannot be asked."""
+    from pipelinerl.engines.external.vllm.server_api import VllmServerApi
+
+    return _engine(options, VllmServerApi)
+
+
+def sglang_server(options: EngineOptions) -> Engine:
+    """The SGLang server at `options.server`. Raises `ModelError` for what it cannot be asked."""
+    from pipelinerl.engines.external.sglang.server_api import SglangServerApi
+
+    return _engine(options, SglangServerApi)
+
+
+def _engine(options: EngineOptions, speak: Speak) -> Engine:
+    if options.server is None:
+        raise ModelError('this engine needs the server that it stands for; say engine.servers=["http://host:port"]')
+    if options.weights is not WeightFormat.NATIVE:
+        raise ModelError(f"the server keeps weights as it was started to; leave out engine.weights={options.weights}")
+    if options.head_precision is HeadPrecision.FP32 and options.dtype != "float32":
+        raise ModelError(
+            f"the server computes the output layer in the model's dtype, {options.dtype}; say "
+            "model.head_precision=model, for the trainer as well, or run both in float32"
+        )
+    settings = BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed)
+    tokenizer = ChatTokenizer.load(options.model_path)
+
+    async def start_core() -> tuple[EngineCore, CoreModel]:
+        return await _started(options, speak, settings.serving)
+
+    def loop(deliver: Any) -> CoreLoop:
+        return CoreLoop(
+            start_core=start_core,
+            max_waiting=settings.max_waiting,
+            stop_ids=tokenizer.eos_token_ids,
+            deliver=deliver,
+            serving=settings.serving,
+        )
+
+    return BatchingEngine(settings, loop=loop, tokenizer=tokenizer, pull=options.pull)
+
+
+async def _started(options: EngineOptions, speak: Speak, serving: tuple[int, int]) -> tuple[EngineCore, CoreModel]:
+    from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
+    from pipelinerl.engines.external.worker.torch_skeleton import skeleton
+    from pipelinerl.engines.torch.weights import layout_of
+
+    assert options.server is not None
+    model = skeleton(options)
+    layout, text = layout_of(model), model.config.get_text_config()
+    http = ServerHttp(options.server, token=os.environ.get(KEY_VARIABLE))
+    opened = False
+    try:
+        with SharedBytes(layout.num_bytes) as staged:
+            api = speak(http, layout, staged)
+            served = await api.open(label_of(*serving))
+        _check(options, served)
+        opened = True
+    except EngineUnreachable as error:
+        raise AddressError(f"{error}; is {options.server} up, and what engine.type says?") from error
+    finally:
+        if not opened:
+            await http.close()
+    return ServerCore(api, http, serving=serving), CoreModel(
+        slots=options.slots,
+        context_length=options.context_length,
+        vocab_size=int(text.vocab_size),
+        layout=layout,
+        cache_bytes=0,  # the server's own affair
+        staged=staged.tensor,
+    )
+
+
+def _check(options: EngineOptions, served: ServerModel) -> None:
+    """Raise `ModelError` unless the server runs the model as the recipe says."""
+    if served.dtype != options.dtype:
+        raise ModelError(
+            f"engine.dtype must be the server's, {served.dtype}, got {options.dtype}; or start the server with --dtype "
+            f"{options.dtype}"
+        )
+    if served.context_length < options.context_length:
+        raise ModelError(
+            f"engine.context_length must be at most the server's, {served.context_length}, got {options.context_length}"
+        )

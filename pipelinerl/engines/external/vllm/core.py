@@ -1,0 +1,246 @@
+"""`VllmCore`: all that this project uses of vLLM's engine core, in one file, for the one series that it fits.
+
+vLLM's `AsyncLLM` is a client of the same core: what it adds (a tokenizer, text, stop strings, a stream per request) is
+here already, and what it leaves out is the version of the weights behind each step's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self, final
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.executor import Executor
+
+from inference_contract.schemas import OnUpdate, WeightLayout
+from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, sample_id
+from pipelinerl.engines.external.vllm.limits import check_request
+from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
+from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
+from pipelinerl.errors import ModelError
+
+#: How long the core's process may take to end before it is killed: nothing in it is worth waiting for.
+_CORE_ENDS_S: Final = 1.0
+
+#: Most tokens of a step on CPU, unless a prompt alone is longer.
+_CPU_STEP: Final = 4096
+
+_PAUSES: Final = {
+    OnUpdate.CONTINUE: "keep",
+    OnUpdate.RECOMPUTE_KV: "keep",
+    OnUpdate.ABORT: "abort",
+    OnUpdate.DRAIN: "wait",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSettings:
+    """How the core runs a model.
+
+    Attributes:
+        device: `cpu`, `cuda`, or `auto` for whatever the installed vLLM was built for.
+        devices: how many share the model, by tensor parallelism.
+        cache_bytes: memory for keys and values; None lets vLLM measure what the device has left.
+    """
+
+    model_path: Path
+    slots: int
+    context_length: int
+    dtype: str
+    device: str = "auto"
+    devices: int = 1
+    cache_bytes: int | None = None
+    seed: int = 0
+
+
+@final
+class VllmCore:
+    """A running core; satisfies `EngineCore`.
+
+    Every method but `close` raises vLLM's `EngineDeadError` when the core's process has died.
+    """
+
+    def __init__(self, client: Any, staged: SharedBytes, endpoints: WorkerEndpointFactory) -> None:
+        self._client = client
+        self._endpoints = endpoints
+        self.staged = staged
+        self.cache_bytes = 0
+        self._unanswered = set[asyncio.Future[None]]()
+
+    @classmethod
+    async def start(
+        cls, settings: CoreSettings, layout: WeightLayout, serving: tuple[int, int], endpoints: WorkerEndpointFactory
+    ) -> Self:
+        """Start the core's process, which loads the model, and meet the worker that takes the engine's endpoint.
+
+        Blocks the event loop meanwhile.
+
+        Raises:
+            ModelError: vLLM cannot serve this model here.
+        """
+        if settings.device not in ("auto", current_platform.device_type):
+            raise ModelError(
+                f"the installed vLLM runs on {current_platform.device_type}, the recipe asks for {settings.device}; "
+                "install the other build, or say engine.device=auto"
+            )
+        try:
+            config = _arguments(settings).create_engine_config()
+            _check_heads(config.model_config.get_head_size(), settings.model_path)
+            client = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise ModelError(f"vLLM cannot serve {settings.model_path}: {str(error).partition(chr(10))[0]}") from error
+        assert isinstance(client, AsyncMPClient)
+        with SharedBytes(layout.num_bytes) as staged, endpoints.accept_worker() as socket_path:
+            core = cls(client, staged, endpoints)
+            told = (str(staged.path), layout.model_dump_json(), os.getpid(), str(socket_path))
+            sizes = await core._in_workers("pipelinerl_attach", *told)
+        core.cache_bytes = sum(sizes)
+        await client.set_weight_version_async(label_of(*serving))
+        return core
+
+    async def close(self) -> None:
+        """End the core's process; blocks the event loop until it has ended."""
+        self._endpoints.close()
+        self._client.shutdown(timeout=_CORE_ENDS_S)
+
+    # --- samples -------------------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidRequest` for a temperature that vLLM would replace."""
+        check_request(request)
+
+    async def add(self, sequences: list[Sequence], *, stop_ids: frozenset[int], salt: str) -> None:
+        """Begin the samples of one request, in one step: alone on the engine it is computed alike each time."""
+        requests = [self._client.add_request_async(_order(each, stop_ids, salt)) for each in sequences]
+        if len(requests) > 1:
+            # The core obeys in order and at once, but a pause that is over before it looks is answered when no sample
+            # is left anywhere: whoever waited for that would let one request sample at a time, and no update in flight.
+            pausing = asyncio.ensure_future(self.pause(OnUpdate.CONTINUE))
+            self._unanswered.add(pausing)
+            pausing.add_done_callback(self._answered)
+            requests.append(self.resume())
+        await asyncio.gather(*requests)
+
+    def _answered(self, pausing: asyncio.Future[None]) -> None:
+        self._unanswered.discard(pausing)
+        if not pausing.cancelled():
+            pausing.exception()  # that the core has died, which whoever takes its outputs learns as well
+
+    async def abort(self, sample_ids: list[str]) -> None:
+        """Free what these samples hold; nothing more comes of them."""
+        await self._client.abort_requests_async(sample_ids)
+
+    async def next_step(self) -> Step:
+        """Wait for a step's outputs. Those that have come already are answered without a turn of the event loop."""
+        outputs = await self._client.get_output_async()
+        label = outputs.weight_version
+        serving = None
+        if label is not None:
+            serving = named_by(label)
+        return Step(serving, [_sampled(output) for output in outputs.outputs])
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    async def pause(self, on_update: OnUpdate) -> None:
+        """Stop between two steps; what runs is kept, ended with `abort`, or awaited first, as `on_update` says."""
+        await self._client.pause_scheduler_async(mode=_PAUSES[on_update], clear_cache=False)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._client.resume_scheduler_async()
+
+    async def load_staged(self, epoch: int, version: int) -> None:
+        """Every worker loads the staged weights, which sample from the next step on; the core must be paused."""
+        await self._in_workers("pipelinerl_commit")
+        await self._client.set_weight_version_async(label_of(epoch, version))
+
+    async def forget_cache(self) -> None:
+        """Prompts, and what has been sampled, are computed anew when the core resumes."""
+        await self._client.reset_prefix_cache_async(reset_running_requests=True)
+
+    async def _in_workers(self, method: str, *arguments: Any) -> list[Any]:
+        results: list[Any] = await self._client.collective_rpc_async(method, None, arguments)
+        return results
+
+
+def _sampled(output: EngineCoreOutput) -> Sampled:
+    chosen = output.new_logprobs
+    logprobs = [] if chosen is None else chosen.logprobs[:, 0].tolist()
+    tokens = output.new_token_ids
+    return Sampled(output.request_id, tokens, logprobs, len(tokens), output.finish_reason is not None)
+
+
+def _order(sequence: Sequence, stop_ids: frozenset[int], salt: str) -> EngineCoreRequest:
+    request = sequence.request
+    params = SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=sequence.noise_key,
+        max_tokens=request.token_limit,
+        stop_token_ids=sorted(stop_ids),
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        watermarking=False,
+    )
+    return EngineCoreRequest(
+        request_id=sample_id(sequence),
+        prompt_token_ids=request.prompt_token_ids,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+        priority=request.priority,
+    )
+
+
+def _check_heads(head_dim: int, path: Path) -> None:
+    """On CPU vLLM finds this out at the first request, and dies of it."""
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in known:
+        raise ModelError(
+            f"vLLM's CPU attention knows heads of {', '.join(map(str, known))} dimensions, {path} has {head_dim}; use "
+            "the torch engine, or a model with such heads"
+        )
+
+
+def _arguments(settings: CoreSettings) -> AsyncEngineArgs:
+    return AsyncEngineArgs(
+        model=str(settings.model_path),
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        max_model_len=settings.context_length,
+        max_num_seqs=settings.slots,
+        # A prompt in parts would end vLLM on CPU: it takes back the noise of a part, which no generator there can.
+        enable_chunked_prefill=not current_platform.is_cpu(),
+        max_num_batched_tokens=max(settings.context_length, _CPU_STEP) if current_platform.is_cpu() else None,
+        tensor_parallel_size=settings.devices,
+        kv_cache_memory_bytes=settings.cache_bytes,
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+        generation_config="vllm",  # a request says how it samples, the model's directory does not
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from
+        async_scheduling=False,  # a step's outputs are named as it ends
+        enforce_eager=current_platform.is_cpu(),  # compiling takes a C++ compiler and half a minute
+        worker_extension_cls="pipelinerl.engines.external.vllm.worker.StagedWeights",
+        disable_log_stats=True,
+    )

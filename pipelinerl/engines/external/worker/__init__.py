@@ -1,0 +1,1 @@
+"""The weight group of an engine whose device belongs to worker processes."""

@@ -1,0 +1,139 @@
+"""`WorkerEndpointFactory`: an engine's endpoint in the weight group, taken by the worker that has the device.
+
+    engine's process                                   worker
+      WorkerEndpoint ── orders: join, receive [a, b) ──▶ a thread ── Collective ── rank 0, gloo or NCCL
+           ▲  ◀──── done, or what went wrong ──────        │
+           └─ reads and hashes ◀── memory that both map ◀──┘
+
+`torch_worker_endpoint` is the worker's side. A worker is met once, at a name that is forgotten at once. Each membership has
+a socket pair of its own then, one end of which is passed to the worker: closing the other leaves the group, and so does
+the death of either process. By NCCL the bytes land on the device and are copied into the staging memory, bucket by
+bucket, while the device goes on decoding; the other workers of a tensor-parallel engine take their slices from there.
+So one copy of the model crosses the network for an engine, however many devices share it.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| the worker's answer | the group; the worker's death | the order's deadline, which the worker keeps |
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, final
+
+from inference_contract.schemas import Backend, InitProcessGroupRequest
+from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
+from pipelinerl.errors import DeadlineError, UpdateError
+
+_ERRORS: Final = {"deadline": DeadlineError, "broke": UpdateError}
+
+
+@final
+class WorkerEndpointFactory:
+    """Satisfies `EndpointFactory`, once a worker was met; `backends` are those that reach it."""
+
+    def __init__(self, backends: frozenset[Backend]) -> None:
+        self._backends = backends
+        self._line: socket.socket | None = None
+
+    @contextmanager
+    def accept_worker(self) -> Iterator[Path]:
+        """Where the worker connects, by `torch_worker_endpoint.serve_endpoints`, before the block ends; nobody can after it.
+
+        Raises:
+            UpdateError: it has not connected.
+        """
+        # A folder of ours alone: so is what connects.
+        with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder, socket.socket(socket.AF_UNIX) as door:
+            path = Path(folder) / "endpoint"
+            door.bind(str(path))
+            door.listen(1)
+            yield path
+            door.setblocking(False)  # who has connected waits in the queue
+            try:
+                self._line, _ = door.accept()
+            except BlockingIOError:
+                raise UpdateError("no worker has come to take the engine's endpoint in the weight group") from None
+            self._line.setblocking(True)
+
+    def close(self) -> None:
+        """No further endpoint is taken. Twice is a no-op."""
+        if self._line is not None:
+            self._line.close()
+
+    def reaches(self, backend: Backend, staging: Any) -> bool:
+        """The worker's device decides, not the memory of the host."""
+        return backend in self._backends
+
+    def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
+        """See `EndpointFactory`."""
+        ours, theirs = socket.socketpair()
+        endpoint = WorkerEndpoint(ours, name=f"group {request.group!r} generation {request.generation}")
+        with theirs:
+            try:
+                assert self._line is not None
+                socket.send_fds(self._line, [b"m"], [theirs.fileno()])
+            except OSError as error:
+                endpoint.close()
+                raise UpdateError(f"the engine's worker has ended: {error.strerror}") from error
+        endpoint.order({"join": request.model_dump(mode="json")})
+        return endpoint
+
+
+@final
+class WorkerEndpoint:
+    """Satisfies `GroupEndpoint`, from the engine's process."""
+
+    def __init__(self, line: socket.socket, *, name: str) -> None:
+        self._line = line
+        self._answers = line.makefile("rb")
+        self._name = name
+        self._guard = threading.Lock()
+        self._waits = False
+        self._left = False
+
+    def broadcast(self, tensor: Any, *, deadline: float) -> None:
+        """See `GroupEndpoint`; the worker receives into the same bytes, and returns when it writes there no more."""
+        start = tensor.storage_offset()
+        timeout_s = max(deadline - time.monotonic(), 1e-3)
+        self.order({"receive": [start, start + tensor.numel()], "timeout_s": timeout_s})
+
+    def order(self, order: dict[str, Any]) -> None:
+        """Have the worker do it; raises what went wrong there, after which the endpoint is left."""
+        with self._guard:
+            if self._left:
+                raise UpdateError(f"{self._name} was left")
+            self._waits = True
+        try:
+            self._line.sendall(json.dumps(order).encode() + b"\n")
+            line = self._answers.readline()
+        except OSError:
+            line = b""
+        finally:
+            with self._guard:
+                self._waits = False
+                self._let_go()
+        answer = json.loads(line) if line else {"error": "broke", "message": f"{self._name}: the worker has ended"}
+        if "error" in answer:
+            self.close()
+            raise _ERRORS[answer["error"]](answer["message"])
+
+    def close(self) -> None:
+        """See `GroupEndpoint`. An order that waits ends when the worker has ended it: until then it may write."""
+        with self._guard, suppress(OSError):
+            self._left = True
+            self._line.shutdown(socket.SHUT_WR)
+        with self._guard:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._left and not self._waits:
+            self._answers.close()
+            self._line.close()

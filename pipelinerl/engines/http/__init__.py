@@ -1,0 +1,1 @@
+"""The inference contract over HTTP: the server before an engine, the client and the pool that actors use."""

@@ -1,0 +1,168 @@
+"""`EngineClient`: the inference contract's other end, for one fleet of engines.
+
+Promises: what an engine refuses comes back as the class that the engine raised; what never reached it, or never came
+back, is an `EngineUnreachable` that names the URL and the call. Every call has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+from types import TracebackType
+from typing import Final, Self, TypeVar, final
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+
+from inference_contract import routes
+from inference_contract.errors import from_wire, has_error_shape
+from inference_contract.schemas import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Health,
+    InitProcessGroupRequest,
+    ModelList,
+    ProcessGroupStatus,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl.errors import EngineUnreachable
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+#: The engine's own deadline comes first, so that its answer, which names the culprit, is the one we get.
+_GRACE_S: Final = 1.0
+_CONNECT_S: Final = 5.0
+#: Idle connections live shorter than the server's (`http_service.KEEP_ALIVE_S`), so that it is the client that closes.
+_KEEP_ALIVE_S: Final = 30.0
+
+
+@final
+class EngineClient:
+    """Calls engines by base URL (`http://host:port`) and keeps their connections; used from one event loop."""
+
+    def __init__(
+        self, *, token: str | None = None, chat_timeout_s: float = 600.0, state_timeout_s: float = 5.0
+    ) -> None:
+        """
+        Args:
+            token: bearer token of the engines.
+            chat_timeout_s: longest wait for a whole completion.
+            state_timeout_s: longest wait for health, models and metrics.
+        """
+        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+        self._session: aiohttp.ClientSession | None = None
+        self._chat_timeout_s = chat_timeout_s
+        self._state_timeout_s = state_timeout_s
+        self._last: tuple[object, bytes] = None, b""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        """POST /v1/chat/completions, not streamed; cancelling it cancels it on the engine."""
+        body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
+        return await self._call(url, routes.CHAT_COMPLETIONS, ChatCompletion, self._chat_timeout_s, body)
+
+    async def health(self, url: str) -> Health:
+        """GET /health."""
+        return await self._call(url, routes.HEALTH, Health, self._state_timeout_s)
+
+    async def models(self, url: str) -> ModelList:
+        """GET /v1/models."""
+        return await self._call(url, routes.MODELS, ModelList, self._state_timeout_s)
+
+    async def metrics(self, url: str) -> dict[str, float]:
+        """GET /metrics, as numbers by name without the `pipelinerl_engine_` prefix."""
+        text = await self._exchange(url, routes.METRICS, self._state_timeout_s, None)
+        try:
+            pairs = [line.rsplit(" ", 1) for line in text.decode().splitlines() if line and not line.startswith("#")]
+            return {name.removeprefix("pipelinerl_engine_"): float(value) for name, value in pairs}
+        except ValueError:
+            raise EngineUnreachable(
+                f"{url}{routes.METRICS} must answer in Prometheus' text form. Is it an engine of this contract?"
+            ) from None
+
+    async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+        """POST /init_process_group; waits as long as the request lets the engine wait."""
+        body, timeout_s = self._encoded(request), request.timeout_s + _GRACE_S
+        return await self._call(url, routes.INIT_PROCESS_GROUP, ProcessGroupStatus, timeout_s, body)
+
+    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        """POST /request_weight_update; waits as long as the request lets the engine wait."""
+        body, timeout_s = self._encoded(request), request.timeout_s + _GRACE_S
+        return await self._call(url, routes.REQUEST_WEIGHT_UPDATE, WeightUpdateResponse, timeout_s, body)
+
+    def _encoded(self, request: InitProcessGroupRequest | WeightUpdateRequest) -> bytes:
+        """Encode once what is sent to every engine of a fleet."""
+        if request is not self._last[0]:
+            self._last = request, request.model_dump_json(exclude_none=True).encode()
+        return self._last[1]
+
+    async def _call(
+        self, url: str, path: str, schema: type[Answer], timeout_s: float, body: bytes | None = None
+    ) -> Answer:
+        content = await self._exchange(url, path, timeout_s, body)
+        try:
+            return schema.model_validate_json(content)
+        except ValidationError as error:
+            found = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join(str(part) for part in found["loc"])
+            raise EngineUnreachable(
+                f"{url}{path} must answer with a {schema.__name__}; {where}: {found['msg']}. Is it an engine of this "
+                "contract?"
+            ) from None
+
+    async def _exchange(self, url: str, path: str, timeout_s: float, body: bytes | None) -> bytes:
+        """The body of a 200; anything else is raised.
+
+        Raises:
+            ContractError: the engine answered with it.
+            EngineUnreachable: no answer, or none in time; or a failure that is not told in the contract's shape, which
+                a server that is ending sends, or a proxy in front of one that has ended.
+        """
+        patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._opened().request(
+                method, url + path, data=body, timeout=patience, allow_redirects=False
+            ) as response:
+                status, content = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a name that no resolver takes
+            # A connection that does not come about counts as refused, whatever the network did with it.
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
+                what = f"had no answer within {timeout_s:g} s"
+            else:
+                what = f"failed: {str(error) or type(error).__name__}; is the engine running?"
+            raise EngineUnreachable(f"{method} {url}{path} {what}") from error
+        if status == 200:
+            return content
+        answer = _decoded(content)
+        if status >= 500 and not has_error_shape(answer):
+            raise EngineUnreachable(f"{method} {url}{path} failed: HTTP {status} without the contract's error")
+        raise from_wire(status, answer)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        # Made by the first call, for it belongs to the event loop in which it is made.
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(
+                connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self._session
+
+
+def _decoded(content: bytes) -> object:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None

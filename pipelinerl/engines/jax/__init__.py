@@ -1,0 +1,1 @@
+"""The JAX engine: Llama-family directories, on whatever XLA runs on."""

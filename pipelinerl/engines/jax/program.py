@@ -1,0 +1,132 @@
+"""What a JAX engine computes on its device: prompts into the cache, one step of all rows, copies between rows.
+
+Keys and values lie in slots, one for each row, as long as the context. Every function is compiled once for each shape
+of its arguments and each `length`, which come from the short lists of `jax_buckets`; how many rows are copied is an
+argument, no shape. The cache is donated: it is changed where it lies and never held twice. Within a step a layer reads
+the slots and gives back what it adds, which is stored once after all layers.
+
+Letters in shapes: B rows of a step, P prompts of T tokens, S slots, C context, L layers, K key-value heads of d numbers
+each, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Sharding
+
+from pipelinerl.engines.jax.attention import PromptAttention
+from pipelinerl.models.decoder_config import DecoderConfig
+from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, output_embedding
+
+Weights = Mapping[str, Array]
+
+
+class Cache(NamedTuple):
+    """Keys and values [L, S, C, K, d]."""
+
+    keys: Array
+    values: Array
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One decoder and how its prompts attend: what is compiled."""
+
+    config: DecoderConfig
+    prompts: PromptAttention
+
+
+def empty_cache(config: DecoderConfig, *, slots: int, context: int, dtype: Any, sharding: Sharding) -> Cache:
+    """Zeros."""
+    shape = (config.layers, slots, context, config.kv_heads, config.head_dim)
+    return Cache(jnp.zeros(shape, dtype, device=sharding), jnp.zeros(shape, dtype, device=sharding))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def prefill(
+    program: Program, weights: Weights, cache: Cache, token_ids: Array, rows: Array, sources: Array, count: Array
+) -> Cache:
+    """Row `rows[i]` takes the keys and values of prompt `sources[i]`, for i below `count`.
+
+    Args:
+        token_ids: i32 [P, T], padded on the right; what padding leaves in the cache is overwritten before it is seen.
+        rows, sources: i32 [S]. count: i32 [].
+    """
+    prompts, length = token_ids.shape
+
+    def attend(query: Array, key: Array, value: Array, _: Any) -> tuple[Array, Any]:
+        return program.prompts.causal(query, key, value), (key, value)
+
+    positions = jnp.broadcast_to(jnp.arange(length), (prompts, length))
+    _, computed = _run(program, weights, token_ids, positions, attend)
+
+    def store(i: Array, cache: Cache) -> Cache:
+        return Cache(
+            *(_put(slots, _row(new, sources[i], length), rows[i]) for slots, new in zip(cache, computed, strict=True))
+        )
+
+    return lax.fori_loop(0, count, store, cache)
+
+
+@partial(jax.jit, static_argnames="length", donate_argnums=0)
+def copy(cache: Cache, sources: Array, targets: Array, count: Array, *, length: int) -> Cache:
+    """Row `targets[i]` takes the first `length` entries of row `sources[i]`, for i below `count`; both i32 [S]."""
+
+    def one(i: Array, cache: Cache) -> Cache:
+        return Cache(*(_put(slots, _row(slots, sources[i], length), targets[i]) for slots in cache))
+
+    return lax.fori_loop(0, count, one, cache)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="length", donate_argnums=2)
+def decode(
+    program: Program, weights: Weights, cache: Cache, token_ids: Array, positions: Array, *, length: int
+) -> tuple[Array, Cache]:
+    """Logits f32 [B, V] after one token for each of rows 0..B-1, and the cache with it.
+
+    Args:
+        token_ids, positions: i32 [B]; what a row attends to lies below `length`.
+    """
+    config, batch = program.config, len(token_ids)
+    order = jnp.arange(length)
+    own = (order == positions[:, None])[..., None, None]
+    seen = (order <= positions[:, None])[:, None, :]
+
+    def attend(query: Array, key: Array, value: Array, layer: Array) -> tuple[Array, Any]:
+        size = (1, batch, length, config.kv_heads, config.head_dim)
+        keys, values = (lax.dynamic_slice(slots, (layer, 0, 0, 0, 0), size)[0] for slots in cache)
+        keys, values = jnp.where(own, key, keys), jnp.where(own, value, values)
+        return grouped_attention(query, keys, values, seen), (key[:, 0], value[:, 0])
+
+    hidden, added = _run(program, weights, token_ids[:, None], positions[:, None], attend)
+    with _exact():
+        logits = jnp.einsum("bd,vd->bv", hidden[:, 0], output_embedding(weights), preferred_element_type=jnp.float32)
+    rows = jnp.arange(batch)
+    return logits, Cache(*(slots.at[:, rows, positions].set(new) for slots, new in zip(cache, added, strict=True)))
+
+
+def _run(program: Program, weights: Weights, token_ids: Array, positions: Array, attend: Any) -> tuple[Array, Any]:
+    """All layers, each of which is told its number: what they store, stacked."""
+    with _exact():
+        return hidden_states(program.config, weights, token_ids, positions, attend, jnp.arange(program.config.layers))
+
+
+def _exact() -> Any:
+    """On a TPU fp32 would else be multiplied in bf16; bf16 stays bf16."""
+    return jax.default_matmul_precision("float32")
+
+
+def _row(slots: Array, row: Array, length: int) -> Array:
+    return lax.dynamic_slice_in_dim(slots, row, 1, axis=1)[:, :, :length]
+
+
+def _put(slots: Array, entries: Array, row: Array) -> Array:
+    return lax.dynamic_update_slice(slots, entries, (0, row, 0, 0, 0))

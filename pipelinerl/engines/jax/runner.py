@@ -1,0 +1,193 @@
+"""`JaxRunner`: a `ModelRunner` for Llama-family decoders on any device that XLA knows.
+
+The device holds weights and cache; what a row feeds and how it samples is kept in small host arrays, since every step
+returns to the host anyway. Every call runs programs of `jax_program` at shapes from `jax_buckets`: `warm_up` compiles
+all but those of truncated sampling, and new weights never compile anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_contract.schemas import WeightLayout
+from pipelinerl import rng
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.jax import program as jax_program
+from pipelinerl.engines.jax.buckets import Buckets
+from pipelinerl.engines.jax.program import Cache, Program
+from pipelinerl.engines.jax.sampling import sample
+from pipelinerl.engines.jax.weights import JaxWeights
+
+
+@final
+class JaxRunner:
+    """A decoder with its cache and sampler.
+
+    Args:
+        weights: belong to the runner from here on. cache: of `slots` rows as long as the context; it is donated.
+        prefill_tokens: most padded tokens of one prefill; a longer prompt runs alone.
+    """
+
+    def __init__(self, program: Program, weights: JaxWeights, cache: Cache, *, prefill_tokens: int = 1024) -> None:
+        _, self.slots, self.context_length, *_ = cache.keys.shape
+        self.vocab_size = program.config.vocab
+        self.cache_bytes = cache.keys.nbytes + cache.values.nbytes
+        self.buckets = Buckets.of(slots=self.slots, context=self.context_length, prefill_tokens=prefill_tokens)
+        self._program = program
+        self._weights = weights
+        self._cache = cache
+        self._feeds = np.zeros(self.slots, dtype=np.int32)
+        self._positions = np.zeros(self.slots, dtype=np.int32)
+        self._num_sampled = np.zeros(self.slots, dtype=np.int64)
+        self._noise_keys = np.zeros(self.slots, dtype=np.uint64)
+        self._temperature = np.ones(self.slots, dtype=np.float32)
+        self._top_p = np.ones(self.slots, dtype=np.float32)
+        self._top_k = np.zeros(self.slots, dtype=np.int32)
+
+    @property
+    def layout(self) -> WeightLayout:
+        """The parameters in the order in which their bytes lie in `staging`."""
+        return self._weights.layout
+
+    # --- rows ----------------------------------------------------------------------------------------------------
+
+    def place(self, states: Sequence[RowState]) -> None:
+        """Set what the named rows feed next and how they sample."""
+        rows = [state.row for state in states]
+        self._feeds[rows] = [state.token_id for state in states]
+        self._positions[rows] = [state.position for state in states]
+        self._num_sampled[rows] = 0
+        self._noise_keys[rows] = [state.noise_key for state in states]
+        self._temperature[rows] = [state.temperature for state in states]
+        self._top_p[rows] = [state.top_p for state in states]
+        self._top_k[rows] = [state.top_k for state in states]
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move whole rows; no row is both a source and a target."""
+        self._copy(sources, targets, int(self._positions[list(sources)].max()))
+        for column in self._columns():
+            column[list(targets)] = column[list(sources)]
+
+    def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
+        """Give each of `rows` the first `num_tokens` of the cache of row `source`."""
+        self._copy([source] * len(rows), rows, num_tokens)
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
+        self._cache = jax_program.copy(
+            self._cache,
+            self._padded(sources),
+            self._padded(targets),
+            np.int32(len(targets)),
+            length=self.buckets.length_for(num_tokens),
+        )
+
+    def _padded(self, rows: Sequence[int]) -> NDArray[np.int32]:
+        """[slots], whose first entries are `rows`."""
+        padded = np.zeros(self.slots, dtype=np.int32)
+        padded[: len(rows)] = rows
+        return padded
+
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        return (
+            self._feeds,
+            self._positions,
+            self._num_sampled,
+            self._noise_keys,
+            self._temperature,
+            self._top_p,
+            self._top_k,
+        )
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def prefill(self, prefills: Sequence[Prefill]) -> None:
+        """Fill the cache of the named rows, prompts of like length together; each is computed once for all its rows."""
+        for length, batch in self._batches(prefills):
+            token_ids = np.zeros((_fitting(len(batch), self.buckets.prompts_at(length)), length), dtype=np.int32)
+            for index, prefill in enumerate(batch):
+                token_ids[index, : len(prefill.token_ids)] = prefill.token_ids
+            rows = [row for prefill in batch for row in prefill.rows]
+            sources = [index for index, prefill in enumerate(batch) for _ in prefill.rows]
+            self._cache = jax_program.prefill(
+                self._program,
+                self._weights.current,
+                self._cache,
+                token_ids,
+                self._padded(rows),
+                self._padded(sources),
+                np.int32(len(rows)),
+            )
+
+    def _batches(self, prefills: Sequence[Prefill]) -> Iterator[tuple[int, Sequence[Prefill]]]:
+        """Prefills with the length that they are padded to, as many together as may run at once."""
+        by_length: dict[int, list[Prefill]] = {}
+        for prefill in prefills:
+            by_length.setdefault(self.buckets.length_for(len(prefill.token_ids)), []).append(prefill)
+        for length, alike in by_length.items():
+            most = self.buckets.prompts_at(length)[-1]
+            yield from ((length, alike[start : start + most]) for start in range(0, len(alike), most))
+
+    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+        """One step of rows 0..num_rows-1. Those beyond, up to the bucket, run too: what they write is never seen."""
+        run, used = slice(0, self.buckets.rows_for(num_rows)), slice(0, num_rows)
+        logits, self._cache = jax_program.decode(
+            self._program,
+            self._weights.current,
+            self._cache,
+            self._feeds[run],
+            self._positions[run],
+            length=self.buckets.length_for(int(self._positions[used].max()) + 1),
+        )
+        truncates = (self._top_k[used] > 0) | (self._top_p[used] < 1)
+        token_ids, logprobs = sample(
+            logits,
+            temperature=self._temperature[run],
+            top_k=self._top_k[run],
+            top_p=self._top_p[run],
+            noise=rng.uniform(self._noise_keys[run], self._num_sampled[run]),
+            truncates=bool(truncates.any()),
+        )
+        sampled = np.asarray(token_ids)[used]
+        self._feeds[used] = sampled
+        self._positions[used] += 1
+        self._num_sampled[used] += 1
+        return sampled.tolist(), np.asarray(logprobs)[used].tolist()
+
+    def warm_up(self) -> None:
+        """Run every program once, but for truncated sampling, so that no request waits for a compiler.
+
+        Leaves the rows as if they had never been used.
+        """
+        for length in self.buckets.lengths:
+            for prompts in self.buckets.prompts_at(length):
+                self.prefill([Prefill([0] * length, [row]) for row in range(prompts)])
+            self._copy([], [], length)
+            self._positions[:] = length - 1
+            for rows in self.buckets.rows:
+                self._positions[:rows] = length - 1
+                self.decode(rows)
+        for column in (self._feeds, self._positions, self._num_sampled):
+            column[:] = 0
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def staging(self) -> NDArray[np.uint8]:
+        """The buffer for the next weights: uint8 [layout.num_bytes], in host memory."""
+        return self._weights.staging()
+
+    def finish_staging(self) -> None:
+        """Bring what is staged to the device."""
+        self._weights.finish_staging()
+
+    def swap(self) -> None:
+        """Make the staged weights current."""
+        self._weights.swap()
+
+
+def _fitting(count: int, sizes: Sequence[int]) -> int:
+    """The least of `sizes` that is not below `count`."""
+    return next(size for size in sizes if size >= count)

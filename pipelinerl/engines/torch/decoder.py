@@ -1,0 +1,162 @@
+"""A straight-line forward of the Llama family (Llama, Qwen2, Qwen3) over the model's own parameters.
+
+transformers' modules spend more time in Python than in arithmetic when a step has few rows. This forward calls the same
+operations in a row, without modules, on tokens that are flat from one end to the other. It reads the parameters where
+they are, so a swap of weights reaches it as it reaches the modules; tests hold both to the same log-probs.
+
+In half precision it rounds where a trainer under autocast rounds, and nowhere else: linear layers and attention are in
+the model's dtype, the residual stream, norms and rotations in fp32. Modules in half precision round after each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from pipelinerl.engines.torch.attention import attend_decode, attend_prefill
+from pipelinerl.engines.torch.quantized import QuantizedLinear
+from pipelinerl.engines.torch.row_cache import DecodePlan, PrefillPlan, RowCache
+from pipelinerl.numerics.torch_head import Fp32Head
+
+_FAMILY: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+#: Rotary embeddings that are a function of the position alone, so that a table can hold them.
+_STATIC_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+class _Linear(NamedTuple):
+    """Weight [out, in] and bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+_Product = _Linear | QuantizedLinear | Fp32Head  # [B, in] → [B, out]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's parameters: the objects themselves, whose data a swap re-points."""
+
+    input_norm: Tensor
+    query: _Product
+    key: _Product
+    value: _Product
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: _Product
+    post_norm: Tensor
+    gate: _Product
+    up: _Product
+    down: _Product
+    scale: float
+    window: int | None
+
+
+@final
+class LlamaForward:
+    """The forward of one model. Only for models that `fits` accepts."""
+
+    def __init__(self, model: Any, *, context_length: int) -> None:
+        config, backbone = model.config, model.model
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._head_dim: int = backbone.layers[0].self_attn.head_dim
+        self._eps: float = config.rms_norm_eps
+        self._embedding: Tensor = backbone.embed_tokens.weight
+        self._layers = [_layer(layer) for layer in backbone.layers]
+        self._norm: Tensor = backbone.norm.weight
+        self._head = _linear(model.lm_head)
+        positions = torch.arange(context_length, device=self._embedding.device)[None]
+        cos, sin = backbone.rotary_emb(self._embedding[:1].float(), positions)
+        half = self._head_dim // 2
+        # rotate_half(x) · sin = roll(x, D/2) · (−sin, sin): the sign lives in the table.
+        self._cos: Tensor = cos[0]
+        self._sin: Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Is `model` of the family, with nothing in it that this forward does not compute?"""
+        if type(model).__name__ not in _FAMILY or model.config.hidden_act != "silu":
+            return False
+        rope = getattr(model.config, "rope_parameters", None) or {}
+        return rope.get("rope_type", "default") in _STATIC_ROPE
+
+    def fill(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: PrefillPlan) -> None:
+        """Store keys and values of prompts [P, T] as planned."""
+        self._hidden(token_ids, positions, cache, plan)
+
+    def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
+        """Logits [B, V] after one token for each row [B, 1]."""
+        x = self._hidden(token_ids, positions, cache, plan)
+        hidden = rms_norm(x, (x.shape[1],), self._norm.float(), self._eps)
+        return self._head(hidden if isinstance(self._head, Fp32Head) else hidden.to(self._norm.dtype))
+
+    def _hidden(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: PrefillPlan | DecodePlan) -> Tensor:
+        batch, length = token_ids.shape
+        flat = positions.reshape(-1)
+        cos, sin = self._cos[flat][:, None], self._sin[flat][:, None]  # [B · T, 1, D]
+        x = embedding(token_ids.reshape(-1), self._embedding).float()
+        for index, layer in enumerate(self._layers):
+            h = self._normed(x, layer.input_norm)
+            query = self._rotated(layer.query(h), self._heads, layer.query_norm, cos, sin)
+            key = self._rotated(layer.key(h), self._kv_heads, layer.key_norm, cos, sin)
+            value = layer.value(h).view(batch, length, self._kv_heads, self._head_dim)
+            keys, values = cache.update(
+                key.view(batch, length, self._kv_heads, self._head_dim).transpose(1, 2), value.transpose(1, 2), index
+            )
+            query = query.view(batch, length, self._heads, self._head_dim).transpose(1, 2)
+            if isinstance(plan, DecodePlan):
+                attended = attend_decode(query, keys, values, plan, layer.window, layer.scale)
+            else:
+                attended = attend_prefill(query, keys, values, layer.window, layer.scale)
+            x = x + layer.output(attended.reshape(batch * length, -1))
+            h = self._normed(x, layer.post_norm)
+            x = x + layer.down(silu(layer.gate(h)).mul_(layer.up(h)))
+        return x
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        if weight.dtype is torch.float32:
+            return rms_norm(x, (x.shape[1],), weight, self._eps)
+        return rms_norm(x, (x.shape[1],), weight.float(), self._eps).to(weight.dtype)
+
+    def _rotated(self, x: Tensor, heads: int, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.view(-1, heads, self._head_dim)
+        if norm is not None and dtype is torch.float32:
+            x = rms_norm(x, (self._head_dim,), norm, self._eps)
+        elif norm is not None:  # Qwen3's own norm rounds before it scales
+            x = rms_norm(x.float(), (self._head_dim,), None, self._eps).to(dtype) * norm.float()
+        rotated = torch.addcmul(x * cos, x.roll(self._head_dim // 2, dims=-1), sin)
+        return rotated.to(dtype)
+
+
+def _linear(module: nn.Linear) -> _Product:
+    forward: object = module.forward
+    return forward if isinstance(forward, QuantizedLinear | Fp32Head) else _Linear(module.weight, module.bias)
+
+
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    return _Layer(
+        input_norm=layer.input_layernorm.weight,
+        query=_linear(attention.q_proj),
+        key=_linear(attention.k_proj),
+        value=_linear(attention.v_proj),
+        query_norm=None if norms[0] is None else norms[0].weight,
+        key_norm=None if norms[1] is None else norms[1].weight,
+        output=_linear(attention.o_proj),
+        post_norm=layer.post_attention_layernorm.weight,
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+        scale=attention.scaling,
+        window=getattr(attention, "sliding_window", None),
+    )

@@ -1,0 +1,135 @@
+"""The torch engine: continuous batching over any Hugging Face causal language model directory, on CPU or CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inference_contract.engine import Engine
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
+from pipelinerl.engines.torch.row_cache import CacheShape
+from pipelinerl.engines.torch.runner import TorchRunner
+from pipelinerl.errors import ModelError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.numerics import torch_head
+from pipelinerl.weights.pull import PullSource
+from trainer_contract.types import HeadPrecision
+
+
+class EngineDType(StrEnum):
+    """Type of weights, cache and arithmetic; log-probs are fp32 whatever it is."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class EngineDevice(StrEnum):
+    """Where the model runs; `auto` takes CUDA when there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchEngineSettings:
+    """What a torch engine needs to know.
+
+    Attributes:
+        model_path: a local Hugging Face directory.
+        slots: sequences that run at once.
+        context_length: most tokens of a sequence, prompt included; None takes the model's.
+        cache_bytes: most memory for keys and values; None for whatever slots and context need.
+        weights: how linear layers are kept; cache and the arithmetic between them are in `dtype` all the same.
+        head_precision: of the output layer.
+        threads: CPU threads of the decode thread; None leaves torch's default.
+        forward: a straight line where the model fits it, or always transformers' modules.
+    """
+
+    model_path: Path
+    batching: BatchingSettings
+    slots: int = 64
+    context_length: int | None = None
+    cache_bytes: int | None = None
+    dtype: EngineDType = EngineDType.FLOAT32
+    weights: WeightFormat = WeightFormat.NATIVE
+    head_precision: HeadPrecision = HeadPrecision.MODEL
+    device: EngineDevice = EngineDevice.AUTO
+    threads: int | None = None
+    forward: ForwardKind = ForwardKind.AUTO
+
+
+def build(settings: TorchEngineSettings, *, pull: PullSource | None = None) -> Engine:
+    """An engine that is loaded by `start`. Raises `ModelError` for a directory without a usable tokenizer."""
+    return BatchingEngine(
+        settings.batching,
+        load=lambda: load_runner(settings),
+        tokenizer=ChatTokenizer.load(settings.model_path),
+        pull=pull,
+    )
+
+
+def from_options(options: EngineOptions) -> Engine:
+    """The engine that a recipe describes."""
+    options.check_one_device("the torch engine")
+    return build(
+        TorchEngineSettings(
+            model_path=options.model_path,
+            batching=BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed),
+            slots=options.slots,
+            context_length=options.context_length,
+            dtype=EngineDType(options.dtype),
+            weights=options.weights,
+            head_precision=options.head_precision,
+            device=EngineDevice(options.device),
+            threads=options.threads,
+        ),
+        pull=options.pull,
+    )
+
+
+def load_runner(settings: TorchEngineSettings) -> TorchRunner:
+    """The model with its cache; called on the thread that will run it.
+
+    Raises:
+        ModelError: there is no usable model, its context is shorter than asked for, the cache exceeds its budget, or
+            its weights cannot be kept in the format asked for.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device, dtype = _device(settings.device), getattr(torch, settings.dtype.value)
+    model = load_for_decoding(settings.model_path, dtype=settings.dtype.value, device=device)
+    config: Any = model.config
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    context = settings.context_length or longest
+    if context is None or (longest is not None and context > longest):
+        raise ModelError(
+            f"context_length must be at most the {longest} positions of {settings.model_path}, got {context}"
+        )
+    needed = CacheShape.of(text, slots=settings.slots, context=context).num_bytes(dtype)
+    if settings.cache_bytes is not None and needed > settings.cache_bytes:
+        raise ModelError(
+            f"{settings.slots} slots of {context} tokens need {needed} bytes of cache, allowed are "
+            f"{settings.cache_bytes}; lower slots or context_length"
+        )
+    if settings.head_precision is HeadPrecision.FP32:
+        torch_head.to_fp32(model, served=dtype)
+    runner = TorchRunner(
+        model, slots=settings.slots, context_length=context, forward=settings.forward, weights=settings.weights
+    )
+    runner.warm_up()
+    return runner
+
+
+def _device(device: EngineDevice) -> torch.device:
+    if device is EngineDevice.AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device.value)

@@ -1,0 +1,87 @@
+"""The model's forward pass over `RowCache`: loading, and the choice between two forwards that give the same numbers.
+
+`ModuleForward` runs transformers' own modules and serves any architecture; `LlamaForward` (in `torch_decoder`) is a
+straight line for the most common family.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from pipelinerl.engines.torch import attention as torch_attention
+from pipelinerl.engines.torch.decoder import LlamaForward
+from pipelinerl.engines.torch.row_cache import DecodePlan, PrefillPlan, RowCache
+from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import DTypeName, load_model
+
+
+class Forward(Protocol):
+    """What a runner needs of a model."""
+
+    def fill(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: PrefillPlan) -> None:
+        """Store keys and values of prompts [P, T] as planned."""
+        ...
+
+    def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
+        """Logits [B, V] after one token for each row [B, 1]."""
+        ...
+
+
+class ForwardKind(StrEnum):
+    """`auto` takes the straight line where the model fits it; `modules` always runs transformers' modules."""
+
+    AUTO = "auto"
+    MODULES = "modules"
+
+
+def forward_of(model: nn.Module, kind: ForwardKind, *, context_length: int) -> Forward:
+    """The forward of `model` for sequences of at most `context_length` tokens."""
+    if kind is ForwardKind.AUTO and LlamaForward.fits(model):
+        return LlamaForward(model, context_length=context_length)
+    return ModuleForward(model)
+
+
+@final
+class ModuleForward:
+    """transformers' own modules, with our attention and cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._backbone: nn.Module = getattr(model, str(model.base_model_prefix), model)
+
+    def fill(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: PrefillPlan) -> None:
+        """Store keys and values of prompts [P, T] as planned."""
+        self._backbone(input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan)
+
+    def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
+        """Logits [B, V] after one token for each row [B, 1]."""
+        output: Any = self._model(
+            input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan
+        )
+        return output.logits[:, -1]
+
+
+def load_for_decoding(path: Path, *, dtype: DTypeName, device: torch.device) -> nn.Module:
+    """The causal language model in the directory `path`, ready for `TorchRunner`.
+
+    Raises:
+        ModelError: nothing usable lies there, or the architecture has attention that cannot be replaced.
+    """
+    try:
+        model = load_model(path, dtype=dtype, attention=torch_attention.NAME)
+    except KeyError as error:  # how transformers says that a model has no place for our attention
+        raise _unsupported(f"the attention of the model in {path} cannot be replaced") from error
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if kinds := kinds - {"full_attention", "sliding_attention"}:
+        raise _unsupported(f"{type(model).__name__} has layers of type {sorted(kinds)}, not full or sliding attention")
+    module: nn.Module = model.requires_grad_(False)
+    return module.to(device)
+
+
+def _unsupported(reason: str) -> ModelError:
+    return ModelError(f"{reason}, so this engine cannot keep its cache; serve it with another engine")

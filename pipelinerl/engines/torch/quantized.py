@@ -1,0 +1,162 @@
+"""Linear layers served in whole numbers, quantised from what the trainer sends: weights once, activations as they come.
+
+    y = (x̂ Ŵᵀ) · s_x · s_w + b      x̂ = round(x / s_x), s_x = max|x| / 127 for each token,
+                                    Ŵ = round(W / s_w), s_w = max|W| / levels for each output channel
+
+Symmetric and dynamic (W8A8, the INT8 rollout of the TIS note, Yao et al. 2025). Both factors are i8 and their product
+is exact in i32, so a token's result does not depend on what else is in the batch. Embeddings, norms, biases and the
+output head keep the model's dtype: the head is often the embedding, and its error would go straight into the logits.
+
+Why not keep the activations exact: torch's weight-only product is a plain loop for float32 on a CPU (up to 40 times
+slower than a float32 product), and dequantising before each product is slower than not quantising at all; the dynamic
+one is 2 to 4 times faster from a width of about 512 on. Narrower models pay for the calls.
+
+Promises: the wire's layout and digest are the model's own; `swap` re-points and copies nothing, since `finish_staging`
+has quantised what came, beside decoding. Memory: with L bytes of linear layers in the model's dtype and R bytes of all
+else, L/4 + R serve (float32; L/2 + R for bfloat16). From the first update on there are two such sets and a staging
+buffer of L + R: in float32 1.5 L + 3 R in all, where unquantised weights hold 2 L + 2 R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from pipelinerl.engines.options import WeightFormat
+from pipelinerl.engines.torch.weights import layout_of, parameters_in
+from pipelinerl.errors import ModelError
+
+#: Greatest weight of each format; activations always go up to that of eight bits.
+_LEVELS: Final[Mapping[WeightFormat, int]] = {WeightFormat.INT8: 127, WeightFormat.INT4: 7}
+#: CUDA multiplies whole numbers from this many rows on, and in sizes that are multiples of eight.
+_CUDA_ROWS: Final = 17
+_CUDA_MULTIPLE: Final = 8
+#: Weights that are quantised at once: what is made on the way stays small, and most of it in the cache.
+_BLOCK: Final = 1 << 20
+
+
+def quantize(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Values i8 [R, C] within ±levels and steps f32 [R, 1], such that `x` [R, C] ≈ values · steps.
+
+    A row with a NaN or an infinity has a step that is none either, so that it cannot pass for a number.
+    """
+    step = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
+    step = step.div_(levels).clamp_min_(torch.finfo(torch.float32).tiny)
+    return (x / step).round_().to(torch.int8), step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class QuantizedLinear:
+    """Forward of a linear layer: weight i8 [out, in], scale f32 [out], bias [out]; a swap re-points their data."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[…, in] → […, out], in the dtype of `x`."""
+        values, step = quantize(x.reshape(-1, x.shape[-1]), _LEVELS[WeightFormat.INT8])
+        y = (self._product(values) * step).mul_(self.scale).to(x.dtype)
+        if self.bias is not None:
+            y = y.add_(self.bias)
+        return y.view(*x.shape[:-1], -1)
+
+    def _product(self, values: Tensor) -> Tensor:
+        """i8 [B, in] → i32 [B, out]."""
+        rows = values.shape[0]
+        if values.is_cuda and rows < _CUDA_ROWS:
+            return torch._int_mm(pad(values, (0, 0, 0, _CUDA_ROWS - rows)), self.weight.t())[:rows]
+        return torch._int_mm(values, self.weight.t())
+
+
+@final
+class QuantizedWeights:
+    """Owns `model`'s parameters, like `TorchWeights`, and has quantised its linear layers where they stand.
+
+    Raises:
+        ModelError: there is no linear layer but the head, linear layers share their weights, or CUDA has no product of
+            their sizes.
+    """
+
+    def __init__(self, model: nn.Module, weights: WeightFormat) -> None:
+        self.layout = layout_of(model)
+        self._levels = _LEVELS[weights]
+        linears = dict(_linears(model, [spec.name for spec in self.layout.parameters]))
+        if not linears:
+            raise ModelError(
+                f"{type(model).__name__} has no torch.nn.Linear besides its head, so weights {weights} would change "
+                "nothing; serve it with weights native"
+            )
+        for name, module in linears.items():
+            _check_sizes(name, module)
+            _replace(module, self._levels)
+        #: The name of a quantised parameter's scale, by its own name.
+        self._scales = {name: f"{name.removesuffix('weight')}scale" for name in linears}
+        self._served = dict(model.named_parameters())
+        unknown = self._served.keys() - {spec.name for spec in self.layout.parameters} - set(self._scales.values())
+        if unknown:
+            raise ModelError(
+                f"{', '.join(sorted(unknown))} share their weights with other linear layers, which weights {weights} "
+                "would part; serve the model with weights native"
+            )
+        self._device = next(iter(self._served.values())).device
+        self._staged: Tensor | None = None
+        self._spare: dict[str, Tensor] = {}
+
+    def staging(self) -> Tensor:
+        """uint8 [layout.num_bytes], not read by the model; allocated when first asked for."""
+        if self._staged is None:
+            self._staged = torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=self._device)
+        return self._staged
+
+    def finish_staging(self) -> None:
+        """Quantise what `staging` holds into the set that does not serve."""
+        if not self._spare:
+            self._spare = {name: torch.empty_like(parameter.data) for name, parameter in self._served.items()}
+        for name, sent in parameters_in(self.staging(), self.layout):
+            if name not in self._scales:
+                self._spare[name].copy_(sent)
+                continue
+            rows = max(1, _BLOCK // sent.shape[1])
+            weight, scale = self._spare[name], self._spare[self._scales[name]]
+            for part, into, steps in zip(sent.split(rows), weight.split(rows), scale.split(rows), strict=True):
+                values, step = quantize(part, self._levels)
+                into.copy_(values)
+                steps.copy_(step[:, 0])
+
+    def swap(self) -> None:
+        """Serve the other set."""
+        for name, parameter in self._served.items():
+            parameter.data, self._spare[name] = self._spare[name], parameter.data
+
+
+def _linears(model: Any, names: list[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """The parameters in `names` that are a linear layer's weight, and the layer; the head is left out."""
+    head = model.get_output_embeddings()
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if attribute == "weight" and isinstance(module, nn.Linear) and module is not head:
+            yield name, module
+
+
+def _check_sizes(name: str, module: nn.Linear) -> None:
+    if module.weight.is_cuda and any(size % _CUDA_MULTIPLE for size in module.weight.shape):
+        raise ModelError(
+            f"{name} has shape {tuple(module.weight.shape)}; CUDA multiplies whole numbers in multiples of "
+            f"{_CUDA_MULTIPLE} only; serve the model with weights native"
+        )
+
+
+def _replace(module: Any, levels: int) -> None:
+    """Give a linear layer whole numbers for weights, and the forward that goes with them."""
+    values, step = quantize(module.weight.detach(), levels)
+    module.weight = nn.Parameter(values, requires_grad=False)
+    module.scale = nn.Parameter(step[:, 0], requires_grad=False)
+    module.forward = QuantizedLinear(module.weight, module.scale, module.bias)

@@ -1,0 +1,187 @@
+"""`TorchRunner`: a `ModelRunner` for any Hugging Face causal language model, on CPU or CUDA.
+
+The model's forward is `torch_forward`'s, attention and cache are ours. What a row feeds and how it samples is
+kept in small host arrays, since every step returns to the host anyway; on the CPU the model reads them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from inference_contract.schemas import WeightLayout
+from pipelinerl import rng
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.options import WeightFormat
+from pipelinerl.engines.torch.forward import ForwardKind, forward_of
+from pipelinerl.engines.torch.quantized import QuantizedWeights
+from pipelinerl.engines.torch.row_cache import CacheShape, RowCache
+from pipelinerl.engines.torch.sampling import sample
+from pipelinerl.engines.torch.weights import TorchWeights
+
+
+@final
+class TorchRunner:
+    """A model with its cache and sampler.
+
+    Args:
+        model: from `load_model`; its parameters belong to the runner from here on.
+        slots: rows. context_length: most tokens of a sequence.
+        prefill_tokens: most padded tokens of one prefill forward; a longer prompt runs alone.
+        weights: how linear layers are kept.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        slots: int,
+        context_length: int,
+        prefill_tokens: int = 16384,
+        forward: ForwardKind = ForwardKind.AUTO,
+        weights: WeightFormat = WeightFormat.NATIVE,
+    ) -> None:
+        config: Any = model.config
+        text = config.get_text_config()
+        self.slots = slots
+        self.context_length = context_length
+        self.vocab_size = int(text.vocab_size)
+        parameter = next(model.parameters())
+        self._device = parameter.device
+        self._weights = TorchWeights(model) if weights is WeightFormat.NATIVE else QuantizedWeights(model, weights)
+        self._forward = forward_of(model, forward, context_length=context_length)
+        shape = CacheShape.of(text, slots=slots, context=context_length)
+        self._cache = RowCache(shape, dtype=parameter.dtype, device=self._device)
+        self._cache_bytes = shape.num_bytes(parameter.dtype)
+        self._prefill_tokens = prefill_tokens
+        self._feeds = np.zeros((slots, 1), dtype=np.int64)
+        self._positions = np.zeros(slots, dtype=np.int64)
+        self._num_sampled = np.zeros(slots, dtype=np.int64)
+        self._noise_keys = np.zeros(slots, dtype=np.uint64)
+        self._temperature = np.ones(slots, dtype=np.float32)
+        self._top_p = np.ones(slots, dtype=np.float32)
+        self._top_k = np.zeros(slots, dtype=np.int64)
+
+    @property
+    def layout(self) -> WeightLayout:
+        """The parameters in the order in which their bytes lie in `staging`."""
+        return self._weights.layout
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the cache of all rows at their full length."""
+        return self._cache_bytes
+
+    # --- rows ----------------------------------------------------------------------------------------------------
+
+    def place(self, states: Sequence[RowState]) -> None:
+        """Set what the named rows feed next and how they sample."""
+        rows = [state.row for state in states]
+        self._feeds[rows, 0] = [state.token_id for state in states]
+        self._positions[rows] = [state.position for state in states]
+        self._num_sampled[rows] = 0
+        self._noise_keys[rows] = [state.noise_key for state in states]
+        self._temperature[rows] = [state.temperature for state in states]
+        self._top_p[rows] = [state.top_p for state in states]
+        self._top_k[rows] = [state.top_k for state in states]
+
+    @torch.inference_mode()
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move whole rows; no row is both a source and a target."""
+        self._cache.copy(sources, targets, int(self._positions[list(sources)].max()))
+        for column in self._columns():
+            column[list(targets)] = column[list(sources)]
+
+    @torch.inference_mode()
+    def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
+        """Give each of `rows` the first `num_tokens` of the cache of row `source`."""
+        self._cache.copy([source] * len(rows), rows, num_tokens)
+
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        return (
+            self._feeds,
+            self._positions,
+            self._num_sampled,
+            self._noise_keys,
+            self._temperature,
+            self._top_p,
+            self._top_k,
+        )
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prefill(self, prefills: Sequence[Prefill]) -> None:
+        """Fill the cache of the named rows, prompts of like length together."""
+        for batch in _batches(prefills, self._prefill_tokens):
+            length = max(len(prefill.token_ids) for prefill in batch)
+            token_ids = np.zeros((len(batch), length), dtype=np.int64)
+            for index, prefill in enumerate(batch):
+                token_ids[index, : len(prefill.token_ids)] = prefill.token_ids
+            sources = [index for index, prefill in enumerate(batch) for _ in prefill.rows]
+            rows = [row for prefill in batch for row in prefill.rows]
+            positions = torch.arange(length, device=self._device)[None, :].expand(len(batch), -1)
+            plan = self._cache.plan_prefill(rows, sources, length)
+            self._forward.fill(self._on_device(token_ids), positions, self._cache, plan)
+
+    def warm_up(self) -> None:
+        """Run each kind of forward once, so that a model that does not fit fails when it is loaded, not when it serves.
+
+        Raises:
+            ModelError: the architecture asks for something that attention or cache do not have.
+        """
+        self.prefill([Prefill([0, 0], [0])])
+        self.place([RowState(0, 0, 2, 0, temperature=1.0, top_p=1.0, top_k=0)])
+        self.decode(1)
+
+    @torch.inference_mode()
+    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+        """One step of rows 0..num_rows-1."""
+        used = slice(0, num_rows)
+        plan = self._cache.plan_decode(self._positions[used])
+        token_ids, logprobs = sample(
+            self._forward.logits(self._on_device(self._feeds[used]), plan.positions, self._cache, plan),
+            temperature=torch.from_numpy(self._temperature[used]),
+            top_k=torch.from_numpy(self._top_k[used]),
+            top_p=torch.from_numpy(self._top_p[used]),
+            noise=torch.from_numpy(rng.uniform(self._noise_keys[used], self._num_sampled[used])),
+        )
+        sampled = token_ids.cpu()
+        self._feeds[used, 0] = sampled.numpy()
+        self._positions[used] += 1
+        self._num_sampled[used] += 1
+        return sampled.tolist(), logprobs.tolist()
+
+    def _on_device(self, values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def staging(self) -> Tensor:
+        """The buffer for the next weights: uint8 [layout.num_bytes], on the model's device."""
+        return self._weights.staging()
+
+    def finish_staging(self) -> None:
+        """Quantise what is staged, where weights are served quantised."""
+        self._weights.finish_staging()
+
+    def swap(self) -> None:
+        """Make the staged weights current."""
+        self._weights.swap()
+
+
+def _batches(prefills: Sequence[Prefill], limit: int) -> Iterator[list[Prefill]]:
+    """Prefills of like length together, of at most `limit` padded tokens each."""
+    batch: list[Prefill] = []
+    for prefill in sorted(prefills, key=lambda each: len(each.token_ids)):
+        if batch and len(prefill.token_ids) * (len(batch) + 1) > limit:
+            yield batch
+            batch = []
+        batch.append(prefill)
+    if batch:
+        yield batch

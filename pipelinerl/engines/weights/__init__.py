@@ -1,0 +1,1 @@
+"""An engine's side of a weight update, whatever computes with the weights afterwards."""

@@ -1,0 +1,78 @@
+"""`EndpointFactory`: how an engine takes its endpoint in a weight group, in its own process unless it brings another way.
+
+`worker_endpoint` is the other way: the endpoint of an engine whose model is in other processes, taken where the device is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol, final
+
+from inference_contract.schemas import Backend, InitProcessGroupRequest
+
+
+class GroupEndpoint(Protocol):
+    """A rank's place in a group that has formed; `pipelinerl.weights.broadcast.collective.Collective` is one.
+
+    Used by one thread at a time; `close` may come from another.
+    """
+
+    def broadcast(self, tensor: Any, *, deadline: float) -> None:
+        """Receive into `tensor`, a flat part of the engine's staging buffer, until `deadline` (monotonic seconds).
+
+        Raises:
+            DeadlineError, UpdateError: as `Collective.broadcast`; this rank has left the group then.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the group. Twice is a no-op."""
+        ...
+
+
+class EndpointFactory(Protocol):
+    """Where an engine sits."""
+
+    def reaches(self, backend: Backend, staging: Any) -> bool:
+        """Can groups of `backend` bring bytes into `staging`?"""
+        ...
+
+    def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
+        """Take the endpoint; blocks until every rank has come.
+
+        Raises:
+            DeadlineError, UpdateError: as `Collective.join`.
+        """
+        ...
+
+
+@final
+class _InProcess:
+    """The endpoint is in the engine's process, and bytes go straight into its staging buffer."""
+
+    def reaches(self, backend: Backend, staging: Any) -> bool:
+        """NCCL carries bytes from device to device."""
+        return backend is not Backend.NCCL or str(getattr(staging, "device", "cpu")).startswith("cuda")
+
+    def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
+        """See `EndpointFactory`."""
+        return joined(request)
+
+
+IN_PROCESS: Final[EndpointFactory] = _InProcess()
+
+
+def joined(request: InitProcessGroupRequest) -> Any:
+    """The `Collective` of this process, once every rank has come."""
+    # Torch is needed here and not before: an engine without it serves until somebody wants to update it.
+    from pipelinerl.weights.broadcast.collective import Collective
+
+    return Collective.join(
+        host=request.rendezvous_host,
+        port=request.rendezvous_port,
+        group=request.group,
+        generation=request.generation,
+        rank=request.rank,
+        world_size=request.world_size,
+        backend=request.backend,
+        timeout_s=request.timeout_s,
+    )

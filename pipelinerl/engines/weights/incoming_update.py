@@ -1,0 +1,151 @@
+"""`IncomingUpdate`: the bytes of one update on their way into an engine's staging buffer, broadcast to it or pulled by it.
+
+They come on a thread of their own, are hashed as they come, and end whatever the other side does: a pull by the
+deadline of its PREPARE, a broadcast once no piece has come for as long. `give_up` ends them earlier: a pull within
+moments, a broadcast as soon as rank 0 sends or leaves. The buffer is free for the next update once `received` is done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Self, final
+
+from inference_contract.schemas import WeightLayout, WeightUpdateRequest
+from inference_contract.weights import cut
+from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
+from pipelinerl.engines.weights.group_member import GroupMember
+from pipelinerl.engines.weights.weight_target import WeightTarget
+from pipelinerl.errors import PipelineError
+from pipelinerl.system.background import in_background
+from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.layout import describe_bucket
+from pipelinerl.weights.pull import PullOrder, PullSource, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What came: the digest of all bytes, and the seconds that they took."""
+
+    digest: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How much has come, and when the last of it did; written by the receiving thread."""
+
+    all_bytes: int
+    num_bytes: int = 0
+    at: float = field(default_factory=time.monotonic)
+
+    def on_progress(self, num_bytes: int) -> None:
+        self.num_bytes, self.at = num_bytes, time.monotonic()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class IncomingUpdate:
+    """One update that is being received.
+
+    Attributes:
+        request: the PREPARE that asked for it.
+        sender: who sends, and `unblock` what ends a wait for them, as errors name them.
+        received: the outcome.
+        give_up: end it as soon as can be; called when nobody wants it any more, and after a failure.
+    """
+
+    request: WeightUpdateRequest
+    sender: str
+    unblock: str
+    received: Future[Received]
+    give_up: Callable[[], None]
+    _progress: _Progress
+
+    @property
+    def progress(self) -> str:
+        """How far it has come, in words."""
+        return f"{self._progress.num_bytes} of {self._progress.all_bytes} bytes"
+
+    @property
+    def silent(self) -> bool:
+        """Has nothing come for as long as its PREPARE allows?"""
+        return time.monotonic() - self._progress.at > self.request.timeout_s
+
+    @property
+    def failed(self) -> bool:
+        """Has it ended without all bytes?"""
+        return self.received.done() and self.received.exception() is not None
+
+    @classmethod
+    def by_broadcast(cls, request: WeightUpdateRequest, target: WeightTarget, member: GroupMember) -> Self:
+        """Receive from rank 0 of the group that is joined."""
+        endpoint, layout, staging = member.endpoint(), target.layout, target.staging()
+        progress = _Progress(layout.num_bytes)
+        received = _started(request, target, lambda: _broadcast(endpoint, request, layout, staging, progress))
+        return cls(request, "rank 0", "rank 0 of its group to send or leave", received, member.leave, progress)
+
+    @classmethod
+    def by_pull(cls, request: WeightUpdateRequest, target: WeightTarget, source: PullSource) -> Self:
+        """Fetch from the parameter servers that the request names."""
+        given_up, progress, staging = threading.Event(), _Progress(target.layout.num_bytes), target.staging()
+        groups = request.shards or (request.sources or (),)
+        ranges = target.layout.shards(len(groups), request.bucket_bytes)
+        order = PullOrder(
+            shards=tuple(Shard(sources, tuple(held)) for sources, held in zip(groups, ranges, strict=True)),
+            epoch=request.epoch,
+            version=request.version,
+            digest=request.digest or "",
+            deadline=time.monotonic() + request.timeout_s,
+            given_up=given_up,
+        )
+        received = _started(request, target, lambda: _pulled(source, order, staging, progress))
+        return cls(request, "the parameter server", "its pull to end", received, given_up.set, progress)
+
+
+def _started(request: WeightUpdateRequest, target: WeightTarget, bring: Callable[[], Received]) -> Future[Received]:
+    def whole() -> Received:
+        received = bring()
+        target.finish_staging()
+        return received
+
+    return in_background(f"receive-{request.epoch}.{request.version}", whole)
+
+
+def _broadcast(
+    endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _Progress
+) -> Received:
+    """Receive piece after piece; the time is counted from the first on, since the trainer may come later.
+
+    Each may take the request's timeout, which is what a rank may be silent: one that stands still between rank 0 and
+    this one keeps it waiting no longer than that, and it is free for the next generation of the group.
+    """
+    from pipelinerl.weights.broadcast.collective import shared_tensor
+
+    digest, began = WeightDigest(), time.monotonic()
+    flat = shared_tensor(staging)
+    bounds = layout.buckets(request.bucket_bytes)
+    for bucket, bound in enumerate(bounds):
+        for start, end in cut(*bound, request.bucket_bytes):
+            try:
+                endpoint.broadcast(flat[start:end], deadline=time.monotonic() + request.timeout_s)
+            except PipelineError as error:
+                at = f"update {request.epoch}.{request.version}, {describe_bucket(layout, bucket, bounds)} from rank 0"
+                raise type(error)(f"{at}: {error}; the old weights still serve") from error
+            if start == 0:
+                began = time.monotonic()
+            digest.update(flat[start:end])
+            progress.on_progress(end)
+    return Received(digest.hexdigest(), time.monotonic() - began)
+
+
+def _pulled(source: PullSource, order: PullOrder, staging: Any, progress: _Progress) -> Received:
+    began = time.monotonic()
+    try:
+        digest = source.fetch(order, into=staging, on_progress=progress.on_progress)
+    except PipelineError as error:
+        raise type(error)(f"update {order.epoch}.{order.version}: {error}; the old weights still serve") from error
+    return Received(digest, time.monotonic() - began)

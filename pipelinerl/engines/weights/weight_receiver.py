@@ -1,0 +1,351 @@
+"""`WeightReceiver`: the engine's side of a weight update, for any engine that offers a `WeightTarget`.
+
+    PREPARE ─ check manifest ─▶ armed: a thread receives into the staging buffer and finishes it, decode goes on
+    COMMIT  ─ wait for the bytes ─ compare digests ─▶ target.commit: the swap, between two decode steps
+    ABORT   ─▶ what was staged is dropped
+
+Promises: nothing is refused after a collective was entered that could have been refused before it; the weights that
+serve are not touched until every byte has come and the digest agrees; a failed update leaves the old weights serving
+and the next one works. The engine is *dirty* only if `target.commit` itself broke off with an unknown error.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| every rank to join | the ranks | the request's timeout |
+| the bytes | rank 0, or a parameter server, sends, leaves or dies | PREPARE's timeout, for a bucket or a pull |
+| COMMIT for the bytes | the receiving thread | COMMIT's timeout |
+| the next PREPARE for a dropped receive | rank 0 leaves the group; a pull stops | its own timeout |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import final
+
+from inference_contract.errors import (
+    ContractError,
+    DeadlineExceeded,
+    DigestMismatch,
+    Dirty,
+    InvalidRequest,
+    LayoutMismatch,
+    NotPrepared,
+    StaleVersion,
+    UpdateInProgress,
+)
+from inference_contract.schemas import (
+    InitProcessGroupRequest,
+    OnUpdate,
+    ProcessGroupStatus,
+    Transport,
+    UpdatePhase,
+    UpdateStatus,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
+from pipelinerl.engines.weights.group_member import GroupMember, as_contract
+from pipelinerl.engines.weights.incoming_update import IncomingUpdate, Received
+from pipelinerl.engines.weights.weight_target import WeightTarget
+from pipelinerl.system.background import settled
+from pipelinerl.weights.pull import PullSource
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverTotals:
+    """What `EngineMetrics` reports of updates."""
+
+    updates: int = 0
+    failures: int = 0
+    last_pause_s: float = 0.0
+    last_receive_s: float = 0.0
+
+
+class _Stage(StrEnum):
+    RECEIVING = "receiving"
+    COMMITTING = "committing"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True)
+class _Update:
+    incoming: IncomingUpdate
+    stage: _Stage = _Stage.RECEIVING
+    committing: asyncio.Task[float] | None = None
+
+    @property
+    def request(self) -> WeightUpdateRequest:
+        return self.incoming.request
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.request.epoch, self.request.version
+
+    @property
+    def dropped(self) -> bool:
+        return self.stage is _Stage.DROPPED
+
+    @property
+    def replaceable(self) -> bool:
+        """Nobody waits for it any more: dropped, broken, or received and never committed."""
+        if self.stage is _Stage.COMMITTING:
+            return False
+        return self.dropped or self.incoming.failed or self.incoming.silent
+
+    def given_up_for(self, request: WeightUpdateRequest) -> bool:
+        """Is a later one asked for, and can this one be ended at once? A broadcast ends when its group does."""
+        pulled = self.request.transport is request.transport is Transport.PULL
+        return pulled and self.stage is _Stage.RECEIVING and self.key < (request.epoch, request.version)
+
+
+@final
+class WeightReceiver:
+    """Satisfies the contract's two weight routes; every method runs on one event loop."""
+
+    def __init__(
+        self, target: WeightTarget, *, pull: PullSource | None = None, endpoints: EndpointFactory = IN_PROCESS
+    ) -> None:
+        self._target = target
+        self._pull = pull
+        self._endpoints = endpoints
+        self._member = GroupMember(endpoints)
+        self._update: _Update | None = None
+        self._epoch = 0
+        self._arming = asyncio.Lock()
+        self._digest: str | None = None
+        self._dirty: str | None = None
+        self._totals = ReceiverTotals()
+
+    @property
+    def dirty(self) -> str | None:
+        """Why the served weights cannot be trusted; None when they can."""
+        return self._dirty
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the weights that serve; None for those the engine started with."""
+        return self._digest
+
+    @property
+    def totals(self) -> ReceiverTotals:
+        """Updates and failures so far, and what the last update cost."""
+        return self._totals
+
+    def close(self) -> None:
+        """Leave the group and drop what is staged."""
+        self._member.leave()
+        self._drop()
+
+    def _drop(self) -> None:
+        """From here on nobody can commit it; its group is left, unless all of it has come."""
+        update = self._update
+        if update is not None and update.stage is _Stage.RECEIVING:
+            update.stage = _Stage.DROPPED
+            if not update.incoming.received.done() or update.incoming.failed:
+                update.incoming.give_up()
+
+    async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+        """Join the weight group; a new membership drops what the one before had staged.
+
+        Raises:
+            InvalidRequest: groups of that backend do not reach this engine.
+            StaleGeneration, DeadlineExceeded, PeerLost: see `GroupMember.join`.
+        """
+        if not self._endpoints.reaches(request.backend, self._target.staging()):
+            raise InvalidRequest(
+                f"backend must be gloo for this engine, which receives weights on the host, got {request.backend}",
+                param="backend",
+            )
+        if self._member.replaced_by(request):
+            self.close()
+        return await self._member.join(request)
+
+    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        """Run one phase; raises the `ContractError` that the phase is refused or has failed with."""
+        match request.phase:
+            case UpdatePhase.PREPARE:
+                async with self._arming:
+                    return await self._prepare(request)
+            case UpdatePhase.COMMIT:
+                return await self._commit(request)
+            case UpdatePhase.ABORT:
+                return self._abort(request)
+
+    async def _prepare(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        self._check_layout(request)
+        if self._serves(request):
+            return self._answer(UpdateStatus.ALREADY_SERVING)
+        self._check_transport(request)
+        self._take_over(request)
+        update = self._update
+        if update is not None and not (update.replaceable or update.given_up_for(request)):
+            if update.key == (request.epoch, request.version) and update.stage is _Stage.RECEIVING:
+                return self._answer(UpdateStatus.PREPARED)
+            raise UpdateInProgress(
+                f"update {_named(update.request)} is being received; commit or abort it before {_named(request)}"
+            )
+        if update is not None:
+            self._drop()
+            await self._end_of_receive(update, request.timeout_s)
+            self._check_transport(request)  # the group may have been left with what was dropped, or meanwhile
+        self._update = self._armed(request)
+        return self._answer(UpdateStatus.PREPARED)
+
+    def _take_over(self, request: WeightUpdateRequest) -> None:
+        """A trainer of a later epoch ends what one before has under way, and shuts it out from then on.
+
+        Raises:
+            StaleVersion: a later epoch has prepared an update here, whether or not it was committed.
+        """
+        if request.epoch < self._epoch:
+            raise StaleVersion(
+                f"epoch {self._epoch} has taken over from the epoch of {_named(request)}; its trainer must stop",
+                param="epoch",
+            )
+        if self._update is not None and self._update.request.epoch < request.epoch:
+            self._drop()
+        self._epoch = request.epoch
+
+    def _check_layout(self, request: WeightUpdateRequest) -> None:
+        ours = self._target.layout
+        if request.layout is not None:
+            difference = ours.difference(request.layout)
+            if difference is not None:
+                raise LayoutMismatch(f"the update does not fit the model: {difference}", param="layout")
+        elif request.layout_id != ours.layout_id:
+            raise NotPrepared(
+                f"layout_id {request.layout_id!r} is not known here; send the full layout", param="layout_id"
+            )
+
+    def _check_transport(self, request: WeightUpdateRequest) -> None:
+        if request.transport is not Transport.PULL:
+            self._member.check(group=request.group, generation=request.generation)
+        elif self._pull is None:
+            raise InvalidRequest("transport pull is not offered by this engine; use broadcast", param="transport")
+
+    def _serves(self, request: WeightUpdateRequest) -> bool:
+        """Is this version served already? A dirty engine takes even the same version again.
+
+        Raises:
+            StaleVersion: it serves a later one.
+        """
+        serving, asked = self._target.serving(), (request.epoch, request.version)
+        if asked < serving:
+            raise StaleVersion(
+                f"epoch and version must come after {serving[0]}.{serving[1]}, which serves, got {_named(request)}",
+                param="version",
+            )
+        return asked == serving and self._dirty is None
+
+    async def _end_of_receive(self, update: _Update, timeout_s: float) -> None:
+        """The staging buffer has one writer: a dropped receive must have ended before the next begins."""
+        if not await settled(update.incoming.received, timeout_s=timeout_s):
+            raise UpdateInProgress(
+                f"the dropped update {_named(update.request)} still waits for {update.incoming.unblock}"
+            )
+
+    def _armed(self, request: WeightUpdateRequest) -> _Update:
+        if request.transport is Transport.PULL and self._pull is not None:
+            return _Update(IncomingUpdate.by_pull(request, self._target, self._pull))
+        return _Update(IncomingUpdate.by_broadcast(request, self._target, self._member))
+
+    async def _commit(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        update = self._update
+        if update is None or update.key != (request.epoch, request.version) or update.dropped:
+            return self._committed_before(request)
+        if update.stage is _Stage.RECEIVING:
+            received = await self._bytes(update, request.timeout_s)
+            if update.dropped:
+                raise NotPrepared(f"update {_named(request)} was aborted while it was being committed")
+            if received.digest != request.digest:
+                self._fail(update)
+                raise DigestMismatch(
+                    f"update {_named(request)}: digest must be {request.digest}, received {received.digest}; the old "
+                    "weights still serve",
+                    param="digest",
+                )
+        if update.committing is None:
+            update.stage = _Stage.COMMITTING
+            chosen = request if "on_update" in request.model_fields_set else update.request
+            update.committing = asyncio.create_task(self._swap(update, chosen.on_update))
+        await asyncio.wait({update.committing}, timeout=request.timeout_s)
+        if not update.committing.done():
+            raise DeadlineExceeded(
+                f"the swap to {_named(request)} with on_update {update.request.on_update} has not happened within "
+                f"{request.timeout_s:g} s and will still; ask again"
+            )
+        return self._answer(UpdateStatus.COMMITTED, pause_s=update.committing.result())
+
+    def _committed_before(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        if not self._serves(request):
+            raise NotPrepared(f"update {_named(request)} was not prepared here, or has failed or was aborted")
+        if self._digest is not None and self._digest != request.digest:
+            raise DigestMismatch(
+                f"{_named(request)} is served already with digest {self._digest}, the commit says {request.digest}",
+                param="digest",
+            )
+        return self._answer(UpdateStatus.ALREADY_SERVING)
+
+    async def _bytes(self, update: _Update, timeout_s: float) -> Received:
+        incoming = update.incoming
+        if not await settled(incoming.received, timeout_s=timeout_s):
+            raise DeadlineExceeded(
+                f"update {_named(update.request)}: {incoming.sender} has not sent all within {timeout_s:g} s, came so "
+                f"far: {incoming.progress}"
+            )
+        error = incoming.received.exception()
+        if error is None:
+            return incoming.received.result()
+        if update.stage is _Stage.RECEIVING:
+            self._fail(update)
+            incoming.give_up()
+        raise as_contract(error)
+
+    async def _swap(self, update: _Update, on_update: OnUpdate) -> float:
+        received, request, known = update.incoming.received.result(), update.request, False
+        try:
+            pause_s = await self._target.commit(
+                version=request.version, epoch=request.epoch, digest=received.digest, on_update=on_update
+            )
+            known = True
+        except ContractError:
+            known = True
+            self._fail(update)
+            raise
+        finally:
+            if not known:
+                self._fail(update)
+                self._dirty = f"the swap to {_named(request)} broke off; publish a full update to mend it"
+                raise Dirty(self._dirty)
+        self._update, self._dirty, self._digest = None, None, received.digest
+        self._totals = ReceiverTotals(self._totals.updates + 1, self._totals.failures, pause_s, received.seconds)
+        return pause_s
+
+    def _abort(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        update = self._update
+        if update is None or update.key != (request.epoch, request.version) or update.stage is not _Stage.RECEIVING:
+            raise NotPrepared(f"update {_named(request)} is not staged here; nothing to abort")
+        self._drop()
+        return self._answer(UpdateStatus.ABORTED)
+
+    def _fail(self, update: _Update) -> None:
+        update.stage = _Stage.DROPPED
+        self._totals = replace(self._totals, failures=self._totals.failures + 1)
+
+    def _answer(self, status: UpdateStatus, *, pause_s: float = 0.0) -> WeightUpdateResponse:
+        epoch, version = self._target.serving()
+        committed = status is UpdateStatus.COMMITTED
+        return WeightUpdateResponse(
+            status=status,
+            version=version,
+            epoch=epoch,
+            digest=self._digest,
+            pause_s=pause_s,
+            receive_s=self._totals.last_receive_s if committed else 0.0,
+            num_bytes=self._target.layout.num_bytes if committed else 0,
+        )
+
+
+def _named(request: WeightUpdateRequest) -> str:
+    return f"{request.epoch}.{request.version}"

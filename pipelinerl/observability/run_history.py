@@ -1,0 +1,158 @@
+"""`RunHistory`: what the events of a run add up to. The report, the picture and the summary all tell it from here.
+
+A run that was resumed took some steps twice; the later one is the one that counts. Everything is in the order of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from pipelinerl.observability.events import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points of one measure; both [n]."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.x)
+
+    def smoothed(self) -> Series:
+        """Each point as the mean of itself and what surrounds it: a fortieth of the series to each side."""
+        reach = len(self.y) // 40
+        total = [0.0]
+        for value in self.y:
+            total.append(total[-1] + value)
+        means = []
+        for here in range(len(self.y)):
+            start, end = max(0, here - reach), min(len(self.y), here + reach + 1)
+            means.append((total[end] - total[start]) / (end - start))
+        return Series(self.x, tuple(means))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHistory:
+    """The events of a run, sorted by what they say.
+
+    Attributes:
+        steps: `step` events by rising step; evaluations, publications: likewise by model version.
+        engines: `engines` events; knobs: `knobs` events; incidents: engines that joined or were lost, checkpoints.
+        started, finished: the first `run_started` and, where the run is over, the last `run_finished`.
+    """
+
+    started: Event
+    finished: Event | None
+    steps: tuple[Event, ...]
+    evaluations: tuple[Event, ...]
+    publications: tuple[Event, ...]
+    engines: tuple[Event, ...]
+    knobs: tuple[Event, ...]
+    incidents: tuple[Event, ...]
+
+    @property
+    def run(self) -> str:
+        """Its name."""
+        return str(self.started.get("run", "run"))
+
+    @property
+    def duration_s(self) -> float:
+        """Time of the last event since the start."""
+        return max((float(event.get("elapsed_s") or 0.0) for event in self._all()), default=0.0)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that were sampled for the steps."""
+        return int(sum(self.series(self.steps, "sampled_tokens").y))
+
+    @property
+    def first_accuracy(self) -> float | None:
+        """Held-out accuracy of the first evaluation that has one."""
+        known = (_number(event, "accuracy") for event in self.evaluations)
+        return next((accuracy for accuracy in known if accuracy is not None), None)
+
+    @property
+    def last_evaluation(self) -> Event | None:
+        """The newest evaluation that has an accuracy."""
+        return next((event for event in reversed(self.evaluations) if _number(event, "accuracy") is not None), None)
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """The highest held-out accuracy."""
+        return max(self.series(self.evaluations, "accuracy").y, default=None)
+
+    @property
+    def first_reward(self) -> float | None:
+        """Mean reward over the first tenth of the steps."""
+        return self._mean_reward(slice(0, max(1, len(self.steps) // 10)))
+
+    @property
+    def last_reward(self) -> float | None:
+        """Mean reward over the last tenth of the steps."""
+        return self._mean_reward(slice(-max(1, len(self.steps) // 10), None))
+
+    def median(self, events: Sequence[Event], field: str) -> float | None:
+        """Median of a field."""
+        values = self.series(events, field).y
+        return median(values) if values else None
+
+    def max_of(self, events: Sequence[Event], field: str) -> float | None:
+        """Maximum of a field."""
+        return max(self.series(events, field).y, default=None)
+
+    def series(self, events: Sequence[Event], y: str, *, x: str = "elapsed_s") -> Series:
+        """The events in which both fields are numbers."""
+        pairs = [(_number(event, x), _number(event, y)) for event in events]
+        known = [(a, b) for a, b in pairs if a is not None and b is not None]
+        return Series(tuple(a for a, _ in known), tuple(b for _, b in known))
+
+    def by_step(self, field: str) -> Series:
+        """A field of the steps over the step."""
+        return self.series(self.steps, field, x="step")
+
+    def _mean_reward(self, part: slice) -> float | None:
+        values = self.by_step("reward").y[part]
+        return sum(values) / len(values) if values else None
+
+    def _all(self) -> Iterable[Event]:
+        yield from (self.started, *self.steps, *self.evaluations, *self.publications, *self.engines, *self.incidents)
+        if self.finished is not None:
+            yield self.finished
+
+
+def tell(events: Sequence[Event]) -> RunHistory:
+    """Sort the events of a log; an empty one gives an empty history."""
+    by_kind: dict[str, list[Event]] = {}
+    for event in events:
+        by_kind.setdefault(str(event["kind"]), []).append(event)
+    # A resume writes another `run_started`: what finished before it was not the end.
+    last_start = max((number for number, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
+    ends = [event for event in events[last_start + 1 :] if event["kind"] == "run_finished"]
+    incidents = [
+        e for e in events if e["kind"] in ("engine_joined", "engine_lost", "evaluation_restarted", "checkpoint")
+    ]
+    return RunHistory(
+        started=next(iter(by_kind.get("run_started", [])), {}),
+        finished=ends[-1] if ends else None,
+        steps=_latest(by_kind.get("step", []), "step"),
+        evaluations=_latest(by_kind.get("evaluation", []), "model_version"),
+        publications=_latest(by_kind.get("publish", []), "model_version"),
+        engines=tuple(by_kind.get("engines", [])),
+        knobs=tuple(by_kind.get("knobs", [])),
+        incidents=tuple(incidents),
+    )
+
+
+def _latest(events: Sequence[Event], key: str) -> tuple[Event, ...]:
+    latest = {event[key]: event for event in events if _number(event, key) is not None}
+    return tuple(latest[number] for number in sorted(latest))
+
+
+def _number(event: Event, field: str) -> float | None:
+    value: Any = event.get(field)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,113 @@
+"""Parts of a recipe that several processes read, as the values they stand for. Imports no array library but numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipelinerl import registry
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.errors import RecipeError
+from pipelinerl.objective.kl_control import kl_coefficient
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.tokens import Policy
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
+from pipelinerl.training.checkpoints.copies import CheckpointCopies
+from pipelinerl.training.checkpoints.retention import Retention
+from pipelinerl.training.step.forward_passes import OldLogprobs
+
+
+def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
+    """The checkpoints below the run's directory, copied to the recipe's location."""
+    return CheckpointStore(
+        run_dir / "checkpoints",
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        model_directory=config.model.resolved,
+        copies=copies_of(config, run_dir),
+    )
+
+
+def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
+    """The copies of the run's checkpoints, if its recipe names a location."""
+    url = config.checkpoint.url_of(config.run.name)
+    if url is None:
+        return None
+    retention = Retention(config.checkpoint.keep, config.checkpoint.keep_best)
+    return CheckpointCopies(url, retention=retention, run_files=(run_dir / "recipe.toml", run_dir / "events.jsonl"))
+
+
+def objective_of(config: RunConfig) -> PolicyObjective:
+    """The recipe's objective, whose passes have somebody to make them.
+
+    Raises:
+        RecipeError: the trainer cannot make a pass; or a section is given for a pass that the objective does not need.
+    """
+    objective = resolve(config.objective)
+    for sentence in _unsupported(config, objective):
+        raise RecipeError(sentence)
+    return objective
+
+
+def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]:
+    passes, weight = objective.passes, objective.is_weight
+    if "values" in passes and config.trainer.type not in registry.VALUE_HEADS:
+        yield (
+            f"objective needs a critic, and trainer.type {config.trainer.type!r} has no value head; "
+            f"use {' or '.join(sorted(registry.VALUE_HEADS))}"
+        )
+    if config.critic is not None and "values" not in passes:
+        yield "critic: the objective reads no values; remove the section, or take an objective such as ppo"
+    if config.reference is not None and "ref_logprobs" not in passes:
+        yield 'reference: the objective reads no ref_logprobs; remove the section, or set objective.grad2 = "kl"'
+    if config.kl_control is not None and kl_coefficient(objective) is None:
+        yield 'kl_control: the objective has no KL term to control; remove the section, or set objective.grad2 = "kl"'
+    if config.training.old_logprobs is not OldLogprobs.RECOMPUTE and "old_logprobs" not in passes:
+        yield "training.old_logprobs: the objective reads none; leave it out"
+    pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
+    if config.training.old_logprobs is OldLogprobs.BEHAVIOR and pair == {Policy.OLD, Policy.BEHAVIOR}:
+        yield (
+            "training.old_logprobs must not be behavior beside is_weight, which divides old by behavior and would "
+            "always be 1; take recompute or sampling_weights"
+        )
+
+
+def knobs_of(config: RunConfig) -> Knobs:
+    """The knobs as the recipe sets them."""
+    bounds = config.staleness.bounds
+    return Knobs(
+        j=bounds.j,
+        k=bounds.k,
+        temperature=config.sampling.temperature,
+        learning_rate=config.optimizer.learning_rate,
+        rollouts_per_step=config.training.rollouts_per_step,
+        evaluation_interval_steps=config.evaluation.interval_steps,
+        groups_in_flight=config.actor.groups_in_flight,
+        domain_weights={domain.name: domain.weight for domain in config.domains},
+        group_size=config.sampling.group_size,
+        max_groups=config.streams.max_groups,
+        k_finite=config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS,
+    )
+
+
+def servers_of(config: RunConfig) -> tuple[str, ...]:
+    """The servers that the engines stand for, one for each; none where the engines' models run in their own processes.
+
+    Raises:
+        RecipeError: there are too few, or some that no engine stands for.
+    """
+    section = config.engine
+    if section.type not in registry.SERVER_ENGINES:
+        if section.servers:
+            raise RecipeError(
+                f"engine.servers are for the types {' and '.join(sorted(registry.SERVER_ENGINES))}, got engine.type "
+                f"{section.type}; leave them out"
+            )
+    elif len(section.servers) < section.count:
+        raise RecipeError(
+            f"engine.servers must name one server for each of the {section.count} engines, got {len(section.servers)}; "
+            'say engine.servers=["http://host:port"]'
+        )
+    return section.servers

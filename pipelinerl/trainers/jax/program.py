@@ -1,0 +1,180 @@
+"""What a JAX trainer computes: log-probs, the accumulated gradient and AdamW's step, as pure functions.
+
+Each is compiled once for each program and shape of rows, whatever the number of trainers. Buffers that are replaced
+(weights, moments, the gradient) are donated, so nothing is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from pipelinerl.models.decoder_config import LAYER, DecoderConfig
+from pipelinerl.models.jax_decoder import hidden_states, output_embedding
+from pipelinerl.numerics.jax_logprobs import LOGITS_AT_ONCE, token_logprobs
+from pipelinerl.trainers.jax import mesh as jax_mesh
+from pipelinerl.trainers.jax.options import Remat
+from pipelinerl.trainers.jax.segments import PADDING, attention_within
+from trainer_contract.types import HeadPrecision, Objective, OptimizerSpec
+
+Weights = dict[str, Array]
+#: Columns of a micro-batch by name, [R, C].
+Columns = dict[str, Array]
+
+_POLICIES: Final = {
+    Remat.MATMULS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    Remat.INFERENCE_MATCHED: jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One decoder on one mesh: what is compiled. `compute` is the dtype of forward and backward; masters are fp32."""
+
+    config: DecoderConfig
+    mesh: Mesh
+    compute: Any
+    remat: Remat
+    head: HeadPrecision = HeadPrecision.MODEL
+    logits_at_once: int = LOGITS_AT_ONCE
+
+    def fetch(self, own: dict[str, Array]) -> dict[str, Array]:
+        """Cast weights where they are used, then gather them from the `fsdp` axis: half the bytes travel in bf16."""
+        table = {parameter.name: parameter for parameter in self.config.parameters}
+        fetched = {}
+        for name, array in own.items():
+            whole = jax_mesh.gathered(self.mesh, table.get(name) or table[LAYER + name])
+            fetched[name] = lax.with_sharding_constraint(array.astype(self.compute), whole)
+        return fetched
+
+    def output_layer(self, weights: Weights) -> Array:
+        """[V, D]; with `HeadPrecision.FP32` in fp32, rounded to what engines hold, as if rounding had no gradient."""
+        if self.head is HeadPrecision.MODEL:
+            return output_embedding(weights, fetch=self.fetch)
+        exact = output_embedding(weights, fetch=replace(self, compute=jnp.float32).fetch)
+        served = jnp.finfo(self.config.dtype)
+        return exact + lax.stop_gradient(lax.reduce_precision(exact, served.nexp, served.nmant) - exact)
+
+    def replayed(self, part: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function; what the backward pass keeps of it is the policy's to say."""
+        return part if self.remat is Remat.NONE else jax.checkpoint(part, policy=_POLICIES[self.remat])
+
+    def wrap(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer whose rows stay divided as they were given, replayed."""
+        rows = jax_mesh.of_rows(self.mesh)
+        replayed = self.replayed(layer)
+
+        def wrapped(x: Array, inputs: Any) -> tuple[Array, Any]:
+            x, state = replayed(lax.with_sharding_constraint(x, rows), inputs)
+            return lax.with_sharding_constraint(x, rows), state
+
+        return wrapped
+
+    def divided(self, arrays: Weights) -> Weights:
+        """Each array as its parameter is."""
+        shardings = {p.name: jax_mesh.of_parameter(self.mesh, p) for p in self.config.parameters}
+        return {name: lax.with_sharding_constraint(array, shardings[name]) for name, array in arrays.items()}
+
+
+@partial(jax.jit, static_argnums=0)
+def logprobs(program: Program, weights: Weights, columns: Columns) -> Array:
+    """Log-probs f32 [R, C] of the tokens at their temperatures; 0 at segment starts and on padding."""
+    tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
+    with jax.default_matmul_precision("float32"):  # on a TPU fp32 would else be multiplied in bf16; bf16 stays bf16
+        hidden, _ = hidden_states(
+            program.config,
+            weights,
+            tokens,
+            positions,
+            attention_within(segments),
+            fetch=program.fetch,
+            wrap=program.wrap,
+        )
+        head = partial(token_logprobs, logits_at_once=program.logits_at_once * program.mesh.size)
+        ahead = program.replayed(head)(
+            hidden,
+            program.output_layer(weights),
+            jnp.roll(tokens, -1, axis=1),
+            jnp.roll(columns["temperatures"], -1, axis=1),
+        )
+    predicted = (positions > 0) & (segments != PADDING)
+    return jnp.where(predicted, jnp.roll(ahead, 1, axis=1), 0.0)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def accumulate(
+    program: Program, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
+) -> tuple[Weights, Array, Array]:
+    """The gradient with this micro-batch's added, its loss, and its log-probs [R, C], 0 outside the loss mask.
+
+    A loss that is not finite adds nothing.
+    """
+
+    inside = columns["loss_mask"]
+
+    def loss_of(weights: Weights) -> tuple[Array, Array]:
+        current = jnp.where(inside, logprobs(program, weights, columns), 0.0)
+        flat = {name: jnp.where(inside, column, 0).reshape(-1) for name, column in columns.items()}
+        # What lies outside the mask, padding included, counts as zeros in segment 0. There are never more segments than
+        # tokens, and one number for each shape keeps it from being compiled once for each number of segments.
+        flat["loss_mask"] = inside.reshape(-1)
+        return objective.evaluate(current.reshape(-1), flat | {"num_segments": current.size}), current
+
+    (loss, evaluated), added = jax.value_and_grad(loss_of, has_aux=True)(weights)
+    finite = jnp.isfinite(loss)
+    total = {name: jnp.where(finite, gradient[name] + added[name], gradient[name]) for name in gradient}
+    return program.divided(total), loss, evaluated
+
+
+class Stepped(NamedTuple):
+    """After one optimizer step: new weights and moments, and the gradient's norm before clipping."""
+
+    weights: Weights
+    moments: Any
+    norm: Array
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
+def step(
+    program: Program, spec: OptimizerSpec, weights: Weights, moments: Any, gradient: Weights, learning_rate: Array
+) -> Stepped:
+    """Clip as torch does, then AdamW; where the norm is not finite, everything stays."""
+    norm = optax.tree.norm(gradient)
+    scale = jnp.minimum(1.0, spec.grad_clip / (norm + 1e-6)) if spec.grad_clip else 1.0
+    clipped = {name: part * scale for name, part in gradient.items()}
+    updates, after = adamw(program.config, spec).update(clipped, moments, weights)
+    applied = {name: weights[name] - learning_rate * updates[name] for name in weights}
+    kept = partial(jax.tree.map, partial(jnp.where, jnp.isfinite(norm)))
+    return Stepped(program.divided(kept(applied, weights)), kept(after, moments), norm)
+
+
+def adamw(config: DecoderConfig, spec: OptimizerSpec) -> optax.GradientTransformation:
+    """AdamW without its learning rate, which changes from step to step; decay spares vectors: biases and norms."""
+    matrices = {parameter.name: len(parameter.shape) >= 2 for parameter in config.parameters}
+    return optax.chain(
+        optax.scale_by_adam(b1=spec.betas[0], b2=spec.betas[1], eps=spec.eps),
+        optax.add_decayed_weights(spec.weight_decay, mask=matrices),
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def new_moments(program: Program, spec: OptimizerSpec, weights: Weights) -> Any:
+    """Adam's state before the first step, divided as the weights are."""
+    fresh = adamw(program.config, spec).init(weights)
+    adam = fresh[0]
+    return (adam._replace(mu=program.divided(adam.mu), nu=program.divided(adam.nu)), *fresh[1:])
+
+
+@jax.jit
+def zeros(weights: Weights) -> Weights:
+    """A gradient to which nothing was added."""
+    return jax.tree.map(jnp.zeros_like, weights)

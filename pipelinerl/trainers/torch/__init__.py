@@ -1,0 +1,1 @@
+"""The torch trainer: any Hugging Face causal language model, or its value head."""

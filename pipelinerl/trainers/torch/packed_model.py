@@ -1,0 +1,142 @@
+"""`PackedModel`: a Hugging Face causal language model as a function from packed tokens to log-probs.
+
+One module, so that whatever wraps it (DDP, FSDP, DeepSpeed) sees a single forward. Only the positions asked for reach
+the output layer. Its sibling with a value head is in `torch_value_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, cast, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import Part, load_model
+from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_logprobs
+from pipelinerl.trainers.torch.segments import IMPLEMENTATION, SegmentPlan
+from trainer_contract.errors import SpecError
+
+#: Relative differences that the probe accepts: rounding, far below what a leak between segments causes.
+_PROBE_TOLERANCE: Final = 1e-3
+
+
+@final
+class PackedModel(nn.Module):
+    """Log-probs of packed tokens under a causal language model."""
+
+    def __init__(self, model: PreTrainedModel, *, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+        super().__init__()
+        self.model = model
+        self._logits_at_once = logits_at_once
+
+    def forward(self, token_ids: Tensor, segments: SegmentPlan, where: Tensor, temperatures: Tensor | None) -> Tensor:
+        """Log-probs f32 [N] of the tokens at `where`.
+
+        Args:
+            token_ids: i64 [2, T], the tokens and their positions.
+            segments: plan of the packing.
+            where: i64 [N], indices of tokens that are not the first of their segment.
+            temperatures: f32 [N], or None for 1 everywhere.
+        """
+        hidden = hidden_states(self.model.base_model, token_ids, segments)
+        return token_logprobs(
+            hidden.index_select(0, where - 1),
+            self.model.get_output_embeddings(),
+            token_ids[0].index_select(0, where),
+            temperatures,
+            vocab_size=self.model.config.get_text_config().vocab_size,
+            logits_at_once=self._logits_at_once,
+        )
+
+    @torch.no_grad()
+    def probe(self, device: torch.device) -> None:
+        """Is the architecture one that can be packed, and is its output layer the last that it does?
+
+        Raises:
+            SpecError: a layer looks across the boundary, or the model changes logits after its output layer, which
+                `forward` would miss.
+        """
+        token_ids, segments = probe_packing(cast(PreTrainedModel, self.model.base_model), device)
+        tokens, positions = token_ids[:, None]
+        logits = self.model(input_ids=tokens, position_ids=positions, segments=segments, use_cache=False).logits[0]
+        direct = self.model.get_output_embeddings()(hidden_states(self.model.base_model, token_ids, segments))
+        if (logits - direct).abs().max() > _PROBE_TOLERANCE * logits.abs().max():
+            name = type(self.model).__name__
+            raise SpecError(f"{name} changes logits after its output layer, which is not supported; use another model")
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under Hugging Face's names, tied ones once."""
+        yield from self.model.named_parameters()
+
+    def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write a Hugging Face model directory with these values of the parameters."""
+        save_model(self.model, path, weights)
+
+
+def save_model(model: PreTrainedModel, path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a Hugging Face model directory: the model's buffers, and `weights` in place of its parameters."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    model.save_pretrained(path, state_dict={**buffers, **weights})
+
+
+def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: SegmentPlan) -> Tensor:
+    """Last hidden states [T, d] of packed tokens; `token_ids` i64 [2, T] are the tokens and their positions."""
+    tokens, positions = token_ids
+    output = trunk(input_ids=tokens[None], position_ids=positions[None], segments=segments, use_cache=False)
+    return cast(Tensor, output.last_hidden_state.squeeze(0))
+
+
+@torch.no_grad()
+def probe_packing(trunk: PreTrainedModel, device: torch.device) -> tuple[Tensor, SegmentPlan]:
+    """Run the same segment twice in one row, to find out whether this architecture can be packed at all.
+
+    Returns:
+        The tokens with their positions, and the plan, that were tried.
+
+    Raises:
+        SpecError: the second copy differs from the first: a layer looks across the boundary.
+    """
+    positions = np.array([0, 1, 2, 0, 1, 2], dtype=np.int32)
+    tokens = (positions + 1) % trunk.config.get_text_config().vocab_size
+    token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
+    segments = SegmentPlan.of(positions, device)
+    hidden = hidden_states(trunk, token_ids, segments)
+    if (hidden[:3] - hidden[3:]).abs().max() > _PROBE_TOLERANCE * hidden.abs().max():
+        name = type(trunk).__name__
+        raise SpecError(f"{name} mixes tokens of different segments outside attention: it cannot train packed")
+    return token_ids, segments
+
+
+def load_config(path: Path) -> PreTrainedConfig:
+    """The configuration in a model directory. Raises SpecError when there is none."""
+    if not (path / "config.json").is_file():
+        raise SpecError(f"model_path must be a Hugging Face model directory with config.json, got {path}")
+    try:
+        return cast(PreTrainedConfig, AutoConfig.from_pretrained(path, local_files_only=True))
+    except (OSError, ValueError, KeyError) as error:
+        raise SpecError(f"the configuration in {path} cannot be read: {error}") from error
+
+
+def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> PreTrainedModel:
+    """The model (or its `part`) in a directory, with fp32 weights and no dropout.
+
+    Raises:
+        SpecError: the directory is incomplete, or the architecture is not a causal language model.
+    """
+    try:
+        model = load_model(path, attention=IMPLEMENTATION, part=part)
+    except (ModelError, ValueError, KeyError) as error:
+        raise SpecError(f"model_path: {error}") from error
+    if gradient_checkpointing:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    model.train(gradient_checkpointing)  # checkpointing works in train mode only; otherwise eval mode, without dropout
+    return model

@@ -1,0 +1,175 @@
+"""State of a `TorchTrainer` on disk, exact to the bit, without pickle.
+
+    model/                  a Hugging Face model directory (fp32), usable as any other; a value head lies in it
+    optimizer.safetensors   <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step, and rng.cpu / rng.cuda
+    trainer.json            format, head, model_version, architecture
+
+Digests are the caller's: what is checked here is that the state is complete and of the expected model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, Self, final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from pipelinerl.trainers.torch.value_model import HEAD_FILE
+from trainer_contract.errors import SpecError, StateError
+from trainer_contract.types import Head
+
+_FORMAT: Final = 1
+_MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
+#: Parts of a configuration that do not make it another model.
+_INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
+
+
+class Saveable(Protocol):
+    """What is saved: `PackedModel` or `PackedValueModel`."""
+
+    model: PreTrainedModel
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, under the name it is known by."""
+        ...
+
+    def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write the model's directory with these values of all its parameters."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """Of torch's generators: the CPU's, and CUDA's where there is one."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @classmethod
+    def now(cls) -> Self:
+        """As it is; passes that draw from it leave this copy alone."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+
+    def restore(self) -> None:
+        """Draw from here on again."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A state that was read and checked."""
+
+    model_path: Path
+    model_version: int
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def random(self) -> RandomState:
+        """Of the trainer that was saved."""
+        return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
+
+    def restore_optimizer(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+        """Put the moments back, and the random state of torch.
+
+        Raises:
+            StateError: the moments are not those of `parameters`.
+        """
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        state = {}
+        for index, name in enumerate(ordered):
+            moments = {kind: self.tensors.get(f"{name}.{kind}") for kind in _MOMENTS}
+            if all(moment is None for moment in moments.values()):
+                continue  # never stepped
+            if any(m is None or (m.ndim and m.shape != parameters[name].shape) for m in moments.values()):
+                raise StateError(f"the optimizer state of {name!r} in {self.model_path.parent} is incomplete")
+            state[index] = moments
+        if len(state) not in (0, len(ordered)):
+            raise StateError(
+                f"{self.model_path.parent} has optimizer state for {len(state)} of {len(ordered)} parameters"
+            )
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        self.random.restore()
+
+
+def save(
+    path: Path,
+    *,
+    model: Saveable,
+    weights: Mapping[str, Tensor],
+    random: RandomState,
+    head: Head,
+    optimizer: Optimizer,
+    model_version: int,
+) -> None:
+    """Write the state below the existing directory `path`; `weights` are the values of `model.named_weights`."""
+    name_of = {id(parameter): name for name, parameter in model.named_weights()}
+    tensors = {"rng.cpu": random.cpu} | ({} if random.cuda is None else {"rng.cuda": random.cuda})
+    for parameter, moments in optimizer.state.items():
+        tensors |= {f"{name_of[id(parameter)]}.{kind}": moments[kind].contiguous() for kind in _MOMENTS}
+    model.save(path / "model", weights)
+    save_file(tensors, path / "optimizer.safetensors")
+    architecture = _architecture(model.model.config)
+    record = {"format": _FORMAT, "head": head, "model_version": model_version, "architecture": architecture}
+    (path / "trainer.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> SavedState:
+    """Read a state and check that it is of the model `expected` and its `head`; the weights are left to the caller.
+
+    Raises:
+        StateError: something is missing, damaged, or of another model.
+    """
+    try:
+        record = json.loads((path / "trainer.json").read_text())
+        version, architecture = int(record["model_version"]), record["architecture"]
+        tensors = load_file(path / "optimizer.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise StateError(
+            f"the trainer state in {path} is missing or damaged: {error}; restore another checkpoint"
+        ) from error
+    if record.get("format") != _FORMAT:
+        raise StateError(f"the trainer state in {path} has format {record.get('format')!r}, expected {_FORMAT}")
+    if architecture != _architecture(expected):
+        raise StateError(
+            f"the trainer state in {path} is of another model than model_path ({expected.model_type}); "
+            "start from the model it was saved with"
+        )
+    if record.get("head") != head:
+        raise StateError(f"the trainer state in {path} has the head {record.get('head')!r}, expected {str(head)!r}")
+    if head is Head.VALUE and not (path / "model" / HEAD_FILE).is_file():
+        raise StateError(f"the trainer state in {path} lacks model/{HEAD_FILE}; restore another checkpoint")
+    if "rng.cpu" not in tensors:
+        raise StateError(f"the trainer state in {path} has no random state; restore another checkpoint")
+    return SavedState(path / "model", version, tensors)
+
+
+@contextmanager
+def damage_is_state_error(saved: SavedState | None) -> Iterator[None]:
+    """A model that cannot be loaded is the spec's fault, unless it is part of a saved state."""
+    try:
+        yield
+    except (SpecError, SafetensorError) as error:
+        if saved is None:
+            raise error if isinstance(error, SpecError) else SpecError(f"the weights are damaged: {error}") from error
+        raise StateError(f"the model of a saved trainer state is damaged: {error}") from error
+
+
+def _architecture(config: PreTrainedConfig) -> str:
+    """Digest of what makes the model the model it is."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in _INCIDENTAL}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -1,0 +1,78 @@
+"""`PackedValueModel`: the layers of a causal language model with a scalar in place of its output layer.
+
+A value-model directory is a Hugging Face model directory with `value_head.safetensors` (`weight` [1, d], `bias` [1],
+fp32) beside it. A directory without is a language model's: the head is then zero, so that every value begins at 0 and
+the first advantages are those of no critic at all, where a random head would be noise to unlearn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, cast, final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pipelinerl.trainers.torch.packed_model import hidden_states, load_for_training, probe_packing, save_model
+from pipelinerl.trainers.torch.segments import SegmentPlan
+from trainer_contract.errors import SpecError
+
+HEAD_FILE: Final = "value_head.safetensors"
+#: Names of the head's parameters begin so.
+_HEAD: Final = "value_head."
+
+
+@final
+class PackedValueModel(nn.Module):
+    """Values of the states before packed tokens."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    @classmethod
+    def load(cls, path: Path, *, gradient_checkpointing: bool) -> PackedValueModel:
+        """From a value model's directory or a language model's.
+
+        Raises:
+            SpecError: the directory is incomplete, or its head is of another width.
+        """
+        made = cls(load_for_training(path, gradient_checkpointing=gradient_checkpointing, part="trunk"))
+        if (path / HEAD_FILE).is_file():
+            try:
+                made.value_head.load_state_dict(load_file(path / HEAD_FILE))
+            except RuntimeError as error:
+                raise SpecError(f"{path / HEAD_FILE} does not fit the model beside it: {error}") from error
+        return made
+
+    def forward(self, token_ids: Tensor, segments: SegmentPlan, where: Tensor, temperatures: Tensor | None) -> Tensor:
+        """Values f32 [N] of the states in which the tokens at `where` were chosen.
+
+        Args as of `PackedModel.forward`; a value knows no temperature. The head is computed in fp32 always.
+        """
+        del temperatures
+        hidden = hidden_states(self.model, token_ids, segments).index_select(0, where - 1)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)
+
+    def probe(self, device: torch.device) -> None:
+        """Raises SpecError when the architecture cannot be packed."""
+        probe_packing(self.model, device)
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of the layers, then those of the head."""
+        yield from self.model.named_parameters()
+        for name, parameter in self.value_head.named_parameters():
+            yield f"{_HEAD}{name}", parameter
+
+    def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write a value model's directory with these values of the parameters."""
+        head = {name: weights[f"{_HEAD}{name}"] for name, _ in self.value_head.named_parameters()}
+        save_model(self.model, path, {name: w for name, w in weights.items() if not name.startswith(_HEAD)})
+        save_file(head, path / HEAD_FILE)

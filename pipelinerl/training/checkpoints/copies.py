@@ -1,0 +1,179 @@
+"""`CheckpointCopies`: a run's checkpoints at a location, from which any machine can go on with the run.
+
+    <location>/<run>/step-000100-e1-5f0c9a1e/     version, epoch, and the beginning of a digest of its own; where the
+                                                  epoch saves a version again, -e1-2-…, -e1-3-… and so on
+        …                                         as in the run's directory
+        run/recipe.toml, run/events.jsonl         what else it takes to go on with the run and to report on it
+        manifest.json                             written last: without it there is no checkpoint
+
+The location is a directory, or any URL that fsspec knows. Object stores have no rename, so no two uploads write to one
+folder, whichever trainer they come from, and the manifest alone makes a folder count. Every call blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final, final
+
+from pipelinerl.errors import CheckpointError, FencedError
+from pipelinerl.system.storage import Storage
+from pipelinerl.training.checkpoints.manifest import (
+    MANIFEST,
+    Manifest,
+    TrainingState,
+    digest_of_bytes,
+    digest_while_copying,
+)
+from pipelinerl.training.checkpoints.retention import Retention
+
+log = logging.getLogger("pipelinerl")
+
+_FOLDER: Final = re.compile(r"step-(\d+)-e(\d+)(?:-(\d+))?-[0-9a-f]{8}")
+#: Below it lie the files of the run itself.
+RUN: Final = "run"
+
+
+#: User and password of an address, as they stand before its host, and as redis-py takes them from its query.
+_USER_INFO: Final = re.compile(rb"""(?<=://)[^/?#\s"']*@""")
+_USER_QUERY: Final = re.compile(rb"""(?<=[?&])(?:username|password)=[^&#\s"']*&?""")
+
+
+def without_secrets(text: bytes) -> bytes:
+    """A recipe or an event log as others than its owner may read it: addresses without users and passwords."""
+    return _USER_QUERY.sub(b"", _USER_INFO.sub(b"", text))
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A checkpoint that lies at the location, by its manifest."""
+
+    folder: str
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """Of its directory among a run's own checkpoints."""
+        return self.folder.split("-e")[0]
+
+
+@final
+class CheckpointCopies:
+    """The copies below `url`, of one run; one trainer at a time writes there.
+
+    `run_files` are the run's own, taken as they are when a checkpoint is copied, but `without_secrets`; those that do
+    not exist are left out.
+    """
+
+    def __init__(self, url: str, *, retention: Retention, run_files: Sequence[Path] = ()) -> None:
+        self.url = url
+        self._place = Storage(url)
+        self._retention = retention
+        self._run_files = run_files
+
+    def save(self, path: Path) -> None:
+        """Copy the checkpoint in the directory `path`; durable when this returns. What is not kept is removed.
+
+        Raises:
+            CheckpointError: it has no manifest.
+            FencedError: a trainer of a later epoch copies here.
+            OSError: or what else the library behind the URL raises; it may be tried again.
+        """
+        local = Manifest.read(path)
+        self._raise_if_fenced(local.state)
+        folder = self._folder_of(f"{path.name}-e{local.state.epoch}", local.digest[:8])
+        if not self._place.has(f"{folder}/{MANIFEST}"):
+            beside = {
+                f"{RUN}/{file.name}": without_secrets(_whole_lines(file)) for file in self._run_files if file.is_file()
+            }
+            for name in local.files:
+                self._place.upload(path / name, f"{folder}/{name}")
+            for name, data in beside.items():
+                self._place.write(f"{folder}/{name}", data)
+            digests = {name: digest_of_bytes(data) for name, data in beside.items()}
+            text = Manifest(local.state, local.files | digests).text
+            self._place.write(f"{folder}/{MANIFEST}", text.encode())
+        self._prune(local.state)
+
+    def newest(self) -> Iterator[Copy]:
+        """Copies that have a whole manifest, the newest first; others are named in the log and skipped."""
+        for folder in reversed(self._folders()):
+            where = f"{self.url}/{folder}"
+            try:
+                text = self._place.read(f"{folder}/{MANIFEST}")
+                yield Copy(folder, Manifest.parse(text, where=where))
+            except FileNotFoundError:
+                log.error("skipping a checkpoint that was never completed: %s has no manifest", where)
+            except CheckpointError as error:
+                log.error("skipping a damaged checkpoint: %s", error)
+
+    def fetch(self, copy: Copy, into: Path) -> None:
+        """Download it into a directory that is made, as a checkpoint of a run's own.
+
+        Raises:
+            CheckpointError: a file is missing or has changed; the message names it.
+        """
+        for name in copy.manifest.files:
+            target = into / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                self._fetch(copy, name, file)
+        (into / MANIFEST).write_text(copy.manifest.text)
+
+    def _fetch(self, copy: Copy, name: str, target: BinaryIO) -> None:
+        where = f"{self.url}/{copy.folder}: {name}"
+        try:
+            with self._place.open(f"{copy.folder}/{name}") as source:
+                found = digest_while_copying(source, target)
+        except FileNotFoundError:
+            raise CheckpointError(f"{where} is missing; choose another checkpoint") from None
+        if found != copy.manifest.files.get(name):
+            raise CheckpointError(f"{where} has changed since it was written; choose another checkpoint")
+
+    def _folder_of(self, stem: str, digest: str) -> str:
+        """That of an earlier try, or one that counts as later than all of the same version and epoch."""
+        same = [folder for folder in self._folders() if folder.startswith(f"{stem}-")]
+        tried = [folder for folder in same if folder.endswith(digest)]
+        if tried:
+            return tried[-1]
+        return f"{stem}-{_order(same[-1])[2] + 1}-{digest}" if same else f"{stem}-{digest}"
+
+    def _raise_if_fenced(self, state: TrainingState) -> None:
+        for folder in self._folders():
+            if _order(folder)[0] > state.epoch:
+                raise FencedError(
+                    f"{self.url}/{folder} is of a later epoch than {state.epoch}: another trainer has taken over; this "
+                    "one stops"
+                )
+
+    def _prune(self, newest: TrainingState) -> None:
+        """Keep the latest whole copy of each version that is to stay; of versions above this one none."""
+        self._raise_if_fenced(newest)  # it may have come while this one was uploaded, whatever became of us meanwhile
+        whole = [folder for folder in self._folders() if self._place.has(f"{folder}/{MANIFEST}")]
+        latest = {version: folder for folder in whole if (version := _order(folder)[1]) <= newest.model_version}
+        stays = {latest[version] for version in self._retention.survivors(latest, newest.accuracies)}
+        for folder in whole:
+            if _order(folder)[1] > newest.model_version:
+                log.warning("%s/%s is removed: the run went on from before it", self.url, folder)
+        for folder in set(self._folders()) - stays:
+            self._place.remove(f"{folder}/{MANIFEST}")  # first, so that what is half removed does not count
+            self._place.remove(folder)
+
+    def _folders(self) -> list[str]:
+        """By epoch, version and number, oldest first, whole or not."""
+        return sorted((name for name in self._place.names() if _FOLDER.fullmatch(name)), key=_order)
+
+
+def _order(folder: str) -> tuple[int, int, int]:
+    found = _FOLDER.fullmatch(folder)
+    assert found is not None
+    return int(found[2]), int(found[1]), int(found[3] or 1)
+
+
+def _whole_lines(file: Path) -> bytes:
+    """Without the end of a line that is being written."""
+    data = file.read_bytes()
+    return data[: data.rfind(b"\n") + 1]

@@ -1,0 +1,216 @@
+"""Proof that an engine computes with the weights it was given what the trainer computes with them.
+
+The engine answers a canary prompt; the trainer, which holds the very weights until the proof has ended, makes the same
+log-probs of the engine's own tokens. Nothing is compared with a stored figure, and no engine has to find the same
+tokens: what is judged is how likely it says its tokens were. A digest shows that the bytes came, this that they are put
+to use: weights that were loaded under the wrong name, tied wrongly or quantised wrongly have the right digest.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| the canary's answer | the engine | `deadline_s`, for a queue may stand before it |
+| the trainer's log-probs | the step under way, on the trainer's thread | – |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol, final
+
+import numpy as np
+
+from inference_contract.errors import ContractError, Overloaded
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
+from pipelinerl.errors import EngineUnreachable
+from pipelinerl.training.rollouts.packing import alone
+from pipelinerl.types import Outcome, Priority, Rollout, Turn, Verdict, VersionSpan
+from pipelinerl.weights.publisher import PublishReport
+from trainer_contract.errors import BatchError, NonFiniteError
+from trainer_contract.types import Float32, MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far an engine's log-probs may be from the trainer's, in nats: the worst token, and the mean over all."""
+
+    worst: float = math.inf
+    mean: float = math.inf
+
+
+#: By how the engine keeps or computes its weights. Two float32 implementations of one decoder differ by rounding, 1e-5
+#: at most in our tests. Coarser weights are judged by the mean: of int8 rollouts that is 0.02 on average and 0.08 in
+#: the worst step of `bench tis`, while single rare tokens are off by up to 7. Wrong weights are off by nats throughout.
+TOLERANCES: Final[Mapping[str, Tolerance]] = {
+    "float32": Tolerance(worst=1e-4),
+    "float16": Tolerance(mean=0.05),
+    "bfloat16": Tolerance(mean=0.1),
+    "int8": Tolerance(mean=0.3),
+    "int4": Tolerance(mean=1.5),
+}
+
+_PAUSE_S: Final = 0.1
+
+#: The trainer's log-probs [T] of a micro-batch.
+Forward = Callable[[MicroBatch], Awaitable[Float32]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """What an engine has to answer, and how far its log-probs may be from the trainer's."""
+
+    messages: tuple[ChatMessage, ...]
+    tolerance: Tolerance
+    samples: int = 8
+    tokens: int = 32
+    deadline_s: float = 60.0
+
+    def request(self, version: int) -> ChatCompletionRequest:
+        """Sampled from the model's own distribution, with other noise for each version."""
+        return ChatCompletionRequest(
+            messages=list(self.messages),
+            n=self.samples,
+            max_tokens=self.tokens,
+            temperature=1.0,
+            seed=version,
+            return_token_ids=True,
+            priority=Priority.PROOF,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryFindings:
+    """Of the engines that were asked, by URL: the largest difference in nats, why it is mismatched, why there is none."""
+
+    worst: dict[str, float] = field(default_factory=dict)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class CanaryEngines(Protocol):
+    """What a proof needs of `EngineClient`."""
+
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        """One whole completion."""
+        ...
+
+    async def models(self, url: str) -> ModelList:
+        """GET /v1/models."""
+        ...
+
+
+class CanaryChecker(Protocol):
+    """Has engines prove the weights that were published to them."""
+
+    async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
+        """Ask each; `forward` computes with exactly the weights that were published."""
+        ...
+
+
+class _Mismatched(Exception):
+    """The engine's answer is wrong; the message says how."""
+
+
+@final
+class LogprobCanaryChecker:
+    """Satisfies `CanaryChecker`."""
+
+    def __init__(self, canary: Canary, engines: CanaryEngines) -> None:
+        self._canary = canary
+        self._engines = engines
+
+    async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
+        """All at once; see `CanaryChecker`."""
+        findings = CanaryFindings()
+
+        async def one(url: str) -> None:
+            try:
+                async with asyncio.timeout(self._canary.deadline_s):
+                    await self._check_digest(url, published.digest)
+                    completion = await self._answer(url, published.version)
+                findings.worst[url] = await self._judged(completion, published, forward)
+            except _Mismatched as error:
+                findings.mismatched[url] = str(error)
+            except TimeoutError:
+                findings.failed[url] = f"the canary had no answer within {self._canary.deadline_s:g} s"
+            except (ContractError, EngineUnreachable) as error:
+                findings.failed[url] = f"the canary was not answered: {error}"
+
+        await asyncio.gather(*(one(url) for url in urls))
+        return findings
+
+    async def _check_digest(self, url: str, digest: str) -> None:
+        served = {card.digest for card in (await self._engines.models(url)).data}
+        if digest and served != {digest}:
+            raise _Mismatched(f"the digest of its weights must be {digest}, it says {', '.join(map(str, served))}")
+
+    async def _answer(self, url: str, version: int) -> ChatCompletion:
+        while True:
+            try:
+                return await self._engines.chat(url, self._canary.request(version))
+            except Overloaded:
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _judged(self, completion: ChatCompletion, published: PublishReport, forward: Forward) -> float:
+        """The largest difference; raises `_Mismatched` when it is too large, or what was asked for did not come."""
+        if completion.epoch != published.epoch:
+            raise _Mismatched(
+                f"the canary must be sampled in epoch {published.epoch}, its answer is of {completion.epoch}"
+            )
+        batch = micro_batch_of(completion, version=published.version)
+        try:
+            expected = await forward(batch)
+        except BatchError as error:
+            raise _Mismatched(f"the trainer cannot compute its answer: {error}") from error
+        except NonFiniteError as error:
+            raise _Mismatched(f"the trainer has no log-probs to compare with: {error}") from error
+        differences = np.abs(batch.behavior_logprobs - expected)[batch.loss_mask]
+        worst, mean = float(differences.max()), float(differences.mean())
+        allowed = self._canary.tolerance
+        if not (worst <= allowed.worst and mean <= allowed.mean):
+            raise _Mismatched(
+                f"log-probs of {differences.size} canary tokens must be within {allowed.worst:g} nats of the "
+                f"trainer's, and {allowed.mean:g} on average; the worst is {worst:.3g} off, the mean {mean:.3g}"
+            )
+        return worst
+
+
+def micro_batch_of(completion: ChatCompletion, *, version: int) -> MicroBatch:
+    """A canary's answer as the trainer reads it, with the engine's log-probs in `behavior_logprobs`.
+
+    Raises:
+        _Mismatched: there is no choice; one has no tokens, ids that are none, or not all of them are of `version`.
+    """
+    if not completion.choices:
+        raise _Mismatched("the canary must be answered with at least one choice, its answer has none")
+    return alone([_rollout(completion, choice, version) for choice in completion.choices])
+
+
+def _rollout(completion: ChatCompletion, choice: Choice, version: int) -> Rollout:
+    prompt, tokens, logprobs = completion.prompt_token_ids, choice.token_ids, choice.token_logprobs
+    if not prompt or not tokens or logprobs is None or len(logprobs) != len(tokens):
+        raise _Mismatched(
+            f"the canary must be answered with token ids and their log-probs; choice {choice.index} is not"
+        )
+    if choice.version_spans != [(version, len(tokens))]:
+        raise _Mismatched(f"the canary must be sampled by version {version}, its spans are {choice.version_spans}")
+    try:
+        context_ids, sampled_ids = np.array(prompt, np.int32), np.array(tokens, np.int32)
+    except OverflowError as error:
+        raise _Mismatched(
+            f"the canary must be answered with token ids, choice {choice.index} has others: {error}"
+        ) from None
+    turn = Turn(
+        context_token_ids=context_ids,
+        token_ids=sampled_ids,
+        behavior_logprobs=np.array(logprobs, np.float32),
+        spans=(VersionSpan(version, len(tokens)),),
+    )
+    return Rollout(
+        turns=(turn,),
+        verdict=Verdict(outcome=Outcome.CORRECT, reward=0.0),
+        finish_reason=choice.finish_reason.value,
+        temperature=1.0,
+        epoch=completion.epoch,
+    )

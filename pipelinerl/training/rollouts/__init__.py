@@ -1,0 +1,1 @@
+"""From the rollout streams to the micro-batches of one step."""

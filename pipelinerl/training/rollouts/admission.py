@@ -1,0 +1,144 @@
+"""Which rollout groups may train: the staleness bound k, duplicates, signal, and the account of all of it.
+
+Pure. A group that is read ends in exactly one of: trained, filtered (no signal, no valid verdict, not computable, or in
+a step that was skipped since something was not finite), stale; an order that failed never comes and ends so. A
+duplicate of one that already ended, or is waiting, counts nowhere; nor does a group that abandoned weights have
+sampled, whose order is issued again. What ended is remembered as a frontier and a sparse set, so that the memory is
+bounded by how far groups overtake one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self, final
+
+import numpy as np
+
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.rollouts.packing import alone
+from pipelinerl.types import Rollout, RolloutGroup
+from trainer_contract.batch import check
+from trainer_contract.errors import BatchError
+
+
+class Fate(StrEnum):
+    """How a group ended."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    STALE = "stale"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Which weights this trainer descends from: its epoch, the version at which that began, and the same of `earlier`.
+
+    Weights of an earlier epoch are ancestors up to the lowest version that any epoch after it began at; what it made
+    later was abandoned, whatever versions the line has reached since. An epoch that left no checkpoint is in no list,
+    and needs none: whoever came after it began where it did, or below.
+    """
+
+    epoch: int
+    began_at: int
+    earlier: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def epochs(self) -> tuple[tuple[int, int], ...]:
+        """Every (epoch, version it began at), this one last."""
+        return (*self.earlier, (self.epoch, self.began_at))
+
+    def includes(self, group: RolloutGroup) -> bool:
+        """Were all tokens of the group sampled by ancestors of the current weights?"""
+        return all(
+            rollout.epoch >= self.epoch or rollout.newest_version <= self._newest_of(rollout.epoch)
+            for rollout in group.rollouts
+        )
+
+    def _newest_of(self, epoch: int) -> int:
+        return min(began_at for later, began_at in self.epochs if later > epoch)
+
+
+@final
+@dataclass(slots=True)
+class ConsumedLedger:
+    """Indices of the orders that ended, and how many ended how. The trainer's part of the account."""
+
+    frontier: int = 0
+    """Every index below has ended."""
+    beyond: set[int] = field(default_factory=set)
+    """Indices at or above the frontier that have ended."""
+    counts: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
+
+    def has(self, index: int) -> bool:
+        """Has this order ended?"""
+        return index < self.frontier or index in self.beyond
+
+    def settle(self, indices: Iterable[int], fate: Fate) -> None:
+        """Record the end of orders; each may end once."""
+        for index in indices:
+            if self.has(index):
+                raise ValueError(f"order {index} ended twice; the second time as {fate}")
+            self.beyond.add(index)
+            self.counts[fate] += 1
+        self.advance()
+
+    def revise(self, indices: Iterable[int], *, before: Fate, after: Fate) -> None:
+        """Orders that were settled as `before` ended as `after`, as it turned out."""
+        number = len(list(indices))
+        self.counts[before] -= number
+        self.counts[after] += number
+
+    def advance(self) -> None:
+        """Move the frontier over what is contiguous."""
+        while self.frontier in self.beyond:
+            self.beyond.remove(self.frontier)
+            self.frontier += 1
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint or a report."""
+        return {
+            "frontier": self.frontier,
+            "beyond": sorted(self.beyond),
+            "counts": {str(fate): n for fate, n in self.counts.items()},
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Self:
+        """Inverse of `to_record`."""
+        counts = {fate: int(record["counts"].get(str(fate), 0)) for fate in Fate}
+        return cls(int(record["frontier"]), set(record["beyond"]), counts)
+
+
+def has_signal(group: RolloutGroup) -> bool:
+    """Do the judged rewards of the group differ, so that a group baseline leaves something to learn?"""
+    rewards = [r.verdict.reward for r in group.rollouts if r.verdict.outcome.is_judgement]
+    return len(rewards) > 1 and bool(np.ptp(rewards) > 0)
+
+
+def is_judged(group: RolloutGroup) -> bool:
+    """Has any rollout a valid verdict and tokens to train on?"""
+    return any(_trains(rollout) for rollout in group.rollouts)
+
+
+def fault_of(group: RolloutGroup, *, vocab_size: int | None) -> str:
+    """What of a judged group no trainer can compute, such as a token id that is none; "" when there is nothing.
+
+    An engine that serves another model, or is broken, makes such groups: every trainer that read one would end of it.
+    """
+    try:
+        check(alone([rollout for rollout in group.rollouts if _trains(rollout)]), vocab_size=vocab_size or 2**31)
+    except BatchError as error:
+        return str(error)
+    return ""
+
+
+def is_stale(group: RolloutGroup, *, producing: int, bounds: StalenessBounds) -> bool:
+    """Must the group be refused for the step that produces version `producing`?"""
+    return not bounds.accepts(producing=producing, oldest=group.oldest_version)
+
+
+def _trains(rollout: Rollout) -> bool:
+    return rollout.verdict.outcome.is_judgement and rollout.num_sampled_tokens > 0

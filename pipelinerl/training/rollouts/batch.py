@@ -1,0 +1,217 @@
+"""From the groups of a step to its micro-batches: weights and advantages on the whole batch, and packing. Pure.
+
+Advantages that read nothing but rewards are known before packing, so that a rollout with nothing to teach need not be
+computed. Those that read values or log-probs come after the forward passes, still on the whole batch:
+
+    build ─▶ packed micro-batches ─▶ forward passes ─▶ `with_advantages` ─▶ backward
+
+Letters in shapes: B rollouts of the step, N = Σ lengths sampled tokens, rollout after rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol, final, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.objective.adv import Advantage
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.reward import RewardShaping
+from pipelinerl.training.rollouts.packing import Packed, WeightedRollout, pack, with_columns
+from pipelinerl.types import Rollout, RolloutGroup
+from trainer_contract.types import MicroBatch
+
+Floats = NDArray[np.float64]
+
+
+@runtime_checkable
+class TeachesCritic(Protocol):
+    """An advantage estimator that says what the critic should have predicted: `GAE`."""
+
+    def returns(self, **columns: Any) -> Floats:
+        """[N], called as `Advantage.advantages` is."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The rollouts of a step as advantages and weights see them, [B] each.
+
+    Attributes:
+        rewards: as shaped. groups: index of each rollout's group within the step. lengths: sampled tokens.
+        valid: judged, and with tokens to train on.
+    """
+
+    rewards: Floats
+    groups: NDArray[np.intp]
+    lengths: NDArray[np.intp]
+    valid: NDArray[np.bool_]
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return int(self.lengths.sum())
+
+    def arguments(self, columns: Mapping[str, Floats]) -> dict[str, Any]:
+        """What `Advantage.advantages` and `GAE.returns` are called with."""
+        rollouts = {"rewards": self.rewards, "groups": self.groups, "lengths": self.lengths, "valid": self.valid}
+        return {**rollouts, "columns": columns}
+
+    def tokens_of(self, members: Sequence[int]) -> NDArray[np.intp]:
+        """Which of the N tokens are the sampled tokens of these rollouts, in the order of a micro-batch of them."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        return np.concatenate([np.arange(starts[i], starts[i] + self.lengths[i]) for i in members])
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """What one optimizer step trains on, and its figures. `packed` names rollouts by their number within `scored`."""
+
+    groups: list[RolloutGroup]
+    scored: Scored
+    packed: list[Packed]
+    stats: dict[str, float]
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """As they were packed."""
+        return [packed.micro_batch for packed in self.packed]
+
+    def group_indices(self, number: int, segments: NDArray[np.integer]) -> list[int]:
+        """Order indices of the groups that these segments of micro-batch `number` belong to; ascending."""
+        members = np.array(self.packed[number].members)[segments]
+        return sorted({self.groups[group].index for group in self.scored.groups[members].tolist()})
+
+    def with_advantages(self, adv: Advantage, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches, whose forward passes are done, with advantages and, for a critic, returns.
+
+        Unjudged rollouts were not packed: their tokens' columns are 0, and nothing reads them.
+        """
+        columns = {name: self._gathered(completed, name) for name in adv.needs}
+        arguments = self.scored.arguments(columns)
+        found = {"advantages": adv.advantages(**arguments)}
+        if isinstance(adv, TeachesCritic):
+            found["returns"] = adv.returns(**arguments)
+        return [
+            with_columns(batch, {name: _scattered(column, batch, rows) for name, column in found.items()})
+            for batch, rows in zip(completed, self._rows(), strict=True)
+        ]
+
+    def _gathered(self, completed: Sequence[MicroBatch], name: str) -> Floats:
+        column = np.zeros(self.scored.num_tokens)
+        for batch, rows in zip(completed, self._rows(), strict=True):
+            column[rows] = getattr(batch, name)[batch.loss_mask]
+        return column
+
+    def _rows(self) -> list[NDArray[np.intp]]:
+        return [self.scored.tokens_of(packed.members) for packed in self.packed]
+
+
+def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardShaping]) -> bool:
+    """Has a group whose verdicts are all equal anything to teach?
+
+    Not where its own mean is the baseline, nothing else has a gradient, and no length is punished.
+    """
+    punished = any(how.overlong_tokens for how in shaping.values())
+    if objective.adv.needs or not objective.zero_advantage_is_idle or punished:
+        return True
+    ones = np.ones(4, np.intp)
+    equals = Scored(
+        rewards=np.array([1.0, 1.0, 0.0, 0.0]), groups=np.array([0, 0, 1, 1]), lengths=ones, valid=ones.astype(bool)
+    )
+    return bool(objective.adv.advantages(**equals.arguments({})).any())
+
+
+def _scattered(column: Floats, batch: MicroBatch, rows: NDArray[np.intp]) -> NDArray[np.float32]:
+    whole = np.zeros(batch.num_tokens, np.float32)
+    with np.errstate(over="ignore"):  # what is beyond fp32 becomes infinite, and the guard's to find
+        whole[batch.loss_mask] = column[rows]
+    return whole
+
+
+def build(
+    groups: Sequence[RolloutGroup],
+    *,
+    objective: PolicyObjective,
+    token_budget: int,
+    producing: int,
+    shaping: Mapping[str, RewardShaping] = MappingProxyType({}),
+) -> TrainBatch:
+    """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
+
+    A rollout whose gradient is certainly zero is weighed with the others and then left out of the packing; if all are,
+    one stays, so that there is a step to take.
+
+    Args:
+        shaping: by domain; the others' rewards are the verifiers'.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
+    lengths = np.array([rollout.num_sampled_tokens for rollout in rollouts])
+    valid = np.array([rollout.verdict.outcome.is_judgement for rollout in rollouts]) & (lengths > 0)
+    index = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
+    domains = np.array([group.domain for group in groups for _ in group.rollouts])
+    with np.errstate(invalid="ignore"):
+        rewards = _shaped(Scored(rewards=verdicts, groups=index, lengths=lengths, valid=valid), domains, shaping)
+    scored = Scored(rewards=rewards, groups=index, lengths=lengths, valid=valid)
+    weights = objective.agg.token_weights(lengths=lengths, groups=scored.groups, valid=valid)
+    late = bool(objective.adv.needs)
+    with np.errstate(invalid="ignore", over="ignore"):  # rewards that are not finite are the guard's to find
+        advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
+    parts = np.split(advantages, np.cumsum(lengths)[:-1])
+    teaches = valid & np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])
+    kept = np.flatnonzero(teaches if teaches.any() else valid & (np.cumsum(valid) == 1)).tolist()
+    weighted = [WeightedRollout(rollout=rollouts[i], advantages=parts[i], token_weight=float(weights[i])) for i in kept]
+    return TrainBatch(
+        groups=list(groups),
+        scored=scored,
+        packed=[
+            Packed(batch, [kept[member] for member in members])
+            for batch, members in pack(weighted, token_budget=token_budget)
+        ],
+        stats=_stats(
+            rollouts,
+            rewards=verdicts[valid],
+            lengths=lengths,
+            producing=producing,
+            idle=1 - len(kept) / len(rollouts),
+        ),
+    )
+
+
+def _shaped(scored: Scored, domains: NDArray[np.str_], shaping: Mapping[str, RewardShaping]) -> Floats:
+    """The rewards [B] that are learnt from; each domain's by its own rollouts."""
+    rewards = scored.rewards.copy()
+    for domain, how in shaping.items():
+        its = domains == domain
+        if its.any():
+            rewards[its] = how.apply(
+                rewards=rewards[its], groups=scored.groups[its], lengths=scored.lengths[its], valid=scored.valid[its]
+            )
+    return rewards
+
+
+def _stats(
+    rollouts: Sequence[Rollout], *, rewards: np.ndarray, lengths: np.ndarray, producing: int, idle: float
+) -> dict[str, float]:
+    staleness = np.array([producing - rollout.oldest_version for rollout in rollouts])
+    mixed = np.array([rollout.oldest_version != rollout.newest_version for rollout in rollouts])
+    return {
+        "rollouts": float(len(rollouts)),
+        "reward": float(rewards.mean()) if rewards.size else 0.0,
+        "tokens": float(sum(rollout.num_tokens for rollout in rollouts)),
+        "sampled_tokens": float(lengths.sum()),
+        "length_mean": float(lengths.mean()),
+        "length_max": float(lengths.max()),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "mixed_version_fraction": float(mixed.mean()),
+        "unjudged": float(len(rollouts) - rewards.size),
+        "idle_fraction": idle,
+    }

@@ -1,0 +1,141 @@
+"""`Batcher`: the groups that wait to be trained, and the choice among them.
+
+A batch is made when the rollouts (or tokens) of a step are there. The freshest go first: newest oldest-version, then
+lowest index, so that a batch does not depend on the order of arrival. What became stale meanwhile is dropped then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import final
+
+from pipelinerl.objective.signal import NoSignal
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.rollouts.admission import (
+    ConsumedLedger,
+    Fate,
+    Lineage,
+    fault_of,
+    has_signal,
+    is_judged,
+    is_stale,
+)
+from pipelinerl.types import RolloutGroup
+
+log = logging.getLogger("pipelinerl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBudget:
+    """How much makes a step: so many rollouts, or so many tokens if that comes first."""
+
+    rollouts: int
+    tokens: int | None = None
+
+
+@final
+class Batcher:
+    """Waiting groups and the ledger of those that ended. Not thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        ledger: ConsumedLedger,
+        lineage: Lineage,
+        no_signal: NoSignal,
+        teaches: Callable[[RolloutGroup], bool] = has_signal,
+        vocab_size: int | None = None,
+    ) -> None:
+        """`teaches` tells of a group whether it has anything to teach under the run's objective.
+
+        Token ids must lie below `vocab_size`, where it is known.
+        """
+        self.ledger = ledger
+        self.lineage = lineage
+        self._no_signal = no_signal
+        self._teaches = teaches
+        self._vocab_size = vocab_size
+        self._waiting: dict[int, RolloutGroup] = {}
+        self.duplicates = 0
+        self.stale_tokens = 0
+        """Sampled tokens of the groups that were dropped as stale."""
+        self._abandoned: list[int] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that may still train."""
+        return len(self._waiting)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Their orders."""
+        return sorted(self._waiting)
+
+    def offer(self, group: RolloutGroup) -> None:
+        """Take a group that was read: keep it, or settle it as filtered, or drop it as a duplicate or as abandoned."""
+        if self.ledger.has(group.index) or group.index in self._waiting:
+            self.duplicates += 1
+        elif not self.lineage.includes(group):
+            self._abandoned.append(group.index)
+        elif not is_judged(group) or (self._no_signal is NoSignal.FILTER and not has_signal(group)):
+            self.ledger.settle([group.index], Fate.FILTERED)
+        elif fault := fault_of(group, vocab_size=self._vocab_size):
+            log.error("group %d of actor %s cannot train and is filtered: %s", group.index, group.actor, fault)
+            self.ledger.settle([group.index], Fate.FILTERED)
+        else:
+            self._waiting[group.index] = group
+
+    def end(self, indices: Iterable[int], fate: Fate) -> None:
+        """Orders whose groups will not come; one that has come all the same goes its way."""
+        open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
+        self.ledger.settle(open_, fate)
+
+    def take_abandoned(self) -> list[int]:
+        """Orders, since the last call, whose groups abandoned weights had sampled: they have to be issued again."""
+        abandoned, self._abandoned = self._abandoned, []
+        return abandoned
+
+    def take(
+        self,
+        budget: StepBudget,
+        *,
+        producing: int,
+        bounds: StalenessBounds,
+        usable: Callable[[RolloutGroup], bool] = lambda group: True,
+    ) -> list[RolloutGroup] | None:
+        """The groups of the next step, in index order, settled as trained; None while too few are ready.
+
+        A full step in which no group teaches would train nothing: it is settled as filtered instead.
+
+        Args:
+            usable: what a step with these bounds lacks something for counts as stale, too.
+        """
+        self._drop_stale(lambda group: is_stale(group, producing=producing, bounds=bounds) or not usable(group))
+        ranked = sorted(self._waiting.values(), key=lambda g: (-g.oldest_version, g.index))
+        chosen: list[RolloutGroup] = []
+        rollouts = tokens = 0
+        for group in ranked:
+            chosen.append(group)
+            rollouts += len(group.rollouts)
+            tokens += group.num_tokens
+            if rollouts >= budget.rollouts or (budget.tokens is not None and tokens >= budget.tokens):
+                break
+        else:
+            return None
+        for group in chosen:
+            del self._waiting[group.index]
+        teaches = any(self._teaches(group) for group in chosen)
+        self.ledger.settle([group.index for group in chosen], Fate.TRAINED if teaches else Fate.FILTERED)
+        return sorted(chosen, key=lambda g: g.index) if teaches else None
+
+    def skipped(self, groups: Iterable[RolloutGroup]) -> None:
+        """The step on these groups, which `take` settled as trained, was not applied: they end as filtered."""
+        self.ledger.revise([group.index for group in groups], before=Fate.TRAINED, after=Fate.FILTERED)
+
+    def _drop_stale(self, refused: Callable[[RolloutGroup], bool]) -> None:
+        stale = [index for index, group in self._waiting.items() if refused(group)]
+        for index in stale:
+            self.stale_tokens += sum(r.num_sampled_tokens for r in self._waiting.pop(index).rollouts)
+        self.ledger.settle(stale, Fate.STALE)

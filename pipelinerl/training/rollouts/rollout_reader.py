@@ -1,0 +1,128 @@
+"""`RolloutReader`: reads rollouts and directives from the streams, and knows the offsets that a checkpoint must carry.
+
+Rollouts lie in one partition per actor and are read by offset. A group that waits untrained at a checkpoint must be
+read again after a restart, so the offset saved for a partition stops before the first such group; groups after it that
+did end are recognised by the ledger and dropped.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, final
+
+import msgspec
+
+from pipelinerl.errors import RecordError
+from pipelinerl.messages import EPOCHS, ORDERS, ROLLOUTS, Directive, decode_directive
+from pipelinerl.streams.dead_letter import DeadLetters
+from pipelinerl.streams.records import decode_group
+from pipelinerl.streams.stream import START, Entry, Fence, Stream
+from pipelinerl.types import RolloutGroup
+
+#: A stream with one entry that names this server's data: offsets mean nothing on another's.
+_IDENTITY: Final = "identity"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What one read brought."""
+
+    groups: list[RolloutGroup]
+    directives: list[Directive]
+
+
+@final
+class RolloutReader:
+    """Reader over all rollout partitions and the order stream."""
+
+    def __init__(self, stream: Stream, *, offsets: dict[str, str], rescan_s: float = 1.0) -> None:
+        self._stream = stream
+        self._dead_letters = DeadLetters(stream)
+        self._offsets = dict(offsets)
+        self._waiting: dict[str, dict[int, str]] = {}
+        self._orders_offset = START
+        self._identity = ""
+        self._rescan_s = rescan_s
+        self._scanned_at = float("-inf")
+
+    async def start(self) -> None:
+        """Skip directives that answered an earlier trainer; forget the offsets of a server that is gone."""
+        self._orders_offset = await self._stream.last_id(ORDERS)
+        await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # only the first ever is kept
+        (identity,) = await self._stream.read({_IDENTITY: START}, count=1, block_s=1.0)
+        if self._offsets.pop(_IDENTITY, None) != identity.payload.decode():
+            self._offsets.clear()
+        self._identity = identity.payload.decode()
+
+    async def read(self, *, block_s: float, count: int = 256) -> Arrivals:
+        """What is new, waiting up to `block_s` for the first entry."""
+        await self._scan()
+        entries = await self._stream.read(
+            {ORDERS: self._orders_offset, **self._offsets}, count=count, block_s=min(block_s, self._rescan_s)
+        )
+        groups: list[RolloutGroup] = []
+        directives: list[Directive] = []
+        for entry in entries:
+            if entry.stream == ORDERS:
+                directives += await self._order(entry)
+                continue
+            try:
+                groups.append(self._group(entry))
+            except RecordError as error:
+                await self._dead_letters.bury(entry, error)
+        return Arrivals(groups, directives)
+
+    async def read_directives(self, *, block_s: float) -> list[Directive]:
+        """New directives alone, while it is not known yet which rollouts may be read."""
+        entries = await self._stream.read({ORDERS: self._orders_offset}, count=16, block_s=block_s)
+        return [directive for entry in entries for directive in await self._order(entry)]
+
+    def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
+        """Offsets for a checkpoint; `is_waiting` tells whether the group of an order index still waits."""
+        safe = dict(self._offsets)
+        for partition, seen in self._waiting.items():
+            still = {index: entry_id for index, entry_id in seen.items() if is_waiting(index)}
+            self._waiting[partition] = still
+            if still:
+                safe[partition] = _before(min(still.values(), key=_number))
+        return {_IDENTITY: self._identity, **safe}
+
+    async def trim(self, offsets: dict[str, str], *, epoch: int) -> None:
+        """Drop what no kept checkpoint would read again. Raises FencedError once a later epoch has begun."""
+        if offsets.get(_IDENTITY) == self._identity:
+            for partition in offsets.keys() - {_IDENTITY}:
+                await self._stream.trim(partition, before=offsets[partition], fence=Fence(EPOCHS, epoch))
+
+    async def _scan(self) -> None:
+        now = time.monotonic()
+        if now - self._scanned_at >= self._rescan_s:
+            self._scanned_at = now
+            for partition in await self._stream.streams(ROLLOUTS):
+                self._offsets.setdefault(partition, START)
+
+    async def _order(self, entry: Entry) -> list[Directive]:
+        """The directive of an entry, or none."""
+        self._orders_offset = entry.entry_id
+        try:
+            return [decode_directive(entry.payload)]
+        except msgspec.DecodeError as error:
+            await self._dead_letters.bury(entry, RecordError(f"not a directive: {error}"))
+            return []
+
+    def _group(self, entry: Entry) -> RolloutGroup:
+        self._offsets[entry.stream] = entry.entry_id
+        group = decode_group(entry.payload)
+        # Of two copies the first: the second may be dropped as a duplicate of it, and then must not stand for it.
+        self._waiting.setdefault(entry.stream, {}).setdefault(group.index, entry.entry_id)
+        return group
+
+
+def _number(entry_id: str) -> int:
+    return int(entry_id.split("-")[0])
+
+
+def _before(entry_id: str) -> str:
+    return f"{_number(entry_id) - 1}-0"

@@ -1,0 +1,1 @@
+"""One optimizer step: forward passes, gradient, checks, figures."""

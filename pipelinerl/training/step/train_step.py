@@ -1,0 +1,216 @@
+"""`TrainStep`: one optimizer step of the policy, and of its critic if it has one, from a batch to figures.
+
+    forward passes ─▶ advantages on the whole batch ─▶ backward of policy and critic ─▶ both optimizer steps
+
+It blocks: the loop calls it on the trainer's thread, `accumulate` before the publication under way has ended and
+`apply` after it. What is not finite is answered with a `Poison`: no weight of the policy has changed then, and no
+gradient is left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from pipelinerl.numerics import causes
+from pipelinerl.objective.kl_control import as_column
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
+from pipelinerl.training.rollouts.batch import TrainBatch
+from pipelinerl.training.rollouts.packing import with_columns
+from pipelinerl.training.step import finite_check as guard
+from pipelinerl.training.step.adaptive import KL_FIGURE
+from pipelinerl.training.step.critic import Critic
+from pipelinerl.training.step.finite_check import Poison
+from pipelinerl.training.step.forward_passes import ForwardPasses
+from pipelinerl.types import RolloutGroup
+from trainer_contract.errors import NonFiniteError
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import LossStats, MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulated:
+    """The gradients are in the workers: what they were trained on, with every column, and the losses of each."""
+
+    batch: TrainBatch
+    objective: PolicyObjective
+    micro_batches: list[MicroBatch]
+    losses: list[LossStats]
+    value_losses: list[LossStats]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStep:
+    """The verbs of one step."""
+
+    passes: ForwardPasses
+    critic: Critic | None = None
+
+    @property
+    def _policy(self) -> Trainer:
+        return self.passes.policy
+
+    def parts(self) -> dict[str, Callable[[Path], None]]:
+        """What a checkpoint holds of the workers as they are now: who writes it, by the name of its directory.
+
+        They may be called on another thread, until `apply`.
+        """
+        parts: dict[str, Callable[[Path], None]] = {"trainer": self._policy.save_state}
+        parts |= {"critic": self.critic.worker.save_state} if self.critic else {}
+        return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
+
+    def will_sample(self, *, acceptance: float) -> None:
+        """The policy's weights are about to be published: keep what later steps, with this k, will need of them."""
+        if self.passes.history is not None:
+            self.passes.history.keep(self._policy, acceptance=acceptance)
+
+    def can_train(self, group: RolloutGroup) -> bool:
+        """Is everything there that the passes over this group need?"""
+        return self.passes.history is None or self.passes.history.covers(group)
+
+    def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated | Poison:
+        """Forward passes for the columns that are needed, advantages, then backward for each micro-batch."""
+        completed = self._completed(batch, objective)
+        if isinstance(completed, Poison):
+            return completed
+        losses = self._policy_backward(batch, objective, completed)
+        if isinstance(losses, Poison):
+            return self._discarded(losses)
+        value_losses = self._critic_backward(batch, completed)
+        if isinstance(value_losses, Poison):
+            return self._discarded(value_losses)
+        return Accumulated(
+            batch=batch, objective=objective, micro_batches=completed, losses=losses, value_losses=value_losses
+        )
+
+    def apply(self, accumulated: Accumulated, *, learning_rate: float) -> dict[str, float] | Poison:
+        """Both optimizer steps, the critic's first; returns their metrics."""
+        try:
+            values = self.critic.apply(accumulated.micro_batches, accumulated.value_losses) if self.critic else {}
+        except NonFiniteError:
+            return self._discarded(guard.everywhere(accumulated.batch, "critic's gradient"))
+        still = self._stands_still
+        try:
+            step = self._policy.optimizer_step(learning_rate=0.0 if still else learning_rate)
+        except NonFiniteError:
+            return self._discarded(self._blamed_for_gradient(accumulated))
+        losses, batches = accumulated.losses, [] if still else accumulated.micro_batches
+        logprobs = [loss.predictions for loss in losses]
+        tokens, sampled = trained_tokens(batches, logprobs), causes.sampled_tokens(batches, logprobs)
+        objective = accumulated.objective
+        return {
+            **statistics(objective, tokens),
+            **causes.figures(sampled, held_version=step.model_version - 1, cuts=cuts(objective, tokens)),
+            **values,
+            **(self.passes.history.figures() if self.passes.history else {}),
+            **_kl_reference(accumulated.micro_batches),
+            "loss": sum(loss.loss for loss in losses),
+            "grad_norm": step.grad_norm,
+            "learning_rate": step.learning_rate,
+            "micro_batches": float(len(accumulated.micro_batches)),
+        }
+
+    @property
+    def _stands_still(self) -> bool:
+        return self.critic is not None and self.critic.warms_up(self._policy.model_version)
+
+    def _completed(self, batch: TrainBatch, objective: PolicyObjective) -> list[MicroBatch] | Poison:
+        """The micro-batches with every column that policy and critic read."""
+        if poison := guard.in_rewards(batch):
+            return poison
+        needs = objective.passes | (self.critic.loss.needs if self.critic else frozenset())
+        completed = batch.micro_batches
+        for name, call in self.passes.plan(needs).items():
+            try:
+                columns = call(completed)
+            except NonFiniteError:
+                return guard.everywhere(batch, name)
+            completed = [
+                with_columns(micro_batch, {name: column})
+                for micro_batch, column in zip(completed, columns, strict=True)
+            ]
+        if objective.adv.needs and not (poison := guard.in_columns(batch, completed)):
+            completed = batch.with_advantages(objective.adv, completed)
+        return guard.in_columns(batch, completed) or completed
+
+    def _policy_backward(
+        self, batch: TrainBatch, objective: PolicyObjective, completed: list[MicroBatch]
+    ) -> list[LossStats] | Poison:
+        compiled, beta = as_column(objective)
+        if self._stands_still:
+            first = completed[0]
+            self._policy.backward(replace(first, loss_mask=np.zeros_like(first.loss_mask)), compiled)
+            return []
+        losses = []
+        for number, micro_batch in enumerate(completed):
+            given = (
+                micro_batch
+                if beta is None
+                else with_columns(micro_batch, {"kl_coefficients": np.full(micro_batch.num_tokens, beta, np.float32)})
+            )
+            try:
+                loss = self._policy.backward(given, compiled)
+            except NonFiniteError:
+                return self._blamed_for_loss(batch, number, micro_batch, objective)
+            if poison := guard.in_predictions(batch, number, micro_batch, loss.predictions, what="logprobs"):
+                return poison
+            losses.append(loss)
+        return losses
+
+    def _critic_backward(self, batch: TrainBatch, completed: list[MicroBatch]) -> list[LossStats] | Poison:
+        if self.critic is None:
+            return []
+        losses = []
+        for number, micro_batch in enumerate(self.critic.weighed(completed)):
+            try:
+                loss = self.critic.worker.backward(micro_batch, self.critic.loss)
+            except NonFiniteError:
+                segments = np.arange(micro_batch.num_segments)
+                return Poison("value loss", batch.group_indices(number, segments))
+            if poison := guard.in_predictions(batch, number, micro_batch, loss.predictions, what="values"):
+                return poison
+            losses.append(loss)
+        return losses
+
+    def _blamed_for_loss(
+        self, batch: TrainBatch, number: int, micro_batch: MicroBatch, objective: PolicyObjective
+    ) -> Poison:
+        """The columns are sound, and yet the loss of this micro-batch is not finite."""
+        everyone = batch.group_indices(number, np.arange(micro_batch.num_segments))
+        try:
+            logprobs = self._policy.forward(micro_batch)
+        except NonFiniteError:
+            return Poison("logprobs", everyone)
+        return guard.in_terms(batch, number, micro_batch, logprobs, objective) or Poison("loss", everyone)
+
+    def _blamed_for_gradient(self, accumulated: Accumulated) -> Poison:
+        for number, (micro_batch, loss) in enumerate(
+            zip(accumulated.micro_batches, accumulated.losses, strict=False)  # no losses while the policy stands still
+        ):
+            found = guard.in_terms(accumulated.batch, number, micro_batch, loss.predictions, accumulated.objective)
+            if found:
+                return found
+        return guard.everywhere(accumulated.batch, "model's gradient")
+
+    def _discarded(self, poison: Poison) -> Poison:
+        """Leave no gradient behind."""
+        self._policy.discard_gradient()
+        if self.critic is not None:
+            self.critic.worker.discard_gradient()
+        return poison
+
+
+def _kl_reference(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """KL(sampler ‖ reference) in nats per sampled token, by K1; {} where there is no reference."""
+    differences = [
+        (batch.behavior_logprobs - batch.ref_logprobs)[batch.loss_mask]
+        for batch in micro_batches
+        if batch.ref_logprobs is not None
+    ]
+    return {KL_FIGURE: float(np.concatenate(differences).mean(dtype=np.float64))} if differences else {}

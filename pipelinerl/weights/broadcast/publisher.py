@@ -1,0 +1,362 @@
+"""`BroadcastPublisher`: pushes the trainer's weights to every engine at once, through a process group it leads.
+
+    form the group (only when it changed) ─▶ PREPARE on all ─▶ broadcast, bucket by bucket ─▶ COMMIT on all
+
+Promises: no byte is sent before every engine has accepted the manifest; the model is never held twice, one bucket is
+staged at a time and hashed as it goes; each engine ends with the old weights or the new, and the report says which.
+An engine that refuses, cannot be reached, dies or stands still is reported and left out, and the others are served in
+the same publication, by a new generation of the group: one that has another model must not keep the fleet from its.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| all ranks to join, PREPARE | the engines | the group's timeout: a third of the publication's |
+| each piece of the broadcast | the engines receive or die | the group's timeout, `_PIECE_S` at most |
+| COMMIT | the engines | the group's timeout; with `drain`, the publication's |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, PeerLost
+from inference_contract.schemas import (
+    Backend,
+    InitProcessGroupRequest,
+    OnUpdate,
+    UpdatePhase,
+    UpdateStatus,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
+from pipelinerl.system.addresses import address_facing
+from pipelinerl.system.background import in_background, settled
+from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
+from pipelinerl.weights.broadcast.sender import WeightSender
+from pipelinerl.weights.engine_control import EngineControl, Preparation
+from pipelinerl.weights.fan_out import each, each_until_failure
+from pipelinerl.weights.publisher import Publication, PublishReport
+
+#: Generations rise with (epoch, membership, attempt), so a restarted trainer's are above its predecessor's.
+_EPOCH_STEP: Final = 2**40
+_MEMBERSHIP_STEP: Final = 2**12
+
+#: Engines take a piece, `bucket_bytes` at most, in milliseconds. One that is killed may leave gloo waiting.
+_PIECE_S: Final = 10.0
+
+#: An engine that failed with one of these was waiting for another that is the cause.
+_VICTIM = (DeadlineExceeded, PeerLost)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    collective: Collective
+    generation: int
+    membership: tuple[int, int]
+    members: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """One publication: who is still to be served, and what became of the others."""
+
+    publication: Publication
+    targets: list[str]
+    deadline: float
+    began: float
+    send_s: float = 0.0
+    digest: str = ""
+    broke: bool = False
+    pauses_s: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self.deadline - time.monotonic(), 0.05)
+
+    @property
+    def group_timeout_s(self) -> float:
+        """Longest silence of an engine: time remains to serve the others without it."""
+        return min(self.publication.timeout_s / 3, self.remaining_s)
+
+    def drop(self, failures: dict[str, str]) -> None:
+        """These are not served by this publication."""
+        self.failed |= failures
+        self.targets = [url for url in self.targets if url not in failures]
+
+    def report(self) -> PublishReport:
+        return PublishReport(
+            version=self.publication.version,
+            epoch=self.publication.epoch,
+            digest=self.digest,
+            send_s=self.send_s,
+            total_s=time.monotonic() - self.began,
+            pauses_s=self.pauses_s,
+            failed=self.failed,
+        )
+
+
+@final
+class BroadcastPublisher:
+    """Satisfies `Publisher`. One publication runs at a time; others wait their turn."""
+
+    def __init__(
+        self,
+        control: EngineControl,
+        *,
+        host: str | None = None,
+        group: str = "weights",
+        backend: Backend = Backend.GLOO,
+        bucket_bytes: int = 16 * 2**20,
+    ) -> None:
+        """The rendezvous listens on `host`, an address of this machine that the engines reach; None finds one."""
+        self._control = control
+        self._preparation = Preparation(control)
+        self._host = host
+        self._name = group
+        self._backend = backend
+        self._bucket_bytes = bucket_bytes
+        self._rendezvous: Rendezvous | None = None
+        self._group: _Group | None = None
+        self._generation = -1
+        self._turn = asyncio.Lock()
+
+    async def publish(self, publication: Publication) -> PublishReport:
+        """Serve the weights from every engine that can be; see `Publisher`.
+
+        Raises:
+            UpdateError: no engine serves them; the message names each with its reason.
+        """
+        async with self._turn:
+            now = time.monotonic()
+            targets = list(dict.fromkeys(publication.engines))
+            progress = _Progress(publication, targets, now + publication.timeout_s, now)
+            if not targets:
+                sender = WeightSender(publication.layout, publication.weights, self._bucket_bytes)
+                progress.digest = await self._sent(progress, sender, None)
+            settled_here = False
+            try:
+                while progress.targets and not await self._attempt(progress):
+                    pass
+                settled_here = True
+            finally:
+                if not settled_here:
+                    self._leave()
+            if targets and not progress.pauses_s:
+                raise UpdateError(f"weights {_version(publication)} reached no engine: {_listed(progress.failed)}")
+            return progress.report()
+
+    async def close(self) -> None:
+        """Leave the group; engines keep what they serve."""
+        self._leave()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
+
+    async def _attempt(self, progress: _Progress) -> bool:
+        """Try to serve all targets. False: some were dropped or found served, the rest are to be tried again."""
+        group = await self._formed(progress)
+        if group is None or not await self._prepared(progress, group):
+            return not progress.targets
+        publication = progress.publication
+        sender = WeightSender(publication.layout, publication.weights, self._bucket_bytes)
+        try:
+            progress.digest = await self._sent(progress, sender, group.collective)
+        except (UpdateError, DeadlineError) as error:
+            await self._abandon(progress, str(error), can_retry=sender.broke_in_group)
+            return not progress.targets
+        await self._commit(progress, group)
+        return not progress.targets
+
+    # --- the group -----------------------------------------------------------------------------------------------
+
+    async def _formed(self, progress: _Progress) -> _Group | None:
+        """A group of exactly the targets; None when some had to be dropped."""
+        publication, members = progress.publication, tuple(progress.targets)
+        membership = (publication.epoch, publication.membership)
+        known = self._group
+        if known is not None and known.members == members and known.membership == membership:
+            return known
+        self._leave()
+        floor = publication.epoch * _EPOCH_STEP + publication.membership * _MEMBERSHIP_STEP
+        self._generation = generation = max(self._generation + 1, floor)
+        meeting = await self._meeting_place(members)
+        requests = self._join_requests(meeting, members, generation, progress.group_timeout_s)
+        own = self._own_join(meeting, generation, len(members) + 1, requests[members[0]].timeout_s)
+        answers = await each_until_failure(
+            members, lambda url: self._control.init_process_group(url, requests[url]), victim=_VICTIM
+        )
+        failures = {url: answer for url, answer in answers.items() if isinstance(answer, Exception)}
+        if not failures and await settled(own, timeout_s=progress.remaining_s) and own.exception() is None:
+            self._group = _Group(own.result(), generation, membership, members)
+            return self._group
+        own.add_done_callback(_close_when_done)
+        culprits = {url: error for url, error in failures.items() if not isinstance(error, _VICTIM)} or failures
+        progress.drop({url: f"did not join: {error}" for url, error in culprits.items()})
+        if not failures:
+            progress.drop(dict.fromkeys(members, f"rank 0 could not join: {own.exception() if own.done() else 'late'}"))
+        return None
+
+    async def _meeting_place(self, members: Iterable[str]) -> Rendezvous:
+        """A store that all members reach: another one once an engine has come from outside this machine."""
+        host = await asyncio.to_thread(address_facing, members) if self._host is None else self._host
+        if self._rendezvous is not None and self._rendezvous.host != host:
+            self._rendezvous.close()
+            self._rendezvous = None
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(host)
+        return self._rendezvous
+
+    def _join_requests(
+        self, meeting: Rendezvous, members: Iterable[str], generation: int, timeout_s: float
+    ) -> dict[str, InitProcessGroupRequest]:
+        size = 1 + len(tuple(members))
+        return {
+            url: InitProcessGroupRequest(
+                group=self._name,
+                backend=self._backend,
+                rendezvous_host=meeting.host,
+                rendezvous_port=meeting.port,
+                rank=rank,
+                world_size=size,
+                generation=generation,
+                timeout_s=timeout_s,
+            )
+            for rank, url in enumerate(members, start=1)
+        }
+
+    def _own_join(self, meeting: Rendezvous, generation: int, world_size: int, timeout_s: float) -> Future[Collective]:
+        return in_background(
+            f"join-{generation}",
+            lambda: Collective.join(
+                host=meeting.host,
+                port=meeting.port,
+                group=self._name,
+                generation=generation,
+                rank=0,
+                world_size=world_size,
+                backend=self._backend,
+                timeout_s=timeout_s,
+            ),
+        )
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.collective.close()
+            self._group = None
+
+    # --- the phases ----------------------------------------------------------------------------------------------
+
+    def _request(self, progress: _Progress, phase: UpdatePhase, **fields: Any) -> WeightUpdateRequest:
+        publication = progress.publication
+        return WeightUpdateRequest(
+            phase=phase,
+            version=publication.version,
+            epoch=publication.epoch,
+            on_update=publication.on_update,
+            bucket_bytes=self._bucket_bytes,
+            **{"timeout_s": progress.group_timeout_s, **fields},
+        )
+
+    async def _prepared(self, progress: _Progress, group: _Group) -> bool:
+        """True when all targets are armed; otherwise those that were are aborted and the group is left."""
+        layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
+
+        def request(**named: Any) -> WeightUpdateRequest:
+            # One for all who know the layout, and one for all who do not.
+            (how,) = named
+            if how not in made:
+                where = {"group": self._name, "generation": group.generation}
+                made[how] = self._request(progress, UpdatePhase.PREPARE, **where, **named)
+            return made[how]
+
+        answers = await each(progress.targets, lambda url: self._preparation.prepare(url, layout, request))
+        errors = {url: answer for url, answer in answers.items() if isinstance(answer, Exception)}
+        served = [
+            url
+            for url, answer in answers.items()
+            if not isinstance(answer, Exception) and answer.status is UpdateStatus.ALREADY_SERVING
+        ]
+        if not errors and not served:
+            return True
+        self._leave()
+        armed = [url for url in answers if url not in errors and url not in served]
+        await each(armed, lambda url: self._abort(progress, url))
+        for url in served:
+            progress.pauses_s[url] = 0.0
+            progress.digest = progress.digest or getattr(answers[url], "digest", None) or ""
+        for url, error in errors.items():
+            lost = isinstance(error, EngineStopped) or not isinstance(error, ContractError)
+            progress.drop({url: f"{'was lost at prepare' if lost else 'refused'}: {error}"})
+        progress.targets = [url for url in progress.targets if url not in served]
+        return False
+
+    async def _sent(self, progress: _Progress, sender: WeightSender, group: Collective | None) -> str:
+        """Gather, hash and broadcast on a thread; returns the digest."""
+        began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
+        sending = in_background(
+            f"send-{_version(progress.publication)}",
+            lambda: sender.send(group, deadline=progress.deadline, silence_s=silence_s),
+        )
+        if not await settled(sending, timeout_s=progress.remaining_s + 1.0):
+            raise DeadlineError(f"the broadcast has not ended within {progress.publication.timeout_s:g} s")
+        progress.send_s = time.monotonic() - began
+        return sending.result()
+
+    async def _commit(self, progress: _Progress, group: _Group) -> None:
+        # Sequences may take longer to drain than an engine may be silent.
+        drains = progress.publication.on_update is OnUpdate.DRAIN
+        patience = progress.remaining_s if drains else progress.group_timeout_s
+        request = self._request(progress, UpdatePhase.COMMIT, digest=progress.digest, timeout_s=patience)
+        answers = await each(group.members, lambda url: self._control.request_weight_update(url, request))
+        served = {url: answer.pause_s for url, answer in answers.items() if not isinstance(answer, Exception)}
+        errors = {url: answer for url, answer in answers.items() if isinstance(answer, Exception)}
+        progress.pauses_s |= served
+        progress.targets = list(errors)
+        if errors:
+            self._leave()
+        # Gloo forwards along a tree: an engine behind one that died has missed the bytes and is tried again.
+        missed = {url for url, error in errors.items() if isinstance(error, _VICTIM)}
+        hopeless = len(missed) == len(answers) or time.monotonic() > progress.deadline
+        progress.drop(
+            {url: f"did not commit: {error}" for url, error in errors.items() if hopeless or url not in missed}
+        )
+
+    async def _abandon(self, progress: _Progress, reason: str, *, can_retry: bool) -> None:
+        """The broadcast broke: release the engines, and leave out those that no longer answer."""
+        self._leave()
+        answers = await each(progress.targets, lambda url: self._abort(progress, url))
+        lost = {
+            url: f"was lost in the broadcast: {reason}"
+            for url, answer in answers.items()
+            if isinstance(answer, PipelineError)
+        }
+        progress.drop(lost)
+        # With nobody lost it broke by one who is back already: a process that was started again answers by its URL.
+        hopeless, progress.broke = progress.broke and not lost, True
+        if hopeless or not can_retry or time.monotonic() > progress.deadline:
+            progress.drop(dict.fromkeys(progress.targets, f"the broadcast broke: {reason}"))
+
+    async def _abort(self, progress: _Progress, url: str) -> WeightUpdateResponse:
+        request = self._request(progress, UpdatePhase.ABORT, timeout_s=min(2.0, progress.publication.timeout_s))
+        return await self._control.request_weight_update(url, request)
+
+
+def _close_when_done(future: Future[Collective]) -> None:
+    if future.exception() is None:
+        future.result().close()
+
+
+def _version(publication: Publication) -> str:
+    return f"{publication.epoch}.{publication.version}"
+
+
+def _listed(failed: dict[str, str]) -> str:
+    shown = [f"{url} {reason}" for url, reason in itertools.islice(failed.items(), 8)]
+    return "; ".join(shown) + ("" if len(failed) <= 8 else f"; and {len(failed) - 8} more")

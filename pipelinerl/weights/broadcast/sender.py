@@ -1,0 +1,124 @@
+"""One pass over the trainer's parameters, put into memory bucket by bucket: `packed`.
+
+`WeightSender` sends them as they come, hashed, and broadcast if there is a group. It holds one bucket, never the model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from inference_contract.schemas import ParameterSpec, WeightLayout
+from inference_contract.weights import cut
+from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.weights.broadcast.collective import Collective
+from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.layout import describe_bucket, parameters_in
+from pipelinerl.weights.publisher import WeightSource
+
+
+@final
+class WeightSender:
+    """Used once, on one thread. After a failure `broke_in_group` tells a peer's fault from the trainer's own."""
+
+    def __init__(self, layout: WeightLayout, weights: WeightSource, bucket_bytes: int) -> None:
+        self._layout = layout
+        self._weights = weights
+        self._bounds = layout.buckets(bucket_bytes)
+        self._bucket_bytes = bucket_bytes
+        self.broke_in_group = False
+
+    def send(self, group: Collective | None, *, deadline: float, silence_s: float = math.inf) -> str:
+        """Send everything and return the digest; without a group, only hash.
+
+        Raises:
+            UpdateError: the trainer gathers something else than the layout says, or a rank left.
+            DeadlineError: a rank took no piece for `silence_s`, or not all until `deadline` (monotonic seconds).
+        """
+        device = torch.device("cpu") if group is None else group.device
+        staging = torch.empty(max(end - start for start, end in self._bounds), dtype=torch.uint8, device=device)
+        digest = WeightDigest()
+        room = lambda start, end: staging[: end - start]  # noqa: E731
+        for bucket, filled in enumerate(packed(self._layout, self._weights, self._bounds, room)):
+            digest.update(filled)
+            if group is not None:
+                self._broadcast(group, filled, bucket, deadline=deadline, silence_s=silence_s)
+        return digest.hexdigest()
+
+    def _broadcast(
+        self, group: Collective, filled: torch.Tensor, bucket: int, *, deadline: float, silence_s: float
+    ) -> None:
+        try:
+            for start, end in cut(0, filled.numel(), self._bucket_bytes):
+                group.broadcast(filled[start:end], deadline=min(deadline, time.monotonic() + silence_s))
+        except (UpdateError, DeadlineError) as error:
+            self.broke_in_group = True
+            raise type(error)(f"{describe_bucket(self._layout, bucket, self._bounds)}: {error}") from error
+
+
+def packed(
+    layout: WeightLayout,
+    weights: WeightSource,
+    bounds: Sequence[tuple[int, int]],
+    room: Callable[[int, int], torch.Tensor],
+) -> Iterator[torch.Tensor]:
+    """Each bucket [start, end) of `bounds` in turn, in the memory that `room(start, end)` gives for it.
+
+    Raises:
+        UpdateError: the trainer gathers something else than the layout says.
+    """
+    gathered = iter(weights())
+    for start, end in bounds:
+        filled = room(start, end)
+        # Models have ten thousand parameters and more: slices of a tensor cost several times those of an array.
+        host = filled.numpy() if filled.device.type == "cpu" else None
+        for parameter, offset in parameters_in(layout, start, end):
+            name, array = next(gathered, (None, None))
+            _check(name, array, parameter)
+            at = slice(offset - start, offset - start + parameter.num_bytes)
+            if host is not None and isinstance(array, np.ndarray):
+                host[at] = _bytes_of(array)
+            else:
+                _write(array, filled[at])
+        yield filled
+    extra = next(gathered, None)
+    if extra is not None:
+        raise UpdateError(f"the trainer gathered {extra[0]!r} after the last parameter of its layout")
+
+
+def _check(name: str | None, array: Any, expected: ParameterSpec) -> None:
+    found = None if name is None else (name, tuple(array.shape), _dtype_name(array.dtype))
+    wanted: tuple[str, tuple[int, ...], str] = (expected.name, expected.shape, expected.dtype)
+    if found != wanted:
+        wanted = (expected.name, expected.shape, expected.dtype.value)
+        raise UpdateError(f"the trainer must gather {wanted} next, as its layout says, it gathered {found}")
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    # As bytes before torch sees it: numpy has bfloat16 by extension only, which torch does not take.
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _write(array: Any, into: torch.Tensor) -> None:
+    """Copy the bytes of a numpy, torch or DLPack array into flat uint8 memory."""
+    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
+        host = _bytes_of(array)
+        if into.device.type == "cpu":
+            into.numpy()[:] = host
+        else:
+            into.copy_(torch.from_numpy(host.copy()))
+        return
+    tensor = array if isinstance(array, torch.Tensor) else from_dlpack(array)
+    into.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))

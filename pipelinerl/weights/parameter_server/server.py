@@ -1,0 +1,358 @@
+"""A parameter server: versions of the weights in host memory, written by the trainer, fetched by engines (RLAX §3).
+
+A server holds all of a version, or the shard that its announcement names; a byte has the same place either way.
+
+    trainer ─ announce ─▶ memory is made ─ bytes (mapped, or PUT) ─▶ seal: digest compared ─▶ engines map it, or GET
+                                                                                  └─▶ persistent copy, in parallel
+
+GET  /health                                liveness, without a token
+GET  /versions                              what is held, whom it is held for
+POST /versions                              announce a version: memory for it, if there is room
+GET  /versions/{epoch}/{version}            one version: digest, layout, where its memory can be mapped
+PUT  /weights/{epoch}/{version}             bytes of an announced version, the range named by Content-Range
+POST /versions/{epoch}/{version}/copy       fetch an announced version from another server instead
+POST /versions/{epoch}/{version}/seal       all bytes were written: compare the digest, and give them out from now on
+GET  /weights/{epoch}/{version}             bytes of a sealed version; `Range: bytes=a-b` gives a part
+POST /progress                              what each member serves or holds; what nobody needs is forgotten
+
+Promises: nothing is given out whose digest was not compared; the rules of `VersionTable` and `retention`; bytes leave
+from the memory in which they arrived; a replica is another such server, and a restarted one begins with what it saved.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` without any |
+| a reader of a GET | it takes the next piece, leaves or dies | `BODY_TIMEOUT_S` for a piece; then it is cut off |
+| a copy | the other server | the order's timeout |
+| a digest, a save | its thread, which waits for nobody | – |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from operator import itemgetter
+from typing import Final, final
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from inference_contract import routes
+from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, InvalidRequest
+from pipelinerl.errors import CheckpointError, PipelineError
+from pipelinerl.system.background import in_background
+from pipelinerl.system.http_service import guard, refuse_in_one_shape
+from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.parameter_server import server_wire
+from pipelinerl.weights.parameter_server.retention import Key, named
+from pipelinerl.weights.parameter_server.server_wire import (
+    Announcement,
+    CopyOrder,
+    ProgressReport,
+    Seal,
+    ServerState,
+    VersionRecord,
+)
+from pipelinerl.weights.parameter_server.snapshot_store import Snapshot, SnapshotStore
+from pipelinerl.weights.parameter_server.version_table import Version, VersionTable
+from pipelinerl.weights.pull import PullOrder, PullSource, Range, Shard
+
+#: Bytes that have not come by then are not coming, and what has not been taken by then is not wanted.
+BODY_TIMEOUT_S: Final = 30.0
+#: What is handed to a connection at once: others have their turn between two.
+_PIECE_BYTES: Final = 4 * 2**20
+
+log = logging.getLogger("pipelinerl")
+
+
+@final
+class ParameterServer:
+    """One server's work behind its routes; every method runs on one event loop, what takes long on threads."""
+
+    def __init__(self, table: VersionTable, *, puller: PullSource, store: SnapshotStore | None) -> None:
+        """`puller` fetches from the other replicas; without a `store` nothing is saved."""
+        self.table = table
+        self._puller = puller
+        self._store = store
+        self._saved: Key | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._closing = threading.Event()
+
+    async def start(self) -> None:
+        """Take the newest version that was saved, if there is one, and its bytes are those that were saved."""
+        if self._store is None:
+            return
+        for snapshot in await asyncio.to_thread(lambda: list(self._store.newest() if self._store else ())):
+            announced = self.table.announce(
+                Announcement(
+                    epoch=snapshot.key[0], version=snapshot.key[1], layout=snapshot.layout, shard=snapshot.shard
+                )
+            )
+            try:
+                await asyncio.to_thread(self._store.read, snapshot, announced.segment.bytes)
+            except CheckpointError as error:
+                log.error("skipping a damaged snapshot: %s", error)
+                continue
+            self.table.seal(snapshot.key, snapshot.digest, snapshot.whole)
+            self._saved = snapshot.key
+            log.info("begins with the weights %s, read from %s", named(snapshot.key), self._store.place)
+            return
+
+    async def close(self) -> None:
+        """Give up what is being fetched; wait for what is being saved."""
+        self._closing.set()
+        if self._saving is not None:
+            await self._saving
+
+    def state(self) -> ServerState:
+        """What is held, and for whom."""
+        return ServerState(
+            epoch=self.table.epoch,
+            room=self.table.room,
+            versions=tuple(version.record() for version in self.table.versions()),
+            progress=self.table.progress,
+            saved=self._saved,
+        )
+
+    async def seal(self, key: Key, seal: Seal) -> VersionRecord:
+        """Give the version out from now on, if its bytes have the seal's digest.
+
+        Raises:
+            NotPrepared: it was not announced.
+            DigestMismatch: they do not; they may be written again.
+        """
+        with self.table.using(key) as version:
+            found = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
+            if found != seal.digest:
+                raise DigestMismatch(
+                    f"version {named(key)}: digest must be {seal.digest}, the bytes written have {found}",
+                    param="digest",
+                )
+            sealed = self.table.seal(key, seal.digest, seal.whole)
+        self._save_newest()
+        return sealed.record()
+
+    async def copy(self, key: Key, order: CopyOrder) -> VersionRecord:
+        """Fetch the bytes of an announced version from another server, and seal it.
+
+        Raises:
+            NotPrepared: it was not announced.
+            UpdateError, DeadlineError, DigestMismatch: the other server did not give them.
+        """
+        with self.table.using(key) as version:
+            if version.digest is None:
+                pull = PullOrder(
+                    shards=(Shard((order.source,), version.ranges),),
+                    epoch=key[0],
+                    version=key[1],
+                    digest=order.digest,
+                    deadline=time.monotonic() + order.timeout_s,
+                    given_up=self._closing,
+                )
+                fetching = in_background(
+                    "copy", lambda: self._puller.fetch(pull, into=version.segment.bytes, on_progress=lambda _: None)
+                )
+                await asyncio.wrap_future(fetching)
+            sealed = self.table.seal(key, order.digest, order.whole)
+        self._save_newest()
+        return sealed.record()
+
+    def _save_newest(self) -> None:
+        if self._store is not None and (self._saving is None or self._saving.done()):
+            self._saving = asyncio.create_task(self._save(self._store))
+
+    async def _save(self, store: SnapshotStore) -> None:
+        """Save the newest version, and again as long as a newer one came meanwhile; a failure waits for the next."""
+        while (newest := self.table.newest()) is not None and newest.key != self._saved:
+            key = newest.key
+            snapshot = Snapshot(
+                key=key,
+                layout=newest.layout,
+                shard=newest.shard,
+                digest=newest.digest or "",
+                whole=newest.whole or "",
+            )
+            with self.table.using(key) as version:
+                saving = in_background("save", partial(store.save, snapshot, version.segment.bytes))
+                await asyncio.wait({asyncio.wrap_future(saving)})
+            if (error := saving.exception()) is not None:
+                log.error("version %s was not saved to %s: %s", named(key), store.place, error)
+                return
+            self._saved = key
+
+
+def _digest(version: Version) -> str:
+    digest = WeightDigest()
+    for start, end in version.ranges:
+        digest.update(version.segment.bytes[start:end])
+    return digest.hexdigest()
+
+
+# --- HTTP --------------------------------------------------------------------------------------------------------
+
+
+def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
+    """The application that serves `server`, started and closed with it; `token` is wanted everywhere but on /health."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.close()
+
+    app = FastAPI(title="pipelinerl parameter server", lifespan=lifespan, openapi_url=None)
+    app.get(routes.HEALTH)(lambda: {"state": "ready"})
+    _add_versions(app, server)
+    # Starlette takes an instance for an ASGI application; these two move bytes, and build no request around them.
+    app.router.routes.append(Route(routes.WEIGHTS, _Read(server.table), methods=["GET"]))
+    app.router.routes.append(Route(routes.WEIGHTS, _Write(server.table), methods=["PUT"]))
+    app.add_exception_handler(ContractError, _refused)
+    app.add_exception_handler(PipelineError, _failed)
+    refuse_in_one_shape(app)
+    guard(app, token=token)
+    return app
+
+
+def _add_versions(app: FastAPI, server: ParameterServer) -> None:
+    @app.get(server_wire.VERSIONS)
+    async def state() -> ServerState:
+        return server.state()
+
+    @app.post(server_wire.VERSIONS)
+    async def announce(announcement: Announcement) -> VersionRecord:
+        return server.table.announce(announcement).record()
+
+    @app.get(server_wire.VERSION)
+    async def record(epoch: int, version: int) -> VersionRecord:
+        return server.table.whole((epoch, version)).record()
+
+    @app.post(server_wire.COPY)
+    async def copy(epoch: int, version: int, order: CopyOrder) -> VersionRecord:
+        return await server.copy((epoch, version), order)
+
+    @app.post(server_wire.SEAL)
+    async def seal(epoch: int, version: int, seal: Seal) -> VersionRecord:
+        return await server.seal((epoch, version), seal)
+
+    @app.post(server_wire.PROGRESS)
+    async def progress(report: ProgressReport) -> ServerState:
+        server.table.confirm(report.epoch, report.progress)
+        return server.state()
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ContractError)
+    return JSONResponse(error.to_wire(), error.status)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    """What another server did wrong."""
+    return JSONResponse(
+        {"error": {"message": str(error), "type": "server_error", "param": None, "code": "failed"}}, 502
+    )
+
+
+@final
+class _Read:
+    """GET: pieces of the version's memory, handed to the connection as they lie."""
+
+    def __init__(self, table: VersionTable) -> None:
+        self._table = table
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = _key(scope)
+        whole = self._table.whole(key)
+        size, asked = whole.layout.num_bytes, _header(scope, b"range")
+        start, end = _range("bytes=0-" if asked is None else asked, r"bytes=(\d+)-(\d*)", whole)
+        with self._table.using(key) as version:
+            headers = [(b"content-length", str(end - start).encode()), (b"content-type", b"application/octet-stream")]
+            if asked is not None:
+                headers.append((b"content-range", f"bytes {start}-{end - 1}/{size}".encode()))
+            await send({"type": "http.response.start", "status": 200 if asked is None else 206, "headers": headers})
+            try:
+                await _give(version.segment.bytes.data, start, end, send)
+            except TimeoutError:  # an answer that is not whole ends its connection
+                log.warning("a reader of %s has taken nothing for %g s: cut off", named(key), BODY_TIMEOUT_S)
+
+
+async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
+    """The bytes [start, end) and the end of the body. Raises `TimeoutError` for a reader that stands still."""
+    for piece in range(start, end, _PIECE_BYTES):
+        body = view[piece : min(piece + _PIECE_BYTES, end)]
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+    async with asyncio.timeout(BODY_TIMEOUT_S):
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@final
+class _Write:
+    """PUT: bytes go where they belong as they come."""
+
+    def __init__(self, table: VersionTable) -> None:
+        self._table = table
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = _key(scope)
+        with self._table.using(key) as version:
+            if version.digest is not None:
+                raise InvalidRequest(f"version {named(key)} is complete and cannot be written any more")
+            size = version.layout.num_bytes
+            named_range = _header(scope, b"content-range") or f"bytes 0-{size - 1}/{size}"
+            at, end = _range(named_range, rf"bytes (\d+)-(\d+)/{size}", version)
+            more = True
+            while more:
+                message = await _in_time(receive)
+                if message["type"] == "http.disconnect":
+                    return
+                chunk, more = message.get("body", b""), message.get("more_body", False)
+                if at + len(chunk) > end:
+                    raise InvalidRequest(f"more bytes came than the range up to {end} has room for")
+                version.segment.bytes[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+                at += len(chunk)
+            if at != end:
+                raise InvalidRequest(f"{end - at} bytes of the range up to {end} did not come")
+        await Response(status_code=204)(scope, receive, send)
+
+
+async def _in_time(receive: Receive) -> Message:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await receive()
+    except TimeoutError:
+        raise DeadlineExceeded(f"no byte of the body has come for {BODY_TIMEOUT_S:g} s") from None
+
+
+def _key(scope: Scope) -> Key:
+    given = scope["path_params"]
+    try:
+        return int(given["epoch"]), int(given["version"])
+    except ValueError:
+        raise InvalidRequest("epoch and version must be whole numbers", param="version") from None
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+def _range(text: str, form: str, version: Version) -> Range:
+    """[start, end) of a header. Raises `InvalidRequest` for one not of the form, or not within one that is held."""
+    found, size = re.fullmatch(form, text), version.layout.num_bytes
+    start, end = (int(found[1]), int(found[2] or size - 1) + 1) if found else (0, 0)
+    if found is None or not start < end <= size:
+        raise InvalidRequest(f"the range must lie within the {size} bytes of the version, as bytes=first-last")
+    at = bisect_right(version.ranges, start, key=itemgetter(0)) - 1
+    if at < 0 or end > version.ranges[at][1]:
+        raise InvalidRequest(f"the bytes {start} to {end} are not all held here, which is {version.shard}")
+    return start, end

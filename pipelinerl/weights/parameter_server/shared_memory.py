@@ -1,0 +1,116 @@
+"""`SharedMemory`: memory of a parameter server that other processes of this host can map, as an anonymous file.
+
+A memfd, not a file in /dev/shm: it has no name to clean up, so that a server killed with -9 leaves nothing behind; it
+is not bounded by the 64 MB that containers give /dev/shm; and only processes of the same user, which see the server's
+process, can open it, through /proc. Who cannot, because it runs elsewhere, finds that out by its name, which no other
+segment has, and goes by HTTP. Linux only; elsewhere a segment is private memory, and everybody goes by HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import time
+from enum import StrEnum
+from typing import Final, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_contract.wire import Wire
+
+_HAS_MEMFD: Final = hasattr(os, "memfd_create")
+_NUMBERS: Final = itertools.count()
+
+
+#: Segments that stay mapped, per server: as many as it is likely to go round among.
+_KEPT: Final = 4
+
+
+class Access(StrEnum):
+    """What an attachment may do with the memory."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+class SharedMemoryAddress(Wire):
+    """Where a segment can be opened on the host that it is on."""
+
+    pid: int
+    fd: int
+    name: str
+    num_bytes: int
+
+
+@final
+class SharedMemory:
+    """`num_bytes` of shared memory, freed with its last user. Made by a server, reused for version after version."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.address: SharedMemoryAddress | None = None
+        self._fd = -1
+        # An empty mapping is an error to the system, an empty parameter is none to us.
+        length = max(num_bytes, 1)
+        if _HAS_MEMFD:
+            name = f"pipelinerl-{os.getpid()}-{time.time_ns()}-{next(_NUMBERS)}"
+            self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, length)
+            self.address = SharedMemoryAddress(pid=os.getpid(), fd=self._fd, name=name, num_bytes=num_bytes)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self._fd, length), np.uint8)[:num_bytes]
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+@final
+class Attachment:
+    """A segment of another process, mapped here; it stays readable even if its server dies."""
+
+    def __init__(self, address: SharedMemoryAddress, memory: NDArray[np.uint8]) -> None:
+        self.address = address
+        self.bytes = memory
+
+    @classmethod
+    def to(cls, address: SharedMemoryAddress, access: Access = Access.READ) -> Self | None:
+        """Map the segment at `address`; None where it cannot be reached: another host, container or user."""
+        path = f"/proc/{address.pid}/fd/{address.fd}"
+        try:
+            if os.readlink(path) != f"/memfd:{address.name} (deleted)":
+                return None
+            handle = os.open(path, os.O_RDWR if access is Access.WRITE else os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            # Between the two calls the descriptor may have become another file's: what was opened decides.
+            if os.readlink(f"/proc/self/fd/{handle}") != f"/memfd:{address.name} (deleted)":
+                return None
+            how = mmap.ACCESS_WRITE if access is Access.WRITE else mmap.ACCESS_READ
+            mapped = mmap.mmap(handle, max(address.num_bytes, 1), access=how)
+        except (OSError, ValueError):
+            return None
+        finally:
+            os.close(handle)
+        return cls(address, np.frombuffer(mapped, np.uint8)[: address.num_bytes])
+
+
+@final
+class Attachments:
+    """Segments that stay mapped, since a page fault for every page costs more than the copy does."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._by_server: dict[str, dict[str, Attachment]] = {}
+
+    def to(self, server: str, address: SharedMemoryAddress) -> Attachment | None:
+        """The segment of `server`, mapped; of an earlier life of it nothing is kept, for that would keep its memory."""
+        known = self._by_server.pop(server, {})
+        alive = {name: attached for name, attached in known.items() if attached.address.pid == address.pid}
+        attached = alive.pop(address.name, None) or Attachment.to(address, self._access)
+        if attached is not None:
+            newest = list(alive.items())[1 - _KEPT :]
+            self._by_server[server] = {**dict(newest), address.name: attached}
+        return attached

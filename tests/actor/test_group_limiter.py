@@ -1,0 +1,33 @@
+"""Places are taken, given back, and become more or fewer while somebody waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pipelinerl.actor.group_limiter import GroupLimiter
+
+
+async def test_all_free_places_are_taken_and_the_next_waits() -> None:
+    room = GroupLimiter(3)
+    assert await room.take(1) == 1 and await room.take() == 2
+    waiting = asyncio.create_task(room.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    room.give_back(2)
+    assert await waiting == 2
+
+
+async def test_more_room_wakes_who_waits_and_less_is_kept_once_it_is_there() -> None:
+    room = GroupLimiter(1)
+    assert await room.take() == 1
+    waiting = asyncio.create_task(room.take())
+    await asyncio.sleep(0)
+    room.resize(3)
+    assert await waiting == 2
+    room.resize(1)
+    room.give_back(2)
+    waiting = asyncio.create_task(room.take())
+    await asyncio.sleep(0)
+    assert not waiting.done(), "one place is held and one is allowed"
+    room.give_back()
+    assert await waiting == 1

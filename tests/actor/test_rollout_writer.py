@@ -1,0 +1,126 @@
+"""Where an actor's groups go: each once, on a server and in memory, and from one of several actors of a name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+
+from pipelinerl.actor.rollout_writer import RolloutWriter
+from pipelinerl.errors import FencedError
+from pipelinerl.messages import ROLLOUTS
+from pipelinerl.streams.embedded_redis import EmbeddedRedis
+from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.records import decode_group
+from pipelinerl.streams.stream import START, Stream
+from tests.actor.test_actor import DEADLINE_S, NAME, ScriptedSampler, Watched, none_of, order, until, working
+from tests.fakes.rollouts import group
+
+ANOTHER = "another actor is called actor-0; give each a --name of its own"
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def stream(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stream]:
+    if request.param == "memory":
+        yield await open_stream("memory://", namespace="test")
+        return
+    with EmbeddedRedis(tmp_path) as server:
+        opened = await open_stream(server.url, namespace="test", timeout_s=5.0)
+        yield opened
+        await opened.close()
+
+
+async def indices(stream: Stream) -> list[int]:
+    entries = await stream.read({ROLLOUTS + NAME: START}, count=100, block_s=0)
+    return [decode_group(entry.payload).index for entry in entries]
+
+
+@final
+class Forgetful:
+    """Appends, loses the answer, and appends again, as a client does whose connection broke; the trainer may trim."""
+
+    def __init__(self, behind: Stream, *, trims: bool = False) -> None:
+        self._behind = behind
+        self._trims = trims
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._behind, name)
+
+    async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int) -> int:
+        await self._behind.append(stream, payloads, first_id=first_id)
+        if self._trims:
+            await self._behind.trim(stream, before=f"{first_id + len(payloads) - 1}-0")
+        return await self._behind.append(stream, payloads, first_id=first_id)
+
+
+async def test_the_next_life_writes_on(stream: Stream) -> None:
+    first = await RolloutWriter.begin(stream, actor=NAME)
+    await first.append([group(1), group(2)])
+    await first.append([group(3)])
+    second = await RolloutWriter.begin(stream, actor=NAME)
+    await second.append([group(4)])
+    assert await indices(stream) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("trims", "kept"), [(False, [1, 2, 3]), (True, [3])])
+async def test_an_answer_that_was_lost_is_no_other_actor(stream: Stream, trims: bool, kept: list[int]) -> None:
+    """Even when the trainer has done with some of the groups before they are appended again."""
+    partition = await RolloutWriter.begin(Forgetful(stream, trims=trims), actor=NAME)
+    await partition.append([group(1), group(2)])
+    await partition.append([group(3)])
+    assert await indices(stream) == kept
+
+
+async def test_of_two_of_a_name_the_earlier_ends(stream: Stream) -> None:
+    """One that was stopped, and goes on once another has taken its place: until that writes, what it appends counts."""
+    earlier = await RolloutWriter.begin(stream, actor=NAME)
+    later = await RolloutWriter.begin(stream, actor=NAME)
+    await earlier.append([group(1)])
+    await later.append([group(2)])
+    with pytest.raises(FencedError, match=ANOTHER):
+        await earlier.append([group(3)])
+    await later.append([group(4)])
+    assert await indices(stream) == [1, 2, 4]
+
+
+async def test_it_ends_also_when_the_trainer_is_done_with_what_the_other_has_written(stream: Stream) -> None:
+    earlier = await RolloutWriter.begin(stream, actor=NAME)
+    later = await RolloutWriter.begin(stream, actor=NAME)
+    await later.append([group(2)])
+    await stream.trim(ROLLOUTS + NAME, before=f"{later.number}-0")
+    with pytest.raises(FencedError, match=ANOTHER):
+        await earlier.append([group(3)])
+
+
+async def test_two_that_number_alike_are_told_apart(stream: Stream) -> None:
+    """The later one's machine may have a clock that is behind: then it goes on from the earlier one's last number."""
+    first, second = (RolloutWriter(stream, actor=NAME, number=7) for _ in range(2))
+    await first.append([group(1)])
+    with pytest.raises(FencedError, match=ANOTHER):
+        await second.append([group(2)])
+
+
+async def test_an_actor_that_was_replaced_acknowledges_nothing() -> None:
+    """What it held is left to the other one; a group of which the partition knows nothing would be lost for good."""
+    watched, sampler = Watched(), ScriptedSampler()
+    sampler.gate.clear()
+    await watched.order(order(1))
+
+    async def asked() -> bool:
+        return len(sampler.requests) == 1
+
+    async with working(watched, sampler) as task:
+        await until(asked)
+        other = await RolloutWriter.begin(watched.stream, actor=NAME)
+        await other.append([group(0)])
+        sampler.gate.set()
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(task, DEADLINE_S)
+    assert ended.group_contains(FencedError, match=ANOTHER)
+    assert await watched.unacknowledged() == 1
+    async with working(watched, ScriptedSampler()):
+        assert await until(lambda: none_of(watched.unacknowledged()))
+    assert await indices(watched.stream) == [0, 1]

@@ -1,0 +1,237 @@
+"""`pipelinerl check`: whatever would stop a run later is refused before, and the shipped recipes can run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl.commands.check import findings, refuse
+from pipelinerl.config.recipe import MODELS, RECIPES, RunConfig, load, parse, to_table
+from pipelinerl.errors import ModelError, RecipeError, UserError
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.registry import ENGINES
+from pipelinerl.roles.wiring import objective_of
+from tests.patience import PATIENCE_S
+
+SHIPPED = MODELS / "tiny_speller"
+QUICK = ("evaluation.problems=4",)
+
+
+def with_domain(**domain: object) -> RunConfig:
+    """The shipped recipe with one domain, and room for long prompts."""
+    table = to_table(load("tiny", [*QUICK, "engine.context_length=64"]))
+    return parse(table | {"domains": [{"name": "d", **domain}]})
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_shipped_recipes_can_run(recipe: Path) -> None:
+    config = load(recipe)
+    if not ENGINES[config.engine.type].installed:
+        with pytest.raises(RecipeError, match=r"needs .*, which is not installed"):
+            refuse(config)
+        return
+    found = dict(findings(config))
+    assert list(found) == ["model", "engine", "trainer", "objective", "staleness", "training", "held out"]
+    assert found["training"] != found["held out"]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.path=/nope", "expected a model directory at /nope, found nothing there"),
+        ("engine.type=vllm_server", "engine.servers must name one server for each of the 1 engines, got 0"),
+        ('engine.servers=["http://127.0.0.1:8000"]', "are for the types sglang_server and vllm_server, got .* torch"),
+        ("model.path=shipped:nope", "expected a model directory at .*nope, found nothing there"),
+        ("engine.type=zzz", "engine.type must be one of .*torch.*, got 'zzz'"),
+        ("trainer.type=zzz", "trainer.type must be one of .*torch.*, got 'zzz'"),
+        ("objective=zzz", "objective.preset must be one of .*; got 'zzz'"),
+        ("objective.zzz=1", "objective.zzz is unknown; expected one of preset, agg"),
+        ("objective.adv.kind=zzz", "objective.adv.kind must be one of .*; got 'zzz'"),
+        ("objective.grad1.epsilon_low=x", "objective.grad1.epsilon_low must be a number, got 'x'"),
+        ("critic.clip=0.5", "critic: the objective reads no values; remove the section"),
+        ("parameter_server.copies=foo://x", "foo://x cannot be reached from here"),
+        ("trainer.options.foo=1", "trainer.type 'torch' knows no options, got foo; remove them"),
+        ("reference.path=/r", "reference: the objective reads no ref_logprobs; remove the section"),
+        ("kl_control.target=0.1", "kl_control: the objective has no KL term to control"),
+        ("training.old_logprobs=behavior", "training.old_logprobs: the objective reads none; leave it out"),
+        ("training.old_logprobs=sampling_weights", "training.old_logprobs: the objective reads none; leave it out"),
+    ],
+)
+def test_names_are_refused_in_no_time(override: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        refuse(load("tiny", [override]))
+
+
+@pytest.mark.parametrize("part", ["reference", "critic"])
+def test_the_models_of_the_other_workers_must_be_there_too(part: str) -> None:
+    objective = {"reference": "grpo_kl", "critic": "ppo"}[part]
+    with pytest.raises(ModelError, match=rf"{part}\.path: expected a model directory at /nope"):
+        refuse(load("tiny", [f"objective={objective}", f"{part}.path=/nope"]))
+
+
+def test_what_the_engine_would_refuse_as_it_is_made_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"the torch engine runs its model on one device, got engine\.devices=4"):
+        list(findings(load("tiny", [*QUICK, "engine.devices=4"])))
+
+
+def test_a_recipe_for_gpus_may_be_checked_where_there_are_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    found = dict(findings(load("tiny", [*QUICK, "trainer.device=cuda", "weights.backend=nccl"])))
+    assert found["elsewhere"] == "this machine has no GPU, which the recipe asks for: trainer.device, weights.backend"
+
+
+def test_a_pass_that_nobody_can_make_is_refused() -> None:
+    with pytest.raises(UserError, match=r"objective needs a critic, and trainer\.type 'jax' has no value head; use"):
+        objective_of(load("tiny", ["objective=ppo", "trainer.type=jax"]))
+    with pytest.raises(UserError, match="must not be behavior beside is_weight, which divides old by behavior"):
+        objective_of(load("tiny", ["objective=ppo_tis", "training.old_logprobs=behavior"]))
+
+
+def test_weights_that_would_be_kept_without_bound_are_refused_and_others_are_counted() -> None:
+    asked = [*QUICK, "objective=decoupled_ppo", "training.old_logprobs=sampling_weights", "staleness.j=4"]
+    with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
+        refuse(load("tiny", [*asked, "staleness.k=inf"]))
+    said = dict(findings(load("tiny", [*asked, "staleness.k=10"])))["old log-probs"]
+    each = sum(file.stat().st_size for file in SHIPPED.glob("*.safetensors")) / 2**20
+    assert said.startswith(f"3 versions of the weights, {3 * each:,.0f} MiB of the trainer's host memory and of each")
+    assert f"({10 * each:,.0f} MiB at most" in said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective=ppo", "critic.warmup_steps=3", "critic.clip=inf"],
+        ["objective.preset=grpo", "objective.grad2=kl", "kl_control.target=0.1", "reference.path=shipped:tiny_speller"],
+        ["objective=ppo_recomputed", "training.old_logprobs=behavior"],
+        ["objective=ppo_tis", "training.old_logprobs=sampling_weights"],
+        ["objective=ppo", "critic.schedule=cosine", "critic.rate_warmup_steps=2", "critic.final_fraction=0.1"],
+    ],
+)
+def test_what_the_trainer_can_make_is_not_refused(overrides: list[str]) -> None:
+    refuse(load("tiny", overrides))
+
+
+def test_refusing_imports_no_array_library_but_numpy() -> None:
+    """`pipelinerl run` does it before it starts anything, and then waits for its processes in little memory."""
+    script = (
+        "import sys; from pipelinerl.config.recipe import load; from pipelinerl.commands.check import refuse; "
+        "refuse(load('tiny')); print(sorted({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (answer.stdout, answer.returncode) == ("[]\n", 0), answer.stderr
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def rewritten(name: str, content: bytes) -> Callable[[Path], None]:
+    def rewrite(path: Path) -> None:
+        (path / name).write_bytes(content)
+
+    return rewrite
+
+
+def wider(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 10}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (without("tokenizer.json"), "lacks tokenizer.json"),
+        (without("model.safetensors"), r"lacks \*.safetensors"),
+        (without("config.json"), "lacks config.json"),
+        (lambda path: os.truncate(path / "model.safetensors", 4), "cannot be loaded: .*header"),
+        (lambda path: os.truncate(path / "model.safetensors", 100_000), "cannot be loaded: "),
+        (rewritten("model.safetensors", b"x" * 1000), "cannot be loaded: .*header"),
+        (rewritten("config.json", b"{"), "config.json"),
+        (rewritten("config.json", b"[]"), "config.json"),
+        (rewritten("config.json", b'{"model_type": "zzz"}'), "'zzz'|`zzz`"),
+        (rewritten("tokenizer.json", b"{}"), "the tokenizer of .* cannot be read"),
+        (wider, "weights do not fit config.json: 6 absent or of another shape, first model.layers.0.mlp"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_found(
+    tmp_path: Path, damage: Callable[[Path], None], sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(SHIPPED, path)
+    damage(path)
+    with pytest.raises(ModelError, match=sentence) as refused:
+        list(findings(load("tiny", [*QUICK, f"model.path={path}"])))
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr().err == "", "the sentence is all that is said"
+
+
+def test_engine_and_trainer_must_be_of_the_models_kind(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(SHIPPED, path)
+    (path / "model.safetensors").unlink()
+    BigramModel.random(57, seed=0).save(path)
+    bigrams = [*QUICK, f"model.path={path}", "engine.type=bigram", "trainer.type=bigram"]
+    assert "model" in dict(findings(load("tiny", bigrams)))
+    for part in ("engine", "trainer"):
+        with pytest.raises(ModelError, match=f"{part}.type 'torch' does not fit the model in .*, of type 'bigram'"):
+            list(findings(load("tiny", [*bigrams, f"{part}.type=torch"])))
+        with pytest.raises(ModelError, match=f"{part}.type 'bigram' does not fit the model in .*, of type 'qwen3'"):
+            list(findings(load("tiny", [*QUICK, f"{part}.type=bigram"])))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["engine.context_length=4096"], "engine.context_length must be at most the 64 positions of"),
+        (["sampling.max_tokens=31"], "engine.context_length leaves 1 tokens for a prompt .* of 10 tokens was found"),
+        (["evaluation.max_tokens=25"], "engine.context_length leaves 7 tokens for a prompt .* of 10 tokens was found"),
+    ],
+)
+def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        list(findings(load("tiny", [*QUICK, *overrides])))
+
+
+@pytest.mark.parametrize(
+    ("domain", "sentence"),
+    [
+        ({"source": "zzz"}, "domains.d.source must be reasoning_gym:<task>, addition or jsonl, got 'zzz'"),
+        ({"source": "reasoning_gym:zzz"}, "domains.d: reasoning-gym refuses task 'zzz'"),
+        (
+            {"source": "reasoning_gym:spell_backward", "parameters": {"zz": 1}},
+            "domains.d: reasoning-gym refuses task 'spell_backward'",
+        ),
+        ({"source": "jsonl"}, "domains.d.parameters.path must be the path of a file, got None"),
+        ({"source": "addition", "verifier": "zzz"}, "domains.d.verifier must be one of .*, got 'zzz'"),
+        (
+            {"source": "addition", "verifier": "reasoning_gym"},
+            "domains.d.verifier cannot judge its problems: .* is no reasoning-gym problem",
+        ),
+        (
+            {"source": "reasoning_gym:countdown", "verifier": "reasoning_gym"},
+            "domains.d.verifier cannot judge its problems: reasoning-gym's scorer of countdown runs answers as code",
+        ),
+    ],
+)
+def test_sources_and_verifiers_must_belong_together(domain: dict[str, object], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        list(findings(with_domain(**domain)))
+
+
+def test_every_problem_of_the_evaluation_must_be_there(tmp_path: Path) -> None:
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(100)))
+    table = to_table(with_domain(source="jsonl", parameters={"path": str(file)}))
+    assert dict(findings(parse(table | {"evaluation": {"problems": 2}})))["held out"]
+    with pytest.raises(RecipeError, match=r"the held_out split holds .* problems; ask for fewer"):
+        list(findings(parse(table | {"evaluation": {"problems": 100}})))
+    assert dict(findings(parse(table | {"evaluation": {"problems": 0}})))["held out"] == "no problems"

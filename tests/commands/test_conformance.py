@@ -1,0 +1,67 @@
+"""`pipelinerl conformance`: it says of each promise whether it is kept, and whether all are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.commands.conformance import check_engine, check_trainer
+from pipelinerl.errors import AddressError, ModelError, RecipeError
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from tests.fakes.scripted_engine import application
+from tests.fakes.served import in_thread
+
+
+class Forgetful:
+    """A bigram trainer that does not count its steps."""
+
+    def __init__(self) -> None:
+        self._trainer = BigramTrainer()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    model_version = 0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    BigramModel.random(7, seed=0).save(tmp_path)
+    return tmp_path
+
+
+def test_a_trainer_that_keeps_its_promises(model: Path) -> None:
+    said: list[str] = []
+    assert check_trainer("bigram", model, say=said.append)
+    assert said[-1].endswith(", 0 broken")
+
+
+def test_a_trainer_that_does_not(model: Path) -> None:
+    said: list[str] = []
+    assert not check_trainer(f"{__name__}:Forgetful", model, say=said.append)
+    assert any(line.startswith("failed") for line in said) and not said[-1].endswith(", 0 broken")
+
+
+def test_what_is_no_trainer(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="expected module:attribute of an installed module, got 'zzz'"):
+        check_trainer("zzz", model, say=print)
+    for content in ("{", "[]", "{}", '{"vocab_size": "many"}'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ModelError, match=r"must be a model directory whose config.json says vocab_size"):
+            check_trainer("bigram", tmp_path, say=print)
+
+
+def test_an_engine_that_keeps_its_promises() -> None:
+    said: list[str] = []
+    with in_thread(application(token="secret")) as url:
+        assert check_engine(url, token="secret", say=said.append), "\n".join(said)
+        assert not check_engine(url, token="other", say=lambda _: None)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "banana", "http://["])
+def test_where_no_engine_is(url: str) -> None:
+    with pytest.raises(AddressError, match="no engine answers at"):
+        check_engine(url, token=None, say=print)

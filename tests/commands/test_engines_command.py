@@ -1,0 +1,167 @@
+"""`pipelinerl engines …`: what is asked of the controller, what is waited for, and what people read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from typer.testing import CliRunner
+
+from pipelinerl.commands.engines import gone, joined, table
+from pipelinerl.commands.engines_command import engines_app
+from pipelinerl.commands.remote import Remote
+from pipelinerl.errors import DeadlineError, UserError
+from pipelinerl.observability.status import EngineStatus, RequestedEngine, RunStatus
+from tests.fakes.served import in_thread
+
+URL = "http://127.0.0.1:7001"
+
+
+@dataclass
+class Controller:
+    """Writes down what it is asked, and says of each engine what comes next in its script; the last stays."""
+
+    standings: dict[str, list[str]] = field(default_factory=dict)
+    asked: list[tuple[str, str, Any]] = field(default_factory=list)
+    stopped: tuple[str, ...] = ()
+
+    def application(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+
+        @app.get("/status")
+        async def status() -> Response:
+            now = {name: states.pop(0) if len(states) > 1 else states[0] for name, states in self.standings.items()}
+            engines = tuple(
+                EngineStatus(url=f"{URL}{i}", name=name, type="torch", state=state, version=3, last_error="why not")
+                for i, (name, state) in enumerate(now.items())
+            )
+            return Response(
+                RunStatus(run="tiny", engines=engines, stopped=self.stopped).to_json(),
+                media_type="application/json",
+            )
+
+        @app.api_route("/engines", methods=["POST", "DELETE"])
+        @app.post("/engines/{order}")
+        async def order(request: Request) -> dict[str, Any]:
+            body = await request.body()
+            path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+            self.asked.append((request.method, path, json.loads(body) if body else None))
+            return {"names": ["engine-1"]} if path.endswith("/hire") else {"state": "done"}
+
+        return app
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Controller]:
+    made = Controller()
+    with in_thread(made.application()) as url:
+        (tmp_path / "controller.json").write_text(json.dumps({"url": url, "token": None}))
+        yield made
+
+
+def run(where: Path | str, command: str, *arguments: str) -> str:
+    result = CliRunner().invoke(engines_app, [command, str(where), *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_table_shows_who_is_there_and_who_is_still_to_come() -> None:
+    status = RunStatus(
+        run="tiny",
+        engines=(
+            EngineStatus(
+                url=URL, name="engine-0", type="torch", state="healthy", version=7, running=3, tokens_per_s=9.6
+            ),
+            EngineStatus(url=URL + "1", state="dead", last_error="no answer"),
+        ),
+        requested=(RequestedEngine(name="engine-0", type="torch"), RequestedEngine(name="engine-1", type="vllm")),
+    )
+    heading, first, second, third = (" ".join(line.split()) for line in table(status))
+    assert heading == "name type lifecycle version running waiting tokens/s url"
+    assert first == f"engine-0 torch healthy 7 3 0 10 {URL}"
+    assert second == f"- - dead 0 0 0 0 {URL}1 no answer"
+    assert third == "engine-1 vllm requested - - - -"
+
+
+def test_a_swap_waits_for_the_new_engine_and_for_the_end_of_the_old(controller: Controller, tmp_path: Path) -> None:
+    controller.standings = {"engine-0": ["healthy", "draining", "expelled"], "engine-1": ["joining", "healthy"]}
+    joined, gone = run(tmp_path, "swap", "engine-0", "--type", "vllm", "--patience", "9").splitlines()
+    assert joined.startswith("engine-1") and " healthy " in joined
+    assert gone.startswith("engine-0") and " expelled " in gone
+    order = {"type": "vllm", "count": 1, "replaces": "engine-0", "grace_s": 9.0}
+    assert controller.asked == [("POST", "/engines/request", order)]
+
+
+def test_an_engine_that_an_evaluation_has_pinned_has_come(controller: Controller, tmp_path: Path) -> None:
+    """It may be pinned by the very decision that proves it."""
+    controller.standings = {"engine-1": ["joining", "pinned"]}
+    assert " pinned " in run(tmp_path, "add", "--type", "torch")
+
+
+def test_an_engine_of_this_machine_may_be_named_otherwise_than_it_is_listed(
+    controller: Controller, tmp_path: Path
+) -> None:
+    controller.standings = {"engine-0": ["healthy"]}
+    assert f"{URL}0" in run(tmp_path, "add", f"{URL}0/".replace("127.0.0.1", "localhost"))
+
+
+def test_what_each_command_asks_for(controller: Controller, tmp_path: Path) -> None:
+    controller.standings = {"engine-0": ["expelled"]}
+    assert run(tmp_path, "add", "--type", "torch", "--no-wait") == "asked for engine-1\n"
+    assert run(tmp_path, "add", URL + "/", "--no-wait") == f"asked for {URL}\n"
+    assert run(tmp_path, "drain", "engine-0").startswith("engine-0")
+    assert run(tmp_path, "remove", URL) == f"{URL} is out\n"
+    assert len(run(tmp_path, "list").splitlines()) == 2
+    assert controller.asked == [
+        ("POST", "/engines/request", {"type": "torch", "count": 1, "replaces": "", "grace_s": 60.0}),
+        ("POST", "/engines", {"url": URL + "/"}),
+        ("POST", "/engines/drain", {"engine": "engine-0", "grace_s": 60.0}),
+        ("DELETE", "/engines?engine=http%3A%2F%2F127.0.0.1%3A7001", None),
+    ]
+
+
+def test_a_run_may_be_named_by_its_controllers_url(controller: Controller, tmp_path: Path) -> None:
+    """From a machine that does not see the run's directory."""
+    controller.standings = {"engine-1": ["joining", "healthy"]}
+    url = Remote.of(tmp_path).url
+    assert " healthy " in run(url, "add", "--type", "torch")
+    assert len(run(url, "list").splitlines()) == 2
+
+
+@pytest.mark.parametrize("arguments", [(), (URL, "--type", "torch")])
+def test_add_wants_a_url_or_a_type(controller: Controller, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="one of the two"):
+        run(tmp_path, "add", *arguments)
+    assert controller.asked == []
+
+
+@pytest.mark.parametrize("command", [("add",), ("swap", "engine-0")])
+def test_a_type_that_nobody_knows_is_not_asked_for(
+    controller: Controller, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError, match=r"--type must be one of torch, .*, got 'torhc'"):
+        run(tmp_path, *command, "--type", "torhc")
+    assert controller.asked == []
+
+
+def test_an_engine_that_cannot_be_had_is_not_waited_for(controller: Controller, tmp_path: Path) -> None:
+    controller.stopped = ("engine-1",)
+    with pytest.raises(UserError, match=r"engine-1 did not come, and the run goes on without it; see .*logs"):
+        run(tmp_path, "add", "--type", "vllm")
+
+
+def test_who_does_not_come_or_go_is_named_with_its_standing(controller: Controller, tmp_path: Path) -> None:
+    remote = Remote.of(tmp_path)
+    controller.standings = {"engine-0": ["joining"], "engine-1": ["expelled"]}
+    with pytest.raises(DeadlineError, match=r"engine-0 should serve within 0\.3 s, and is joining why not; see logs"):
+        joined(remote, "engine-0", logs=Path("logs"), within_s=0.3)
+    with pytest.raises(UserError, match="engine-1 was expelled: why not"):
+        joined(remote, "engine-1", logs=Path("logs"))
+    with pytest.raises(DeadlineError, match=r"engine-7 should be out within 0\.3 s, and is not heard of"):
+        gone(remote, "engine-7", within_s=0.3)

@@ -1,0 +1,161 @@
+"""`pipelinerl explain` as it is called: presets, recipes, rollouts in JSON and in records, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pipelinerl.cli import app
+from pipelinerl.config.recipe import MODELS
+from pipelinerl.errors import UserError
+from pipelinerl.messages import ROLLOUTS
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.objective.catalogue import PRESETS
+from pipelinerl.observability.events import EventLog
+from pipelinerl.streams.embedded_redis import EmbeddedRedis
+from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.records import encode_group
+from tests.fakes.rollouts import group
+
+ROLLOUT = {"reward": 1, "tokens": ["so", "[4]"], "behavior_logprobs": [-1, -0.7], "logprobs": [-1, -0.3]}
+OTHER = {"reward": 0, "tokens": ["5"], "behavior_logprobs": [-1.7]}
+
+
+def explain(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "200"}, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Callable[[Any], str]:
+    def store(content: Any) -> str:
+        path = tmp_path / "rollouts.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return store
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_explains_itself(name: str) -> None:
+    said = explain(name)
+    assert said.startswith(f"{name}: ") and "sg[agg · is_weight]" in said
+    for slot in ("agg", "is_weight", "adv", "grad1", "grad2"):
+        assert f"\n{slot}" in said
+    assert f"groups whose rewards are all equal: {PRESETS[name].no_signal}" in said
+    if PRESETS[name].objective.passes:
+        assert all(f"{column} (" in said for column in PRESETS[name].objective.passes)
+    else:
+        assert "needs nothing but" in said
+
+
+def test_without_a_choice_the_presets_are_listed() -> None:
+    lines = explain().splitlines()
+    assert [line.split()[0] for line in lines] == ["preset", *PRESETS]
+    assert next(line for line in lines if line.startswith("ppo ")).rstrip().endswith("values")
+
+
+def test_a_recipe_is_explained_with_its_changes() -> None:
+    said = explain("tiny", "training.no_signal=filter", "objective.grad1.epsilon_high=0.31")
+    assert said.startswith("pipelinerl with changes: ")
+    assert "r_t > 1.31" in said and "all equal: filter" in said
+
+
+def test_tokens_of_stored_rollouts(stored: Callable[[Any], str]) -> None:
+    lines = explain("grpo", "--rollout", stored({"rollouts": [ROLLOUT, OTHER]})).splitlines()[-4:]
+    assert lines[0].split() == ["group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"]
+    assert lines[1].split() == ["0", "0", "0", "'so'", "0.25", "1", "1", "1", "+0.25"]
+    assert lines[2].split() == ["0", "0", "1", "'[4]'", "0.25", "1", "1", "0", "+0"]
+    assert lines[3].split() == ["0", "1", "0", "'5'", "0.5", "1", "-1", "1", "-0.5"]
+
+
+def test_a_stored_record_of_a_group(tmp_path: Path) -> None:
+    path = tmp_path / "group"
+    path.write_bytes(encode_group(group(0)))
+    said = explain("ppo_tis", "--rollout", str(path))
+    assert len(said.split("multiplier")[1].strip().splitlines()) == sum(r.num_sampled_tokens for r in group(0).rollouts)
+
+
+@pytest.fixture(scope="module")
+def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step on the orders 4 and 7; of order 7 there is a copy of an abandoned epoch, too."""
+    run_dir = tmp_path_factory.mktemp("runs") / "ended"
+    abandoned = group(7, (1.0, 1.0, 0.0), version=5, epoch=1)
+
+    async def roll_out(url: str) -> None:
+        stream = await open_stream(url, namespace="ended")
+        groups = [group(4, epoch=2), abandoned, group(7, (0.0, 0.0, 1.0), epoch=2), group(8, epoch=2)]
+        await stream.append(ROLLOUTS + "a", [encode_group(each) for each in groups], first_id=1)
+        await stream.close()
+
+    with EmbeddedRedis(run_dir / "redis") as server:
+        asyncio.run(roll_out(server.url))
+    with EventLog(run_dir / "events.jsonl") as events:
+        for epoch in (1, 2):
+            events.write("trainer_ready", epoch=epoch, model_version=0, elapsed_s=0.0)
+        events.write("step", step=1, model_version=1, orders=[4, 7], elapsed_s=1.0)
+    (run_dir / "recipe.toml").write_text('base = "tiny"\n[run]\nname = "ended"\n')
+    return run_dir
+
+
+def test_rollouts_of_a_step_of_a_run(ended_run: Path) -> None:
+    run = ["--run", str(ended_run), "--step", "1"]
+    rows = [line.split() for line in explain("grpo", *run).split("multiplier")[1].strip().splitlines()]
+    assert [(row[0], row[1]) for row in rows[::2]] == [("4", "0"), ("4", "1"), ("7", "2"), ("7", "3"), ("7", "4")]
+    tokenizer = ChatTokenizer.load(MODELS / "tiny_speller")
+    assert [row[3] for row in rows[:2]] == [repr(tokenizer.decode([token])) for token in (3, 4)]
+    assert float(rows[-1][-1]) > 0 > float(rows[4][-1]), "of order 7 the copy that was trained on"
+    alone = explain("grpo", *run, "--group", "7").split("multiplier")[1].strip().splitlines()
+    assert [line.split() for line in alone] == rows[4:], "the step's batch is the whole one all the same"
+    assert explain(*run).startswith("pipelinerl"), "left out, it is the run's own objective"
+
+
+def test_what_a_run_did_not_record_is_said(ended_run: Path) -> None:
+    with pytest.raises(UserError, match=r"step 9 is not in .*/events.jsonl; its steps are 1 to 1"):
+        explain("grpo", "--run", str(ended_run), "--step", "9")
+    with pytest.raises(UserError, match="did not train on the group of order 8; its orders are 4, 7"):
+        explain("grpo", "--run", str(ended_run), "--step", "1", "--group", "8")
+    unfinished = CliRunner().invoke(app, ["explain", "grpo", "--run", str(ended_run)])
+    assert unfinished.exit_code == 2 and "belong together" in unfinished.output
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "is neither a record of a group nor JSON"),
+        ([], "must hold"),
+        ({"rollouts": []}, "at least one rollout"),
+        ({"rollouts": [3]}, r"rollouts\.0 must be an object, got 3"),
+        ({"rollouts": [ROLLOUT | {"rewards": 1}]}, r"rollouts\.0\.rewards is unknown; expected any of tokens, reward"),
+        ({"rollouts": [ROLLOUT, OTHER | {"reward": "1"}]}, r"rollouts\.1\.reward must be a number, got '1'"),
+        ({"rollouts": [ROLLOUT | {"tokens": "so"}]}, r"rollouts\.0\.tokens must be a list of text, got 'so'"),
+        ({"rollouts": [ROLLOUT | {"judged": 1}]}, r"rollouts\.0\.judged must be true or false, got 1"),
+        ({"rollouts": [ROLLOUT | {"group": "a"}]}, r"rollouts\.0\.group must be a whole number, got 'a'"),
+        ({"rollouts": [{"reward": 1, "tokens": ["a"]}]}, r"rollouts\.0\.behavior_logprobs must be given"),
+        ({"rollouts": [ROLLOUT | {"logprobs": [True, 0]}]}, r"rollouts\.0\.logprobs must be a list of numbers"),
+        ({"rollouts": [ROLLOUT | {"logprobs": [-1]}]}, "rollout 0 has 2 tokens but 1 logprobs"),
+    ],
+)
+def test_a_file_that_is_not_right_is_refused_with_a_sentence(
+    content: Any, sentence: str, stored: Callable[[Any], str]
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        explain("grpo", "--rollout", stored(content))
+
+
+def test_what_is_not_there_is_refused_with_a_sentence(stored: Callable[[Any], str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'dpo' is neither a preset nor a recipe; presets are reinforce, .*tiny"):
+        explain("dpo")
+    with pytest.raises(UserError, match=r"grpo is a preset, and run\.seed=1 changes a recipe"):
+        explain("grpo", "run.seed=1")
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        explain("grpo", "--rollout", str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match="rollout 0 has no ref_logprobs, which this objective reads"):
+        explain("grpo_kl", "--rollout", stored({"rollouts": [ROLLOUT]}))

@@ -1,0 +1,56 @@
+"""Which lineage a recorded step is of: that of its trainer, and of all that began before."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from launch.ports import free_ports
+from pipelinerl.commands.recorded_run import recorded_groups, recorded_steps
+from pipelinerl.config.recipe import load
+from pipelinerl.messages import ROLLOUTS
+from pipelinerl.observability.events import EventLog
+from pipelinerl.streams.embedded_redis import EmbeddedRedis
+from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.records import encode_group
+from pipelinerl.training.rollouts.admission import Lineage
+from tests.fakes.rollouts import group
+
+
+def test_who_took_a_step_of_a_log_that_does_not_say_is_nobody(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as events:
+        events.write("step", step=1, model_version=1, orders=[1], elapsed_s=1.0)
+    assert recorded_steps(tmp_path)[1].orders == (), "its groups cannot be told from others of that order"
+
+
+def test_a_run_that_was_killed_is_read_and_what_cannot_be_decoded_is_passed_over(tmp_path: Path) -> None:
+    """It leaves the address of its controller behind, where nobody answers any more."""
+    (port,) = free_ports(1)
+    (tmp_path / "controller.json").write_text(f'{{"url": "http://127.0.0.1:{port}", "token": null}}')
+    given = group(3)
+
+    async def fill(url: str) -> None:
+        stream = await open_stream(url, namespace="tiny")
+        await stream.append(ROLLOUTS + "actor-0", [b"rubbish", encode_group(given)])
+        await stream.close()
+
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        asyncio.run(fill(server.url))
+    found = recorded_groups(load("tiny"), tmp_path)
+    assert [each.index for each in found[given.index]] == [given.index]
+
+
+def test_a_step_knows_the_epochs_before_its_own(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as events:
+        events.write("run_started", run="ended", elapsed_s=0.0)
+        for epoch, began_at in ((1, 0), (2, 1), (3, 2)):
+            events.write("trainer_ready", epoch=epoch, model_version=began_at, elapsed_s=0.0)
+            for step in (began_at + 1, began_at + 2):
+                events.write("step", step=step, model_version=step, orders=[step], elapsed_s=1.0)
+    found = {version: step.lineage for version, step in recorded_steps(tmp_path).items()}
+    assert found == {
+        1: Lineage(1, 0),
+        2: Lineage(2, 1, earlier=((1, 0),)),
+        3: Lineage(3, 2, earlier=((1, 0), (2, 1))),
+        4: Lineage(3, 2, earlier=((1, 0), (2, 1))),
+    }

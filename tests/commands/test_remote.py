@@ -1,0 +1,120 @@
+"""What the command line asks of a live run: found by directory or URL, refused with the controller's sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Header, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+from pipelinerl.commands.remote import Remote
+from pipelinerl.errors import AddressError, RecipeError, UserError
+from pipelinerl.observability.status import RunStatus
+from pipelinerl.roles.process import TOKEN_VARIABLE
+from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
+from tests.fakes.served import in_thread
+
+KNOBS = {
+    "knobs": {"j": 1, "k": "inf"},
+    "log": [{"time": 1.0, "step": 3, "who": "ada", "changes": {"k": "inf"}}],
+}
+
+
+def application() -> FastAPI:
+    """A controller of few words."""
+    app = FastAPI(openapi_url=None)
+
+    @app.get("/status")
+    async def status() -> Response:
+        return Response(RunStatus(run="tiny", step=3).to_json(), media_type="application/json")
+
+    @app.get("/knobs")
+    async def knobs() -> dict[str, Any]:
+        return KNOBS
+
+    @app.patch("/knobs", response_model=None)
+    async def patch(request: Request, x_who: str = Header()) -> Response:
+        body = await request.json()
+        if "q" in body:
+            return refusal(422, "unknown knob 'q'", code="invalid_knob")
+        return JSONResponse({"knobs": body | {"who": x_who}, "effective": "now"})
+
+    refuse_in_one_shape(app)
+    guard(app, token="secret")
+    return app
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with in_thread(application()) as served:
+        yield served
+
+
+@pytest.fixture
+def remote(url: str, tmp_path: Path) -> Remote:
+    (tmp_path / "controller.json").write_text(json.dumps({"url": url, "token": "secret"}))
+    return Remote.of(tmp_path)
+
+
+def test_answers_come_as_values(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "Zoë")
+    assert remote.status() == RunStatus(run="tiny", step=3)
+    answer = remote.knobs()
+    assert answer.knobs == {"j": 1, "k": "inf"}
+    assert [(change.step, change.who, change.changes) for change in answer.log] == [(3, "ada", {"k": "inf"})]
+    assert remote.change({"k": 4}).knobs == {"k": 4, "who": "Zo?"}
+
+
+def test_a_run_whose_directory_is_elsewhere_is_named_by_its_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    assert Remote.of(f"{url}/") == Remote(url, "secret")
+    assert Remote.of(url).status().step == 3
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    with pytest.raises(RecipeError, match="a valid bearer token is required"):
+        Remote.of(url).status()
+
+
+def test_the_token_is_given_to_no_proxy(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert remote.status().step == 3
+
+
+def test_a_refusal_is_the_controllers_sentence(remote: Remote, url: str) -> None:
+    with pytest.raises(RecipeError, match=r"^unknown knob 'q'$"):
+        remote.change({"q": 1})
+    with pytest.raises(RecipeError, match="a valid bearer token is required"):
+        Remote(url, None).status()
+    with pytest.raises(RecipeError, match="POST /stop: Not Found"):
+        remote.stop()
+
+
+@pytest.mark.parametrize(
+    "record", [None, "", "{", "[]", "{}", '{"url": 3, "token": null}', '{"url": "http://x"}', "\udcff"]
+)
+def test_a_directory_without_a_live_run(tmp_path: Path, record: str | None) -> None:
+    if record is not None:
+        (tmp_path / "controller.json").write_text(record, errors="surrogateescape")
+    with pytest.raises(UserError, match=f"{tmp_path} has no live run"):
+        Remote.of(tmp_path)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "ht!tp://x", "http://[", "", "http://127.0.0.1:port"])
+def test_nobody_answers(address: str) -> None:
+    with pytest.raises(AddressError, match=r"does not answer .*; has the run ended\?"):
+        Remote(address, "secret").status()
+
+
+def test_somebody_else_answers_on_the_port_of_a_run_that_died() -> None:
+    app = FastAPI(openapi_url=None)
+    app.get("/status")(lambda: HTMLResponse("<html>"))
+    app.get("/knobs")(lambda: {"detail": "something else"})
+    app.post("/stop")(lambda: HTMLResponse("no", status_code=500))
+    with in_thread(app) as url:
+        remote = Remote(url, "secret")
+        for ask in (remote.status, remote.knobs, remote.stop):
+            with pytest.raises(AddressError, match=r"what answers at .* is no controller"):
+                ask()

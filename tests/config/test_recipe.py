@@ -1,0 +1,191 @@
+"""Recipes: bases and overrides, what is refused and with which sentence, that a resolved recipe reads back equal."""
+
+from __future__ import annotations
+
+import math
+import stat
+from pathlib import Path
+
+import pytest
+
+from inference_contract.schemas import OnUpdate
+from pipelinerl.config import recipe as config
+from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
+from pipelinerl.errors import RecipeError
+from pipelinerl.objective.reward import Over, RewardShaping
+from pipelinerl.staleness import StalenessBounds
+from trainer_contract.types import Precision
+
+MINIMAL = {"model": {"path": "m"}, "domains": [{"name": "d", "source": "addition"}]}
+
+
+def refusal(*overrides: str) -> str:
+    """The sentence with which the shipped recipe refuses these overrides."""
+    with pytest.raises(RecipeError) as refused:
+        load("tiny", overrides)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("run.stepz=3", "run.stepz: unknown key; remove it or correct its spelling"),
+        ("zzz.a=1", "zzz: unknown key; remove it or correct its spelling"),
+        ("run.steps=true", "run.steps: Input should be a valid integer, got True"),
+        ('run.steps="12"', "run.steps: Input should be a valid integer, got '12'"),
+        ("run.steps=3.0", "run.steps: Input should be a valid integer, got 3.0"),
+        ("run.steps=0", "run.steps: Input should be greater than or equal to 1, got 0"),
+        ("run=3", "run: Input should be an object, got 3"),
+        ("run.steps.x=3", "run.steps.x: steps is not a table"),
+        ("run.name=a/b", "run.name: String should match pattern"),
+        ("run.name=..", "run.name: String should match pattern"),
+        ("optimizer.learning_rate=inf", "optimizer.learning_rate: Input should be a finite number"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1: Input should be less than 1"),
+        ("training.deadline_s=nan", "training.deadline_s: Input should be a finite number"),
+        ("trainer.precision=fp8", "trainer.precision: Input should be 'fp32' or 'bf16', got 'fp8'"),
+        ("engine.device=tpu", "engine.device: Input should be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        ("engine.weights=fp8", "engine.weights: Input should be 'native', 'int8' or 'int4', got 'fp8'"),
+        ("staleness.preset=fast", "staleness.preset must be one of on_policy, one_step_off, pipeline, rlax"),
+        ("staleness.k=1.5", "staleness.k must be a whole number or inf, got 1.5"),
+        ("objective=3", "objective: must be the name of a preset or a table, got 3"),
+        ("training.rollouts_per_step=12", "training.rollouts_per_step (12) must be a multiple of sampling.group_size"),
+        ("streams.max_groups=4", "streams.max_groups (4) must be at least the 32 groups of a step"),
+        ("sampling.max_tokens=32", "sampling.max_tokens (32) must be below engine.context_length (32)"),
+        (
+            "sampling.temperature=1e-6",
+            "sampling.temperature: Input should be greater than or equal to 0.00001, got 1e-06",
+        ),
+        ("sampling.top_p=1e-7", "sampling.top_p: Input should be greater than or equal to 0.000001, got 1e-07"),
+        ("sampling.top_k=2147483648", "sampling.top_k: Input should be less than 2147483648, got 2147483648"),
+        ('sampling.stop=["a", ""]', "sampling.stop.1: String should have at least 1 character, got ''"),
+        ("engine.max_waiting=7", "engine.max_waiting (7) must be at least sampling.group_size (8): an engine would"),
+        ("evaluation.temperature=1e-6", "evaluation.temperature must be 0 or at least 1e-05, got 1e-06"),
+        ("evaluation.samples=4", "evaluation.samples (4) of one problem are all the same at evaluation.temperature ="),
+        ("evaluation.pass_at=[1,4]", "evaluation.pass_at names 4, but pass@k can be estimated only from"),
+        ("evaluation.pin=train", "evaluation.pin: Input should be 'auto', 'none', 'engine' or 'gate', got 'train'"),
+        ("evaluation.max_tokens=99", "evaluation.max_tokens (99) must be below engine.context_length (32)"),
+        ("domains=[]", "domains: must be one or more with names of their own, got none"),
+        ("run.steps", "an override must read section.key=value, got 'run.steps'"),
+        ("=3", "an override must read section.key=value, got '=3'"),
+        ("weights.backend=mpi", "weights.backend: Input should be 'gloo' or 'nccl', got 'mpi'"),
+        ("weights.timeout_s=0", "weights.timeout_s: "),
+        ("weights.transport=pigeon", "weights.transport: Input should be 'broadcast' or 'pull', got 'pigeon'"),
+        ("parameter_server.versions=1", "parameter_server.versions: Input should be greater than or equal to 2, got 1"),
+        ('parameter_server.urls=["a:1"]', "parameter_server.urls.0: "),
+        ('parameter_server.urls=["http://a:1", "http://a:1"]', "parameter_server.urls must name each server once"),
+    ],
+)
+def test_refusals_name_the_field(override: str, sentence: str) -> None:
+    assert refusal(override).startswith(sentence)
+    assert "\n" not in refusal(override), "one finding, one line"
+
+
+def test_k_below_j_says_what_to_do() -> None:
+    assert refusal("staleness.j=2", "staleness.k=1").startswith("staleness.k must be at least j = 2, got 1: ")
+
+
+def test_every_finding_has_its_line() -> None:
+    assert refusal("run.steps=0", "engine.slots=x").splitlines() == [
+        "run.steps: Input should be greater than or equal to 1, got 0",
+        "engine.slots: Input should be a valid integer, got 'x'",
+    ]
+
+
+def test_parameter_servers_are_started_where_weights_are_pulled_and_none_is_named() -> None:
+    assert config.load("tiny").servers_to_start == 0
+    pulled = ["weights.transport=pull", "parameter_server.replicas=3"]
+    assert config.load("tiny", pulled).servers_to_start == 3
+    assert config.load("tiny", [*pulled, "parameter_server.shards=2"]).servers_to_start == 6
+    assert refusal("parameter_server.shards=2", 'parameter_server.urls=["http://a:1"]') == (
+        "parameter_server.urls must name as many servers for each of the 2 shards, got 1 in all"
+    )
+    assert config.load("tiny", [*pulled, 'parameter_server.urls=["http://a:1"]']).servers_to_start == 0
+
+
+def test_what_carries_a_broadcast_is_refused_where_it_cannot() -> None:
+    assert refusal("weights.backend=nccl", "trainer.device=cpu") == (
+        'weights.backend = "nccl" goes from GPU to GPU, trainer.device is cpu and engine.device auto'
+    )
+    assert refusal("weights.host=trainer-0", "weights.transport=pull") == (
+        'weights.backend and weights.host are of a broadcast, weights.transport is "pull"'
+    )
+
+
+def test_a_secret_in_an_address_is_not_repeated() -> None:
+    assert "s3cret" not in refusal("streams.redis_url=http://:s3cret@host")
+
+
+def test_domains_must_have_names_of_their_own() -> None:
+    domain = {"name": "d", "source": "addition"}
+    with pytest.raises(RecipeError, match="domains: must be one or more with names of their own, got d, d"):
+        parse({**MINIMAL, "domains": [domain, domain]})
+
+
+def test_what_must_be_given() -> None:
+    with pytest.raises(RecipeError, match="model: must be given\ndomains: must be given"):
+        parse({})
+
+
+def test_a_base_is_changed_where_the_recipe_differs(tmp_path: Path) -> None:
+    (tmp_path / "first.toml").write_text('base = "tiny"\n[run]\nsteps = 5\n[staleness]\nk = 7\n')
+    (tmp_path / "second.toml").write_text('base = "first.toml"\n[staleness]\nk = inf\n')
+    resolved, tiny = load(tmp_path / "second.toml", ["run.seed=3", "model.path=some where"]), load("tiny")
+    assert (resolved.run.steps, resolved.run.seed, resolved.model.path) == (5, 3, "some where")
+    assert resolved.staleness.bounds == StalenessBounds(tiny.staleness.bounds.j, math.inf)
+    assert resolved.domains == tiny.domains
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"a.toml": 'base = "b.toml"', "b.toml": 'base = "a.toml"'}, "a.toml: base leads back to this file"),
+        ({"a.toml": 'base = "a.toml"'}, "a.toml: base leads back to this file"),
+        ({"a.toml": 'base = "nope"'}, "recipe 'nope' is neither a file nor a shipped recipe; shipped are:"),
+        ({"a.toml": "base = 3"}, "recipe '3' is neither"),
+        ({"a.toml": "a = = 3"}, "a.toml: not valid TOML"),
+        ({"a.toml": "\udcff"}, "a.toml: not valid TOML"),
+        ({}, "is neither a file nor a shipped recipe"),
+    ],
+)
+def test_files_that_are_no_recipes(tmp_path: Path, files: dict[str, str], sentence: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(RecipeError, match=sentence):
+        load(tmp_path / "a.toml")
+
+
+def test_words_and_lists_become_values() -> None:
+    resolved = load("tiny", ["trainer.precision=bf16", "engine.on_update=abort", 'sampling.stop=["a", "b"]'])
+    assert resolved.trainer.precision is Precision.BF16
+    assert resolved.engine.on_update is OnUpdate.ABORT
+    assert resolved.sampling.stop == ("a", "b")
+    assert resolved.run.directory == Path("runs")
+
+
+@pytest.mark.parametrize("recipe", sorted(config.RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_resolved_recipe_reads_back_equal(recipe: Path, tmp_path: Path) -> None:
+    resolved = load(recipe, ["staleness.k=inf"])
+    written = tmp_path / "resolved.toml"
+    save(resolved, written)
+    again = load(written)
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600, "it may hold a secret"
+    assert to_table(again) == to_table(resolved)
+    assert again.staleness.bounds == resolved.staleness.bounds
+    assert again.model_copy(update={"staleness": None}) == resolved.model_copy(update={"staleness": None})
+
+
+def test_reward_shaping_reads_back_equal_and_says_what_makes_no_sense() -> None:
+    domain = {"name": "d", "source": "addition", "reward": {"mean": "group", "high": 5.0, "low": -math.inf}}
+    resolved = parse({**MINIMAL, "domains": [domain]})
+    assert resolved.domains[0].reward is not None
+    assert resolved.domains[0].reward.shaping == RewardShaping(mean=Over.GROUP, high=5.0)
+    assert parse(to_table(resolved)).domains == resolved.domains
+    with pytest.raises(RecipeError, match=r"^domains.0.reward: reward.low must not exceed high, got 2 and 1$"):
+        parse({**MINIMAL, "domains": [{**domain, "reward": {"low": 2.0, "high": 1.0}}]})
+
+
+def test_a_config_is_frozen_and_knows_its_directory() -> None:
+    resolved: RunConfig = parse({**MINIMAL, "run": {"name": "x", "directory": "/somewhere"}})
+    assert resolved.run_directory == Path("/somewhere/x")
+    with pytest.raises(ValueError, match="frozen"):
+        resolved.run.steps = 3  # type: ignore[misc]

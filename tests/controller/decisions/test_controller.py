@@ -1,0 +1,353 @@
+"""The promises of the controller under random schedules, and its decisions one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.controller.state.effects import IssuePrompts, Record, Send
+from pipelinerl.controller.state.evaluation import Pin
+from pipelinerl.controller.state.inputs import (
+    EngineRegistered,
+    EngineRemoved,
+    KnobsPatched,
+    ReportReceived,
+    StreamsLost,
+)
+from pipelinerl.controller.state.run_state import Phase
+from pipelinerl.errors import RecipeError
+from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerReady
+from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
+
+
+def world(seed: int = 0, **changes: float) -> World:
+    return World(controller(**changes), random.Random(seed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_schedules_finish_and_keep_every_promise(seed: int) -> None:
+    rng = random.Random(seed)
+    run = world(seed, k=rng.choice([1, 2, 4, math.inf]))
+    run.begin()
+    for _ in range(20_000):
+        if run.finished is not None:
+            break
+        run.act()
+        if rng.random() < 0.002:
+            j = rng.choice([1, 2, 3])
+            change = {
+                "j": j,
+                "k": rng.choice([j, j + 2, "inf"]),
+                "rollouts_per_step": rng.choice([2, 4, 8]),
+                "temperature": rng.choice([0.5, 1.0]),
+                "evaluation_interval_steps": rng.choice([2, 5, 50]),
+                "groups_in_flight": rng.choice([1, 8]),
+                "domain_weights.a": rng.choice([0, 1, 3]),
+            }
+            run.give(KnobsPatched(now=0.0, changes=change, who="test", time=0.0))
+    assert run.finished == "all 20 steps are done", waiting_for(run.controller.state, now=0.0)
+    for version, groups, k in run.trained:
+        assert all(version - trained.oldest_version <= k for trained in groups)
+    indices = [trained.index for _, groups, _ in run.trained for trained in groups]
+    assert len(indices) == len(set(indices)), "a group was trained twice"
+    assert run.issued == list(range(len(run.issued))), "prompts are issued once each, in order"
+    for order in run.orders_issued:
+        weights = run.controller.state.domain_weights_of(order.index)
+        assert order.problem == drawn_problem(order.index, weights), "the mixture is that of the order's first issue"
+    ledger = run.controller.state.account.ledger()
+    assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_skipped_steps_keep_the_balance_and_three_in_a_row_end_the_run(seed: int) -> None:
+    run = world(seed)
+    run.poison = 0.2 if seed % 2 else 0.7
+    run.begin()
+    for _ in range(20_000):
+        if run.finished is not None:
+            break
+        run.act()
+    wrecked = f"step {run.version + 1} was not finite 3 times in a row: rewards"
+    assert run.finished == ("all 20 steps are done" if run.skipped < 3 else wrecked)
+    assert run.controller.state.version == run.version
+    ledger = run.controller.state.account.ledger()
+    assert ledger["trained"] == sum(len(groups) for _, groups, _ in run.trained)
+    assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
+    if seed % 2 == 0:
+        assert run.skipped == 3, "at 0.7, three in a row come within 20 steps"
+
+
+def test_three_skipped_steps_stop_and_save() -> None:
+    run = world(evaluation_problems=0)
+    run.begin()
+    run.publish()
+    for number in (1, 2, 3):
+        assert run.directive is not None and not run.directive.stop
+        skip = StepSkipped(
+            report_id=f"e1-skip-0-{number}",
+            epoch=1,
+            model_version=0,
+            consumed=run.consumed(),
+            what="rewards",
+            groups=[4],
+            in_a_row=number,
+        )
+        effects = run.controller.handle(skip, now=0.0)
+        run.apply(effects)
+        told = {"step": 1, "what": "rewards", "groups": [4], "in_a_row": number}
+        assert effects[0] == Record("step_skipped", told)
+        again = run.controller.handle(skip, now=0.0)
+        assert again == [Send(run.directive)], "a report that comes twice is answered alike"
+    assert (run.directive.stop, run.directive.checkpoint) == (True, True)
+    assert run.directive.controller_state is not None
+
+
+def test_on_policy_is_lockstep() -> None:
+    """With j = k = 1, no more prompts are out than one step takes, and all of a step come from one version."""
+    run = world(k=1, j=1)
+    run.begin()
+    while run.finished is None:
+        run.act()
+        assert run.controller.state.account.in_flight <= run.controller.state.knobs.groups_per_step
+    for version, groups, _ in run.trained:
+        assert {g.oldest_version for g in groups} == {version - 1}
+
+
+def test_prompts_wait_for_weights_and_for_the_first_evaluation() -> None:
+    run = world()
+    assert waiting_for(run.controller.state, now=0.0) == "an engine to join"
+    run.begin()
+    assert run.orders == []
+    assert waiting_for(run.controller.state, now=0.0) == f"the trainer to publish its weights to {ENGINE}"
+    run.publish()
+    assert [order.order_id for order in run.orders] == [f"eval-0-1-{i:06d}" for i in range(3)]
+    for _ in range(3):
+        run.sample()
+        run.answer()
+    assert run.controller.state.results[0].accuracy == 1.0
+    assert [order.index for order in run.orders] == list(range(8)), "k = 4 steps of two groups"
+
+
+def test_a_repeated_report_gets_the_same_directive_again() -> None:
+    run = world()
+    run.begin()
+    again = run.controller.handle(
+        TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=run.consumed()), now=0.0
+    )
+    assert again == [Send(run.directive)]  # type: ignore[arg-type]
+    assert run.controller.state.epoch == 1
+
+
+def test_a_second_trainer_begins_a_higher_epoch_and_the_first_is_no_longer_heard() -> None:
+    run = world()
+    run.begin()
+    run.awaiting = "ready-2"
+    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=0, consumed=run.consumed()))
+    assert run.directive is not None and run.directive.epoch == 2
+    before = run.controller.state.version
+    run.version, run.awaiting = 7, "e1-step-7"
+    from pipelinerl.messages import StepDone
+
+    run.tell(StepDone(report_id="e1-step-7", epoch=1, model_version=7, consumed=run.consumed(), stats={}))
+    assert run.controller.state.version == before
+
+
+def test_an_engine_that_joins_late_is_given_weights_without_waiting_for_a_step() -> None:
+    run = world()
+    run.begin()
+    run.publish()
+    effects = run.controller.decide(EngineRegistered(now=0.0, url="http://engine-1"))
+    directives = [effect.directive for effect in effects if isinstance(effect, Send)]
+    assert len(directives) == 1
+    assert directives[0].publish_to == [ENGINE, "http://engine-1"]
+    assert directives[0].check == ["http://engine-1"], "who serves has proven its weights"
+    assert run.controller.state.fleet.serving() == [ENGINE], "canary_failed engines get no work"
+    assert run.controller.reload_if_due() == [], "asked once for each membership"
+
+
+def test_knobs_reach_a_trainer_that_waits_for_a_step() -> None:
+    """Prompts are issued by the new ones at once: a trainer with the old ones could wait for more than will come."""
+    run = world(evaluation_problems=0, j=1, k=1, rollouts_per_step=8)
+    run.begin()
+    run.publish()
+    effects = run.controller.decide(KnobsPatched(now=0.0, changes={"rollouts_per_step": 4}, who="test", time=0.0))
+    (said,) = [effect.directive for effect in effects if isinstance(effect, Send)]
+    assert (said.answers, said.knobs.rollouts_per_step) == ("knobs-e1-1", 4)
+    assert (said.publish_to, said.checkpoint, said.stop) == ([], False, False)
+
+
+def test_knobs_are_not_told_to_a_trainer_that_is_not_there_or_was_told_to_stop() -> None:
+    run = world(evaluation_problems=0)
+    change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
+    assert [type(effect) for effect in run.controller.decide(change)] == [Record]
+    run.begin()
+    run.apply(run.controller.stop("enough"))
+    assert [type(effect) for effect in run.controller.decide(change) if isinstance(effect, Send)] == []
+    assert run.directive is not None and run.directive.stop
+
+
+def test_a_trainer_that_waits_for_an_evaluation_hears_that_there_is_a_controller() -> None:
+    run = world()
+    run.begin()
+    starving = ReportReceived(now=1.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
+    assert run.controller.decide(starving) == [], "no evaluation runs that would end: the trainer's own deadline counts"
+    run.publish()
+    (said,) = run.controller.decide(starving)
+    assert isinstance(said, Send) and said.directive.answers == "held-e1-0"
+    assert (said.directive.publish_to, said.directive.checkpoint, said.directive.stop) == ([], False, False)
+    for _ in range(3):
+        run.sample()
+        run.answer()
+    assert run.controller.decide(starving) == [], "it waits for groups now"
+
+
+def test_an_actor_that_has_left_for_good_works_on_no_order() -> None:
+    """It said last that it holds groups; those who live hold none, and the stream server has lost the orders."""
+    run = world(evaluation_problems=0)
+    run.begin()
+    run.publish()
+    for name, groups, at in (("gone", 4, 1.0), ("here", 0, 1.0), ("here", 0, 30.0)):
+        alive = ActorAlive(name=name, groups_in_flight=groups, groups_done=0, retries=0)
+        run.give(ReportReceived(now=at, report=alive, entry_id="1-0"))
+        starving = ReportReceived(now=at, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
+        effects = run.controller.decide(starving)
+        assert [type(effect) for effect in effects] == ([Record, IssuePrompts] if at > 1.0 else [])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_stream_server_forgot_is_issued_again_and_nothing_is_trained_twice(seed: int) -> None:
+    """Now and then the newest orders are gone, and groups not yet read: the trainer never says that it starves."""
+    rng = random.Random(seed)
+    run = world(seed, k=rng.choice([1, 2, 8, math.inf]))
+    run.begin()
+    for _ in range(20_000):
+        if run.finished is not None:
+            break
+        run.act()
+        if rng.random() < 0.02 and run.controller.state.phase is Phase.TRAINING:
+            del run.orders[len(run.orders) - rng.randint(0, len(run.orders)) :]
+            unread = [index for index in run.batcher.waiting if rng.random() < 0.3]
+            for index in unread:
+                del run.batcher._waiting[index]
+            run.give(StreamsLost(now=0.0))
+            run.controller.state.account.check()
+    assert run.finished == "all 20 steps are done", waiting_for(run.controller.state, now=0.0)
+    indices = [trained.index for _, groups, _ in run.trained for trained in groups]
+    assert len(indices) == len(set(indices)), "a group was trained twice"
+    account = run.controller.state.account
+    ledger = account.ledger()
+    assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
+    there = {order.index for order in run.orders} | {order.index for order, _ in run.sampling} | {*run.batcher.waiting}
+    ended = {*range(run.batcher.ledger.frontier), *run.batcher.ledger.beyond, *account.failed, *account.outdated}
+    assert set(range(account.cursor)) <= there | ended | {*account.reissue}, "an order is in flight and nowhere"
+
+
+def test_questions_of_an_evaluation_that_a_stream_server_forgot_are_asked_again() -> None:
+    run = world()
+    run.begin()
+    run.publish()
+    asked = list(run.orders)
+    run.sample()
+    run.answer()
+    effects = run.controller.decide(StreamsLost(now=0.0))
+    assert effects == [IssuePrompts(asked[1:])], "no training order was out: the evaluation comes first"
+    run.apply(effects)
+    for _ in range(2):
+        run.sample()
+        run.answer()
+    (result,) = run.controller.state.results
+    assert (result.problems, result.incomplete) == (3, "")
+    run.sample()
+    run.answer()
+    assert run.controller.state.results == [result], "the second answer to a question counts nowhere"
+
+
+def test_a_trainer_that_comes_back_during_the_last_evaluation_does_not_cost_its_result() -> None:
+    run = World(controller(steps=2, evaluation_problems=3, pin=Pin.GATE), random.Random(0))
+    run.begin()
+    while run.controller.state.phase is not Phase.FINISHING:
+        run.act()
+    run.directive, run.awaiting = None, "ready-2"
+    run.sampling.clear()
+    run.orders.clear()
+    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=2, consumed=run.consumed()))
+    assert run.finished is None
+    assert run.directive is not None and run.directive.stop
+    while run.finished is None:
+        run.act()
+    assert run.finished == "all 2 steps are done"
+    assert run.controller.state.results[-1].model_version == 2
+
+
+def test_the_run_begins_without_an_engine_that_was_taken_out_before_the_trainer_came() -> None:
+    run = World(controller(evaluation_problems=0), random.Random(0))
+    run.controller.settings = replace(run.controller.settings, engines_expected=3)
+    for number in range(2):
+        run.give(
+            EngineRegistered(
+                now=0.0, url=f"http://engine-{number}", incarnation="1", name=f"engine-{number}", type="torch"
+            )
+        )
+    run.awaiting = "ready-1"
+    run.tell(TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=run.consumed()))
+    assert run.directive is None
+    assert waiting_for(run.controller.state, now=0.0) == "engine-2 to join"
+    run.give(EngineRemoved(now=0.0, engine="engine-1"))
+    assert waiting_for(run.controller.state, now=0.0).startswith("engine-2 to join; http://engine-1 is expelled")
+    run.give(EngineRegistered(now=0.0, url="http://engine-2", incarnation="1", name="engine-2", type="torch"))
+    assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-2"]
+
+
+def test_a_resumed_controller_issues_again_what_was_in_flight_and_nothing_else() -> None:
+    run = world()
+    run.begin()
+    while run.version < 7:
+        run.act()
+    snapshot, consumed = run.controller.state.checkpoint_record(), run.consumed()
+    ended = set(range(consumed.frontier)) | set(consumed.beyond) | set(snapshot["account"]["failed"])
+    resumed = controller()
+    resumed.state.resume(snapshot, step=7)
+    resumed.decide(EngineRegistered(now=0.0, url=ENGINE))
+    resumed.handle(TrainerReady(report_id="r", incarnation="2", model_version=7, consumed=consumed), now=0.0)
+    assert resumed.state.epoch == run.controller.state.epoch + 1
+    membership = resumed.state.fleet.membership
+    resumed.state.fleet.on_published(ENGINE, 7, membership=membership)
+    assert resumed.state.fleet.on_verified(ENGINE, 7, membership=membership)
+    resumed.settings = resumed.settings.__class__(
+        **{name: getattr(resumed.settings, name) for name in resumed.settings.__slots__ if name != "max_groups"},
+        max_groups=1000,
+    )
+    issued = [o.index for e in resumed.issue() if isinstance(e, IssuePrompts) for o in e.orders]
+    cursor = snapshot["account"]["cursor"]
+    lost = [index for index in range(cursor) if index not in ended]
+    assert issued[: len(lost)] == lost
+    assert issued[len(lost) :] == list(range(cursor, cursor + len(issued) - len(lost)))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"k": 1, "j": 2}, "staleness.k must be at least j = 2, got 1"),
+        ({"q": 1}, "unknown knob 'q'"),
+        ({"j": 1.5}, "j must be a whole number"),
+        ({"k": "many"}, "k must be a number, got 'many'"),
+        ({"learning_rate": -1}, "learning_rate must be a positive number"),
+        ({"rollouts_per_step": 3}, "multiple of the group size 2"),
+        ({"preset": "x"}, "preset must be one of on_policy"),
+        ({"temperature": True}, "temperature must be a number"),
+    ],
+)
+def test_knobs_that_cannot_run_are_refused_with_a_sentence(change: dict[str, object], sentence: str) -> None:
+    run = controller()
+    with pytest.raises(RecipeError, match=sentence.replace("(", r"\(")):
+        run.patch(change, who="test", time=0.0)
+    assert (run.state.knobs, run.state.knob_log) == (knobs(), [])
+
+
+def test_presets_and_infinity_are_knobs_too() -> None:
+    assert knobs().patched({"preset": "rlax"}).bounds == knobs(j=16, k=32).bounds
+    assert knobs().patched({"k": "inf"}).to_json()["k"] == "inf"

@@ -1,0 +1,257 @@
+"""What becomes of engines, as the controller decides it: proofs, swaps, drains, and who is to be started or ended."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.engine_decisions import going, to_stop
+from pipelinerl.controller.state.effects import Record, Send
+from pipelinerl.controller.state.fleet import EngineLifecycle
+from pipelinerl.controller.state.inputs import (
+    AnyInput,
+    EngineAnswered,
+    EngineDrainAsked,
+    EngineIdle,
+    EngineRegistered,
+    EngineRemoved,
+    EnginesRequested,
+    EngineTimedOut,
+    HealthCheckMissed,
+    ReportReceived,
+    Ticked,
+)
+from pipelinerl.messages import CanaryChecked, Directive, GroupOutdated, Published
+from tests.controller.world import ENGINE, World, controller
+
+NEW = "http://engine-1"
+
+
+@pytest.fixture
+def run() -> World:
+    """One engine serves version 0."""
+    made = World(controller(evaluation_problems=0), random.Random(0))
+    made.begin()
+    made.publish()
+    assert lifecycle(made.controller, ENGINE) is EngineLifecycle.HEALTHY
+    return made
+
+
+def lifecycle(made: Controller, url: str) -> EngineLifecycle:
+    return made.state.fleet.by_url[url].lifecycle
+
+
+def told(made: Controller, given: AnyInput) -> list[tuple[str, dict[str, Any]]]:
+    return [(effect.kind, effect.fields) for effect in made.decide(given) if isinstance(effect, Record)]
+
+
+def heard(report: Any, *, now: float = 0.0) -> ReportReceived:
+    return ReportReceived(now=now, report=report, entry_id="1-0")
+
+
+def give_weights(run: World, *urls: str, version: int = 0) -> None:
+    state = run.controller.state
+    report = Published(
+        epoch=state.epoch,
+        model_version=version,
+        membership=state.fleet.membership,
+        pauses_s=dict.fromkeys(urls, 0.1),
+        failed={},
+        send_s=0.1,
+        total_s=0.1,
+    )
+    run.controller.decide(heard(report))
+
+
+def proof(run: World, *, version: int = 0, now: float = 0.0, **found: Any) -> ReportReceived:
+    state = run.controller.state
+    fields: dict[str, Any] = {"worst": {}} | found
+    return heard(
+        CanaryChecked(epoch=state.epoch, model_version=version, membership=state.fleet.membership, **fields), now=now
+    )
+
+
+def test_a_refuted_engine_gets_the_next_weights_whole_and_is_out_the_second_time(run: World) -> None:
+    made = run.controller
+    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
+    give_weights(run, ENGINE, NEW)
+    (canary_failed, lost) = told(made, proof(run, mismatched={NEW: "0.7 nats off"}))
+    assert canary_failed == (
+        "engine_canary_failed",
+        {"url": NEW, "model_version": 0, "reason": "0.7 nats off", "lifecycle": EngineLifecycle.DIRTY},
+    )
+    assert lost == ("engine_lost", {"url": NEW, "reason": "0.7 nats off"})
+    assert told(made, EngineAnswered(now=0.0, url=NEW)) == [], "the same weights again would be no update"
+    while run.version == 0:
+        run.act()
+    run.give(EngineAnswered(now=0.0, url=NEW))
+    assert run.directive is not None and NEW in run.directive.publish_to and run.directive.to_verify == [NEW]
+    give_weights(run, ENGINE, NEW, version=1)
+    (canary_failed, _) = told(made, proof(run, version=1, mismatched={NEW: "0.7 nats off"}))
+    assert canary_failed[1]["lifecycle"] is EngineLifecycle.EXPELLED
+    assert to_stop(made.state) == [], "whoever wants to know why finds its process"
+
+
+def test_an_engine_that_gives_no_proof_is_tried_again_once_it_answers(run: World) -> None:
+    made = run.controller
+    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
+    give_weights(run, ENGINE, NEW)
+    assert told(made, proof(run, failed={NEW: "gone"})) == [("engine_lost", {"url": NEW, "reason": "gone"})]
+    sent = [effect.directive for effect in made.decide(EngineAnswered(now=0.0, url=NEW)) if isinstance(effect, Send)]
+    assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([ENGINE, NEW], [NEW])]
+
+
+def test_a_swap_drains_the_old_engine_when_the_new_one_has_proven_itself(run: World) -> None:
+    made = run.controller
+    requested = told(made, EnginesRequested(now=0.0, type="vllm", replaces=ENGINE, grace_s=9.0))
+    assert requested == [("engines_hired", {"names": ["engine-1"], "type": "vllm", "replaces": ENGINE})]
+    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1", type="vllm"))
+    give_weights(run, ENGINE, NEW)
+    assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
+    kinds = [kind for kind, _ in told(made, proof(run, worst={NEW: 1e-6}, now=5.0))]
+    assert kinds == ["engine_verified", "engine_draining"]
+    assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([NEW], [ENGINE])
+    assert told(made, Ticked(now=13.0)) == [], "it has 9 s from 5 on"
+    ((kind, fields),) = told(made, Ticked(now=14.1))
+    assert (kind, fields["reason"]) == ("engine_lost", "drained; what it still had is handed over")
+    assert lifecycle(made, ENGINE) is EngineLifecycle.EXPELLED
+    assert made.state.fleet.by_url[ENGINE].to_stop
+
+
+def test_an_engine_that_never_answers_its_canary_is_out_in_the_end(run: World) -> None:
+    made = run.controller
+    run.give(EngineRegistered(now=0.0, url=NEW))
+    for failures in range(1, made.state.fleet.updates_to_expulsion + 1):
+        assert run.directive is not None and run.directive.to_verify == [NEW]
+        give_weights(run, ENGINE, NEW)
+        run.give(proof(run, failed={NEW: "400: no chat template"}))
+        assert made.state.fleet.by_url[NEW].failed_updates == failures
+        run.give(EngineAnswered(now=0.0, url=NEW))
+    assert lifecycle(made, NEW) is EngineLifecycle.EXPELLED
+    assert made.reload_if_due() == [] and made.state.fleet.serving() == [ENGINE]
+
+
+def test_who_joins_meanwhile_does_not_have_a_refuted_engine_asked_again(run: World) -> None:
+    made = run.controller
+    run.give(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
+    give_weights(run, ENGINE, NEW)
+    run.give(proof(run, mismatched={NEW: "0.7 nats off"}))
+    run.give(EngineAnswered(now=0.0, url=NEW))
+    run.give(EngineRegistered(now=0.0, url="http://engine-2", incarnation="1"))
+    assert run.directive is not None
+    assert (run.directive.publish_to, run.directive.to_verify) == ([ENGINE, "http://engine-2"], ["http://engine-2"])
+    assert lifecycle(made, NEW) is EngineLifecycle.DIRTY
+
+
+def test_who_is_to_go_already_is_replaced_by_nobody_else(run: World) -> None:
+    made = run.controller
+    swap = EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0)
+    assert removal_reason(made.state, ENGINE) == ""
+    told(made, swap)
+    assert told(made, swap) == []
+    assert removal_reason(made.state, ENGINE) == "engine-1, which can be removed, was requested to replace it"
+    made.decide(EngineRemoved(now=0.0, engine="engine-1"))
+    assert told(made, swap)[0][1]["names"] == ["engine-2"]
+    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-2", type="torch"))
+    give_weights(run, ENGINE, NEW)
+    told(made, proof(run, worst={NEW: 1e-6}))
+    assert told(made, swap) == [] and removal_reason(made.state, ENGINE) == "it is being drained"
+    assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-2"]
+
+
+def test_a_swap_drains_once_whoever_comes_to_the_old_address_later(run: World) -> None:
+    """A port is given again, and an engine proves itself after each evaluation that it answers alone."""
+    made = run.controller
+    made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
+    made.decide(EnginesRequested(now=0.0, type="torch", count=2, replaces=ENGINE, grace_s=9.0))
+    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
+    give_weights(run, ENGINE, NEW)
+    assert "engine_draining" in [kind for kind, _ in told(made, proof(run, worst={NEW: 1e-6}, now=5.0))]
+    made.decide(EngineIdle(now=9.0, url=ENGINE))
+    for url, name in ((ENGINE, "engine-3"), ("http://engine-2", "engine-2")):
+        made.decide(EngineRegistered(now=10.0, url=url, incarnation="3", name=name))
+    made.state.fleet.begin_epoch()
+    give_weights(run, NEW, ENGINE, "http://engine-2")
+    told(made, proof(run, worst={ENGINE: 1e-6, NEW: 1e-6, "http://engine-2": 1e-6}))
+    assert [lifecycle(made, url) for url in (ENGINE, NEW)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
+
+
+def test_who_was_removed_is_replaced_no_more(run: World) -> None:
+    made = run.controller
+    made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
+    made.decide(EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0))
+    made.decide(EngineRemoved(now=0.0, engine=ENGINE))
+    for url, name in ((ENGINE, "engine-2"), (NEW, "engine-1")):
+        made.decide(EngineRegistered(now=0.0, url=url, incarnation="2", name=name))
+    give_weights(run, ENGINE, NEW)
+    told(made, proof(run, worst={ENGINE: 1e-6, NEW: 1e-6}))
+    assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
+
+
+def test_a_drained_engine_goes_when_it_is_idle_and_its_process_with_it(run: World) -> None:
+    made = run.controller
+    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
+    assert told(made, EngineIdle(now=0.0, url=NEW)) == [], "nobody asked it to go"
+    told(made, EngineDrainAsked(now=0.0, url=NEW, grace_s=60.0))
+    assert told(made, EngineIdle(now=3.0, url=NEW)) == [("engine_lost", {"url": NEW, "reason": "drained"})]
+    assert to_stop(made.state) == ["engine-1"]
+    assert told(made, EngineDrainAsked(now=4.0, url=NEW, grace_s=60.0)) == []
+
+
+def test_a_dead_engine_has_nothing_to_drain(run: World) -> None:
+    made = run.controller
+    made.decide(EngineTimedOut(now=0.0, url=ENGINE, reason="gone"))
+    ((kind, fields),) = told(made, EngineDrainAsked(now=0.0, url=ENGINE, grace_s=60.0))
+    assert (kind, fields["reason"]) == ("engine_lost", "drained: it had no work")
+
+
+def test_who_was_hired_and_has_not_come_is_not_wanted_any_more(run: World) -> None:
+    made = run.controller
+    made.decide(EnginesRequested(now=0.0, type="torch", count=2))
+    made.decide(EngineRemoved(now=0.0, engine="engine-1"))
+    assert [(request.name, request.wanted) for request in made.state.engine_requests] == [
+        ("engine-1", False),
+        ("engine-2", True),
+    ]
+    assert to_stop(made.state) == ["engine-1"]
+    made.decide(EnginesRequested(now=0.0, type="torch"))
+    assert made.state.engine_requests[-1].name == "engine-3", "a name is given once"
+
+
+def test_a_hired_engine_is_given_no_name_that_one_started_by_hand_has(run: World) -> None:
+    made = run.controller
+    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-2"))
+    made.decide(EnginesRequested(now=0.0, type="torch", count=2))
+    assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-3"]
+
+
+def test_a_name_that_two_engines_have_ends_neither_process_but_both_their_service(run: World) -> None:
+    made = run.controller
+    made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-0"))
+    made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1", name="engine-0"))
+    made.decide(EngineRemoved(now=0.0, engine=NEW))
+    assert to_stop(made.state) == [], "the launcher's engine-0 is the other one"
+
+
+def test_a_suspect_gets_no_work_and_loses_none(run: World) -> None:
+    made = run.controller
+    assert told(made, HealthCheckMissed(now=0.0, url=ENGINE)) == [("engine_suspect", {"url": ENGINE})]
+    assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([], [ENGINE])
+    assert told(made, EngineAnswered(now=0.0, url=ENGINE)) == [("engine_back", {"url": ENGINE})]
+    assert made.state.fleet.serving() == [ENGINE]
+
+
+def test_an_order_that_was_given_up_is_stale_and_another_is_issued(run: World) -> None:
+    made = run.controller
+    before = len(run.issued)
+    run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
+    ledger = made.state.account.ledger()
+    assert (ledger["stale"], ledger["in_flight"], ledger["issued"]) == (1, before, before + 1)
+    assert run.issued[-1] == before
+    run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
+    assert made.state.account.ledger()["stale"] == 1, "it ends once"
+    directive: Directive = made._directive("x", publish=False)
+    assert directive.stale == [3]

@@ -1,0 +1,274 @@
+"""Pinned evaluations in random schedules: no token of another version counts, training goes on, and every one ends."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.controller.state.effects import Effect, Record
+from pipelinerl.controller.state.evaluation import EvaluationResult, Pin
+from pipelinerl.controller.state.inputs import (
+    EngineAnswered,
+    EngineDrainAsked,
+    EngineRegistered,
+    EngineTimedOut,
+    StopAsked,
+    Ticked,
+)
+from pipelinerl.messages import GroupFailed, TrainerReady
+from pipelinerl.types import Purpose
+from tests.controller.world import ENGINE, World, controller
+
+OTHER = "http://engine-1"
+BOTH = (ENGINE, OTHER)
+
+
+def world(seed: int = 0, *, engines: tuple[str, ...] = BOTH, **changes: Any) -> World:
+    return World(controller(**({"pin": Pin.AUTO} | changes)), random.Random(seed), engines=engines)
+
+
+def recorded(run: World) -> list[Record]:
+    """Every event of a run from now on."""
+    told: list[Record] = []
+    apply = run.apply
+
+    def listening(effects: list[Effect]) -> None:
+        told.extend(effect for effect in effects if isinstance(effect, Record))
+        apply(effects)
+
+    run.apply = listening  # type: ignore[method-assign]
+    return told
+
+
+def abandoned(told: list[Record]) -> list[str]:
+    """Why evaluations were."""
+    return [event.fields["reason"] for event in told if event.kind == "evaluation_restarted"]
+
+
+def results(run: World) -> list[EvaluationResult]:
+    return run.controller.state.results
+
+
+def until_evaluation(run: World, version: int) -> World:
+    """Act until the evaluation of `version` or a later one is under way."""
+    for _ in range(20_000):
+        evaluation = run.controller.state.evaluation
+        if evaluation is not None and evaluation.model_version >= version:
+            return run
+        run.act()
+    raise AssertionError(waiting_for(run.controller.state, now=0.0))
+
+
+def unanswering(run: World) -> World:
+    """Actors lose all questions but those of the first evaluation."""
+    sample = run.sample
+
+    def only_training() -> None:
+        run.orders = [o for o in run.orders if o.purpose is Purpose.TRAINING or o.order_id.startswith("eval-0-")]
+        sample()
+
+    run.sample = only_training  # type: ignore[method-assign]
+    return run
+
+
+def test_what_an_evaluation_that_was_given_up_hears_late_ends_no_problem_of_the_next() -> None:
+    run = world(engines=(ENGINE,))
+    run.begin()
+    run.publish()
+    old = list(run.orders)
+    run.awaiting = "ready-2"
+    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=0, consumed=run.consumed()))
+    run.publish()
+    evaluation = run.controller.state.evaluation
+    assert evaluation is not None and evaluation.restarts == 1
+    for order in old:
+        run.tell(
+            GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="the engine died")
+        )
+    assert run.controller.state.evaluation is not None and run.controller.state.evaluation.answers == {}
+
+
+@pytest.mark.parametrize("pin", [Pin.AUTO, Pin.GATE, Pin.ENGINE])
+@pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_one_version_answers_and_the_run_ends(seed: int, engines: tuple[str, ...], pin: Pin) -> None:
+    chance = random.Random(seed)
+    run = world(seed, engines=engines, pin=pin, k=chance.choice([1, 2, 4]), evaluation_problems=12, steps=40)
+    run.begin()
+    for _ in range(60_000):
+        if run.finished is not None:
+            break
+        run.act()
+        if chance.random() < 0.01:
+            url = chance.choice(engines)
+            run.give(EngineTimedOut(now=0.0, url=url, reason="test"))
+        if chance.random() < 0.05:
+            for url in engines:
+                run.give(EngineAnswered(now=0.0, url=url))
+    assert run.finished == "all 40 steps are done", waiting_for(run.controller.state, now=0.0)
+    for version, groups, k in run.trained:
+        assert all(version - trained.oldest_version <= k for trained in groups)
+    found = results(run)
+    assert found[-1].model_version == 40
+    assert all(result.one_version for result in found)
+    assert all(result.version_min == result.version_max == result.model_version for result in found)
+    used = {result.pin for result in found[1:-1]}
+    assert used <= ({Pin.GATE} if pin is Pin.GATE or len(engines) == 1 else {Pin.ENGINE, Pin.GATE})
+    assert run.controller.state.fleet.pinned() == []
+    assert not run.controller.state.postponed
+
+
+def test_one_engine_answers_alone_while_training_goes_on_with_the_other() -> None:
+    run = world(evaluation_problems=30, steps=1000, k=2)
+    told = recorded(run)
+    run.begin()
+    until_evaluation(unanswering(run), 5)
+    pinned = run.controller.state.evaluation
+    assert pinned is not None and (pinned.pin, pinned.engine) == (Pin.ENGINE, OTHER)
+    assert run.controller.state.fleet.serving() == [ENGINE]
+    at = pinned.model_version
+    while run.version < at + 20:
+        run.act()
+    assert run.controller.state.evaluation is pinned, "it takes its time"
+    assert run.loaded[OTHER] == at < run.loaded[ENGINE]
+    assert {run.where[f"prompt-{group.index:06d}"] for _, groups, _ in run.trained[-10:] for group in groups} == {
+        ENGINE
+    }
+    run.give(Ticked(now=121.0))
+    (result,) = results(run)[1:]
+    assert (result.pin, result.engine, result.model_version) == (Pin.ENGINE, OTHER, at)
+    assert result.incomplete == "no answer came for 120 s" and result.steps_meanwhile >= 20
+    assert run.directive is not None and run.directive.to_verify == [OTHER], "it catches up at once, and proves it"
+    while run.publications:
+        run.publish()
+    assert run.controller.state.fleet.serving() == list(BOTH)
+    assert [e.kind for e in told if e.kind.startswith("evaluation")].count("evaluation_began") == 2
+
+
+def test_the_pinned_engine_has_its_share_of_the_room_and_no_more() -> None:
+    run = world(evaluation_problems=100, steps=1000)
+    run.begin()
+    until_evaluation(run, 5)
+    asked = [order for order in run.orders if order.purpose is Purpose.EVALUATION]
+    assert len(asked) == 4, "half of the room for eight groups"
+    assert {order.engine for order in asked} == {OTHER}
+
+
+def test_a_gate_may_be_closed_for_so_long_from_when_it_holds_something_back() -> None:
+    """A step takes longer than the gate may hold: nothing is held back before it ends."""
+    run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
+    run.begin()
+    until_evaluation(unanswering(run), 5)
+    run.give(Ticked(now=70.0))
+    for _ in range(2000):
+        run.act()
+    evaluation = run.controller.state.evaluation
+    assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
+
+
+def test_a_gate_holds_updates_until_the_answers_are_in_and_publishes_then() -> None:
+    run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
+    run.begin()
+    until_evaluation(unanswering(run), 5)
+    at = run.controller.state.evaluation.model_version  # type: ignore[union-attr]
+    for _ in range(2000):
+        run.act()
+    assert run.loaded[ENGINE] == at
+    assert run.version == at + 2, "training goes on as far as its rollouts are fresh"
+    assert "updates are postponed" in waiting_for(run.controller.state, now=0.0)
+    run.give(Ticked(now=59.0))
+    assert run.controller.state.postponed
+    run.give(Ticked(now=61.0))
+    assert results(run)[-1].incomplete == "updates were postponed for 60 s (evaluation.hold_s)"
+    assert run.directive is not None and run.directive.publish_to == [ENGINE]
+    run.publish()
+    while run.version < at + 5:
+        run.act()
+
+
+def test_an_evaluation_whose_engine_is_lost_begins_anew_and_ends_some_day() -> None:
+    run = world(engines=(*BOTH, "http://engine-2"), evaluation_problems=3, steps=1000)
+    told = recorded(run)
+    run.begin()
+    until_evaluation(unanswering(run), 5)
+    for life in range(1, 5):
+        evaluation = run.controller.state.evaluation
+        assert evaluation is not None and evaluation.restarts == life - 1
+        run.give(EngineTimedOut(now=0.0, url=evaluation.engine, reason="killed"))
+        run.give(EngineAnswered(now=0.0, url=evaluation.engine))
+        if life < 4:
+            assert abandoned(told)[life - 1 :] == [f"{evaluation.engine} is dead: killed"]
+            while run.publications:
+                run.publish()
+            until_evaluation(run, evaluation.model_version)
+    assert results(run)[-1].incomplete.startswith(f"its pin broke 4 times, the last time since {evaluation.engine} is")
+
+
+def test_a_drained_engine_and_a_new_trainer_break_the_pin() -> None:
+    run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
+    told = recorded(run)
+    run.give(EngineDrainAsked(now=0.0, url=OTHER, grace_s=9.0))
+    assert abandoned(told) == [f"{OTHER} is draining"]
+    run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
+    told = recorded(run)
+    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=5, consumed=run.consumed()))
+    assert abandoned(told) == ["epoch 2 has begun"]
+
+
+def test_an_engine_that_joins_during_a_gate_waits_for_its_weights() -> None:
+    run = until_evaluation(unanswering(_begun(world(engines=(ENGINE,), steps=1000, k=4))), 5)
+    at = run.version
+    while run.version == at:
+        run.act()
+    run.give(EngineRegistered(now=0.0, url=OTHER))
+    for _ in range(500):
+        run.act()
+    assert OTHER not in run.loaded
+    run.give(Ticked(now=121.0))
+    run.publish()
+    assert run.controller.state.fleet.serving() == list(BOTH)
+
+
+def test_who_stops_a_run_has_its_last_weights_evaluated_by_all() -> None:
+    run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
+    told = recorded(run)
+    run.give(StopAsked(now=0.0, reason="enough"))
+    assert run.directive is not None and run.directive.publish_to == list(BOTH), "the pinned one, too"
+    run.train()
+    assert abandoned(told) == ["the run ends, and its last weights are evaluated"]
+    evaluation = run.controller.state.evaluation
+    assert evaluation is not None and (evaluation.pin, evaluation.model_version) == (Pin.GATE, run.version)
+    assert {order.engine for order in run.orders[-3:]} == {""}
+
+
+@pytest.mark.parametrize(("fails", "at_least"), [(0, 1.0), (1, 2 / 3), (2, 1 / 3), (3, None)])
+def test_who_has_no_answer_counts_as_wrong_where_an_accuracy_may_end_the_run(
+    fails: int, at_least: float | None
+) -> None:
+    """Long answers are those that an actor gives up: the accuracy of the others is no accuracy of the model."""
+    run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000)
+    run.controller.settings = replace(run.controller.settings, until_accuracy=0.5)
+    run.begin()
+    run.publish()
+    for _ in range(run.controller.settings.evaluation.attempts):
+        questions = [order for order in run.orders if order.index < fails]
+        run.orders = [order for order in run.orders if order not in questions]
+        for order in questions:
+            run.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="too long"))
+    while not results(run):
+        run.act()
+    (result,) = results(run)
+    assert result.accuracy == (None if fails == 3 else 1.0)
+    assert result.incomplete == (f"{fails} of 3 problems had no answer" if fails else "")
+    assert result.at_least == (at_least and pytest.approx(at_least))
+    ends = at_least is not None and at_least >= 0.5
+    assert run.controller.ending == (f"held-out accuracy {at_least:.3f} has reached 0.5" if ends else None)
+
+
+def _begun(run: World) -> World:
+    run.begin()
+    return run

@@ -1,0 +1,93 @@
+"""The watchdog names who is waited for, once for each stall, and is silent while anything gets on."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.controller.state.effects import Record
+from pipelinerl.controller.state.inputs import EngineRegistered, EngineTimedOut, ReportReceived, Ticked
+from pipelinerl.messages import ActorAlive, CheckpointDelayed, Checkpointed, Starving
+from tests.controller.world import ENGINE, World, controller
+
+STALL_S = controller().settings.stall_s
+
+
+def stalls(run: World, now: float) -> list[dict[str, Any]]:
+    effects = run.controller.decide(Ticked(now=now))
+    return [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "stalled"]
+
+
+def test_a_run_without_engines_says_so_once() -> None:
+    run = World(controller(), random.Random(0))
+    run.give(Ticked(now=1.0))
+    assert stalls(run, STALL_S) == []
+    (told,) = stalls(run, STALL_S + 2.0)
+    assert told == {"still_s": STALL_S + 1.0, "waits_for": "an engine to join"}
+    assert stalls(run, 3 * STALL_S) == [], "once"
+
+
+def test_what_gets_on_winds_the_clock_up_again() -> None:
+    run = World(controller(evaluation_problems=0), random.Random(0))
+    run.begin()
+    run.publish()
+    run.give(Ticked(now=100.0))
+    began = run.controller.state.progressed_at
+    run.give(ReportReceived(now=101.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0"))
+    assert run.controller.state.progressed_at == began, "to say that one waits is no progress"
+    while run.version == 0:
+        run.act()
+    assert stalls(run, STALL_S - 1) == []
+
+
+def test_the_culprit_is_named() -> None:
+    run = World(controller(evaluation_problems=0), random.Random(0))
+    run.begin()
+    state = run.controller.state
+    assert "the trainer's last word, TrainerReady, came 60 s ago" in waiting_for(state, now=60.0)
+    run.publish()
+    assert waiting_for(state, now=60.0) == "an actor to report"
+    alive = ActorAlive(name="actor-7", groups_in_flight=3, groups_done=0, retries=0)
+    run.give(ReportReceived(now=20.0, report=alive, entry_id="1-0"))
+    assert waiting_for(state, now=60.0) == "step 1: 8 groups in flight; actor actor-7 last heard 40 s ago"
+    run.give(ReportReceived(now=59.0, report=alive, entry_id="1-0"))
+    assert "the trainer's last word, CanaryChecked, came 60 s ago" in waiting_for(state, now=60.0)
+    run.give(EngineTimedOut(now=61.0, url=ENGINE, reason="no answer within 5 s"))
+    assert waiting_for(state, now=62.0) == f"an engine to join; {ENGINE} is dead: no answer within 5 s"
+
+
+def test_a_dead_trainer_is_the_culprit_while_engines_wait_for_weights() -> None:
+    run = World(controller(), random.Random(0))
+    run.begin()
+    run.publish()
+    run.give(EngineRegistered(now=1.0, url=ENGINE, incarnation="one life"))
+    run.give(EngineRegistered(now=2.0, url=ENGINE, incarnation="the next"))
+    assert waiting_for(run.controller.state, now=90.0).startswith(f"the trainer to publish its weights to {ENGINE}")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_event_once_and_said_until_it_is_there() -> None:
+    run = World(controller(evaluation_problems=0), random.Random(0))
+    run.begin()
+    run.publish()
+
+    def told(report: CheckpointDelayed | Checkpointed) -> list[str]:
+        effects = run.controller.decide(ReportReceived(now=1.0, report=report, entry_id="1-0"))
+        return [effect.kind for effect in effects if isinstance(effect, Record)]
+
+    delayed = CheckpointDelayed(epoch=1, model_version=10, reason="OSError: No space left on device")
+    assert told(delayed) == ["checkpoint_delayed"]
+    assert told(delayed) == []
+    said = waiting_for(run.controller.state, now=1.0)
+    assert said.endswith("; the checkpoint of step 10 cannot be written yet: OSError: No space left on device")
+    assert told(Checkpointed(epoch=1, model_version=10, path="c")) == ["checkpoint"]
+    assert "cannot be written" not in waiting_for(run.controller.state, now=1.0)
+    assert told(delayed) == ["checkpoint_delayed"], "a new one"
+
+
+def test_an_engine_that_has_weights_is_waited_for_until_it_has_proven_them() -> None:
+    run = World(controller(), random.Random(0))
+    run.begin()
+    state = run.controller.state
+    state.fleet.on_published(ENGINE, 0, membership=state.fleet.membership)
+    assert waiting_for(state, now=1.0) == f"{ENGINE} to prove its weights to the trainer"

@@ -1,0 +1,367 @@
+"""The controller's routes in front of a service at work: what they do, and how they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipelinerl.controller.service.api import create_api
+from pipelinerl.controller.service.journal import Journal
+from pipelinerl.controller.service.service import ControllerService, Start
+from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.errors import EngineUnreachable
+from pipelinerl.messages import ORDERS
+from pipelinerl.observability.events import EventLog
+from pipelinerl.observability.status import Phase, RunStatus
+from pipelinerl.streams.memory_stream import MemoryStream
+from tests.controller.service.test_service import Probe, Running, running, step
+from tests.controller.world import ENGINE, controller
+
+TOKEN = "run-token"
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def http(run: Running) -> AsyncIterator[httpx.AsyncClient]:
+    headers = {"authorization": f"Bearer {TOKEN}", "x-who": "ada"}
+    transport = httpx.ASGITransport(create_api(run.service, token=TOKEN))
+    async with httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers) as client:
+        yield client
+
+
+async def test_status_of_a_run_that_waits_and_of_one_that_trains(run: Running, http: httpx.AsyncClient) -> None:
+    status = RunStatus.from_json((await http.get("/status")).content)
+    assert (status.phase, status.waiting_for) == (Phase.STARTING, "an engine to join")
+    await run.start()
+    await run.tell(step(1))
+    status = RunStatus.from_json((await http.get("/status")).content)
+    assert (status.run, status.phase, status.step, status.epoch) == ("test", Phase.TRAINING, 1, 1)
+    assert [(engine.url, engine.state) for engine in status.engines] == [(ENGINE, "healthy")]
+    assert status.ledger.trained == 2
+
+
+async def test_a_controller_that_comes_back_says_nothing_before_it_knows(tmp_path: Path) -> None:
+    """An empty fleet would make every actor give up what it has at its engines."""
+    before, stream = controller(), MemoryStream()
+    before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
+    await (await Journal.begin(stream)).snapshot(before.state)
+    with EventLog(tmp_path / "events.jsonl") as events:
+        service = ControllerService(
+            controller(), name="test", stream=stream, probe=Probe(), events=events, start=Start.FROM_JOURNAL
+        )
+        transport = httpx.ASGITransport(create_api(service, token=None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://controller") as http:
+            asking = asyncio.gather(*(http.get(path) for path in ("/engines", "/status", "/knobs")))
+            await asyncio.sleep(0.05)
+            assert not asking.done()
+            running = asyncio.create_task(service.run())
+            engines, status, knobs = await asyncio.wait_for(asking, 10.0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    assert engines.json()["members"] == [ENGINE]
+    assert [engine.url for engine in RunStatus.from_json(status.content).engines] == [ENGINE]
+    assert knobs.status_code == 200
+
+
+async def test_knobs_change_and_are_logged(run: Running, http: httpx.AsyncClient) -> None:
+    await run.start()
+    answer = await http.patch("/knobs", json={"k": "inf", "j": 2})
+    assert (answer.status_code, answer.json()["knobs"]["k"]) == (200, "inf")
+    assert answer.json()["effective"] == "at the next step boundary"
+    shown = (await http.get("/knobs")).json()
+    assert shown["knobs"] == run.controller.state.knobs.to_json()
+    assert [(change["who"], change["changes"]) for change in shown["log"]] == [("ada", {"k": "inf", "j": 2})]
+    await run.tell(step(1))
+    assert (await run.directives())[-1].knobs.k == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "sentence"),
+    [
+        (b"{k: 3}", 400, "invalid_json", "the body must be JSON"),
+        (b"", 422, "invalid_request_error", "body: "),
+        (b"[1]", 422, "invalid_request_error", "body: "),
+        (b'"k"', 422, "invalid_request_error", "body: "),
+        (b"null", 422, "invalid_request_error", "body: "),
+        (b'{"q": 1}', 422, "invalid_knob", "unknown knob 'q'"),
+        (b'{"j": 3, "k": 2}', 422, "invalid_knob", "staleness.k must be at least j = 3, got 2"),
+        (b'{"k": [4]}', 422, "invalid_knob", "k must be a number, got [4]"),
+        (b'{"k": 2.5}', 422, "invalid_knob", "staleness.k must be a whole number or inf"),
+        (b'{"j": ' + b"9" * 4000 + b"}", 422, "invalid_knob", "j must be a whole number"),
+        (b'{"preset": {}}', 422, "invalid_knob", "preset must be one of on_policy"),
+        (b'{"rollouts_per_step": 3}', 422, "invalid_knob", "rollouts_per_step must be a multiple"),
+    ],
+)
+async def test_knobs_that_make_no_sense(
+    run: Running, http: httpx.AsyncClient, body: bytes, status: int, code: str, sentence: str
+) -> None:
+    before = run.controller.state.knobs
+    answer = await http.patch("/knobs", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code and error["message"].startswith(sentence)
+    assert len(answer.content) < 400
+    assert (run.controller.state.knobs, run.controller.state.knob_log) == (before, [])
+
+
+async def test_an_engine_joins_by_offering_itself_again_and_again(run: Running, http: httpx.AsyncClient) -> None:
+    for _ in range(3):
+        offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
+        assert offered.json() == {"state": "joining"}
+    said = {
+        "serving": [],
+        "finishing": [ENGINE],
+        "members": [ENGINE],
+        "groups_in_flight": 8,
+        "model_version": 0,
+        "k": 4.0,
+    }
+    assert (await http.get("/engines")).json() == said
+    assert len(run.events("engine_joined")) == 1
+
+
+async def test_an_engine_that_was_taken_out_stays_out(run: Running, http: httpx.AsyncClient) -> None:
+    offer = {"url": ENGINE, "incarnation": "1"}
+    await http.post("/engines", json=offer)
+    removed = await http.delete("/engines", params={"engine": f"{ENGINE}/"})
+    assert (removed.status_code, run.events("engine_lost")[0]["reason"]) == (200, "removed by an operator")
+    await http.post("/engines", json=offer)
+    assert (await http.get("/engines")).json()["members"] == []
+    await http.post("/engines", json=offer | {"incarnation": "2"})
+    assert (await http.get("/engines")).json()["members"] == [ENGINE]
+
+
+async def test_a_host_that_nobody_can_look_up_is_refused_in_a_sentence(run: Running, http: httpx.AsyncClient) -> None:
+    answer = await http.post("/engines", json={"url": "http://gpu..box:8001"})
+    assert answer.json()["error"]["message"].startswith("url: must name a host whose labels have 1 to 63 characters")
+
+
+def from_host(run: Running, host: str) -> httpx.AsyncClient:
+    """Whoever asks from `host`."""
+    transport = httpx.ASGITransport(create_api(run.service, token=TOKEN), client=(host, 40_000))
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    return httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers)
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.1.1", "localhost", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]"]
+)
+async def test_an_engine_at_a_loopback_address_joins_from_the_controllers_own_machine_alone(
+    run: Running, host: str
+) -> None:
+    """Else two machines' engines of one address would take each other for a new life, again and again."""
+    offer = {"url": f"http://{host}:8001", "incarnation": "1"}
+    async with from_host(run, "10.0.0.7") as away:
+        refused = await away.post("/engines", json=offer)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
+    assert refused.json()["error"]["message"].endswith(
+        "start the engine with --host, an address at which the others reach it"
+    )
+    assert run.controller.state.fleet.records() == []
+    for here in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
+        async with from_host(run, here) as beside:
+            assert (await beside.post("/engines", json=offer)).json() == {"state": "joining"}
+
+
+async def test_an_operator_who_names_what_is_no_engine_is_told_so_at_once(
+    run: Running, http: httpx.AsyncClient
+) -> None:
+    """Else it would be found out by the next publication, which all other engines wait for."""
+    run.probe.answer = EngineUnreachable("connection refused")
+    refused = await http.post("/engines", json={"url": ENGINE})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
+    assert refused.json()["error"]["message"] == "url: no engine answers there: connection refused"
+    assert run.controller.state.fleet.records() == []
+    await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
+    assert run.controller.state.fleet.members() == [ENGINE]
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.7:8001", "http://[fd00::7]:8001", "http://gpu-1.lab:8001"])
+async def test_an_engine_elsewhere_joins_by_an_address_of_its_own(run: Running, url: str) -> None:
+    async with from_host(run, "10.0.0.7") as away:
+        assert (await away.post("/engines", json={"url": url})).status_code == 200
+    assert run.controller.state.fleet.members() == [url]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"url": None},
+        {"url": ""},
+        {"url": "engine-0"},
+        {"url": "ftp://host:1"},
+        {"url": "http://"},
+        {"url": "http://user:secret@host:1"},
+        {"url": "http://host:1/path"},
+        {"url": "http://host:1?x=1"},
+        {"url": "http://host:1\nx"},
+        {"url": "http://" + "h" * 300},
+        {"url": "http://gpu..box:8001"},
+        {"url": f"http://{'h' * 64}:8001"},
+        {"url": "http://:8001"},
+        {"url": "http://[::1:8001"},
+        {"url": "http://host:65536"},
+        {"url": "http://host:x"},
+        {"url": ENGINE, "incarnation": "x" * 65},
+        {"url": ENGINE, "incarnation": 1},
+    ],
+)
+async def test_what_is_no_engine_cannot_join(run: Running, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    answer = await http.post("/engines", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"] in ("url", "incarnation")
+    assert "secret" not in answer.text
+    assert run.controller.state.fleet.records() == []
+
+
+async def test_taking_out_what_is_not_there(run: Running, http: httpx.AsyncClient) -> None:
+    await http.post("/engines", json={"url": ENGINE})
+    answer = await http.delete("/engines", params={"engine": "http://other"})
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": f"exactly one engine of this run must have that URL or name; engines are: unnamed at {ENGINE}",
+        "type": "invalid_request_error",
+        "param": "engine",
+        "code": "unknown_engine",
+    }
+    assert (await http.delete("/engines")).json()["error"]["param"] == "engine"
+    assert (await http.post("/engines/drain", json={"engine": "http://other"})).status_code == 404
+
+
+async def test_engines_are_hired_and_go_by_name_or_url(run: Running, http: httpx.AsyncClient) -> None:
+    requested = await http.post("/engines/request", json={"type": "bigram", "count": 2})
+    assert requested.json() == {"names": ["engine-1", "engine-2"]}, "the run began with one"
+    assert [(h.name, h.type) for h in run.service.status().requested] == [
+        ("engine-1", "bigram"),
+        ("engine-2", "bigram"),
+    ]
+    await http.post("/engines", json={"url": ENGINE, "incarnation": "1", "name": "engine-1", "type": "bigram"})
+    (listed,) = run.service.status().engines
+    assert (listed.url, listed.name, listed.type, listed.state) == (ENGINE, "engine-1", "bigram", "joining")
+    assert (await http.post("/engines/drain", json={"engine": "engine-1"})).json() == {"state": "draining"}
+    assert (await http.delete("/engines", params={"engine": "engine-2"})).json() == {"state": "removed"}
+    assert run.service.status().to_stop == ("engine-2",), "it had not come yet, and is not wanted any more"
+    assert (await http.delete("/engines", params={"engine": ENGINE})).status_code == 200
+    status = run.service.status()
+    assert (status.to_stop, status.requested) == (("engine-1", "engine-2"), ())
+
+
+async def test_who_hires_at_the_same_time_is_told_the_names_of_his_own(
+    run: Running, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = run.stream.append
+
+    async def slowly(*args: Any, **rest: Any) -> bool:
+        await asyncio.sleep(0.01)
+        return await append(*args, **rest)
+
+    monkeypatch.setattr(run.stream, "append", slowly)
+    types = ("torch", "bigram", "vllm")
+    answers = await asyncio.gather(*(http.post("/engines/request", json={"type": kind}) for kind in types))
+    told = {name: kind for answer, kind in zip(answers, types, strict=True) for name in answer.json()["names"]}
+    assert told == {request.name: request.type for request in run.controller.state.engine_requests} and len(told) == 3
+
+
+async def test_an_engine_is_swapped_once(run: Running, http: httpx.AsyncClient) -> None:
+    await run.start()
+    swap = {"type": "torch", "replaces": ENGINE}
+    assert (await http.post("/engines/request", json=swap)).json() == {"names": ["engine-1"]}
+    again = await http.post("/engines/request", json=swap)
+    assert (again.status_code, again.json()["error"]) == (
+        409,
+        {
+            "message": f"{ENGINE} is to go already: engine-1, which can be removed, was requested to replace it; to have "
+            "one engine more, request one that replaces none",
+            "type": "invalid_request_error",
+            "param": "replaces",
+            "code": "engine_going",
+        },
+    )
+    await http.delete("/engines", params={"engine": "engine-1"})
+    await http.post("/engines/drain", json={"engine": ENGINE})
+    again = await http.post("/engines/request", json=swap)
+    assert again.status_code == 409 and "it is being drained" in again.json()["error"]["message"]
+    assert len(run.controller.state.engine_requests) == 1
+
+
+async def test_an_engine_of_this_machine_has_one_name(run: Running, http: httpx.AsyncClient) -> None:
+    await http.post("/engines", json={"url": "http://127.0.0.1:8001", "incarnation": "1", "name": "engine-0"})
+    assert (await http.post("/engines", json={"url": "http://localhost:8001/"})).status_code == 200
+    assert (await http.get("/engines")).json()["members"] == ["http://127.0.0.1:8001"]
+    assert (await http.delete("/engines", params={"engine": "http://localhost:8001"})).status_code == 200
+    assert (await http.get("/engines")).json()["members"] == []
+
+
+async def test_a_drained_engine_goes_once_it_has_had_nothing_to_do_for_a_while(
+    run: Running, http: httpx.AsyncClient
+) -> None:
+    await run.start()
+    assert (await http.post("/engines/drain", json={"engine": ENGINE})).status_code == 200
+    said = (await http.get("/engines")).json()
+    assert (said["serving"], said["finishing"], said["members"]) == ([], [ENGINE], [ENGINE])
+    run.probe.answer = {"slots": 4.0}
+    await run.until(lambda: run.events("engine_lost"))
+    assert run.events("engine_lost")[0]["reason"] == "drained"
+    (record,) = run.controller.state.fleet.records()
+    assert record.to_stop
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/engines/request", {}, "type"),
+        ("/engines/request", {"type": "../x"}, "type"),
+        ("/engines/request", {"type": "torch", "count": 0}, "count"),
+        ("/engines/drain", {}, "engine"),
+        ("/engines/drain", {"engine": ENGINE, "grace_s": -1}, "grace_s"),
+    ],
+)
+async def test_orders_that_make_no_sense(
+    run: Running, http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = await http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, param)
+    assert run.service.status().requested == ()
+
+
+async def test_stop_asks_for_the_last_directive_once(run: Running, http: httpx.AsyncClient) -> None:
+    await run.start()
+    for _ in range(2):
+        assert (await http.post("/stop")).json() == {"state": "stopping"}
+    last = (await run.directives())[-1]
+    assert (last.stop, last.checkpoint, last.answers) == (True, True, "stop-e1")
+    assert run.stream_length(ORDERS) == 2
+    assert run.controller.ending == "stopped by ada"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/status"),
+        ("GET", "/knobs"),
+        ("PATCH", "/knobs"),
+        ("POST", "/engines"),
+        ("POST", "/stop"),
+        ("POST", "/engines/request"),
+        ("POST", "/engines/drain"),
+        ("DELETE", "/engines"),
+        ("GET", "/engines"),
+    ],
+)
+async def test_nothing_without_the_token(run: Running, http: httpx.AsyncClient, method: str, path: str) -> None:
+    answer = await http.request(method, path, headers={"authorization": "Bearer other"})
+    assert answer.status_code == 401 and answer.json()["error"]["code"] == "unauthorized"
+    assert (await http.get("/health", headers={"authorization": ""})).json() == {"state": "ready"}
+    assert run.controller.ending is None

@@ -1,0 +1,49 @@
+"""Of two trainers the controller hears the later: what the earlier says, or said before, changes nothing."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from pipelinerl.controller.state.effects import Send
+from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.messages import Checkpointed, TrainerReady
+from tests.controller.world import ENGINE, World, controller
+
+
+def ready(run: World, name: str) -> TrainerReady:
+    return TrainerReady(report_id=f"ready-{name}", incarnation=name, model_version=0, consumed=run.consumed())
+
+
+def taken_over() -> World:
+    """Trainer 1 has been fenced by trainer 2."""
+    run = World(controller(), random.Random(0))
+    run.begin()
+    run.tell(ready(run, "2"))
+    return run
+
+
+def test_what_the_earlier_had_asked_twice_does_not_fence_the_later() -> None:
+    """It asks again every few seconds until it is answered, so its second question may lie behind the other's first."""
+    run = taken_over()
+    assert run.controller.handle(ready(run, "1"), now=1.0) == []
+    assert run.controller.state.epoch == 2
+    (answer,) = run.controller.handle(ready(run, "2"), now=1.0)
+    assert isinstance(answer, Send) and answer.directive.epoch == 2
+    run.controller.handle(ready(run, "3"), now=2.0)
+    assert run.controller.state.epoch == 3
+
+
+def test_the_epoch_is_above_all_that_the_trainers_directory_has_seen() -> None:
+    """A controller and a stream server begun anew, on another machine than the trainer, know of none of them."""
+    run = World(controller(), random.Random(0))
+    run.give(EngineRegistered(now=0.0, url=ENGINE))
+    (_, answer) = run.controller.handle(msgspec.structs.replace(ready(run, "1"), claimed=5), now=1.0)
+    assert isinstance(answer, Send) and answer.directive.epoch == 6
+
+
+def test_a_checkpoint_of_the_earlier_is_no_event() -> None:
+    run = taken_over()
+    assert run.controller.handle(Checkpointed(epoch=1, model_version=3, path="p"), now=1.0) == []
+    assert run.controller.handle(Checkpointed(epoch=2, model_version=3, path="p"), now=1.0) != []

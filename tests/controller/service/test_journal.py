@@ -1,0 +1,485 @@
+"""A controller killed before or after any one of its side effects leaves a run that nobody can tell from an undisturbed
+one: the same prompts, the same directives, the same events, the same ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.controller.service.journal import JOURNAL, Decision, Journal
+from pipelinerl.controller.service.service import ControllerService, Start
+from pipelinerl.controller.state.effects import Effect
+from pipelinerl.controller.state.inputs import (
+    AnyInput,
+    EngineAnswered,
+    EngineRegistered,
+    EngineRemoved,
+    EnginesRequested,
+    EngineTimedOut,
+    HealthCheckMissed,
+    KnobsPatched,
+    ReportReceived,
+    StreamsLost,
+    Ticked,
+)
+from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.errors import FencedError
+from pipelinerl.messages import (
+    ORDERS,
+    PROMPTS,
+    REPORTS,
+    ActorAlive,
+    CanaryChecked,
+    ConsumedReport,
+    Directive,
+    EvaluationDone,
+    GroupFailed,
+    Message,
+    Progress,
+    Published,
+    StepDone,
+    TrainerReady,
+    TrainerStopped,
+    decode_directive,
+    encode,
+)
+from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.streams.memory_stream import MemoryStream
+from tests.controller.world import ENGINE, World, controller
+
+NEVER = 10**9
+
+
+class Killed(Exception):
+    """Stands for kill -9: nothing of the process is left."""
+
+
+@dataclass
+class Killer:
+    """Kills at the n-th point that is passed; there is one before and one after each side effect.
+
+    What still moves in a process that was killed has no effects, until another is `born`.
+    """
+
+    at: int
+    passed: int = 0
+
+    def point(self) -> None:
+        self.passed += 1
+        if self.passed >= self.at:
+            raise Killed
+
+    def born(self) -> None:
+        if self.passed >= self.at:
+            self.at = NEVER
+
+
+@dataclass
+class MortalStream:
+    """A stream that outlives its writer, who may be killed at each write; keeps what was ever appended."""
+
+    inner: MemoryStream
+    killer: Killer
+    history: dict[str, list[bytes]] = field(default_factory=dict)
+
+    async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
+        self.killer.point()
+        new = await self.inner.append(stream, payloads, first_id=first_id)
+        self.history.setdefault(stream, []).extend(payloads[len(payloads) - new :])
+        self.killer.point()
+        return new
+
+    async def trim(self, stream: str, *, before: str) -> None:
+        self.killer.point()
+        await self.inner.trim(stream, before=before)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class MortalLog(EventLog):
+    """An event log whose writer may be killed after each line."""
+
+    killer: Killer
+
+    def write(self, kind: str, **fields: Any) -> None:
+        super().write(kind, **fields)
+        self.killer.point()
+
+
+class Healthy:
+    """Every engine answers."""
+
+    async def metrics(self, url: str) -> dict[str, float]:
+        return {"slots": 4.0}
+
+
+def answers(version: int) -> list[Message]:
+    """Of the evaluation that began at `version`."""
+    return [
+        EvaluationDone(
+            order_id=f"eval-{version}-{-(-version // 5) + 1}-{i:06d}",
+            index=i,
+            correct=1,
+            judged=1,
+            oldest_version=version,
+            newest_version=version,
+            num_tokens=1,
+        )
+        for i in range(3)
+    ]
+
+
+def reports(steps: int) -> list[Message]:
+    """What trainer and actors say in a run of two groups a step, of which every fifth order fails."""
+
+    def published(version: int) -> Published:
+        return Published(
+            epoch=1, model_version=version, membership=2, pauses_s={ENGINE: 0.1}, failed={}, send_s=0.1, total_s=0.2
+        )
+
+    said: list[Message] = [
+        TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=ConsumedReport()),
+        published(0),
+        CanaryChecked(epoch=1, model_version=0, membership=2, worst={ENGINE: 1e-6}),
+    ]
+    said += answers(0)
+    frontier = failed = 0
+    for version in range(1, steps + 1):
+        if version % 5 == 0:
+            order = f"prompt-{frontier:06d}"
+            said.append(GroupFailed(order_id=order, index=frontier, purpose="training", reason="no engine"))
+            frontier, failed = frontier + 1, failed + 1
+            account = ConsumedReport(trained=2 * version - 2, failed=failed, frontier=frontier)
+            said.append(Progress(epoch=1, model_version=version - 1, consumed=account))
+        frontier += 2
+        account = ConsumedReport(trained=2 * version, failed=failed, frontier=frontier)
+        said.append(
+            StepDone(
+                report_id=f"e1-step-{version}", epoch=1, model_version=version, consumed=account, stats={"loss": 0.5}
+            )
+        )
+        said.append(published(version))
+        said += answers(version) if version % 5 == 0 and version < steps else []
+    return [*said, TrainerStopped(epoch=1, model_version=steps), *answers(steps)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What others can see of a run."""
+
+    prompts: list[bytes]
+    directives: list[Directive]
+    events: list[dict[str, Any]]
+
+
+async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]:
+    """A whole run whose controller is killed at most once, and how many points it passed."""
+    killer, inner = Killer(kill_at), MemoryStream()
+    stream = MortalStream(inner, killer)
+    start = Start.AFRESH
+    for _ in range(2):
+        killer.born()
+        made = controller(steps=steps)
+        with MortalLog(folder / "events.jsonl") as log:
+            log.killer = killer
+            service = ControllerService(
+                made, name="test", stream=stream, probe=Healthy(), events=log, poll_s=3600.0, start=start
+            )
+            try:
+                await _serve(service, inner, reports(steps))
+                break
+            except* Killed:
+                # A process that was killed before its journal began has done nothing: the launcher starts it again.
+                start = Start.FROM_JOURNAL
+    told = [event for event in read_events(folder / "events.jsonl") if event["kind"] not in VARYING]
+    events = [{k: v for k, v in event.items() if k not in ("time", "elapsed_s", "decision")} for event in told]
+    directives = [decode_directive(payload) for payload in stream.history[ORDERS]]
+    return Outcome(stream.history[PROMPTS], directives, events), killer.passed
+
+
+#: Events that tell of the controller's own life, or of the moment.
+VARYING = ("controller_returned", "run_started", "engines")
+
+
+async def _serve(service: ControllerService, stream: MemoryStream, said: list[Message]) -> None:
+    """The service runs to its end; the engine offers itself until it is taken, then the others speak, once."""
+
+    async def offer() -> None:
+        while await stream.length(JOURNAL) == 0:
+            await asyncio.sleep(0)
+        await service.perform(EngineRegistered(now=await service.now(), url=ENGINE, incarnation="1"))
+        await stream.append(REPORTS, [encode(report) for report in said], first_id=1)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(offer())
+        group.create_task(service.run())
+
+
+async def every_crash_point(tmp_path: Path, *, steps: int) -> None:
+    undisturbed, points = await live(tmp_path, steps=steps, kill_at=NEVER)
+    assert len(undisturbed.directives) >= steps and points > 10 * steps
+    assert undisturbed.events[-1]["reason"] == f"all {steps} steps are done"
+    for kill_at in range(1, points + 1):
+        folder = tmp_path / str(kill_at)
+        outcome, _ = await live(folder, steps=steps, kill_at=kill_at)
+        assert outcome.prompts == undisturbed.prompts, f"killed at point {kill_at}: other prompts"
+        assert outcome.directives == undisturbed.directives, f"killed at point {kill_at}: other directives"
+        assert outcome.events == undisturbed.events, f"killed at point {kill_at}: other events"
+
+
+async def test_a_controller_killed_at_any_point_changes_nothing(tmp_path: Path) -> None:
+    await every_crash_point(tmp_path, steps=20)
+
+
+async def test_a_controller_killed_after_the_end_was_decided_ends(tmp_path: Path) -> None:
+    """Something was heard before it was gone: the end is not the last decision, whose effects are repeated."""
+    stream, made = MemoryStream(), controller(steps=1, evaluation_problems=0)
+    made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
+    for number, report in enumerate(reports(1)):
+        made.decide(ReportReceived(now=0.0, report=report, entry_id=f"{number}-0"))  # type: ignore[arg-type]
+    assert made.state.phase is Phase.FINISHED
+    journal = await Journal.begin(stream)
+    await journal.snapshot(made.state)
+    alive = ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0)
+    await journal.record(Decision(ReportReceived(now=0.0, report=alive, entry_id="9-0"), 9, 9))
+    for _ in range(2):
+        with EventLog(tmp_path / "events.jsonl") as log:
+            service = ControllerService(
+                controller(steps=1), name="test", stream=stream, probe=Healthy(), events=log, start=Start.FROM_JOURNAL
+            )
+            await asyncio.wait_for(service.run(), 5.0)
+    told = read_events(tmp_path / "events.jsonl")
+    assert [event["reason"] for event in told if event["kind"] == "run_finished"] == ["all 1 steps are done"]
+
+
+async def test_a_journal_with_a_gap_is_not_believed() -> None:
+    stream = MemoryStream()
+    journal = await Journal.begin(stream)
+    assert await Journal.recover(stream) is None, "nothing was written"
+    await journal.snapshot(controller().state)
+    await journal.record(Decision(Ticked(now=0.0), 1, 1))
+    found = await Journal.recover(stream)
+    assert found is not None and len(found[1].decisions) == 1 and await journal.whole()
+    journal.number += 1  # an entry that the server has lost
+    await journal.record(Decision(Ticked(now=0.0), 1, 1))
+    assert not await journal.whole()
+    assert await Journal.recover(stream) is None
+    await journal.snapshot(controller().state)
+    found = await Journal.recover(stream)
+    assert await journal.whole() and found is not None and found[1].decisions == []
+    assert await stream.length(JOURNAL) == 1
+
+
+async def test_the_state_comes_back_as_it_was() -> None:
+    """All of it: what a journal leaves out, a controller that comes back would have forgotten."""
+    stream, made = MemoryStream(), controller()
+    made.decide(EngineRegistered(now=1.0, url=ENGINE, incarnation="a"))
+    for report in reports(4)[:-1]:
+        with suppress(KeyError):
+            made.handle(report, now=2.0)  # type: ignore[arg-type]
+    journal = await Journal.begin(stream)
+    await journal.snapshot(made.state)
+    found = await Journal.recover(stream)
+    assert found is not None
+    assert found[1].state == made.state
+
+
+@pytest.mark.parametrize("start", Start)
+async def test_of_two_controllers_the_first_is_fenced_before_it_does_anything(tmp_path: Path, start: Start) -> None:
+    stream = MemoryStream()
+
+    @asynccontextmanager
+    async def serving(name: str, start: Start) -> AsyncIterator[tuple[ControllerService, asyncio.Task[None]]]:
+        with EventLog(tmp_path / f"{name}.jsonl") as log:
+            service = ControllerService(
+                controller(), name=name, stream=stream, probe=Healthy(), events=log, poll_s=3600.0, start=start
+            )
+            running = asyncio.create_task(service.run())
+            try:
+                await service.perform(EngineRegistered(now=0.0, url=f"http://{name}", incarnation="1"))
+                yield service, running
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
+    async with serving("first", Start.AFRESH) as (first, its_end), serving("second", start) as (second, _):
+        for _ in range(2):
+            with pytest.raises(FencedError, match="another controller has taken over"):
+                await first.perform(change)
+            assert not await first._journal.whole()
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(its_end, 5.0)
+        assert ended.group_contains(FencedError), "whoever asked for the decision: its state is not the run's any more"
+        await second.perform(change)
+        assert not await first._journal.whole() and await second._journal.whole()
+        assert "knobs" not in {event["kind"] for event in read_events(tmp_path / "first.jsonl")}
+        assert "knobs" in {event["kind"] for event in read_events(tmp_path / "second.jsonl")}
+
+
+@pytest.mark.parametrize(("launch", "members"), [("this", ["http://first"]), ("another", [])])
+async def test_the_journal_of_another_launch_is_not_gone_on_with(
+    tmp_path: Path, launch: str, members: list[str]
+) -> None:
+    """A controller that failed as the run was resumed is started again, and must not find itself in the run before."""
+    before = controller()
+    before.state.launch = "this"
+    before.decide(EngineRegistered(now=0.0, url="http://first", incarnation="1"))
+    stream = MemoryStream()
+    await (await Journal.begin(stream)).snapshot(before.state)
+    made = controller()
+    made.state.launch = launch
+    with EventLog(tmp_path / "events.jsonl") as log:
+        service = ControllerService(
+            made, name="test", stream=stream, probe=Healthy(), events=log, poll_s=3600.0, start=Start.FROM_JOURNAL
+        )
+        running = asyncio.create_task(service.run())
+        await service.perform(Ticked(now=0.0))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert (made.state.launch, made.state.fleet.members()) == (launch, members)
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.parametrize("uptime_s", [5.0, 1e9])
+async def test_time_goes_on_where_the_journal_ends(tmp_path: Path, uptime_s: float, snapshot: bool) -> None:
+    """The controller comes back on another machine, or after a reboot: what is awaited is due when it was."""
+    stream = MemoryStream()
+
+    @asynccontextmanager
+    async def serving(clock_s: float, start: Start) -> AsyncIterator[ControllerService]:
+        with EventLog(tmp_path / "events.jsonl") as log:
+            service = ControllerService(
+                controller(),
+                name="test",
+                stream=stream,
+                probe=Healthy(),
+                events=log,
+                poll_s=3600.0,
+                clock=lambda: clock_s,
+                start=start,
+            )
+            running = asyncio.create_task(service.run())
+            try:
+                yield service
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    beat = ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0)
+    async with serving(10_000.0, Start.AFRESH) as first:
+        await first.perform(ReportReceived(now=await first.now(), report=beat, entry_id="1-0"))
+        if snapshot:
+            await first._journal.snapshot(first.controller.state)
+    async with serving(uptime_s, Start.FROM_JOURNAL) as second:
+        assert await second.now() == 10_000.0
+        assert second.status().actors[0].silent_s == 0.0
+
+
+async def test_a_journal_is_being_written_while_its_controller_hears_anything() -> None:
+    stream = MemoryStream()
+    assert not await Journal.is_being_written(stream, for_s=0.01), "nobody ever has"
+    journal = await Journal.begin(stream)
+    await journal.snapshot(controller().state)
+    assert not await Journal.is_being_written(stream, for_s=0.01), "nobody does any more"
+    looking = asyncio.create_task(Journal.is_being_written(stream, for_s=10.0))
+    await asyncio.sleep(0.01)
+    await journal.record(Decision(Ticked(now=0.0), 1, 1))
+    assert await asyncio.wait_for(looking, 1.0), "it is told at once"
+
+
+async def test_an_answer_that_was_lost_is_no_fence() -> None:
+    stream = MemoryStream()
+    journal = await Journal.begin(stream)
+    await journal.snapshot(controller().state)
+    append = stream.append
+
+    async def twice(*args: Any, **rest: Any) -> int:
+        await append(*args, **rest)
+        return await append(*args, **rest)
+
+    stream.append = twice  # type: ignore[method-assign]
+    await journal.record(Decision(Ticked(now=0.0), 1, 1))
+    assert await journal.whole()
+
+
+def brought_back(state: RunState, since: list[AnyInput]) -> RunState:
+    """What a controller that comes back makes of a snapshot and the inputs since."""
+    made = controller()
+    made.state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RunState)
+    for given in since:
+        made.decide(given)
+    return made.state
+
+
+def random_run(seed: int, *, deaths: random.Random | None) -> World:
+    """A run of random events, the same for the same seed, whose controller dies now and then."""
+    made = controller(k=random.Random(seed).choice([1.0, 2.0, 4.0, math.inf]))
+    run = World(made, random.Random(seed))
+    snapshot, since, decide = msgspec.msgpack.encode(made.state), [], made.decide
+
+    def mortal(given: AnyInput) -> list[Effect]:
+        nonlocal snapshot
+        since.append(msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=AnyInput))
+        effects = decide(given)
+        if deaths is not None and deaths.random() < 0.05:
+            if deaths.random() < 0.3:
+                snapshot = msgspec.msgpack.encode(made.state)
+                since.clear()
+            made.state = brought_back(msgspec.msgpack.decode(snapshot, type=RunState), since)
+        return effects
+
+    made.decide = mortal  # type: ignore[method-assign]
+    run.begin()
+    while run.finished is None:
+        run.act()
+        if run.rng.random() < 0.002:
+            j = run.rng.choice([1, 2, 3])
+            run.give(KnobsPatched(now=0.0, changes={"j": j, "k": j + 2, "domain_weights.a": 3}, who="test", time=0.0))
+        if run.rng.random() < 0.005:
+            run.give(StreamsLost(now=0.0))
+        if run.rng.random() < 0.01:
+            run.give(
+                run.rng.choice(
+                    [
+                        HealthCheckMissed(now=0.0, url=ENGINE),
+                        EngineAnswered(now=0.0, url=ENGINE),
+                        EnginesRequested(now=0.0, type="bigram", replaces=ENGINE),
+                        EngineTimedOut(now=0.0, url=ENGINE, reason="test"),
+                        EngineRemoved(now=0.0, engine="engine-1"),
+                        EngineRegistered(now=0.0, url="http://engine-1", incarnation="1", name="engine-1"),
+                    ]
+                )
+            )
+            run.give(EngineAnswered(now=0.0, url=ENGINE))
+            run.give(EngineRegistered(now=0.0, url=ENGINE))
+    return run
+
+
+def same_with_and_without_deaths(seed: int) -> None:
+    undisturbed, mortal = random_run(seed, deaths=None), random_run(seed, deaths=random.Random(~seed))
+    assert mortal.orders_issued == undisturbed.orders_issued, f"seed {seed}: other prompts"
+    assert mortal.controller.state == undisturbed.controller.state, f"seed {seed}: another state, another ledger"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_controller_that_dies_again_and_again_decides_alike(seed: int) -> None:
+    same_with_and_without_deaths(seed)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+def test_ten_thousand_random_runs_with_deaths_are_as_without() -> None:
+    for seed in range(10_000):
+        same_with_and_without_deaths(seed)

@@ -1,0 +1,344 @@
+"""The controller's hands on a real stream: what is read, appended, trimmed, written down; a poll; the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.service.journal import JOURNAL, Journal
+from pipelinerl.controller.service.service import ControllerService
+from pipelinerl.controller.state.inputs import EngineRegistered, EngineRemoved, KnobsPatched
+from pipelinerl.errors import EngineUnreachable
+from pipelinerl.messages import (
+    EPOCHS,
+    ORDERS,
+    PROMPTS,
+    REPORTS,
+    ActorAlive,
+    CanaryChecked,
+    ConsumedReport,
+    Directive,
+    Message,
+    Published,
+    StepDone,
+    TrainerReady,
+    TrainerStopped,
+    decode_directive,
+    encode,
+)
+from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.streams.dead_letter import DEAD_LETTERS
+from pipelinerl.streams.memory_stream import MemoryStream
+from pipelinerl.streams.records import decode_order
+from pipelinerl.streams.stream import START
+from tests.controller.world import ENGINE, controller
+
+DEADLINE_S = 10.0
+FACTS = {"slots": 4.0, "running_sequences": 2.0}
+
+
+class Probe:
+    """An engine's metrics as a test says, and who was asked; satisfies `EngineProbe`. What is off answers nothing."""
+
+    def __init__(self) -> None:
+        self.answer: Mapping[str, float] | EngineUnreachable = FACTS
+        self.off: set[str] = set()
+        self.asked: Counter[str] = Counter()
+
+    async def metrics(self, url: str) -> Mapping[str, float]:
+        self.asked[url] += 1
+        if url in self.off:
+            await asyncio.sleep(DEADLINE_S)
+        if isinstance(self.answer, EngineUnreachable):
+            raise self.answer
+        return self.answer
+
+
+@dataclass
+class Running:
+    """A service at work, and everything around it."""
+
+    service: ControllerService
+    stream: MemoryStream
+    probe: Probe
+    path: Path
+    task: asyncio.Task[None]
+    told: int = 0
+
+    @property
+    def controller(self) -> Controller:
+        return self.service.controller
+
+    async def tell(self, *messages: Message | bytes) -> None:
+        """Put reports into the stream and wait until they were read."""
+        self.told += 1
+        mark = ActorAlive(name="mark", groups_in_flight=0, groups_done=self.told, retries=0)
+        await self.stream.append(REPORTS, [m if isinstance(m, bytes) else encode(m) for m in (*messages, mark)])
+        await self.until(lambda: self.controller.state.actors.get("mark", (None, 0.0))[0] == mark)
+
+    def stream_length(self, name: str) -> int:
+        return len(self.stream._logs[name].ids) if name in self.stream._logs else 0
+
+    async def until(self, happened: Any) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not happened():
+                if self.task.done():
+                    self.task.result()
+                await asyncio.sleep(0.005)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.path) if event["kind"] == kind]
+
+    async def payloads(self, name: str) -> list[bytes]:
+        return [entry.payload for entry in await self.stream.read({name: START}, count=10_000, block_s=0)]
+
+    async def directives(self) -> list[Directive]:
+        return [decode_directive(payload) for payload in await self.payloads(ORDERS)]
+
+    async def start(self) -> None:
+        """The engine joins, the trainer is ready and publishes version 0."""
+        await self.service.perform(EngineRegistered(now=0.0, url=ENGINE))
+        await self.tell(ready("1"))
+        epoch, membership = self.controller.state.epoch, self.controller.state.fleet.membership
+        await self.tell(published(epoch=epoch, version=0, membership=membership))
+        assert self.controller.state.fleet.serving() == [], "it has yet to prove them"
+        proved = CanaryChecked(epoch=epoch, model_version=0, membership=membership, worst={ENGINE: 1e-6})
+        await self.tell(proved)
+        assert self.controller.state.fleet.serving() == [ENGINE]
+
+
+def ready(incarnation: str) -> TrainerReady:
+    return TrainerReady(
+        report_id=f"ready-{incarnation}", incarnation=incarnation, model_version=0, consumed=ConsumedReport()
+    )
+
+
+def step(version: int, *, epoch: int = 1) -> StepDone:
+    """A step that trained two groups."""
+    account = ConsumedReport(trained=2 * version, frontier=2 * version)
+    return StepDone(
+        report_id=f"e{epoch}-step-{version}", epoch=epoch, model_version=version, consumed=account, stats={"loss": 0.5}
+    )
+
+
+def published(*, epoch: int, version: int, membership: int = 99) -> Published:
+    return Published(
+        epoch=epoch,
+        model_version=version,
+        membership=membership,
+        pauses_s={ENGINE: 0.1},
+        failed={},
+        send_s=0.1,
+        total_s=0.2,
+    )
+
+
+@asynccontextmanager
+async def running(path: Path, stream: MemoryStream | None = None, **changes: Any) -> AsyncIterator[Running]:
+    made, probe, stream = controller(**{"evaluation_problems": 0, **changes}), Probe(), stream or MemoryStream()
+    with EventLog(path / "events.jsonl") as events:
+        service = ControllerService(made, name="test", stream=stream, probe=probe, events=events, poll_s=0.01)
+        lives = (path / "events.jsonl").read_text().count("run_started")
+        task = asyncio.create_task(service.run())
+        world = Running(service, stream, probe, path / "events.jsonl", task)
+        await world.until(lambda: len(world.events("run_started")) > lives)
+        try:
+            yield world
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_reports_become_directives_and_prompts(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        await run.start()
+        (directive,) = await run.directives()
+        assert (directive.answers, directive.epoch, directive.publish_to) == ("ready-1", 1, [ENGINE])
+        orders = [decode_order(payload) for payload in await run.payloads(PROMPTS)]
+        assert [order.index for order in orders] == list(range(8)), "k = 4 steps of two groups"
+        await run.tell(step(1))
+        assert [d.answers for d in await run.directives()] == ["ready-1", "e1-step-1"]
+        assert run.events("step")[0] | {"step": 1, "loss": 0.5} == run.events("step")[0]
+
+
+async def test_a_bad_report_is_buried_and_the_next_one_heard(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        await run.service.perform(EngineRegistered(now=0.0, url=ENGINE))
+        await run.tell(b"\xc1", b"", encode(await _directive(run)), ready("1"))
+        assert run.controller.state.epoch == 1
+        assert run.stream_length(DEAD_LETTERS) == 3
+
+
+async def _directive(run: Running) -> Directive:
+    """A message of another stream than the one it will be put into."""
+    knobs = run.controller.state.knobs
+    return Directive(
+        answers="x",
+        epoch=1,
+        knobs={"k": 1.0, "learning_rate": knobs.learning_rate, "rollouts_per_step": 4},  # type: ignore[arg-type]
+        publish_to=[],
+        membership=0,
+        failed=[],
+        checkpoint=False,
+        stop=False,
+    )
+
+
+async def test_prompts_that_ended_are_trimmed(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        await run.start()
+        for version in (1, 2):
+            await run.tell(step(version), published(epoch=1, version=version))
+        kept = [decode_order(payload).index for payload in await run.payloads(PROMPTS)]
+        assert kept == list(range(4, 12))
+
+
+def forget(stream: MemoryStream, name: str, entries: int) -> None:
+    """What a server that was killed does with the end of its history."""
+    kept = stream._logs[name]
+    del kept.ids[-entries:], kept.payloads[-entries:]
+    kept.last = kept.ids[-1]
+
+
+async def test_orders_that_the_server_forgot_are_issued_again_though_nobody_starves(tmp_path: Path) -> None:
+    """Two of eight steps' orders are gone: the trainer has enough to go on, so it would never tell."""
+    async with running(tmp_path, k=8.0) as run:
+        await run.start()
+        await run.tell(step(1), published(epoch=1, version=1))
+        issued = [decode_order(payload) for payload in await run.payloads(PROMPTS)]
+        assert [order.index for order in issued[-2:]] == [16, 17]
+        forget(run.stream, PROMPTS, 2)
+        forget(run.stream, JOURNAL, 2)
+        await run.until(lambda: run.events("orders_lost"))
+        assert [event["orders"] for event in run.events("orders_lost")] == [16], "all that have not ended"
+        await run.tell()
+        orders = [decode_order(payload) for payload in await run.payloads(PROMPTS)]
+        assert orders[-2:] == issued[-2:], "the same orders"
+        assert await run.service._journal.whole() and await Journal.recover(run.stream) is not None
+        for version in range(2, 10):
+            await run.tell(step(version), published(epoch=1, version=version))
+        left = [decode_order(payload).index for payload in await run.payloads(PROMPTS)]
+        assert left == list(range(18, 34)), "what has ended is trimmed, both copies of it"
+        assert run.controller.state.account.in_flight == 16 and len(run.events("orders_lost")) == 1
+
+
+async def test_an_epoch_that_was_begun_is_never_begun_again(tmp_path: Path) -> None:
+    """The checkpoint knows of no epoch, the stream of two: the next trainer gets the third."""
+    stream = MemoryStream()
+    async with running(tmp_path, stream) as run:
+        await run.start()
+        await run.tell(ready("2"))
+        assert run.controller.state.epoch == 2
+    async with running(tmp_path, stream) as run:
+        await run.start()
+        assert run.controller.state.epoch == 3
+        assert await stream.last_id(EPOCHS) == "3-0"
+
+
+async def test_a_silent_engine_is_lost_and_comes_back(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        await run.start()
+        run.probe.answer = EngineUnreachable("connection refused")
+        await run.until(lambda: run.events("engine_lost"))
+        assert run.controller.state.fleet.members() == []
+        assert run.events("engine_lost")[0]["reason"] == "connection refused"
+        run.probe.answer = FACTS
+        await run.until(lambda: run.controller.state.fleet.members() == [ENGINE])
+        await run.until(lambda: run.stream_length(ORDERS) == 2)
+        assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
+
+
+async def test_a_machine_that_is_off_delays_nobody_else(tmp_path: Path) -> None:
+    off = "http://off"
+    async with running(tmp_path) as run:
+        await run.start()
+        run.probe.off.add(off)
+        await run.service.perform(EngineRegistered(now=0.0, url=off))
+        await run.until(lambda: run.probe.asked[off])
+        ticks = len(run.events("engines"))
+        run.probe.answer = EngineUnreachable("connection refused")
+        await run.until(lambda: run.events("engine_lost"))
+        assert [lost["url"] for lost in run.events("engine_lost")] == [ENGINE]
+        await run.until(lambda: len(run.events("engines")) > ticks + 5)
+        assert run.probe.asked[off] == 1, "one poll at a time"
+
+
+async def test_an_engine_that_is_out_is_asked_no_more(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        await run.start()
+        await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences)
+        await run.service.perform(EngineRemoved(now=0.0, engine=ENGINE))
+        await run.until(lambda: not run.service.watch.load(ENGINE).metrics.running_sequences)
+        asked, ticks = run.probe.asked[ENGINE], len(run.events("engines"))
+        await run.until(lambda: len(run.events("engines")) > ticks + 3)
+        assert run.probe.asked[ENGINE] == asked
+        assert run.service.status().engines[0].slots == 0, "it has no load"
+
+
+@pytest.mark.parametrize("nonsense", [{"slots": 1.5}, {"generated_tokens_total": float("nan")}])
+async def test_what_is_no_engine_does_not_stop_the_run(tmp_path: Path, nonsense: Mapping[str, float]) -> None:
+    async with running(tmp_path) as run:
+        await run.start()
+        run.probe.answer = nonsense
+        await run.until(lambda: run.events("engine_lost"))
+        assert not run.task.done()
+
+
+async def test_metrics_of_other_engines_may_say_more(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        run.probe.answer = FACTS | {"temperature_of_the_room": 21.5}
+        await run.start()
+        await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences == 2)
+
+
+async def test_decisions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decision sees the effects of the one before carried out, however long the server takes."""
+    async with running(tmp_path) as run:
+        await run.start()
+        append, decide, seen = run.stream.append, run.controller.decide, []
+
+        async def slowly(*args: Any, **rest: Any) -> int:
+            await asyncio.sleep(0.01)
+            return await append(*args, **rest)
+
+        def watched(given: Any) -> Any:
+            if isinstance(given, KnobsPatched):
+                seen.append(len(run.events("knobs")))
+            return decide(given)
+
+        monkeypatch.setattr(run.stream, "append", slowly)
+        monkeypatch.setattr(run.controller, "decide", watched)
+        changes = [KnobsPatched(now=0.0, changes={"temperature": 1.0 + i / 10}, who="test", time=0.0) for i in range(3)]
+        await asyncio.gather(*(run.service.perform(change) for change in changes))
+        assert seen == [0, 1, 2], "each decision saw the events of those before it"
+
+
+async def test_the_end_of_the_run_ends_the_service(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=1) as run:
+        await run.start()
+        await run.stream.append(REPORTS, [encode(step(1)), encode(TrainerStopped(epoch=1, model_version=1))])
+        await asyncio.wait_for(run.task, DEADLINE_S)
+        assert run.service.finished.is_set()
+        (end,) = run.events("run_finished")
+        assert end["reason"] == "all 1 steps are done"
+        assert end["ledger"]["issued"] == sum(count for fate, count in end["ledger"].items() if fate != "issued")
+
+
+async def test_what_stops_the_service_is_raised(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        await run.start()
+        wrong = StepDone(
+            report_id="e1-step-1", epoch=1, model_version=1, consumed=ConsumedReport(trained=99, frontier=1), stats={}
+        )
+        await run.stream.append(REPORTS, [encode(wrong)])
+        with pytest.raises(ExceptionGroup, match="unhandled") as raised:
+            await asyncio.wait_for(run.task, DEADLINE_S)
+        assert "does not balance" in str(raised.value.exceptions[0])

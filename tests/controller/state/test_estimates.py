@@ -1,0 +1,88 @@
+"""pass@k against every subset counted, and intervals against numbers worked out by hand and against their promise."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from pipelinerl.controller.state.estimates import bootstrap_interval, estimate, pass_at_k, wilson_interval
+from pipelinerl.rng import generator
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        # z² = 3.841459; e.g. 5 of 10: centre (0.5 + z²/20) / (1 + z²/10) = 0.5, half 0.263 (Newcombe 1998's method 3)
+        (5, 10, 0.236593, 0.763407),
+        (0, 10, 0.0, 0.277533),
+        (10, 10, 0.722467, 1.0),
+        (1, 1, 0.206549, 1.0),
+        (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I
+        (0, 0, 0.0, 1.0),
+    ],
+)
+def test_wilson(successes: int, trials: int, low: float, high: float) -> None:
+    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int) -> None:
+    for c in range(n + 1):
+        right = [i < c for i in range(n)]
+        for k in range(1, n + 1):
+            subsets = list(combinations(right, k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_is_stable_where_binomials_are_huge() -> None:
+    n, c, k = 20_000, 3, 10_000
+    exact = 1 - (10_000 * 9_999 * 9_998) / (20_000 * 19_999 * 19_998)  # no right one among k: all three are elsewhere
+    assert pass_at_k(n, c, k) == pytest.approx(exact, rel=1e-10)
+    assert pass_at_k(10**6, 1, 1) == pytest.approx(1e-6, rel=1e-9)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1), (0, 0, 1)])
+def test_what_cannot_be_estimated_is_refused(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"got n = {n}, c = {c}, k = {k}"):
+        pass_at_k(n, c, k)
+
+
+def test_pass_at_k_is_without_bias() -> None:
+    """Its mean over draws of n samples is 1 − (1 − p)^k; the plug-in 1 − (1 − c/n)^k is not near it."""
+    p, n, k, draws = 0.15, 8, 4, 20_000
+    counts = generator(0, "unbiased").binomial(n, p, size=draws)
+    truth = 1 - (1 - p) ** k
+    found = np.array([pass_at_k(n, int(c), k) for c in counts])
+    error = found.std() / math.sqrt(draws)
+    assert abs(found.mean() - truth) < 4 * error
+    assert abs((1 - (1 - counts / n) ** k).mean() - truth) > 10 * error
+
+
+def test_an_interval_holds_the_truth_in_about_95_of_100() -> None:
+    draw = generator(1, "coverage")
+    truth, held = 0.6, 0  # skills drawn from Beta(3, 2); eight samples of each of 100 problems
+    for seed in range(300):
+        values = draw.binomial(8, draw.beta(3, 2, size=100)) / 8
+        low, high = bootstrap_interval(values.tolist(), seed=seed)
+        held += low <= truth <= high
+        assert 0.05 < high - low < 0.2
+    assert 0.91 <= held / 300 <= 0.985
+
+
+def test_equal_seeds_give_equal_intervals() -> None:
+    values = [i / 97 for i in range(97)]
+    assert estimate(values, seed=1) == estimate(values, seed=1) != estimate(values, seed=2)
+    assert bootstrap_interval([0.1, 0.9] * 300_000, seed=1) == pytest.approx((0.499, 0.501), abs=5e-4)
+
+
+def test_where_the_bootstrap_knows_nothing_wilson_stands_in() -> None:
+    assert (estimate([0.0, 1.0, 1.0], seed=0).low, estimate([0.0, 1.0, 1.0], seed=0).high) == wilson_interval(2, 3)
+    certain = estimate([1.0] * 20, seed=0)
+    assert (certain.value, certain.high) == (1.0, 1.0) and certain.low == wilson_interval(20, 20)[0] < 0.9
+    half = estimate([0.5] * 20, seed=0)
+    assert half.low < 0.35 and half.high > 0.65
+    nothing = estimate([], seed=0)
+    assert (nothing.value, nothing.low, nothing.high, nothing.problems) == (0.0, 0.0, 1.0, 0)

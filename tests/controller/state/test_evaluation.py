@@ -1,0 +1,126 @@
+"""What an evaluation takes for an answer, and its figures, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipelinerl.controller.state.estimates import wilson_interval
+from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, Pin
+from pipelinerl.messages import EvaluationDone
+
+
+def answer(
+    index: int, *, correct: int = 0, judged: int = 1, versions: tuple[int, int] = (5, 5), epoch: int = 1
+) -> EvaluationDone:
+    return EvaluationDone(
+        order_id=f"eval-5-1-{index:06d}",
+        index=index,
+        correct=correct,
+        judged=judged,
+        oldest_version=versions[0],
+        newest_version=versions[1],
+        num_tokens=1,
+        epoch=epoch,
+    )
+
+
+def evaluation(problems: int, pin: Pin = Pin.NONE, **plan: Any) -> Evaluation:
+    return Evaluation(
+        model_version=5, number=1, epoch=1, pin=pin, plan=EvaluationPlan(problems=problems, max_tokens=8, **plan)
+    )
+
+
+def test_only_what_was_judged_counts() -> None:
+    asked = evaluation(5, attempts=1)
+    for index, given in enumerate([answer(0, correct=1), answer(1), answer(2, judged=0), None]):
+        assert not asked.add(index, given, now=1.0 + index)
+    assert not asked.complete
+    asked.add(4, answer(4, correct=1, versions=(4, 7)), now=3.0)
+    assert asked.complete and asked.heard_at == 3.0
+    result = asked.result()
+    assert (result.accuracy, result.problems, result.unjudged) == (2 / 3, 5, 2)
+    assert (result.version_min, result.version_max, result.one_version) == (4, 7, False)
+    assert (result.low, result.high) == wilson_interval(2, 3)
+    assert result.incomplete == "1 of 5 problems had no answer"
+    assert result.at_least == pytest.approx(2 / 4), "who could not be judged says nothing, who failed is wrong"
+
+
+def test_who_could_not_be_judged_has_answered() -> None:
+    asked = evaluation(2)
+    asked.add(0, answer(0, correct=1), now=1.0)
+    asked.add(1, answer(1, judged=0), now=1.0)
+    assert (asked.result().accuracy, asked.result().unjudged, asked.result().incomplete) == (1.0, 1, "")
+
+
+def test_a_problem_that_fails_is_asked_again_so_many_times() -> None:
+    asked = evaluation(2, attempts=3)
+    assert asked.add(0, None, now=1.0) and asked.add(0, None, now=2.0)
+    assert not asked.add(0, answer(0, correct=1), now=3.0)
+    assert [asked.add(1, None, now=4.0) for _ in range(3)] == [True, True, False]
+    assert asked.complete
+    assert (asked.result().accuracy, asked.result().incomplete) == (1.0, "1 of 2 problems had no answer")
+
+
+def test_the_first_answer_stands() -> None:
+    asked = evaluation(2)
+    asked.add(0, answer(0, correct=1), now=1.0)
+    asked.add(0, answer(0), now=2.0)
+    asked.add(0, None, now=3.0)
+    assert asked.result().accuracy == 1.0 and not asked.complete
+
+
+def test_an_evaluation_without_answers_knows_nothing() -> None:
+    asked = evaluation(3, pass_at=(1,))
+    asked.given_up = "no answer came"
+    result = asked.result()
+    assert (result.accuracy, result.low, result.high, result.pass_at, result.unjudged) == (None, None, None, [], 3)
+    assert (result.version_min, result.version_max, result.incomplete) == (5, 5, "no answer came")
+
+
+@pytest.mark.parametrize("other", [{"versions": (4, 5)}, {"versions": (5, 6)}, {"versions": (6, 6)}, {"epoch": 2}])
+def test_an_answer_of_other_weights_is_asked_for_again_so_many_times(other: dict[str, Any]) -> None:
+    asked = evaluation(2, Pin.ENGINE, attempts=3)
+    assert asked.add(0, answer(0, correct=1, **other), now=1.0)
+    assert asked.add(0, answer(0, correct=1, **other), now=2.0)
+    assert not asked.add(0, answer(0, correct=1, **other), now=3.0), "three times are enough"
+    assert asked.add(1, answer(1, correct=1, **other), now=4.0)
+    assert not asked.add(1, answer(1, correct=1), now=5.0)
+    result = asked.result(version=9)
+    assert (result.accuracy, result.unjudged, result.discarded, result.one_version) == (1.0, 1, 4, True)
+    assert result.incomplete == "1 of 2 problems had no answer"
+    assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
+
+
+def test_without_a_pin_any_weights_may_answer() -> None:
+    asked = evaluation(1)
+    assert not asked.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
+    assert asked.result().accuracy == 1.0 and not asked.result().one_version
+
+
+def test_questions_are_asked_so_that_no_more_than_the_window_are_out() -> None:
+    asked = evaluation(5)
+    assert asked.to_ask(2) == [0, 1]
+    assert asked.to_ask(2) == []
+    asked.add(1, answer(1), now=1.0)
+    assert asked.to_ask(2) == [2]
+    assert asked.to_ask(0) == []
+    asked.add(0, answer(0), now=1.0)
+    assert asked.to_ask(9) == [3, 4]
+    assert asked.to_ask(9) == []
+
+
+def test_pass_at_k_is_over_the_problems_with_enough_samples() -> None:
+    asked = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4), attempts=1)
+    asked.add(0, answer(0, correct=1, judged=4), now=1.0)
+    asked.add(1, answer(1, correct=0, judged=4), now=1.0)
+    asked.add(2, answer(2, correct=1, judged=2), now=1.0)  # two samples could not be judged
+    asked.add(3, None, now=1.0)
+    result = asked.result(seed=3)
+    assert result.accuracy == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
+    assert [(each.k, each.problems) for each in result.pass_at] == [(1, 3), (2, 3), (4, 2)]
+    # k = 2 of 4 with one right: 1 − C(3, 2)/C(4, 2) = 1 − 3/6; of 2 with one right: always
+    assert [each.value for each in result.pass_at] == pytest.approx([0.25, (0.5 + 0 + 1) / 3, 0.5])
+    assert all(0.0 <= each.low <= each.value <= each.high <= 1.0 for each in result.pass_at)
+    assert asked.result(seed=3) == result

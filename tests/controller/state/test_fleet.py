@@ -1,0 +1,324 @@
+"""Who may be given work: every cell of the table at the top of `fleet.py`, and when a new group must be formed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from pipelinerl.controller.state.fleet import EngineLifecycle, Fleet, base_url
+
+A, B = "http://a", "http://b"
+
+
+def serve(fleet: Fleet, url: str, version: int) -> None:
+    """Publish to it, and have it prove."""
+    fleet.on_published(url, version, membership=fleet.membership)
+    assert fleet.on_verified(url, version, membership=fleet.membership)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """A serves version 3; B has joined and waits for weights."""
+    made = Fleet(updates_to_expulsion=2)
+    made.join(A, "1")
+    serve(made, A, 3)
+    made.join(B, "1")
+    return made
+
+
+def lifecycle(fleet: Fleet, url: str) -> EngineLifecycle:
+    return next(record.lifecycle for record in fleet.records() if record.url == url)
+
+
+def fail(fleet: Fleet, url: str, reason: str = "no room") -> bool:
+    return fleet.publish_failed(url, reason, membership=fleet.membership)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+REACH: dict[EngineLifecycle, Callable[[Fleet], object]] = {
+    EngineLifecycle.JOINING: lambda fleet: None,
+    EngineLifecycle.HEALTHY: lambda fleet: serve(fleet, B, 3),
+    EngineLifecycle.SUSPECT: lambda fleet: (serve(fleet, B, 3), fleet.on_missed_poll(B)),
+    EngineLifecycle.DRAINING: lambda fleet: (serve(fleet, B, 3), fleet.drain(B, now=0.0, by=9.0)),
+    EngineLifecycle.DIRTY: lambda fleet: fail(fleet, B),
+    EngineLifecycle.DEAD: lambda fleet: fleet.on_timeout(B, "no answer"),
+    EngineLifecycle.EXPELLED: lambda fleet: fleet.expel(B, "removed"),
+}
+EVENTS: dict[str, Callable[[Fleet], object]] = {
+    "join": lambda fleet: fleet.join(B, "2"),
+    "published": lambda fleet: fleet.on_published(B, 4, membership=fleet.membership),
+    "proved": lambda fleet: fleet.on_verified(B, 3, membership=fleet.membership),
+    "canary_failed": lambda fleet: fleet.canary_failed(B, 3, "differs", membership=fleet.membership),
+    "publish_failed": lambda fleet: fail(fleet, B),
+    "missed": lambda fleet: fleet.on_missed_poll(B),
+    "answered": lambda fleet: fleet.answered(B, version=4),
+    "silent": lambda fleet: fleet.on_timeout(B, "no answer"),
+    "restarted": lambda fleet: fleet.restarted(B),
+    "drain": lambda fleet: fleet.drain(B, now=0.0, by=9.0),
+    "expel": lambda fleet: fleet.expel(B, "removed"),
+    "begin_epoch": lambda fleet: fleet.begin_epoch(),
+}
+_J, _H, _S, _R, _D, _X, _E = EngineLifecycle
+TABLE: dict[str, tuple[EngineLifecycle, ...]] = {
+    #                 joining healthy suspect draining dirty dead expelled
+    "join": (_J, _J, _J, _E, _J, _J, _J),
+    "published": (_J, _H, _S, _R, _D, _X, _E),
+    "proved": (_J, _H, _S, _R, _D, _X, _E),
+    "canary_failed": (_D, _H, _S, _R, _D, _X, _E),
+    "publish_failed": (_D, _D, _D, _E, _D, _X, _E),
+    "missed": (_J, _S, _S, _R, _D, _X, _E),
+    "answered": (_J, _H, _H, _R, _J, _J, _E),
+    "silent": (_X, _X, _X, _E, _D, _X, _E),
+    "restarted": (_J, _J, _J, _E, _D, _X, _E),
+    "drain": (_R, _R, _R, _R, _E, _E, _E),
+    "expel": (_E, _E, _E, _E, _E, _E, _E),
+    "begin_epoch": (_J, _J, _J, _R, _D, _X, _E),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("before", EngineLifecycle)
+def test_every_cell(fleet: Fleet, event: str, before: EngineLifecycle) -> None:
+    REACH[before](fleet)
+    assert lifecycle(fleet, B) is before
+    members = fleet.members()
+    membership = fleet.membership
+    EVENTS[event](fleet)
+    assert lifecycle(fleet, B) is TABLE[event][list(EngineLifecycle).index(before)]
+    assert fleet.membership > membership or fleet.members() == members, "a group that changed is another group"
+
+
+# --- the promise -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([*EVENTS, "failed proof", "late report"]),
+            st.sampled_from([A, B]),
+            st.integers(0, 3),
+            st.integers(-2, 0),
+        ),
+        max_size=60,
+    )
+)
+def test_no_unproven_engine_ever_serves(events: list[tuple[str, str, int, int]]) -> None:
+    """Whatever happens in whatever order, with reports of memberships past: the test keeps its own account of who has
+    been given weights in this life and this epoch, and has proven just those."""
+    fleet = Fleet()
+    given: dict[str, tuple[int, int]] = {}  # version and membership of the last publication to this life
+    proven: set[str] = set()
+    born: dict[str, int] = {}
+    lives = 0
+
+    def lose(*urls: str) -> None:
+        for url in urls:
+            given.pop(url, None)
+            proven.discard(url)
+
+    for event, url, version, age in events:
+        membership = max(fleet.membership + age, 0)
+        before = fleet.by_url.get(url)
+        match event:
+            case "join":
+                lives += 1
+                fleet.join(url, str(lives))
+                lose(url)
+                born[url] = fleet.membership
+            case "published" | "late report":
+                fleet.on_published(url, version, membership=membership)
+                if before is not None and before.lifecycle.is_alive and membership >= born[url]:
+                    given[url] = (version, membership)
+            case "proved":
+                fleet.on_verified(url, version, membership=membership)
+                if membership >= born.get(url, 0) and given.get(url, (-1, 0))[0] == version:
+                    proven.add(url)
+            case "canary_failed" | "failed proof" | "publish_failed":
+                news = (
+                    fleet.publish_failed(url, "x", membership=membership)
+                    if event == "publish_failed"
+                    else fleet.canary_failed(url, version, "x", membership=membership)
+                )
+                if news:
+                    lose(url)
+                    born[url] = fleet.membership
+            case "missed":
+                fleet.on_missed_poll(url)
+            case "answered":
+                if (
+                    fleet.answered(url, version=version)
+                    and before is not None
+                    and before.lifecycle is not EngineLifecycle.SUSPECT
+                ):
+                    lose(url)
+                    born[url] = fleet.membership
+            case "silent":
+                if fleet.on_timeout(url, "x"):
+                    lose(url)
+            case "restarted":
+                if fleet.restarted(url):
+                    lose(url)
+                    born[url] = fleet.membership
+            case "drain":
+                fleet.drain(url, now=0.0, by=1.0)
+            case "expel":
+                fleet.expel(url, "x")
+                lose(url)
+            case "begin_epoch":
+                fleet.begin_epoch()
+                lose(A, B)
+                born = dict.fromkeys(born, fleet.membership)
+        assert set(fleet.serving()) <= proven, (event, url)
+        assert set(fleet.serving()) <= set(fleet.verified()) <= set(fleet.members())
+        assert not set(fleet.serving()) & set(fleet.finishing())
+        assert all(fleet.by_url[serving].loaded == given[serving][0] for serving in fleet.serving())
+
+
+# --- particulars -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("named", "known"),
+    [
+        ("http://localhost:8001/", "http://127.0.0.1:8001"),
+        ("https://LocalHost", "https://127.0.0.1"),
+        ("http://localhost.lab:8001", "http://localhost.lab:8001"),
+        ("http://gpu-1:8001", "http://gpu-1:8001"),
+        ("http://[::1]:8001", "http://[::1]:8001"),
+        ("localhost", "localhost"),
+        ("engine-0", "engine-0"),
+    ],
+)
+def test_one_engine_has_one_url(named: str, known: str) -> None:
+    assert base_url(named) == known
+
+
+def test_only_a_publication_and_its_proof_make_healthy(fleet: Fleet) -> None:
+    assert (fleet.members(), fleet.serving(), fleet.to_verify()) == ([A, B], [A], [B])
+    assert fleet.awaits_weights() and fleet.oldest_loaded() == 3
+    fleet.on_published(B, 5, membership=fleet.membership)
+    assert fleet.serving() == [A] and not fleet.awaits_weights(), "it has them; it has not proven them"
+    assert not fleet.on_verified(B, 4, membership=fleet.membership), "of other weights"
+    assert fleet.on_verified(B, 5, membership=fleet.membership)
+    assert fleet.serving() == [A, B] and fleet.oldest_loaded() == 3
+    fleet.on_published("http://unknown", 5, membership=fleet.membership)
+    assert fleet.members() == [A, B]
+
+
+def test_a_report_of_an_older_set_says_nothing_of_an_engine_that_joined_later(fleet: Fleet) -> None:
+    before = fleet.membership
+    fleet.join(B, "2")
+    fleet.on_published(B, 5, membership=before)
+    assert not fleet.on_verified(B, 5, membership=before) and not fleet.publish_failed(B, "gone", membership=before)
+    assert fleet.awaits_weights() and lifecycle(fleet, B) is EngineLifecycle.JOINING
+
+
+def test_a_refuted_engine_waits_for_other_weights_and_is_out_the_second_time(fleet: Fleet) -> None:
+    fleet.on_published(B, 3, membership=fleet.membership)
+    assert fleet.canary_failed(B, 3, "0.5 nats off", membership=fleet.membership)
+    assert lifecycle(fleet, B) is EngineLifecycle.DIRTY and fleet.members() == [A]
+    assert not fleet.answered(B, version=3), "the same weights again would be no update"
+    fleet.join("http://c", "1")
+    assert (fleet.members(), fleet.to_verify()) == ([A, "http://c"], ["http://c"]), "whoever else is given them now"
+    assert fleet.answered(B, version=4) and fleet.members() == [A, B, "http://c"] and fleet.awaits_weights()
+    fleet.on_published(B, 4, membership=fleet.membership)
+    assert fleet.canary_failed(B, 4, "0.5 nats off", membership=fleet.membership)
+    assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
+    assert fleet.by_url[B].last_error == "0.5 nats off"
+
+
+def test_a_refuted_engine_is_asked_at_once_when_nobody_else_serves(fleet: Fleet) -> None:
+    fleet.canary_failed(B, 3, "x", membership=fleet.membership)
+    assert not fleet.answered(B, version=3)
+    fleet.on_timeout(A, "gone")
+    assert fleet.answered(B, version=3) and fleet.awaits_weights()
+
+
+def test_a_refuted_engine_is_asked_at_once_by_a_new_trainer(fleet: Fleet) -> None:
+    """Its weights are others, whatever their number."""
+    fleet.canary_failed(B, 3, "x", membership=fleet.membership)
+    fleet.begin_epoch()
+    serve(fleet, A, 3)
+    assert fleet.answered(B, version=3)
+
+
+def test_an_engine_that_takes_weights_and_never_gives_a_proof_is_out_in_the_end(fleet: Fleet) -> None:
+    for failures in range(1, fleet.updates_to_expulsion + 1):
+        assert lifecycle(fleet, B) is EngineLifecycle.JOINING
+        fleet.on_published(B, 3, membership=fleet.membership)
+        assert fail(fleet, B, "its canary was refused: 400") and fleet.by_url[B].failed_updates == failures
+        fleet.answered(B, version=3)
+    assert (
+        lifecycle(fleet, B) is EngineLifecycle.EXPELLED and fleet.by_url[B].last_error == "its canary was refused: 400"
+    )
+
+
+def test_a_repeated_offer_changes_nothing_but_what_it_is_called(fleet: Fleet) -> None:
+    before = (fleet.membership, fleet.records())
+    assert not fleet.join(A, "1") and not fleet.join(A) and not fleet.join(B, "1")
+    assert (fleet.membership, fleet.records()) == before
+    fleet.join(A, "1", name="engine-0", type="torch")
+    assert (fleet.by_url[A].name, fleet.by_url[A].type, fleet.serving()) == ("engine-0", "torch", [A])
+
+
+def test_an_engine_that_an_operator_named_first_keeps_its_weights_at_its_own_offer() -> None:
+    fleet = Fleet()
+    assert fleet.join(A)
+    serve(fleet, A, 1)
+    assert not fleet.join(A, "1")
+    assert fleet.serving() == [A]
+    assert fleet.join(A, "2")
+
+
+def test_failed_updates_end_in_expulsion_which_its_own_offers_do_not_undo(fleet: Fleet) -> None:
+    assert fail(fleet, A)
+    assert lifecycle(fleet, A) is EngineLifecycle.DIRTY and fleet.members() == [B], (
+        "it is not asked again before it answers"
+    )
+    assert not fleet.join(A, "1") and lifecycle(fleet, A) is EngineLifecycle.DIRTY
+    assert fleet.answered(A, version=4) and lifecycle(fleet, A) is EngineLifecycle.JOINING
+    serve(fleet, A, 4)
+    assert fail(fleet, A)
+    assert lifecycle(fleet, A) is EngineLifecycle.DIRTY, "a success between forgives"
+    assert fleet.answered(A, version=4)
+    assert fail(fleet, A)
+    assert lifecycle(fleet, A) is EngineLifecycle.EXPELLED and fleet.members() == [B]
+    assert not fleet.join(A, "1") and lifecycle(fleet, A) is EngineLifecycle.EXPELLED
+    assert not fail(fleet, A), "a late report of the same update"
+    assert not fleet.answered(A, version=4)
+    assert not fleet.by_url[A].to_stop, "its process is left for whoever wants to know why"
+
+
+@pytest.mark.parametrize("incarnation", ["", "2"], ids=["an operator", "a new life"])
+def test_who_brings_an_expelled_engine_back(fleet: Fleet, incarnation: str) -> None:
+    fleet.expel(A, "removed by an operator", to_stop=True)
+    assert fleet.members() == [B] and not fleet.join(A, "1") and fleet.by_url[A].to_stop
+    assert fleet.join(A, incarnation)
+    assert lifecycle(fleet, A) is EngineLifecycle.JOINING and not fleet.by_url[A].to_stop
+
+
+def test_an_engine_that_restarts_while_it_is_drained_is_out_for_that_life_too(fleet: Fleet) -> None:
+    assert fleet.drain(A, now=1.0, by=5.0) and not fleet.drain(A, now=2.0, by=9.0)
+    assert fleet.finishing() == [A, B] and fleet.is_draining(A)
+    assert fleet.join(A, "2") and not fleet.join(A, "2")
+    assert lifecycle(fleet, A) is EngineLifecycle.EXPELLED and fleet.by_url[A].to_stop
+
+
+def test_a_suspect_keeps_its_weights(fleet: Fleet) -> None:
+    before = fleet.membership
+    assert fleet.on_missed_poll(A) and not fleet.on_missed_poll(A) and not fleet.on_missed_poll(B)
+    assert (fleet.serving(), fleet.verified(), fleet.finishing()) == ([], [A], [A, B])
+    fleet.on_published(A, 4, membership=fleet.membership)
+    assert fleet.answered(A, version=4) and fleet.serving() == [A] and fleet.oldest_loaded() == 4
+    assert fleet.membership == before
+
+
+def test_who_restarted_has_lost_its_weights(fleet: Fleet) -> None:
+    before = fleet.membership
+    assert fleet.restarted(A) and lifecycle(fleet, A) is EngineLifecycle.JOINING and fleet.membership == before + 1
+    assert not fleet.restarted(B), "who waits for weights has none to lose"
+    assert not fleet.on_timeout("http://unknown", "x") and not fleet.answered("http://unknown", version=3)

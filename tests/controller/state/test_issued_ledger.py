@@ -1,0 +1,95 @@
+"""The ledger: every order issued has exactly one fate, whatever dies and is told again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from pipelinerl.controller.state.issued_ledger import IssuedLedger
+from pipelinerl.errors import LedgerError
+from pipelinerl.messages import ConsumedReport
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate
+
+
+def consumed(ledger: ConsumedLedger) -> ConsumedReport:
+    """What the trainer reports of its ledger."""
+    counts = {str(fate): n for fate, n in ledger.counts.items()}
+    return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
+
+
+def balanced(account: IssuedLedger) -> bool:
+    ledger = account.ledger()
+    return ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["issue", "fail", *Fate]), st.integers(0, 15)), max_size=60))
+def test_it_balances_after_any_history(history: list[tuple[str, int]]) -> None:
+    account, ledger = IssuedLedger(), ConsumedLedger()
+    for what, number in history:
+        if what == "issue":
+            account.next_index()
+        elif what == "fail":
+            account.fail(number)
+        elif number < account.cursor and not ledger.has(number):
+            ledger.settle([number], Fate(what))
+            account.update(consumed(ledger))
+        assert balanced(account) and account.in_flight >= 0
+        assert account.ledger()["issued"] == account.cursor
+
+
+def test_a_failed_order_that_was_trained_after_all_counts_once() -> None:
+    """A second copy of the order was answered by another actor: the trainer's account decides."""
+    account, ledger = IssuedLedger(), ConsumedLedger()
+    for _ in range(3):
+        account.next_index()
+    account.fail(1)
+    account.fail(1)
+    assert account.ledger() | {"failed": 1, "in_flight": 2} == account.ledger()
+    ledger.settle([0, 1], Fate.TRAINED)
+    account.update(consumed(ledger))
+    assert account.ledger() == {"issued": 3, "trained": 2, "filtered": 0, "stale": 0, "failed": 0, "in_flight": 1}
+    account.fail(1)
+    assert account.unsettled == []
+
+
+def test_an_account_that_cannot_be_is_refused() -> None:
+    account = IssuedLedger()
+    account.next_index()
+    with pytest.raises(LedgerError, match="issued 1 orders but 2 ended"):
+        account.update(ConsumedReport(trained=2, frontier=1))
+
+
+def test_a_resumed_account_issues_again_what_nobody_will_answer() -> None:
+    account, ledger = IssuedLedger(), ConsumedLedger()
+    for _ in range(8):
+        account.next_index()
+    ledger.settle([0, 1, 4], Fate.TRAINED)
+    account.update(consumed(ledger))
+    account.fail(3)
+    resumed = IssuedLedger.resume(account.to_record(), consumed(ledger))
+    assert resumed.reissue == [2, 5, 6, 7]
+    assert (resumed.in_flight, resumed.unsettled) == (0, [3])
+    assert [resumed.next_index() for _ in range(6)] == [2, 5, 6, 7, 8, 9]
+    assert balanced(resumed)
+
+
+def test_groups_of_orders_younger_than_the_checkpoint_move_the_cursor() -> None:
+    """The controller's snapshot is older than what lay in the stream: what was trained is not issued again."""
+    resumed, ledger = IssuedLedger(cursor=4), ConsumedLedger()
+    ledger.settle([0, 1, 2, 3, 6], Fate.TRAINED)
+    resumed.update(consumed(ledger))
+    assert (resumed.cursor, resumed.reissue) == (7, [4, 5])
+    assert balanced(resumed)
+
+
+def test_lost_orders_are_those_in_flight() -> None:
+    account, ledger = IssuedLedger(), ConsumedLedger()
+    for _ in range(6):
+        account.next_index()
+    ledger.settle([0], Fate.STALE)
+    account.update(consumed(ledger))
+    account.fail(1)
+    assert account.lost([0, 1, 2, 4, 99]) == [2, 4]
+    assert account.lost([2, 4]) == []
+    assert (account.reissue, account.in_flight) == ([2, 4], 2)
+    assert balanced(account)

@@ -1,0 +1,112 @@
+"""Knobs as one value: what a patch may say, and how they look in JSON. Sentences of refusals: `test_controller.py`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.errors import RecipeError
+from tests.controller.world import knobs
+
+
+def test_numbers_may_come_as_text() -> None:
+    """The command line sends text, HTTP sends numbers: both mean the same."""
+    given = {"j": "2", "k": "inf", "temperature": "0.5", "rollouts_per_step": "8"}
+    assert knobs().patched(given) == knobs(j=2, k=math.inf, temperature=0.5, rollouts_per_step=8)
+    assert type(knobs().patched({"j": "2"}).j) is int
+
+
+def test_what_json_says_can_be_patched_back() -> None:
+    for some in (knobs(), knobs(k=math.inf), knobs(j=3, k=7)):
+        shown = some.to_json()
+        assert "group_size" not in shown and "max_groups" not in shown and "k_finite" not in shown
+        assert some.patched(shown) == some
+
+
+def test_k_stays_a_number_where_weights_are_kept_for_it() -> None:
+    assert knobs(k_finite=True).patched({"k": 400}).k == 400
+    with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
+        knobs(k_finite=True).patched({"k": "inf"})
+
+
+def test_domain_weights_change_one_by_one_or_as_a_table() -> None:
+    base = knobs(domain_weights={"math": 1.0, "code": 2.0})
+    assert base.patched({"domain_weights.code": "5"}).domain_weights == {"math": 1.0, "code": 5.0}
+    both = base.patched({"domain_weights": {"math": 0}, "domain_weights.code": 3})
+    assert both.domain_weights == {"math": 0.0, "code": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"domain_weights.chess": 1}, "unknown domain 'chess'; domains are math, code"),
+        ({"domain_weights.math": "much"}, "domain_weights.math must be a number, got 'much'"),
+        ({"domain_weights.math": -1}, "domain_weights.math must not be negative, got -1"),
+        ({"domain_weights": {"math": 0, "code": 0}}, "the sum of domain_weights must be a positive number"),
+        ({"domain_weights": 3}, "domain_weights must be a table of numbers by domain, got 3"),
+        ({"groups_in_flight": 0}, "groups_in_flight must be a positive number"),
+    ],
+)
+def test_mixtures_that_cannot_be_drawn_from_are_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        knobs(domain_weights={"math": 1.0, "code": 2.0}).patched(change)
+
+
+def test_j_and_k_change_together_or_not_at_all() -> None:
+    assert knobs(j=1, k=4).patched({"j": 6, "k": 9}).bounds == knobs(j=6, k=9).bounds
+    with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 6, got 4"):
+        knobs(j=1, k=4).patched({"j": 6})
+
+
+@pytest.mark.parametrize(
+    "value", [None, [], {}, "", "1e999x", True, 10**400, math.nan, "nan", [[1]] * 10**5], ids=lambda v: type(v).__name__
+)
+@pytest.mark.parametrize("name", ["j", "k", "learning_rate", "preset"])
+def test_values_of_no_meaning_get_a_short_sentence(name: str, value: Any) -> None:
+    with pytest.raises(RecipeError) as refused:
+        knobs().patched({name: value})
+    assert str(refused.value).startswith((f"{name} must be", f"staleness.{name} must be"))
+    assert len(str(refused.value)) < 250
+
+
+@pytest.mark.parametrize("name", ["group_size", "max_groups", "", "__class__"])
+def test_what_a_run_fixes_is_no_knob(name: str) -> None:
+    with pytest.raises(RecipeError, match="unknown knob"):
+        knobs().patched({name: 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"evaluation_interval_steps": 1e20}, "evaluation_interval_steps must be at most 2147483647, got 1e+20"),
+        ({"groups_in_flight": 2**31}, "groups_in_flight must be at most 2147483647, got 2.14748e+09"),
+        ({"rollouts_per_step": 10**300}, "rollouts_per_step must be at most 2147483647, got 1e+300"),
+        ({"k": 1e20}, "k must be at most 2147483647, got 1e+20"),
+        ({"j": 1e20, "k": "inf"}, "j must be at most 2147483647, got 1e+20"),
+        ({"learning_rate": 10**30}, "learning_rate must be at most 2147483647, got 1e+30"),
+        ({"domain_weights.a": 10**30}, "the sum of domain_weights must be at most 2147483647, got 1e+30"),
+        ({"temperature": 1e-6}, "temperature must be from 1e-05 to 100, got 1e-06"),
+        ({"temperature": 101}, "temperature must be from 1e-05 to 100, got 101"),
+    ],
+)
+def test_numbers_that_journal_or_engines_cannot_take_are_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        knobs().patched(change)
+    assert str(refused.value) == sentence
+
+
+def test_a_step_must_fit_the_streams() -> None:
+    with pytest.raises(RecipeError, match="rollouts_per_step must be at most 100, the room of the streams"):
+        knobs(max_groups=50).patched({"rollouts_per_step": 102})
+    assert knobs(max_groups=50).patched({"rollouts_per_step": 100}).groups_per_step == 50
+
+
+def test_no_knob_may_be_infinite_but_k() -> None:
+    base = knobs()
+    for name in ("temperature", "learning_rate"):
+        with pytest.raises(RecipeError, match=f"{name} must be a positive number, got inf"):
+            base.patched({name: "inf"})
+    assert isinstance(base.patched({"k": math.inf}), Knobs)

@@ -1,0 +1,61 @@
+"""What a checkpoint carries of the controller, and what becomes of it when the run goes on by an edited recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.errors import RecipeError
+from tests.controller.world import controller
+
+
+def gone_on(made: Controller, **recipe: Any) -> Controller:
+    """Whoever goes on from what a checkpoint of step 5 carries, as plain values, by a recipe with these knobs."""
+    resumed = controller(**recipe)
+    record = msgspec.json.decode(msgspec.json.encode(made.state.checkpoint_record()))
+    resumed.state.resume(record, step=5)
+    return resumed
+
+
+def test_an_edited_recipe_counts_where_nothing_was_changed_live() -> None:
+    made = controller(learning_rate=0.1, k=4)
+    made.patch({"k": 9}, who="ada", time=3.0)
+    resumed = gone_on(made, learning_rate=0.01, k=5)
+    assert (resumed.state.knobs.learning_rate, resumed.state.knobs.k) == (0.01, 9)
+    last = resumed.state.knob_log[-1]
+    assert (last.step, last.who, last.changes, last.live) == (5, "the edited recipe", {"learning_rate": 0.01}, False)
+    again = gone_on(resumed, learning_rate=0.002, k=5)
+    assert (again.state.knobs.learning_rate, again.state.knobs.k) == (0.002, 9), "an edit is no live change"
+
+
+def test_what_was_changed_live_stays_and_the_last_change_counts() -> None:
+    made = controller()
+    for j, k in ((2, 4), (5, 9)):
+        made.patch({"j": j, "k": k}, who="ada", time=3.0)
+    resumed = gone_on(made)
+    assert (resumed.state.knobs, resumed.state.knob_log) == (made.state.knobs, made.state.knob_log)
+
+
+def test_orders_issued_again_keep_their_mixture_and_others_follow_the_edited_recipe() -> None:
+    made = controller(domain_weights={"a": 1.0, "b": 2.0})
+    made.state.account.cursor = 7
+    resumed = gone_on(made, domain_weights={"a": 3.0, "c": 1.0})
+    assert resumed.state.domain_weights_of(6) == {"a": 1.0, "c": 0.0}
+    assert resumed.state.domain_weights_of(7) == {"a": 3.0, "c": 1.0}
+
+
+def test_a_weight_that_was_set_live_goes_with_its_domain() -> None:
+    made = controller(domain_weights={"a": 1.0, "b": 2.0})
+    made.patch({"domain_weights": {"a": 5, "b": 7}}, who="ada", time=3.0)
+    assert gone_on(made, domain_weights={"a": 3.0, "c": 1.0}).state.knobs.domain_weights == {"a": 5.0, "c": 1.0}
+    assert gone_on(made, domain_weights={"c": 1.0}).state.knobs.domain_weights == {"c": 1.0}
+
+
+def test_a_recipe_that_cannot_run_with_what_was_changed_live_is_refused() -> None:
+    made = controller()
+    made.patch({"k": 6}, who="ada", time=3.0)
+    with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 8, got 6"):
+        gone_on(made, j=8, k=8)

@@ -1,0 +1,95 @@
+"""The bigram engine from its directory, and its plain sampler by hand-computed numbers."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_contract.schemas import ChatCompletionRequest, ChatMessage
+from pipelinerl.engines.batching.model_runner import RowState
+from pipelinerl.engines.bigram.engine import from_options, sample_rows
+from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.errors import ModelError
+from pipelinerl.models.bigram import PARAMETER, BigramModel
+from pipelinerl.models.tokenizer import ChatTokenizer
+
+
+@pytest.fixture
+def options(tokenizer_directory: Path, tokenizer: ChatTokenizer, tmp_path: Path) -> EngineOptions:
+    shutil.copytree(tokenizer_directory, tmp_path / "model")
+    BigramModel.random(tokenizer.vocab_size, seed=0, context_length=64).save(tmp_path / "model")
+    return EngineOptions(model_path=tmp_path / "model", model_id="b", slots=4, max_waiting=8, context_length=32)
+
+
+async def test_it_serves_its_directory(options: EngineOptions) -> None:
+    answers = []
+    for _ in range(2):
+        engine = from_options(options)
+        await engine.start()
+        request = ChatCompletionRequest(
+            messages=[ChatMessage(role="user", content="hi")], n=2, max_tokens=4, return_token_ids=True
+        )
+        answers.append((await engine.complete(request)).choices)
+        card = engine.model_card()
+        await engine.close()
+        assert [spec.name for spec in card.layout.parameters] == [PARAMETER]
+        assert card.context_length == 32
+    assert answers[0] == answers[1], "without a seed in the request the engine's own seed decides"
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "bfloat16"}, {"device": "cuda"}, {"weights": WeightFormat.INT8}])
+def test_what_it_cannot_honour_is_refused(options: EngineOptions, wrong: dict[str, Any]) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(ModelError, match="float32 on the cpu"):
+        from_options(replace(options, **wrong))
+
+
+def _sampled(noise: float, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> tuple[int, float]:
+    """One token of the distribution 1/2, 1/4, 1/8, 1/8."""
+    logits = np.log(np.array([[4.0, 2.0, 1.0, 1.0]]))
+    state = RowState(0, 0, 0, 0, temperature=temperature, top_p=top_p, top_k=top_k)
+    token_ids, logprobs = sample_rows(logits, [state], np.array([noise]))
+    return token_ids[0], math.exp(logprobs[0])
+
+
+@pytest.mark.parametrize(
+    ("noise", "options_", "token", "probability"),
+    [
+        (0.0, {}, 0, 1 / 2),
+        (0.49, {}, 0, 1 / 2),
+        (0.51, {}, 1, 1 / 4),
+        (0.99, {}, 3, 1 / 8),
+        (0.99, {"top_k": 2}, 1, 1 / 3),
+        (0.66, {"top_k": 2}, 0, 2 / 3),
+        (0.99, {"top_p": 0.6}, 1, 1 / 3),
+        (0.99, {"top_p": 0.4}, 0, 1.0),
+        # top-k leaves 4/7, 2/7, 1/7, of which the first two reach 0.8.
+        (0.99, {"top_k": 3, "top_p": 0.8}, 1, 1 / 3),
+        # Temperature 1/2 squares the weights: 16, 4, 1, 1.
+        (0.9, {"temperature": 0.5}, 1, 4 / 22),
+        # Greedy reports temperature 1, whatever the rest says.
+        (0.99, {"temperature": 0.0, "top_k": 1}, 0, 1 / 2),
+    ],
+)
+def test_the_sampler_by_hand(noise: float, options_: dict[str, float], token: int, probability: float) -> None:
+    assert _sampled(noise, **options_) == (token, pytest.approx(probability))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [[math.nan] * 3, [0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
+@pytest.mark.parametrize("options_", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
+def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
+    wrong: list[float], options_: dict[str, Any]
+) -> None:
+    logits = np.array([[0.0, 1.0, 2.0], wrong, [2.0, 1.0, 0.0]])
+    chosen = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | options_
+    states, noise = [RowState(row, 0, 0, 0, **chosen) for row in range(3)], np.array([0.3, 0.5, 0.7])
+    token_ids, logprobs = sample_rows(logits, states, noise)
+    assert token_ids[1] in range(3) and math.isnan(logprobs[1])
+    healthy = sample_rows(logits[[0, 2]], states[::2], noise[[0, 2]])
+    assert (token_ids[::2], logprobs[::2]) == healthy and all(map(math.isfinite, logprobs[::2]))

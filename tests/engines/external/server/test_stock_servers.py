@@ -1,0 +1,426 @@
+"""Servers that somebody else runs, behind the contract: a stock vLLM server, and a fake of SGLang's.
+
+The kit says how much of the contract their dialects carry; what goes wrong in silence, versions and log-probs, is
+looked at besides. vLLM's server is real and is met by `make test-vllm`; SGLang's is `tests.fakes.sglang_server`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from inference_contract.conformance import Outcome, run
+from inference_contract.conformance.load import Load
+from inference_contract.conformance.session import refused
+from inference_contract.conformance.trainer import weights
+from inference_contract.errors import EngineStopped
+from inference_contract.schemas import ChatCompletionRequest, EngineState, FinishReason
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.sequence import Request
+from pipelinerl.engines.external.core_loop import CoreLoop
+from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
+from pipelinerl.engines.external.server.server_core import ServerCore
+from pipelinerl.engines.external.server.server_http import ServerHttp
+from pipelinerl.engines.external.sglang.server_api import SglangServerApi
+from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
+from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.errors import AddressError, ModelError
+from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.registry import ENGINES, load
+from pipelinerl.weights.parameter_server.download import WeightPuller
+from tests.fakes import sglang_server, stock_vllm
+from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
+from tests.fakes.scripted_engine import LAYOUT
+from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
+
+CONTEXT = 96
+PROMPT = [7, 9, 11, 13, 15]
+
+#: What the kit finds wanting, and why.
+SHORT_OF = {
+    "sglang_server": {
+        # SGLang's log-probs are those before top-k and top-p, so an engine that stands for it refuses both.
+        "top_k_one_is_certain": "400",
+        # As below.
+        "same_seed_same_samples": "log-probs",
+        "stream_equals_whole": "token_logprobs",
+    },
+    "vllm_server": {
+        # The server takes samples as they come: which of them share a step, and so the rounding, differs each time.
+        "same_seed_same_samples": "log-probs",
+        "stream_equals_whole": "token_logprobs",
+    },
+}
+
+vllm = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(not ENGINES["vllm"].installed, reason="vLLM is not installed; make test-vllm"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),
+]
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A server of somebody's, the engine type that speaks to it, the model that it serves, and where that lies."""
+
+    kind: str
+    url: str
+    folder: Path
+    model: Any
+    server: Any = None
+
+    def options(self, **changes: Any) -> EngineOptions:
+        named = {
+            "model_path": self.folder,
+            "model_id": "m",
+            "slots": 16,
+            "max_waiting": 256,
+            "context_length": CONTEXT,
+            "pull": WeightPuller(token="secret"),
+            "server": self.url,
+        }
+        return EngineOptions(**{**named, **changes})  # type: ignore[arg-type]
+
+    @contextmanager
+    def engine(self, **changes: Any) -> Iterator[str]:
+        built = load("engine", ENGINES, self.kind)(self.options(**changes))
+        with in_thread(create_app(built, token="secret"), starts_in_s=60.0) as url:
+            yield url
+
+    async def starts(self, **changes: Any) -> None:
+        """Start the engine and stop it; raises what its start does."""
+        engine = load("engine", ENGINES, self.kind)(self.options(**changes))
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+
+def _written(folder: Path) -> Any:
+    """A random decoder with an output layer of its own, so that weights can be made that are certain of a token."""
+    tokenizer = char_tokenizer()
+    shape = DecoderShape(hidden=64, layers=1, heads=2, intermediate=32, vocab=len(tokenizer), max_positions=CONTEXT)
+    model = random_decoder(shape)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    return model
+
+
+@contextmanager
+def _sglang(folder: Path, **facts: Any) -> Iterator[Stock]:
+    model = _written(folder)
+    server = sglang_server.SglangServer(model, context_length=CONTEXT)
+    server.info |= facts
+    with in_thread(sglang_server.create_app(server)) as url:
+        yield Stock("sglang_server", url, folder, model, server)
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
+    with pytest.MonkeyPatch.context() as patch, _sglang(tmp_path_factory.mktemp("sglang")) as stock:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        yield stock
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
+    folder = tmp_path_factory.mktemp("vllm")
+    model = _written(folder)
+    with stock_vllm.serving(folder, folder / "log", *stock_vllm.AS_DOCUMENTED, context_length=CONTEXT) as url:
+        yield Stock("vllm_server", url, folder, model)
+
+
+@pytest.fixture(params=["sglang", pytest.param("vllm_server", marks=vllm)])
+def stock(request: pytest.FixtureRequest) -> Stock:
+    found: Stock = request.getfixturevalue(request.param)
+    return found
+
+
+def test_it_keeps_the_contract_as_far_as_its_dialect_goes(stock: Stock) -> None:
+    with stock.engine() as url:
+        results = run(url, token="secret", timeout_s=30.0)
+    short = {result.name: result.reason for result in results if result.outcome is not Outcome.PASSED}
+    assert short.keys() <= SHORT_OF[stock.kind].keys(), short
+    assert all(SHORT_OF[stock.kind][name] in reason for name, reason in short.items()), short
+
+
+def test_logprobs_are_those_of_transformers_after_every_update(stock: Stock) -> None:
+    with stock.engine() as url, opened(url) as session:
+        layout = trainer_of(session).layout
+        for tag in range(3):
+            data = weights(layout, tag)
+            version = publish(session, data)
+            first, again = (session.chat(n=4, seed=tag, max_tokens=24, prompt_token_ids=PROMPT) for _ in range(2))
+            model = reference(random_decoder_like(stock.model), layout, data)
+            for choice, repeated in zip(first.choices, again.choices, strict=True):
+                tokens = choice.token_ids or []
+                assert choice.version_spans == [(version, len(tokens))]
+                assert repeated.token_ids == tokens
+                expected = logprobs_of(model, PROMPT, tokens)
+                assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
+
+
+def random_decoder_like(model: Any) -> Any:
+    """Another model of the same configuration, so that the server's own is left alone."""
+    return type(model)(model.config).eval()
+
+
+def test_no_token_is_named_after_weights_that_did_not_sample_it(stock: Stock) -> None:
+    """Every version's weights can sample one token alone: what comes from which version shows in the tokens."""
+    with stock.engine() as url, opened(url) as session:
+        layout, model = trainer_of(session).layout, random_decoder_like(stock.model)
+        token_of = {publish(session, certain_of(model, layout, 10)): 10}
+
+        def ask(seed: int) -> httpx.Response:
+            return session.completed(n=4, seed=seed, max_tokens=80, prompt_token_ids=PROMPT)
+
+        with Load(session, ask) as asked:
+            for token in range(11, 17):
+                token_of[publish(session, certain_of(model, layout, token))] = token
+        switches = 0
+        for choice in choices_of(asked.answers):
+            spans = choice.version_spans or []
+            assert choice.token_ids == [token_of[version] for version, count in spans for _ in range(count)]
+            switches += len(spans) - 1
+        assert switches >= 6, f"samples were switched {switches} times: too few to show anything"
+
+
+def test_more_samples_than_it_ever_takes_are_refused_and_as_many_as_it_takes_are_answered(stock: Stock) -> None:
+    with stock.engine(max_waiting=4) as url, opened(url) as session:
+        error = refused(session.completed(n=21, max_tokens=1), 400)
+        assert error["param"] == "n" and "n must be at most 20" in error["message"]
+        assert len(session.chat(n=20, max_tokens=1).choices) == 20
+
+
+@pytest.mark.parametrize("on_update", ["drain", "recompute_kv"])
+def test_drain_and_recompute(stock: Stock, on_update: str) -> None:
+    with stock.engine() as url, opened(url) as session:
+        layout = trainer_of(session).layout
+        publish(session, weights(layout, 1))
+        with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=40)) as asked:
+            publish(session, weights(layout, 2), on_update=on_update)
+        for choice in choices_of(asked.answers):
+            assert len(choice.version_spans or []) == 1 or on_update == "recompute_kv"
+            assert choice.finish_reason is not FinishReason.ABORT
+
+
+def test_a_sample_that_the_server_ends_is_aborted(stock: Stock) -> None:
+    """Nothing is held back, so that its last event brings no token."""
+    stops = {
+        "vllm_server": [("/pause?mode=abort", None), ("/resume", None)],
+        "sglang_server": [("/pause_generation", {"mode": "abort"}), ("/continue_generation", {})],
+    }
+    with stock.engine() as url, opened(url) as session, ThreadPoolExecutor(1) as asking:
+        before = session.generated_tokens()
+        asked = asking.submit(session.completed, n=16, max_tokens=80, prompt_token_ids=PROMPT)
+        while session.generated_tokens() == before:
+            assert not asked.done(), asked.result().text
+        for path, body in stops[stock.kind]:
+            httpx.post(stock.url + path, json=body).raise_for_status()
+        choices = choices_of([asked.result(30.0)])
+        assert any(choice.finish_reason is FinishReason.ABORT for choice in choices)
+        assert all(choice.version_spans == [(0, len(choice.token_ids or []))] for choice in choices)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
+def test_weights_that_somebody_else_has_put_there_end_the_engine(stock: Stock) -> None:
+    with stock.engine() as url, opened(url) as session:
+        session.chat()
+        body = {"new_version": "theirs"} | ({"abort_all_requests": False} if stock.kind == "sglang_server" else {})
+        httpx.post(f"{stock.url}/update_weight_version", json=body).raise_for_status()
+        refused(session.completed(), 503, code="engine_stopped")
+        assert session.health().state is EngineState.STOPPED
+
+
+class TestRefusals:
+    """What cannot work is refused before it starts, with a sentence; needs no server of a real kind."""
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"server": None}, "engine.servers"),
+            ({"weights": WeightFormat.INT8}, "leave out engine.weights=int8"),
+        ],
+    )
+    @pytest.mark.parametrize("kind", ["sglang_server", "vllm_server"])
+    def test_options(self, kind: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=says):
+            load("engine", ENGINES, kind)(Stock(kind, "http://127.0.0.1:9", tmp_path, None).options(**options))
+
+    @pytest.mark.parametrize(
+        ("facts", "options", "says"),
+        [
+            ({"dp_size": 2}, {}, "one server for each replica"),
+            ({"enable_deterministic_inference": False}, {}, "--enable-deterministic-inference"),
+            ({"dtype": "bfloat16"}, {}, "--dtype float32"),
+            ({}, {"context_length": 2 * CONTEXT}, "at most the server's"),
+        ],
+    )
+    async def test_a_server_that_does_not_fit(
+        self, facts: dict[str, Any], options: dict[str, Any], says: str, tmp_path: Path
+    ) -> None:
+        with _sglang(tmp_path, **facts) as stock, pytest.raises(ModelError, match=says):
+            await stock.starts(**options)
+
+    @pytest.mark.parametrize(
+        ("section", "facts", "says"),
+        [
+            ("weight_transfer_config", {"backend": "nccl"}, "its transfer backend is nccl; start it with --worker-ext"),
+            ("model_config", {"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
+            ("scheduler_config", {"enable_chunked_prefill": True}, "--no-enable-chunked-prefill"),
+        ],
+    )
+    @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
+    async def test_a_vllm_server_that_was_started_otherwise(
+        self, section: str, facts: dict[str, Any], says: str, vllm_server: Stock
+    ) -> None:
+        front = stock_vllm.saying(vllm_server.url, section, facts)
+        with in_thread(front) as url, pytest.raises(ModelError, match=says):
+            await vllm_server.starts(server=url)
+
+    @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
+    async def test_a_vllm_server_that_was_left_paused_goes_on(self, vllm_server: Stock) -> None:
+        """Its adapter was killed in the middle of an update; paused, the server answers nothing that is asked of it."""
+        httpx.post(f"{vllm_server.url}/pause?mode=keep", trust_env=False).raise_for_status()
+        await vllm_server.starts()
+
+    @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
+    def test_a_vllm_server_whose_adapter_died_in_an_update_takes_the_next(self, vllm_server: Stock) -> None:
+        for order in ("/pause?mode=keep", "/start_weight_update"):
+            httpx.post(vllm_server.url + order, trust_env=False).raise_for_status()
+        with vllm_server.engine() as url, opened(url) as session:
+            publish(session, weights(trainer_of(session).layout, 7))
+
+    async def test_nobody_there(self, sglang: Stock) -> None:
+        with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 up"):
+            await sglang.starts(server="http://127.0.0.1:9")
+
+
+def test_the_fake_refuses_what_sglang_would(sglang: Stock) -> None:
+    with httpx.Client(base_url=sglang.url) as http:
+        order = {"rid": "r", "input_ids": [7], "stream": True, "sampling_params": {"max_new_tokens": 2}}
+        assert http.post("/generate", json=order | {"no_such_field": 1}).status_code == 422
+        assert http.post("/generate", json=order | {"input_ids": [7] * CONTEXT}).status_code == 400
+        update = {"names": ["w"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "never joined"}
+        assert http.post("/update_weights_from_distributed", json=update).json()["success"] is False
+        assert http.post("/destroy_weights_update_group", json={"group_name": "never joined"}).status_code == 400
+        events = [line for line in http.post("/generate", json=order).text.splitlines() if line]
+        assert events[-1] == "data: [DONE]"
+        told = [json.loads(line.removeprefix("data: "))["meta_info"] for line in events[:-1]]
+        assert [meta["completion_tokens"] for meta in told] == [1, 2]
+        assert "weight_versions" not in told[0] and [span["end"] for span in told[1]["weight_versions"]] == [2]
+
+
+async def test_sglang_is_asked_to_end_a_sample_at_its_stop_tokens(sglang: Stock) -> None:
+    """With `ignore_eos` it would go on to the limit: a sample that an update crosses is told of only at its end."""
+    request = Request(
+        request_id="r", prompt_token_ids=[7], token_limit=8, temperature=0.0, top_p=1.0, top_k=0, streams=True
+    )
+    request.add_sequences([0], [None])
+    http = ServerHttp(sglang.url)
+    try:
+        with SharedBytes(1) as nothing:
+            api = SglangServerApi(http, LAYOUT, nothing)
+            for stop_ids, tokens, reason in ((frozenset[int](), 8, "length"), (frozenset(range(500)), 1, "stop")):
+                order = api.order(request.sequences[0], stop_ids=stop_ids, salt="")
+                events = [event async for event in http.events("/generate", order)]
+                end = events[-1]["meta_info"]
+                assert (end["completion_tokens"], end["finish_reason"]["type"]) == (tokens, reason)
+    finally:
+        await http.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
+async def test_a_server_that_falls_silent_ends_the_engine(tmp_path: Path) -> None:
+    """While it answers, a sample may take as long as it likes; once it hangs, nobody waits for its streams for ever."""
+    silence_s = 1.0
+
+    def loop(deliver: Any) -> CoreLoop:
+        return CoreLoop(start_core=start_core, max_waiting=4, stop_ids=frozenset(), deliver=deliver, serving=(0, 0))
+
+    async def start_core() -> tuple[EngineCore, CoreModel]:
+        http = ServerHttp(stock.url)
+        api = SglangServerApi(http, LAYOUT, nothing)
+        core = ServerCore(api, http, serving=(0, 0), silence_s=silence_s, ask_every_s=silence_s / 10)
+        return core, CoreModel(
+            slots=4, context_length=CONTEXT, vocab_size=50, layout=LAYOUT, cache_bytes=0, staged=None
+        )
+
+    with _sglang(tmp_path) as stock, SharedBytes(1) as nothing:
+        stock.server.version = "0.0"
+        engine = BatchingEngine(BatchingSettings(model_id="m"), loop=loop, tokenizer=ChatTokenizer.load(stock.folder))
+        await engine.start()
+        request = ChatCompletionRequest(prompt_token_ids=PROMPT, max_tokens=2)
+        async with asyncio.timeout(PATIENCE_S):
+            await engine.complete(request)
+            stock.server.continued.clear()  # paused
+            asked = asyncio.create_task(engine.complete(request))
+            await asyncio.sleep(3 * silence_s)
+            assert not asked.done() and engine.health().state is EngineState.READY
+            stock.server.silent, began = True, time.monotonic()
+            with pytest.raises(EngineStopped):
+                await asked
+            assert engine.health().state is EngineState.STOPPED
+            await engine.close()
+            assert time.monotonic() - began < 20, "who leaves it waits for no answer of its"
+
+
+#: As many streams at once as the process may have descriptors when it begins, and their server.
+CROWD = """
+import asyncio, resource, sys
+from pipelinerl.engines.external.server.server_http import ServerHttp
+
+STREAMS = 64
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (STREAMS, hard))
+
+async def main():
+    all_here = asyncio.Barrier(STREAMS)
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"{}")
+        await all_here.wait()
+        writer.write(b"HTTP/1.1 200 OK\\r\\nconnection: close\\r\\n\\r\\ndata: {}\\n\\ndata: [DONE]\\n\\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    http = ServerHttp(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    async def sample():
+        return [event async for event in http.events("/generate", {})]
+
+    async with asyncio.timeout(float(sys.argv[1])):
+        events = await asyncio.gather(*(sample() for _ in range(STREAMS)))
+    await http.close()
+    print(sum(map(len, events)))
+
+asyncio.run(main())
+"""
+
+
+def test_more_samples_at_once_than_the_usual_limit_of_descriptors() -> None:
+    """In a process of its own, whose soft limit is low before the adapter starts."""
+    command = [sys.executable, "-c", CROWD, str(PATIENCE_S)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+    assert done.stdout == "64\n", done.stderr

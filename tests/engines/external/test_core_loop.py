@@ -1,0 +1,170 @@
+"""The core loop over a core of the test's: what it does when that refuses, dies, or tells of samples in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence as Items
+from contextlib import asynccontextmanager
+from typing import Any, final
+
+import pytest
+
+from inference_contract.errors import EngineStopped, InvalidRequest
+from inference_contract.schemas import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatMessage,
+    DType,
+    EngineState,
+    OnUpdate,
+    ParameterSpec,
+    WeightLayout,
+)
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.batching.text import Detokenizer
+from pipelinerl.engines.external.core_loop import CoreLoop
+from pipelinerl.engines.external.engine_core import CoreModel, Sampled, Step, sample_id
+from tests.patience import PATIENCE_S
+
+LAYOUT = WeightLayout(parameters=(ParameterSpec(name="w", shape=(1,), dtype=DType.FLOAT32),))
+#: Ends a sample.
+STOP = 0
+
+
+@final
+class ScriptedCore:
+    """Satisfies `EngineCore`: tells what the test says, and refuses or dies when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun: list[Sequence] = []
+        self.news: asyncio.Queue[Step | Exception] = asyncio.Queue()
+        self.refusal: ValueError | None = None
+        self.may_close = threading.Event()
+        self.may_close.set()
+
+    def check(self, request: Request) -> None:
+        """Everything is let through."""
+
+    async def add(self, sequences: list[Sequence], *, stop_ids: frozenset[int], salt: str) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.begun += sequences
+
+    async def abort(self, sample_ids: list[str]) -> None:
+        return None
+
+    async def next_step(self) -> Step:
+        news = await self.news.get()
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    async def pause(self, on_update: OnUpdate) -> None:
+        return None
+
+    async def resume(self) -> None:
+        return None
+
+    async def load_staged(self, epoch: int, version: int) -> None:
+        return None
+
+    async def forget_cache(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        while not self.may_close.is_set():
+            await asyncio.sleep(0.002)
+
+
+class Letters:
+    """Satisfies `Tokenizer`: a letter for each token."""
+
+    eos_token_ids = frozenset({STOP})
+
+    def encode_chat(self, messages: Items[ChatMessage]) -> list[int]:
+        raise AssertionError("prompts come as tokens")
+
+    def decode(self, token_ids: Items[int]) -> str:
+        return "x" * len(token_ids)
+
+    def detokenizer(self) -> Detokenizer:
+        raise AssertionError("nothing is streamed")
+
+
+@final
+class World:
+    """An engine over the core, and what a test does to both."""
+
+    def __init__(self, core: ScriptedCore) -> None:
+        self.core = core
+        self.loop: CoreLoop
+        self.engine = BatchingEngine(BatchingSettings(model_id="m"), loop=self._loop, tokenizer=Letters())
+
+    def _loop(self, deliver: Any) -> CoreLoop:
+        model = CoreModel(slots=4, context_length=32, vocab_size=8, layout=LAYOUT, cache_bytes=0, staged=None)
+
+        async def start() -> tuple[ScriptedCore, CoreModel]:
+            return self.core, model
+
+        self.loop = CoreLoop(
+            start_core=start, max_waiting=8, stop_ids=frozenset({STOP}), deliver=deliver, serving=(1, 57)
+        )
+        return self.loop
+
+    async def asked(self, n: int = 1) -> asyncio.Task[ChatCompletion]:
+        """A request whose samples the core has begun."""
+        task = asyncio.create_task(self.engine.complete(ChatCompletionRequest(prompt_token_ids=[1, 2], n=n)))
+        while len(self.core.begun) < n:
+            await asyncio.sleep(0.002)
+        return task
+
+    def tell(self, news: Step | Exception) -> None:
+        self.loop._events.call_soon_threadsafe(self.core.news.put_nowait, news)
+
+
+@asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    made = World(ScriptedCore())
+    await made.engine.start()
+    try:
+        yield made
+    finally:
+        await made.engine.close()
+
+
+async def test_what_the_core_refuses_is_answered_and_the_engine_goes_on() -> None:
+    async with world() as made:
+        made.core.refusal = ValueError("temperature must be in [0, 2], got 2.5.")
+        with pytest.raises(InvalidRequest, match="core refuses the request: temperature must be in"):
+            await asyncio.wait_for(made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1], n=3)), PATIENCE_S)
+        assert (made.loop.num_running, made.loop.num_waiting) == (0, 0), "their places are free again"
+        made.core.refusal = None
+        asked = await made.asked()
+        made.tell(Step((1, 57), [Sampled(sample_id(made.core.begun[0]), [STOP], [-1.0], 1, True)]))
+        assert (await asyncio.wait_for(asked, PATIENCE_S)).epoch == 1
+
+
+async def test_the_epoch_is_that_of_the_first_token_of_any_sample() -> None:
+    """The samples of a request are asked for one by one, and the first of them may begin last, in a later epoch."""
+    async with world() as made:
+        asked = await made.asked(2)
+        first, second = (sample_id(sequence) for sequence in made.core.begun)
+        made.tell(Step((1, 57), [Sampled(second, [5, STOP], [-1.0, -1.0], 2, True)]))
+        made.tell(Step((2, 50), [Sampled(first, [5, STOP], [-1.0, -1.0], 2, True)]))
+        assert (await asyncio.wait_for(asked, PATIENCE_S)).epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
+async def test_a_dead_core_is_missed_at_once_however_long_it_takes_to_close() -> None:
+    async with world() as made:
+        made.core.may_close.clear()
+        asked = await made.asked()
+        made.tell(RuntimeError("the core has died"))
+        with pytest.raises(EngineStopped):
+            await asyncio.wait_for(asked, PATIENCE_S)
+        with pytest.raises(EngineStopped):
+            await made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1]))
+        assert made.engine.health().state is EngineState.STOPPED
+        made.core.may_close.set()

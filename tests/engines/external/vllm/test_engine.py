@@ -1,0 +1,289 @@
+"""The vLLM engine: the contract over HTTP, and in flight the two things that go wrong in silence, spans and log-probs.
+
+Run by `make test-vllm`, in an environment of its own; what needs no vLLM is run everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from inference_contract.conformance import Outcome, run
+from inference_contract.conformance.load import Load
+from inference_contract.conformance.session import Session, refused
+from inference_contract.conformance.trainer import weights
+from inference_contract.errors import InvalidRequest
+from inference_contract.schemas import EngineState, FinishReason
+from pipelinerl.engines.batching.sequence import Request
+from pipelinerl.engines.external.vllm.engine import check_version, from_options
+from pipelinerl.engines.external.vllm.limits import check_request
+from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.errors import ModelError
+from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.registry import ENGINES
+from pipelinerl.weights.parameter_server.download import WeightPuller
+from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
+from tests.fakes.served import in_thread
+from trainer_contract.types import HeadPrecision
+
+CONTEXT = 256
+PROMPT = [7, 9, 11, 13, 15]
+#: Longer than a block of vLLM's cache, which is shared between requests while the weights are the same.
+LONG_PROMPT = [5 + place % 41 for place in range(200)]
+
+#: vLLM warns of much at import, and its engine core takes long to start on a busy machine.
+real = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not ENGINES["vllm"].installed, reason="vLLM is not installed; make test-vllm"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),
+]
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine behind HTTP, and the model that it began with."""
+
+    url: str
+    model: Any
+
+
+def _served(folder: Path, *, tied: bool, devices: int = 1) -> Iterator[Served]:
+    tokenizer = char_tokenizer()
+    shape = DecoderShape(hidden=64, layers=2, heads=2, intermediate=48, vocab=len(tokenizer), max_positions=CONTEXT)
+    model = random_decoder(shape)
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    options = EngineOptions(
+        model_path=folder,
+        model_id="vllm",
+        slots=16,
+        max_waiting=256,
+        context_length=CONTEXT,
+        devices=devices,
+        pull=WeightPuller(token="secret"),
+    )
+    with in_thread(create_app(from_options(options), token="secret"), starts_in_s=300.0) as url:
+        yield Served(url, model)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from _served(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from _served(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two tensor-parallel workers."""
+    yield from _served(tmp_path_factory.mktemp("shared"), tied=True, devices=2)
+
+
+@pytest.fixture(params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
+def served(request: pytest.FixtureRequest) -> Served:
+    engine: Served = request.getfixturevalue(request.param)
+    return engine
+
+
+@pytest.fixture
+def session(served: Served) -> Iterator[Session]:
+    with opened(served.url) as session:
+        yield session
+
+
+# --- without vLLM ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["", "0.31.2", "0.33.0", "1.0"])
+def test_another_vllm_is_refused_with_a_sentence(version: str) -> None:
+    with pytest.raises(ModelError, match=r"0\.32\.x, installed is .*; install"):
+        check_version(version)
+    check_version("0.32.0")
+    check_version("0.32.1+cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"weights": WeightFormat.INT8}, "keeps weights as they come"),
+        ({"dtype": "bfloat16", "head_precision": HeadPrecision.FP32}, "head_precision=model"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_it_starts(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=says):
+        from_options(
+            EngineOptions(model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, **options)
+        )
+
+
+@pytest.mark.parametrize(
+    ("temperature", "refused"), [(0.0, False), (0.0099, True), (0.01, False), (2.0, False), (2.01, True)]
+)
+def test_temperatures_that_vllm_would_replace_are_refused(temperature: float, refused: bool) -> None:
+    request = Request(
+        request_id="r",
+        prompt_token_ids=[1],
+        token_limit=1,
+        temperature=temperature,
+        top_p=1.0,
+        top_k=0,
+        streams=False,
+    )
+    with pytest.raises(InvalidRequest, match=r"vLLM samples at .*, got [02]\.0") if refused else nullcontext():
+        check_request(request)
+
+
+# --- with vLLM ---------------------------------------------------------------------------------------------------
+
+
+class TestReal:
+    """An engine with tied embeddings, one without, and one of two workers; a start takes half a minute."""
+
+    pytestmark = real
+
+    def test_it_keeps_the_contract(self, served: Served) -> None:
+        results = run(served.url, token="secret", timeout_s=30.0)
+        assert {result.name: result.reason for result in results if result.outcome is not Outcome.PASSED} == {}
+
+    @pytest.mark.parametrize(
+        "served",
+        ["tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("untied", "shared"))],
+        indirect=True,
+    )
+    def test_logprobs_are_those_of_transformers_after_every_update(self, served: Served, session: Session) -> None:
+        trainer = trainer_of(session)
+        for tag in range(3):
+            data = weights(trainer.layout, tag)
+            version = publish(session, data)
+            model = reference(served.model, trainer.layout, data)
+            for prompt in (PROMPT, LONG_PROMPT):
+                for choice in session.chat(n=4, seed=tag, max_tokens=24, prompt_token_ids=prompt).choices:
+                    assert choice.version_spans == [(version, len(choice.token_ids or []))]
+                    expected = logprobs_of(model, prompt, choice.token_ids or [])
+                    assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
+
+    def test_recomputed_caches_are_those_of_the_new_weights(self, served: Served, session: Session) -> None:
+        trainer = trainer_of(session)
+        publish(session, weights(trainer.layout, 1))
+        new = weights(trainer.layout, 2)
+        with Load(
+            session, lambda seed: session.completed(n=4, seed=seed, max_tokens=200, prompt_token_ids=PROMPT)
+        ) as load:
+            version = publish(session, new, on_update="recompute_kv")
+        model = reference(served.model, trainer.layout, new)
+        crossed = [choice for choice in choices_of(load.answers) if len(choice.version_spans or []) == 2]
+        assert crossed, "no sample was open across the update"
+        for choice in crossed:
+            tokens, logprobs = choice.token_ids or [], choice.token_logprobs or []
+            (_, old), (named, _) = choice.version_spans or []
+            assert named == version
+            expected = logprobs_of(model, PROMPT, tokens)[old:]
+            assert torch.allclose(torch.tensor(logprobs[old:]), expected, atol=2e-4)
+
+    def test_requests_sample_side_by_side(self, tied: Served) -> None:
+        """A request of several samples begins while another runs, and one that is shorter ends before it."""
+        with opened(tied.url) as session, ThreadPoolExecutor(1) as asking:
+            before = session.generated_tokens()
+            long = asking.submit(session.chat, n=4, seed=1, max_tokens=220, prompt_token_ids=PROMPT)
+            while session.generated_tokens() == before:
+                time.sleep(0.001)
+            short = session.chat(n=4, seed=2, max_tokens=1, prompt_token_ids=PROMPT)
+            assert len(short.choices) == 4 and not long.done()
+            assert len(long.result().choices) == 4
+
+    def test_of_what_waits_the_lowest_priority_begins_first(self, tied: Served) -> None:
+        """Two requests fill the slots twice; a third, which came last, is answered while samples of the second wait."""
+        with opened(tied.url) as session, ThreadPoolExecutor(2) as asking:
+            before = session.generated_tokens()
+            first = asking.submit(session.chat, n=16, seed=1, max_tokens=100, prompt_token_ids=PROMPT)
+            while session.generated_tokens() == before:
+                time.sleep(0.001)
+            second = asking.submit(session.chat, n=16, seed=2, max_tokens=200, prompt_token_ids=PROMPT)
+            while "waiting_sequences 16\n" not in session.get("/metrics").text:
+                time.sleep(0.001)
+            session.chat(n=1, seed=3, max_tokens=1, prompt_token_ids=PROMPT, priority=-1)
+            assert "waiting_sequences 0\n" not in session.get("/metrics").text
+            assert len(first.result().choices) == len(second.result().choices) == 16
+
+    def test_more_prompts_at_once_than_a_step_takes(self, tied: Served) -> None:
+        """On CPU vLLM dies of a seeded sample whose prompt it computes in parts, so it must not be in parts."""
+        with opened(tied.url) as session, ThreadPoolExecutor(64) as asking:
+            prompts = [[7 + (row + column) % 40 for column in range(CONTEXT - 8)] for row in range(64)]
+            asked = [asking.submit(session.completed, max_tokens=4, prompt_token_ids=prompt) for prompt in prompts]
+            for choice in choices_of([answer.result(60.0) for answer in asked]):
+                assert len(choice.token_ids or []) == 4
+
+    def test_drain_lets_samples_end_with_the_weights_that_began_them(self, session: Session) -> None:
+        trainer = trainer_of(session)
+        publish(session, weights(trainer.layout, 1))
+        with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=64)) as load:
+            publish(session, weights(trainer.layout, 2), on_update="drain")
+        for choice in choices_of(load.answers):
+            assert len(choice.version_spans or []) == 1
+            assert choice.finish_reason is not FinishReason.ABORT
+
+    @pytest.mark.slow
+    def test_no_token_is_named_after_weights_that_did_not_sample_it(self, untied: Served) -> None:
+        """Every version's weights can sample one token alone: what comes from which version shows in the tokens."""
+        with opened(untied.url) as session:
+            layout = trainer_of(session).layout
+            first = publish(session, certain_of(untied.model, layout, 10))
+            vocab = next(spec.shape[0] for spec in layout.parameters if spec.name == "lm_head.weight")
+            token_of = {first: 10}
+            with Load(
+                session, lambda seed: session.completed(n=8, seed=seed, max_tokens=200, prompt_token_ids=PROMPT)
+            ) as load:
+                for number in range(1, 21):
+                    token = 10 + number % (vocab - 10)
+                    token_of[publish(session, certain_of(untied.model, layout, token))] = token
+            switches = 0
+            for choice in choices_of(load.answers):
+                spans = choice.version_spans or []
+                assert choice.token_ids == [token_of[version] for version, count in spans for _ in range(count)]
+                switches += len(spans) - 1
+            assert switches >= 20, f"samples were switched {switches} times: too few to show anything"
+
+
+class TestDeath:
+    """An engine of its own, since it does not outlive the test."""
+
+    pytestmark = real
+
+    @pytest.mark.slow
+    def test_a_dead_core_ends_every_request_and_the_engine_says_so(self, tmp_path: Path) -> None:
+        with (
+            contextmanager(_served)(tmp_path, tied=True) as served,
+            ThreadPoolExecutor(1) as asking,
+            Session(served.url, token="secret", timeout_s=30.0, host="127.0.0.1") as session,
+        ):
+            before = session.generated_tokens()
+            asked = asking.submit(session.completed, n=16, max_tokens=200, prompt_token_ids=PROMPT)
+            while session.generated_tokens() == before:
+                assert not asked.done(), asked.result().text
+            _core_of_this_process().kill()
+            refused(asked.result(30.0), 503, code="engine_stopped")
+            refused(session.completed(), 503, code="engine_stopped")
+            assert session.health().state is EngineState.STOPPED
+
+
+def _core_of_this_process() -> psutil.Process:
+    """The engine core that was started last."""
+    cores = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
+    return max(cores, key=lambda core: core.create_time())

@@ -1,0 +1,211 @@
+"""A endpoint that another process takes: bytes arrive in memory that both map, and whoever leaves is missed at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference_contract.schemas import Backend, InitProcessGroupRequest
+from pipelinerl.engines.external.worker.torch_endpoints import serve_endpoints
+from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes, attach
+from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpoint, WorkerEndpointFactory
+from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.system.background import in_background
+from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
+
+SIZE = 64
+
+
+def _work(endpoints: Path, shared: Path, met: Callable[[], None]) -> None:
+    serve_endpoints(endpoints, attach(shared, SIZE), torch.device("cpu"))
+    met()
+    time.sleep(600)
+
+
+class Setting:
+    """A worker, the engine's memory that it maps, and rank 0 of the groups that they meet in."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO]))
+        met = spawn.Event()
+        with SharedBytes(SIZE) as shared, self.endpoints.accept_worker() as socket_path:
+            self.worker: BaseProcess = spawn.Process(target=_work, args=(endpoints, shared.path, met.set), daemon=True)
+            self.worker.start()
+            assert met.wait(60)
+        self.memory = shared.tensor
+        self.rendezvous = Rendezvous("127.0.0.1")
+        self.generation = 0
+        self.endpoints: list[WorkerEndpoint] = []
+
+    def pair(self, *, timeout_s: float = 10.0) -> tuple[Collective, WorkerEndpoint]:
+        """Rank 0 and the worker's endpoint, in a group of the next generation."""
+        self.generation += 1
+        root = in_background("root", lambda: self.rank_0(timeout_s))
+        endpoint = self.endpoints.join(self.request(timeout_s))
+        assert isinstance(endpoint, WorkerEndpoint)
+        self.endpoints.append(endpoint)
+        return root.result(), endpoint
+
+    def rank_0(self, timeout_s: float) -> Collective:
+        return _rank_0(self.rendezvous, generation=self.generation, timeout_s=timeout_s)
+
+    def request(self, timeout_s: float) -> InitProcessGroupRequest:
+        return _joining(self.rendezvous, generation=self.generation, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        for endpoint in self.endpoints:
+            endpoint.close()
+        self.worker.kill()
+        self.worker.join()
+        self.endpoints.close()
+        self.rendezvous.close()
+
+
+def _rank_0(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = 10.0) -> Collective:
+    return Collective.join(
+        host=rendezvous.host,
+        port=rendezvous.port,
+        group="weights",
+        generation=generation,
+        rank=0,
+        world_size=2,
+        timeout_s=timeout_s,
+    )
+
+
+def _joining(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = 10.0) -> InitProcessGroupRequest:
+    return InitProcessGroupRequest(
+        group="weights",
+        backend=Backend.GLOO,
+        rendezvous_host=rendezvous.host,
+        rendezvous_port=rendezvous.port,
+        rank=1,
+        world_size=2,
+        generation=generation,
+        timeout_s=timeout_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def setting() -> Iterator[Setting]:
+    made = Setting()
+    yield made
+    made.close()
+
+
+def receiving(endpoint: WorkerEndpoint, part: torch.Tensor, timeout_s: float = 10.0) -> Future[None]:
+    return in_background("receive", lambda: endpoint.broadcast(part, deadline=time.monotonic() + timeout_s))
+
+
+def test_bytes_arrive_where_they_belong_in_group_after_group(setting: Setting) -> None:
+    for first in (1, 2):
+        root, endpoint = setting.pair()
+        for start, end in ((0, 40), (40, SIZE)):
+            came = receiving(endpoint, setting.memory[start:end])
+            root.broadcast(torch.full([end - start], first + start, dtype=torch.uint8), deadline=time.monotonic() + 10)
+            came.result(10)
+        assert setting.memory.tolist() == [first] * 40 + [first + 40] * 24
+        endpoint.close()
+
+
+def test_rank_0_hears_at_once_that_the_engine_has_left(setting: Setting) -> None:
+    root, endpoint = setting.pair()
+    began = time.monotonic()
+    endpoint.close()
+    # A send may be done before the other end is closed; the second cannot be.
+    with pytest.raises(UpdateError):
+        for _ in range(2):
+            root.broadcast(torch.zeros(2**22, dtype=torch.uint8), deadline=began + 30)
+    assert time.monotonic() - began < 5
+    with pytest.raises(UpdateError, match="was left"):
+        endpoint.broadcast(setting.memory, deadline=time.monotonic() + 1)
+
+
+def test_a_silent_rank_0_is_a_deadline_and_one_that_leaves_is_missed_at_once(setting: Setting) -> None:
+    root, endpoint = setting.pair()
+    with pytest.raises(DeadlineError, match="without every rank in time"):
+        endpoint.broadcast(setting.memory, deadline=time.monotonic() + 0.3)
+    root.close()
+    root, endpoint = setting.pair()
+    began, came = time.monotonic(), receiving(endpoint, setting.memory, 30)
+    root.close()
+    with pytest.raises(UpdateError):
+        came.result(10)
+    assert time.monotonic() - began < 5
+
+
+def test_an_order_ends_only_when_the_worker_writes_no_more(setting: Setting) -> None:
+    """Else the next update would share the staging memory with what is left of this one."""
+    root, endpoint = setting.pair()
+    came = receiving(endpoint, setting.memory, 1.0)
+    time.sleep(0.2)
+    endpoint.close()
+    time.sleep(0.2)
+    assert not came.done()  # gloo's receive goes on until its deadline
+    with pytest.raises((DeadlineError, UpdateError)):
+        came.result(10)
+    root.close()
+
+
+def test_a_worker_that_dies_ends_what_it_was_asked_for() -> None:
+    with closing(Setting()) as setting:
+        _, endpoint = setting.pair()
+        came = receiving(endpoint, setting.memory, 60)
+        setting.worker.kill()
+        with pytest.raises(UpdateError, match="the worker has ended"):
+            came.result(10)
+        setting.generation += 1
+        with pytest.raises(UpdateError, match="worker has ended"):
+            setting.endpoints.join(setting.request(1.0))
+
+
+def test_a_device_without_room_is_named_and_ends_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch raises is none of ours; the engine must not wait for the answer of a thread that has ended."""
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
+
+    endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO]))
+    with SharedBytes(SIZE) as shared, endpoints.accept_worker() as path:
+        serve_endpoints(path, attach(shared.path, SIZE), torch.device("cpu"))
+    with closing(endpoints), closing(Rendezvous("127.0.0.1")) as rendezvous:
+        root = in_background("root", lambda: _rank_0(rendezvous))
+        endpoint = endpoints.join(_joining(rendezvous))
+        assert isinstance(endpoint, WorkerEndpoint)
+        with closing(root.result()), closing(endpoint):
+            monkeypatch.setattr(Collective, "broadcast", full)
+            with pytest.raises(UpdateError, match="worker's cpu failed: OutOfMemoryError: CUDA out of memory"):
+                receiving(endpoint, shared.tensor, 60).result(10)
+
+
+def test_a_group_that_does_not_form_is_a_deadline(setting: Setting) -> None:
+    setting.generation += 1
+    with pytest.raises(DeadlineError, match="as rank 1 of 2"):
+        setting.endpoints.join(setting.request(0.3))
+    root, _ = setting.pair()  # and the next one forms
+    root.close()
+
+
+def test_what_reaches_the_engine_is_what_its_worker_takes() -> None:
+    host = torch.zeros(1, dtype=torch.uint8)
+    assert not WorkerEndpointFactory(frozenset([Backend.GLOO])).reaches(Backend.NCCL, host)
+    assert WorkerEndpointFactory(frozenset(Backend)).reaches(Backend.NCCL, host)
+
+
+def test_a_worker_that_does_not_come_is_an_error_and_nothing_is_left_behind() -> None:
+    endpoints = WorkerEndpointFactory(frozenset())
+    with pytest.raises(UpdateError, match="no worker has come"), endpoints.accept_worker() as path:
+        assert path.is_socket()
+    assert not path.parent.exists()
+    with suppress(KeyError), endpoints.accept_worker() as path:
+        raise KeyError
+    assert not path.parent.exists()

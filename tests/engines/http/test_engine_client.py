@@ -1,0 +1,147 @@
+"""The client gives back what the engine raised, and names the URL when there is no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from inference_contract.errors import ContractError, InvalidRequest, NotPrepared, Unauthorized, UnknownModel
+from inference_contract.schemas import ChatCompletionRequest, ChatMessage, UpdatePhase, WeightUpdateRequest
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.errors import EngineUnreachable
+from tests.fakes.scripted_engine import LAYOUT, application
+from tests.fakes.served import in_thread
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with in_thread(application(token="t")) as served:
+        yield served
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EngineClient]:
+    async with EngineClient(token="t", chat_timeout_s=5.0, state_timeout_s=2.0) as made:
+        yield made
+
+
+def ask(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest(messages=[ChatMessage(role="user", content="1 + 2")], max_tokens=4, **fields)
+
+
+async def test_every_route(client: EngineClient, url: str) -> None:
+    completion = await client.chat(url, ask(n=3, seed=1, return_token_ids=True))
+    assert len(completion.choices) == 3 and completion.choices[2].token_ids
+    assert (await client.health(url)).model_version == 0
+    card = (await client.models(url)).data[0]
+    assert card.layout == LAYOUT
+    assert (await client.metrics(url))["generated_tokens_total"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind"),
+    [(ask(model="another"), UnknownModel), (ask(n=1).model_copy(update={"prompt_token_ids": [99]}), InvalidRequest)],
+)
+async def test_errors_keep_their_class(
+    client: EngineClient, url: str, request_: ChatCompletionRequest, kind: type[Exception]
+) -> None:
+    with pytest.raises(kind):
+        await client.chat(url, request_)
+
+
+async def test_update_errors_keep_their_class_and_param(client: EngineClient, url: str) -> None:
+    request = WeightUpdateRequest(phase=UpdatePhase.PREPARE, version=1, group="g", generation=1, layout=LAYOUT)
+    with pytest.raises(NotPrepared) as refused:
+        await client.request_weight_update(url, request)
+    assert refused.value.param == "group"
+
+
+async def test_a_wrong_token(url: str) -> None:
+    async with EngineClient(token="wrong") as stranger:
+        assert (await stranger.health(url)).model_version == 0
+        with pytest.raises(Unauthorized):
+            await stranger.models(url)
+
+
+async def test_nobody_listens(client: EngineClient) -> None:
+    with pytest.raises(
+        EngineUnreachable, match=r"^GET http://127\.0\.0\.1:9/health failed: .*is the engine running\?$"
+    ):
+        await client.health("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("host", ["gpu..box:8001", f"{'h' * 64}:8001", "host:65536"])
+async def test_a_name_that_no_resolver_takes(client: EngineClient, host: str) -> None:
+    with pytest.raises(EngineUnreachable, match=r"^GET http://.*/health failed: "):
+        await client.health(f"http://{host}")
+
+
+async def test_nobody_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with EngineClient(state_timeout_s=0.2) as client:
+            with pytest.raises(EngineUnreachable, match=r"had no answer within 0\.2 s$"):
+                await client.health(url)
+
+
+@asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[tuple[str, list[int]]]:
+    """A server that answers so once per connection, whatever it is asked; and how many connections it has seen."""
+    connections = [0]
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections[0] += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
+
+
+HEALTH = b'{"state":"ready","epoch":0,"model_version":3}'
+
+
+def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
+    return b"HTTP/1.1 " + status + b"\r\ncontent-length: %d\r\n" % len(body) + more + b"\r\n" + body
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised", "sentence"),
+    [
+        (whole(b"{}"), EngineUnreachable, "must answer with a Health; state: Field required"),
+        (b"SSH-2.0-OpenSSH\r\n", EngineUnreachable, "is the engine running"),
+        (whole(b"<html>", b"502 Bad Gateway"), EngineUnreachable, "HTTP 502 without the contract's error"),
+        (whole(b"Internal Server Error", b"500 Internal Server Error"), EngineUnreachable, "HTTP 500 without"),
+        (whole(b"", b"302 Found", b"location: /login\r\n"), ContractError, "got HTTP 302 with another body"),
+    ],
+    ids=["no answer of the contract", "no HTTP", "a proxy's error", "a server that ends", "a login page"],
+)
+async def test_something_else_answers(answer: bytes, raised: type[Exception], sentence: str) -> None:
+    async with answering(answer) as (url, _), EngineClient() as client:
+        with pytest.raises(raised, match=sentence):
+            await client.health(url)
+
+
+async def test_a_connection_that_was_closed_while_idle_is_made_anew() -> None:
+    async with answering(whole(HEALTH)) as (url, connections), EngineClient() as client:
+        for asked in (1, 2):
+            assert (await client.health(url)).model_version == 3
+            assert connections == [asked]
+            await asyncio.sleep(0.05)
+
+
+async def test_every_form_of_answer_is_read() -> None:
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (HEALTH[:9], HEALTH[9:], b""))
+    for answer in (
+        whole(HEALTH, more=b"connection: close\r\n"),
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunked,
+    ):
+        async with answering(answer) as (url, _), EngineClient() as client:
+            assert (await client.health(url)).model_version == 3

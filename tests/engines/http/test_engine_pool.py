@@ -1,0 +1,298 @@
+"""Picking is arithmetic; completing survives engines that are full, dirty, gone or slow."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, NotFinite, Overloaded
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Usage
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.bigram.engine import BigramRunner
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.engine_pool import EnginePool, cost, pick
+from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.errors import DeadlineError, EngineUnreachable
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.scripted_engine import ScriptedEngine, application
+from tests.fakes.served import as_process, in_thread
+
+ANSWER = ChatCompletion(
+    id="1",
+    created=0,
+    model="m",
+    choices=[],
+    usage=Usage(prompt_tokens=1, completion_tokens=0, total_tokens=1),
+    model_version=0,
+)
+
+
+def ask(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest(prompt_token_ids=[1, 2, 3], seed=4, **({"max_tokens": 5} | fields))
+
+
+class Script:
+    """A `ChatClient` whose engines each answer, wait or raise as they are told."""
+
+    def __init__(self, **engines: Callable[[], Any]) -> None:
+        self._engines = engines
+        self.asked: list[tuple[str, int | None]] = []
+
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        self.asked.append((url, request.seed))
+        outcome = self._engines[url]()
+        if isinstance(outcome, Exception):
+            raise outcome
+        if isinstance(outcome, float):
+            await asyncio.sleep(outcome)
+        return ANSWER
+
+
+def test_the_least_outstanding_tokens_win_and_ties_go_by_name() -> None:
+    assert pick({"a": 5, "b": 3, "c": 9}, {}, now=0.0) == "b"
+    assert pick({"b": 3, "a": 3}, {}, now=0.0) == "a"
+
+
+def test_suspects_are_avoided_until_their_time_is_over() -> None:
+    assert pick({"a": 0, "b": 9}, {"a": 10.0}, now=9.9) == "b"
+    assert pick({"a": 0, "b": 9}, {"a": 10.0}, now=10.0) == "a"
+    assert pick({"a": 0}, {"a": 10.0}, now=1.0) is None
+    assert pick({}, {}, now=0.0) is None
+
+
+def test_cost_counts_the_prompt_once_and_every_sample() -> None:
+    assert cost(ask(n=4)) == 3 + 4 * 5
+    assert cost(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x" * 40)], max_tokens=1)) == 11
+
+
+async def test_work_is_spread_by_tokens_and_given_back() -> None:
+    pool = EnginePool(Script(a=lambda: 0.05, b=lambda: 0.05), ["a", "b"])
+    answers = [asyncio.create_task(pool.complete(ask(n=n))) for n in (8, 1, 1, 1)]
+    await asyncio.sleep(0.01)
+    assert pool.outstanding == {"a": 43, "b": 24}
+    assert [(await answer).url for answer in answers] == ["a", "b", "b", "b"]
+    assert pool.outstanding == {"a": 0, "b": 0}
+
+
+@pytest.mark.parametrize(
+    "error", [Overloaded("full"), Dirty("half"), EngineStopped("closing"), EngineUnreachable("gone")]
+)
+async def test_a_failing_engine_is_left_for_another_with_the_same_seed(error: Exception) -> None:
+    client = Script(a=lambda: error, b=lambda: None)
+    pool = EnginePool(client, ["a", "b"])
+    assert (await pool.complete(ask())).url == "b"
+    assert client.asked == [("a", 4), ("b", 4)]
+    assert (await pool.complete(ask(n=1))).url == "b", "the one that failed is suspect for a while"
+    assert pool.outstanding["a"] == 0
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), ContractError("a fault")])
+async def test_what_one_engine_refuses_another_is_asked_for(error: ContractError) -> None:
+    client = Script(a=lambda: error, b=lambda: None)
+    pool = EnginePool(client, ["a", "b"])
+    assert [(await pool.complete(ask())).url for _ in range(2)] == ["b", "b"]
+    assert client.asked == [("a", 4), ("b", 4)] * 2, "the refusal says nothing of the next request"
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), ContractError("a fault")])
+async def test_what_every_engine_refuses_is_refused_promptly_by_the_last(error: ContractError) -> None:
+    client = Script(a=lambda: InvalidRequest("too long"), b=lambda: error)
+    with pytest.raises(type(error), match=f"^b: {error}$") as raised:
+        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), 2.0)
+    assert raised.value.param == error.param
+    assert client.asked == [("a", 4), ("b", 4)]
+
+
+async def test_after_a_refusal_an_engine_that_is_full_is_waited_for_and_the_other_not_asked_again() -> None:
+    outcomes: list[Any] = [Overloaded("full"), Overloaded("full"), None]
+    client = Script(a=lambda: InvalidRequest("too long"), b=lambda: outcomes.pop(0))
+    assert (await EnginePool(client, ["a", "b"]).complete(ask())).url == "b"
+    assert [url for url, _ in client.asked] == ["a", "b", "b", "b"]
+
+
+async def test_a_refusal_holds_once_no_other_engine_serves_but_not_while_none_does() -> None:
+    pool = EnginePool(Script(a=lambda: InvalidRequest("too long"), b=lambda: Dirty("half received")), ["a", "b"])
+    asked = asyncio.create_task(pool.complete(ask()))
+    await asyncio.sleep(0.01)
+    pool.update([], finishing=["a", "b"])
+    await asyncio.sleep(0.01)
+    assert not asked.done()
+    pool.update(["a"], finishing=["b"])
+    with pytest.raises(InvalidRequest, match="a: too long"):
+        await asyncio.wait_for(asked, 2.0)
+
+
+async def test_a_prompt_too_long_for_one_engine_is_answered_by_one_with_room_for_it(tokenizer: ChatTokenizer) -> None:
+    """Real engines, one of a shorter context than the other's."""
+
+    def built(context_length: int) -> BatchingEngine:
+        model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=context_length)
+        return BatchingEngine(
+            BatchingSettings(model_id="m"), load=lambda: BigramRunner(model, slots=2), tokenizer=tokenizer
+        )
+
+    long = ChatCompletionRequest(prompt_token_ids=[7] * 40, seed=4, max_tokens=2)
+    with in_thread(create_app(built(32), token=None)) as one, in_thread(create_app(built(64), token=None)) as other:
+        async with EngineClient() as client, asyncio.timeout(30):
+            pool = EnginePool(client, [one, other])
+            answers = await asyncio.gather(*(pool.complete(long) for _ in range(3)))  # at once, so that each is asked
+            assert {answer.url for answer in answers} == {other}
+            pool.update([one])
+            with pytest.raises(InvalidRequest, match=f"^{one}: .*context of 32 tokens"):
+                await pool.complete(long)
+
+
+async def test_a_lone_engine_is_tried_again_when_its_suspicion_ends() -> None:
+    outcomes: list[ContractError | None] = [Overloaded("full"), Overloaded("full"), None]
+    client = Script(a=lambda: outcomes.pop(0))
+    assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
+    assert outcomes == []
+
+
+async def test_the_deadline_names_engines_and_the_last_failure() -> None:
+    pool = EnginePool(Script(a=lambda: Dirty("half received")), ["a"], deadline_s=0.15, suspect_s=0.02)
+    with pytest.raises(DeadlineError, match=r"within 0\.15 s \(engines: a\); last: a: half received"):
+        await pool.complete(ask())
+
+
+async def test_a_silent_engine_is_given_up_at_the_deadline() -> None:
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match="a had not answered after"):
+        await EnginePool(Script(a=lambda: 30.0), ["a"], deadline_s=0.1).complete(ask())
+    assert time.monotonic() - began < 2
+
+
+async def test_an_engine_that_let_a_deadline_pass_is_suspect_and_one_that_was_taken_out_is_not() -> None:
+    client = Script(a=lambda: 30.0, b=lambda: None)
+    pool = EnginePool(client, ["a", "b"], deadline_s=0.1, suspect_s=60.0)
+    with pytest.raises(DeadlineError, match="a had not answered after"):
+        await pool.complete(ask())
+    assert (await pool.complete(ask())).url == "b"
+    pool = EnginePool(client, ["a"], suspect_s=60.0)
+    running = asyncio.create_task(pool.complete(ask()))
+    await asyncio.sleep(0.01)
+    pool.update(["b"])
+    assert (await running).url == "b" and not pool._suspect_until
+
+
+async def test_a_prompt_without_finite_logits_is_asked_of_each_engine_once_and_makes_none_suspect() -> None:
+    client = Script(a=lambda: NotFinite("NaN"), b=lambda: NotFinite("NaN"))
+    pool = EnginePool(client, ["a", "b"])
+    with pytest.raises(NotFinite, match="b: NaN"):
+        await pool.complete(ask())
+    assert client.asked == [("a", 4), ("b", 4)] and not pool._suspect_until
+
+
+async def test_an_engine_that_joins_is_used_at_once() -> None:
+    pool = EnginePool(Script(late=lambda: None), deadline_s=5.0)
+    waiting = asyncio.create_task(pool.complete(ask()))
+    await asyncio.sleep(0.02)
+    pool.update(["late"])
+    assert (await waiting).url == "late"
+
+
+async def test_an_engine_that_leaves_while_it_works_is_not_missed() -> None:
+    pool = EnginePool(Script(a=lambda: 0.05, b=lambda: None), ["a"])
+    running = asyncio.create_task(pool.complete(ask()))
+    await asyncio.sleep(0.01)
+    pool.update(["b"], finishing=["a"])
+    assert (await running).url == "a" and pool.outstanding == {"b": 0}
+
+
+async def test_what_runs_at_an_engine_that_misses_a_poll_still_counts_when_it_is_back() -> None:
+    pool = EnginePool(Script(a=lambda: 0.1, b=lambda: 0.05), ["a"])
+    old = asyncio.create_task(pool.complete(ask(n=8)))
+    await asyncio.sleep(0.01)
+    pool.update(["b"], finishing=["a"])
+    pool.update(["a", "b"])
+    assert pool.outstanding == {"a": 43, "b": 0}
+    assert (await pool.complete(ask())).url == "b", "it has less to do"
+    assert (await old).url == "a" and pool.outstanding == {"a": 0, "b": 0}
+
+
+async def test_what_runs_at_an_engine_that_was_taken_out_is_handed_over_with_its_seed() -> None:
+    client, begun = Script(a=lambda: 30.0, b=lambda: None), []
+    pool = EnginePool(client, ["a"])
+    running = asyncio.create_task(pool.complete(ask(), begun=lambda: begun.append(len(client.asked))))
+    await asyncio.sleep(0.01)
+    pool.update(["b"])
+    pool.update(["b"])
+    assert (await running).url == "b" and client.asked == [("a", 4), ("b", 4)]
+    assert begun == [0, 1], "each try is a new beginning"
+    assert pool.outstanding == {"b": 0}
+
+
+async def test_a_request_that_is_handed_over_frees_its_places_at_the_engine() -> None:
+    slow = ScriptedEngine(step_s=0.5)
+    with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
+        async with EngineClient() as client, asyncio.timeout(30):
+            pool = EnginePool(client, [leaves])
+            running = asyncio.create_task(pool.complete(ask(n=4, max_tokens=150)))
+            while slow._running == 0:
+                await asyncio.sleep(0.005)
+            pool.update([stays])
+            assert (await running).url == stays
+            while slow._running > 0:
+                await asyncio.sleep(0.005)
+
+
+async def test_a_killed_engine_costs_no_request() -> None:
+    """Real engines: one of two is killed with requests in flight, and every answer is that of an undisturbed engine."""
+    requests = [ask(n=4, max_tokens=150, return_token_ids=True).model_copy(update={"seed": seed}) for seed in range(8)]
+    # So slow that none of its answers can be whole before it is killed.
+    slow = as_process("tests.fakes.scripted_engine", "none", "0.5")
+    with in_thread(application()) as stays, slow as (dies, process):
+        async with EngineClient() as client:
+            expected = [await client.chat(stays, request) for request in requests]
+            pool = EnginePool(client, [dies, stays])
+            running = [asyncio.create_task(pool.complete(request)) for request in requests]
+            await asyncio.sleep(0.02)
+            process.kill()
+            answers = await asyncio.gather(*running)
+    assert [answer.completion.choices for answer in answers] == [whole.choices for whole in expected]
+    assert {answer.url for answer in answers} == {stays}
+
+
+async def test_an_engine_that_restarted_and_serves_other_weights_is_no_answer() -> None:
+    pool = EnginePool(Script(a=lambda: None), ["a"], deadline_s=0.2, suspect_s=0.05, min_epoch=1)
+    with pytest.raises(DeadlineError, match="it serves weights of epoch 0, not those of this run"):
+        await pool.complete(ask())
+
+
+async def test_an_engine_that_is_named_answers_alone_and_is_left_to_those_who_name_it() -> None:
+    client = Script(a=lambda: 0.05, b=lambda: 0.0)
+    pool = EnginePool(client, ["a", "b"])
+    named = [asyncio.create_task(pool.complete(ask(n=8), engine="a")) for _ in range(3)]
+    await asyncio.sleep(0)
+    others = [await pool.complete(ask()) for _ in range(3)]
+    assert {answer.url for answer in others} == {"b"}, "also where its load is the least"
+    assert [(await answer).url for answer in named] == ["a", "a", "a"]
+    assert (await pool.complete(ask(), engine="b")).url == "b"
+    assert (await pool.complete(ask())).url == "a", "when nobody names it any more"
+
+
+async def test_what_a_named_engine_refuses_is_refused() -> None:
+    client = Script(a=lambda: InvalidRequest("too long"), b=lambda: None)
+    with pytest.raises(InvalidRequest, match="a: too long"):
+        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask(), engine="a"), 2.0)
+    assert client.asked == [("a", 4)]
+
+
+async def test_a_named_engine_may_be_one_that_gets_no_other_work_but_not_one_that_is_gone() -> None:
+    outcomes: list[Any] = [Overloaded("full"), None]
+    pool = EnginePool(Script(a=lambda: outcomes.pop(0), b=lambda: None))
+    waiting = asyncio.create_task(pool.complete(ask(), engine="a"))
+    await asyncio.sleep(0)
+    pool.update(["b"], finishing=["a"])
+    assert (await waiting).url == "a", "tried again on itself alone"
+    outcomes.append(60.0)
+    running = asyncio.create_task(pool.complete(ask(), engine="a"))
+    await asyncio.sleep(0)
+    pool.update(["b"])
+    with pytest.raises(EngineUnreachable, match="a, which alone may answer, is not part of the run any more"):
+        await running

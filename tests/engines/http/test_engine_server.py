@@ -1,0 +1,249 @@
+"""The routes over real HTTP: OpenAI's own client, errors in one shape, limits, tokens, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from inference_contract.errors import EngineStopped
+from inference_contract.schemas import ChatCompletionRequest, EngineMetrics
+from pipelinerl.engines.http import engine_server as http_server
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.engine_server import METRICS_PREFIX, create_app
+from pipelinerl.errors import AddressError
+from pipelinerl.observability.metrics import prometheus_text
+from pipelinerl.system.http_service import listen, serve
+from tests.fakes.scripted_engine import ScriptedEngine, application
+from tests.fakes.served import as_process, in_thread
+
+TOKEN = "run-token"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with in_thread(application(token=TOKEN)) as served:
+        yield served
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(
+        base_url=url, headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=10.0
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+def public_client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=10.0) as made:
+        yield made
+
+
+ASK: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "1 + 2"}], "max_tokens": 8}
+
+
+def test_openai_client_plain(public_client: openai.OpenAI) -> None:
+    answer = public_client.chat.completions.create(**ASK, n=2, seed=3, logprobs=True)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.usage is not None and answer.usage.prompt_tokens == 5
+    for choice in answer.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert all(record.logprob <= 0 for record in choice.logprobs.content)
+        assert choice.finish_reason in ("stop", "length")
+
+
+def test_openai_client_streams_the_same(public_client: openai.OpenAI) -> None:
+    whole = public_client.chat.completions.create(**ASK, seed=3, logprobs=True)
+    text, logprobs = "", []
+    for chunk in public_client.chat.completions.create(**ASK, seed=3, logprobs=True, stream=True):
+        for part in chunk.choices:
+            text += part.delta.content or ""
+            logprobs += [record.logprob for record in (part.logprobs.content or [])] if part.logprobs else []
+    assert text == whole.choices[0].message.content
+    expected = whole.choices[0].logprobs
+    assert expected is not None and logprobs == [record.logprob for record in expected.content or []]
+
+
+def test_openai_client_gets_its_own_error_classes(public_client: openai.OpenAI, url: str) -> None:
+    with pytest.raises(openai.NotFoundError):
+        public_client.chat.completions.create(**(ASK | {"model": "another"}))
+    with pytest.raises(openai.BadRequestError) as refused:
+        public_client.chat.completions.create(**ASK, extra_body={"frobnicate": True})
+    assert refused.value.param == "frobnicate"
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def test_openai_client_lists_models(public_client: openai.OpenAI) -> None:
+    assert [model.id for model in public_client.models.list()] == ["scripted"]
+
+
+@pytest.mark.parametrize("header", [{}, {"authorization": "Bearer wrong"}, {"authorization": TOKEN}])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/no-such-route"])
+def test_every_route_wants_the_token(url: str, path: str, header: dict[str, str]) -> None:
+    answer = httpx.get(url + path, headers=header, trust_env=False)
+    assert answer.status_code == 401 and answer.json()["error"]["code"] == "unauthorized"
+
+
+def test_a_header_that_is_not_ascii_is_a_wrong_token(url: str) -> None:
+    answer = httpx.get(url + "/v1/models", headers=[(b"authorization", b"Bearer \xff\xfe")], trust_env=False)
+    assert answer.status_code == 401
+
+
+def test_a_body_over_the_limit_is_refused(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_BODY_BYTES", 1000)
+    answer = client.post("/v1/chat/completions", content=b" " * 1001)
+    assert answer.status_code == 400 and "at most 1000 bytes" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_never_ends_is_given_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.2)
+    address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    with socket.create_connection(address, timeout=5) as slow:
+        lines = ("POST /v1/chat/completions HTTP/1.1", "host: x", f"authorization: Bearer {TOKEN}", "content-length: 9")
+        slow.sendall("\r\n".join([*lines, "", ""]).encode())
+        assert b"504" in slow.recv(4096).split(b"\r\n")[0]
+
+
+def test_metrics_are_one_sample_per_field(client: httpx.Client) -> None:
+    text = client.get("/metrics").text
+    assert text.count("# TYPE") == len(EngineMetrics.model_fields)
+    assert "# TYPE pipelinerl_engine_generated_tokens_total counter" in text
+    assert (
+        prometheus_text(EngineMetrics(slots=3).model_dump(), prefix=METRICS_PREFIX).splitlines()[5]
+        == "pipelinerl_engine_slots 3"
+    )
+
+
+class _Broken:
+    """An engine whose state and generation fail with an error that nobody foresaw."""
+
+    def __init__(self) -> None:
+        self._engine = ScriptedEngine()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def complete(self, request: Any) -> Any:
+        raise RuntimeError("secret of the inside")
+
+    def model_card(self) -> Any:
+        raise RuntimeError("secret of the inside")
+
+
+def test_an_unforeseen_error_has_the_shape_too_and_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    broken: Any = _Broken()
+    with in_thread(create_app(broken, token=None)) as served:
+        for answer in (
+            httpx.get(served + "/v1/models", trust_env=False),
+            httpx.post(served + "/v1/chat/completions", json=ASK, trust_env=False),
+        ):
+            assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+            assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_what_it_asked_for(stream: bool) -> None:
+    engine = ScriptedEngine(step_s=0.01)
+    with in_thread(create_app(engine, token=None)) as served:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            body = ASK | {"n": 16, "max_tokens": 180, "stream": stream}
+            asking = asyncio.create_task(client.post(served + "/v1/chat/completions", json=body))
+            await _until(lambda: engine._running == 1)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await _until(lambda: engine._running == 0)
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_event() -> None:
+    class Failing(_Broken):
+        async def stream(self, request: Any) -> Any:
+            async for chunk in self._engine.stream(request):
+                yield chunk
+                raise EngineStopped("the engine is closing")
+
+    failing: Any = Failing()
+    with (
+        in_thread(create_app(failing, token=None)) as served,
+        httpx.stream("POST", served + "/v1/chat/completions", json=ASK | {"stream": True}, trust_env=False) as answer,
+    ):
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert json.loads(events[-2])["error"]["code"] == "engine_stopped" and events[-1] == "[DONE]"
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement(client: httpx.Client) -> None:
+    """Head and body are two packets: with Nagle's algorithm each answer would take the 40 ms of a delayed ACK."""
+    client.get("/health")
+    took = []
+    for _ in range(10):
+        began = time.perf_counter()
+        client.get("/health")
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[5] < 0.035
+
+
+def test_a_taken_port_is_one_sentence() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressError, match=rf"^port {port} on 127\.0\.0\.1 is taken; .*choose another$"):
+            listen("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_one_sentence() -> None:
+    with pytest.raises(AddressError, match=r"^cannot listen on 192\.0\.2\.1:0"):
+        listen("192.0.2.1", 0)
+
+
+def test_without_a_token_only_loopback_is_served() -> None:
+    with pytest.raises(AddressError, match=r"refusing to serve on 0\.0\.0\.0 without a token"):
+        serve(application(), listen("0.0.0.0", 0))
+
+
+async def test_a_server_that_ends_tells_whoever_waits_to_ask_elsewhere() -> None:
+    request = ChatCompletionRequest.model_validate(ASK | {"n": 16, "max_tokens": 180})
+    with as_process("tests.fakes.scripted_engine", "none", "0.1") as (served, process):
+        async with EngineClient(chat_timeout_s=30.0) as client:
+            asking = asyncio.create_task(client.chat(served, request))
+            await asyncio.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(EngineStopped, match="send it to another one"):
+                await asking
+        assert process.wait(8) in (0, -signal.SIGTERM)
+
+
+def test_sigterm_ends_the_process_within_seconds_with_a_request_running() -> None:
+    with as_process("tests.fakes.scripted_engine") as (served, process):
+        asking = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"import httpx; httpx.post('{served}/v1/chat/completions', trust_env=False, timeout=30, "
+                "json={'messages': [{'role': 'user', 'content': 'x'}], 'n': 64})",
+            ],
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(8) in (0, -signal.SIGTERM)
+        asking.kill()
+        asking.wait(5)

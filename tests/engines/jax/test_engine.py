@@ -1,0 +1,423 @@
+"""The JAX engine against the torch engine on the same weights, call for call; its programs; its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+import pytest
+import torch
+from jax.experimental.pallas import tpu as pallas_tpu
+from jax.sharding import SingleDeviceSharding
+from transformers import AutoModelForCausalLM
+
+from inference_contract.schemas import ChatCompletionRequest, Choice, OnUpdate
+from pipelinerl import rng
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
+from pipelinerl.engines.bigram.engine import sample_rows
+from pipelinerl.engines.jax import engine as jax_engine
+from pipelinerl.engines.jax.attention import PromptAttention
+from pipelinerl.engines.jax.buckets import Buckets
+from pipelinerl.engines.jax.engine import JaxDevice, JaxEngineSettings
+from pipelinerl.engines.jax.runner import JaxRunner
+from pipelinerl.engines.jax.sampling import sample
+from pipelinerl.engines.jax.weights import JaxWeights
+from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.torch import engine as torch_engine
+from pipelinerl.errors import ModelError
+from pipelinerl.models.decoder_config import read_config
+from pipelinerl.models.jax_checkpoint import load_weights
+from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
+
+#: Two lengths are compiled for, 128 and all of it.
+CONTEXT: Final = 160
+SLOTS: Final = 8
+COMPILED: Final[Counter[str]] = Counter()
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: COMPILED.update([event]))
+
+
+def _programs() -> int:
+    """How many programs this process has compiled."""
+    return COMPILED["/jax/core/compile/backend_compile_duration"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose attention matters: its weights are larger than at initialisation."""
+    path = tmp_path_factory.mktemp("qwen3")
+    tokenizer = char_tokenizer()
+    shape = DecoderShape(
+        hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=len(tokenizer), max_positions=CONTEXT
+    )
+    model = random_decoder(shape, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(model_path: Path) -> JaxEngineSettings:
+    batching = BatchingSettings(model_id="m")
+    return JaxEngineSettings(model_path=model_path, batching=batching, slots=SLOTS, device=JaxDevice.CPU)
+
+
+@pytest.fixture(scope="module")
+def runner(settings: JaxEngineSettings) -> JaxRunner:
+    """Shared by the tests that do not change its weights; each places its rows anew."""
+    return jax_engine.load_runner(settings)
+
+
+@pytest.fixture(scope="module")
+def twin(model_path: Path) -> ModelRunner:
+    """The torch engine's runner of the same weights."""
+    batching = BatchingSettings(model_id="m")
+    settings = torch_engine.TorchEngineSettings(
+        model_path=model_path, batching=batching, slots=SLOTS, device=torch_engine.EngineDevice.CPU, threads=1
+    )
+    return torch_engine.load_runner(settings)
+
+
+def _prompt(seed: int, length: int) -> list[int]:
+    return rng.generator(seed, "prompt").integers(0, len(char_tokenizer()), length).tolist()
+
+
+def _state(
+    row: int, prompt: Sequence[int], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> RowState:
+    return RowState(row, prompt[-1], len(prompt) - 1, 100 + row, temperature=temperature, top_k=top_k, top_p=top_p)
+
+
+Steps = list[tuple[list[int], list[float]]]
+
+
+def _script(runner: ModelRunner) -> Steps:
+    """Groups, a single token, greedy and truncated rows; then rows end, move, and a sibling and a long prompt join."""
+    group, alone, single = _prompt(1, 9), _prompt(2, 30), _prompt(3, 1)
+    runner.prefill([Prefill(group[:-1], [0, 1, 2]), Prefill(alone[:-1], [4])])
+    runner.place([_state(0, group), _state(1, group, temperature=0.0), _state(2, group, temperature=0.6)])
+    runner.place([_state(3, single), _state(4, alone, top_k=5, top_p=0.8)])
+    steps = [runner.decode(5) for _ in range(6)]
+    runner.move([4, 3], [0, 2])
+    runner.copy_cache(1, [3, 4], len(group) - 1)
+    runner.place([_state(3, group), _state(4, group, temperature=1.5)])
+    long = _prompt(4, 120)
+    runner.prefill([Prefill(long[:-1], [5])])
+    runner.place([_state(5, long)])
+    return steps + [runner.decode(6) for _ in range(20)]
+
+
+def _agree(ours: Steps, theirs: Steps) -> None:
+    assert [token_ids for token_ids, _ in ours] == [token_ids for token_ids, _ in theirs]
+    for (_, logprobs), (_, expected) in zip(ours, theirs, strict=True):
+        assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_it_samples_what_the_torch_engine_samples(runner: JaxRunner, twin: ModelRunner) -> None:
+    """Across both lengths; greedy rows among them."""
+    _agree(_script(runner), _script(twin))
+
+
+def test_the_cache_is_changed_where_it_lies(runner: JaxRunner) -> None:
+    """No call makes a second one: prompts, steps, moves and copies write into the same memory."""
+    lies = [slots.unsafe_buffer_pointer() for slots in runner._cache]
+    _script(runner)
+    assert [slots.unsafe_buffer_pointer() for slots in runner._cache] == lies
+
+
+def test_the_same_calls_give_the_same_bits(runner: JaxRunner) -> None:
+    assert _script(runner) == _script(runner)
+
+
+def test_many_prompts_of_all_lengths(runner: JaxRunner, twin: ModelRunner) -> None:
+    """More at once than run together, so that some are padded and some wait for the next pass."""
+    prompts = [_prompt(20 + row, length) for row, length in enumerate((2, 128, 129, 140, 64, 5, 90, 17))]
+    steps: list[Steps] = []
+    for each in (runner, twin):
+        each.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
+        each.place([_state(row, prompt) for row, prompt in enumerate(prompts)])
+        steps.append([each.decode(SLOTS) for _ in range(4)])
+    _agree(*steps)
+
+
+def test_the_last_token_of_the_context(runner: JaxRunner, twin: ModelRunner) -> None:
+    prompt = _prompt(5, CONTEXT - 3)
+    steps: list[Steps] = []
+    for each in (runner, twin):
+        each.prefill([Prefill(prompt[:-1], [0])])
+        each.place([_state(0, prompt)])
+        steps.append([each.decode(1) for _ in range(3)])
+    _agree(*steps)
+
+
+def test_after_the_start_nothing_is_compiled(runner: JaxRunner) -> None:
+    """Whatever lengths and numbers of rows come, and whatever weights; only truncation is compiled when it comes."""
+    random = rng.generator(0, "ragged")
+    before = _programs()
+    for _ in range(12):
+        rows = int(random.integers(1, SLOTS + 1))
+        prompts = [_prompt(row, int(random.integers(2, CONTEXT - 4))) for row in range(rows)]
+        runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
+        runner.place([_state(row, prompt) for row, prompt in enumerate(prompts)])
+        for _ in range(3):
+            runner.decode(rows)
+        runner.copy_cache(0, range(rows)[1:], len(prompts[0]) - 1)
+        runner.move([rows - 1], [0 if rows > 1 else 1])
+    assert _programs() == before
+
+
+def test_heads_may_be_divided_over_devices(settings: JaxEngineSettings, twin: ModelRunner) -> None:
+    divided = jax_engine.assembled(replace(settings, devices=2))
+    prompt = _prompt(1, 9)
+    steps: list[Steps] = []
+    for each in (divided, twin):
+        each.prefill([Prefill(prompt[:-1], [0, 1])])
+        each.place([_state(0, prompt), _state(1, prompt, temperature=0.0)])
+        steps.append([each.decode(2) for _ in range(5)])
+    _agree(*steps)
+
+
+def test_programs_are_few_and_bounded() -> None:
+    buckets = Buckets.of(slots=256, context=4096, prefill_tokens=1024)
+    assert buckets.rows == (16, 32, 64, 128, 256)
+    assert buckets.lengths == (128, 256, 512, 1024, 2048, 4096)
+    assert buckets.prompts == ((1, 4), (1, 4), (1,), (1,), (1,), (1,))
+    assert buckets.num_programs == 5 * 6 + 2 * 5 + 8 + 6
+    assert [buckets.rows_for(rows) for rows in (1, 16, 17, 256)] == [16, 16, 32, 256]
+    assert [buckets.length_for(length) for length in (0, 128, 129, 4096)] == [128, 128, 256, 4096]
+    odd = Buckets.of(slots=48, context=100, prefill_tokens=1024)
+    assert (odd.rows, odd.lengths, odd.prompts) == ((16, 32, 48), (100,), ((1, 4),))
+
+
+@pytest.mark.parametrize("vocab", [50, 2100])
+def test_it_samples_as_the_plain_sampler_does(vocab: int) -> None:
+    random = rng.generator(vocab, "jax sampling")
+    rows = 64
+    logits = np.float32(random.standard_normal((rows, vocab)) * 3)
+    noise = random.random(rows)
+    noise[:2] = 0.0, 1.0 - 2**-53
+    for truncates in (False, True):
+        states = [
+            RowState(
+                row,
+                0,
+                0,
+                0,
+                temperature=(0.0, 1.0, 0.5, 2.5)[row % 4],
+                top_k=(0, 4, 0, 9, 1)[row % 5] if truncates else 0,
+                top_p=(1.0, 0.9, 0.3)[row % 3] if truncates else 1.0,
+            )
+            for row in range(rows)
+        ]
+        token_ids, logprobs = sample(
+            jax.numpy.asarray(logits),
+            temperature=np.array([state.temperature for state in states], np.float32),
+            top_k=np.array([state.top_k for state in states], np.int32),
+            top_p=np.array([state.top_p for state in states], np.float32),
+            noise=noise,
+            truncates=truncates,
+        )
+        expected = sample_rows(np.asarray(logits, np.float64), states, noise)
+        assert token_ids.tolist() == expected[0]
+        assert logprobs.tolist() == pytest.approx(expected[1], abs=2e-5)
+    assert not jax.config.read("jax_enable_x64")
+
+
+def test_no_log_prob_is_above_zero_however_low_the_temperature() -> None:
+    """A temperature of 1e-5 makes logits of 1e5 and more, of which fp32 has only the hundredths."""
+    logits = rng.generator(1, "cold").standard_normal((64, 50)).astype(np.float32)
+    _, logprobs = sample(
+        jax.numpy.asarray(logits),
+        temperature=np.full(64, 1e-5, np.float32),
+        top_k=np.zeros(64, np.int32),
+        top_p=np.ones(64, np.float32),
+        noise=np.linspace(0.0, 0.99, 64),
+        truncates=False,
+    )
+    assert np.asarray(logprobs).tolist() == [0.0] * 64
+
+
+@pytest.mark.parametrize("vocab", [50, 2100])
+@pytest.mark.parametrize("wrong", [{0: np.nan}, {3: np.inf}, {"all": np.nan}, {"all": -np.inf}])
+def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
+    vocab: int, wrong: dict[Any, float]
+) -> None:
+    random = rng.generator(vocab, "not finite")
+    logits = np.float32(random.standard_normal((4, vocab)))
+    spoiled = logits.copy()
+    for at, value in wrong.items():
+        spoiled[1:3, slice(None) if at == "all" else at] = value
+    for truncates in (False, True):
+        options: dict[str, Any] = {
+            "temperature": np.array([1.0, 1.0, 0.0, 0.7], np.float32),
+            "top_k": np.full(4, 5 * truncates, np.int32),
+            "top_p": np.full(4, 0.9 if truncates else 1.0, np.float32),
+            "noise": random.random(4),
+            "truncates": truncates,
+        }
+        token_ids, logprobs = map(np.asarray, sample(jax.numpy.asarray(spoiled), **options))
+        healthy = list(map(np.asarray, sample(jax.numpy.asarray(logits), **options)))
+        assert np.isnan(logprobs[1:3]).all() and (token_ids[1:3] < vocab).all() and (token_ids[1:3] >= 0).all()
+        assert token_ids[::3].tolist() == healthy[0][::3].tolist()
+        assert logprobs[::3].tolist() == healthy[1][::3].tolist() and np.isfinite(logprobs[::3]).all()
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def _bytes(model: torch.nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()]).numpy()
+
+
+def test_the_layout_is_the_torch_engines(runner: JaxRunner, twin: ModelRunner) -> None:
+    assert runner.layout == twin.layout
+
+
+def test_half_precision_weights_arrive_bit_for_bit(model_path: Path) -> None:
+    config, here = read_config(model_path), SingleDeviceSharding(jax.devices("cpu")[0])
+    loaded = load_weights(model_path, config, place=lambda _: here, dtype=jax.numpy.bfloat16)
+    weights = JaxWeights(config, loaded, place=lambda _: here)
+    other = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    weights.staging()[:] = _bytes(other)
+    weights.finish_staging()
+    weights.staging()[:] = 0  # the next one arrives: what is staged must not lie in this memory
+    weights.swap()
+    sent = dict(other.named_parameters())
+    for entry in config.parameters:
+        stacked = np.asarray(weights.current[entry.name]).astype(np.float32).reshape(-1, *entry.shape)
+        for name, values in zip(entry.names, stacked, strict=True):
+            assert np.array_equal(values, sent[name].detach().float().numpy()), name
+
+
+@pytest.fixture
+async def gate_and_engine(
+    settings: JaxEngineSettings, endless: ChatTokenizer
+) -> AsyncIterator[tuple[GatedRunner, BatchingEngine]]:
+    gates: list[GatedRunner] = []
+
+    def load() -> GatedRunner:
+        gates.append(GatedRunner(jax_engine.load_runner(settings)))
+        return gates[0]
+
+    engine = BatchingEngine(settings.batching, load=load, tokenizer=endless)
+    await engine.start()
+    yield gates[0], engine
+    gates[0].open()
+    await engine.close()
+
+
+def _rescored(model: torch.nn.Module, prompt: list[int], choice: Choice) -> list[float]:
+    """Log-probs of the choice's tokens by an unmodified model."""
+    tokens = choice.token_ids or []
+    with torch.no_grad():
+        logp = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+    return logp[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
+async def test_an_update_in_flight(
+    gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
+) -> None:
+    """A group shares its prompt; before the switch the old model samples, after it the new one, compiling nothing."""
+    gate, engine = gate_and_engine
+    old, new = (AutoModelForCausalLM.from_pretrained(model_path) for _ in range(2))
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(1.2)
+    prompt = [7, 8, 9, 10]
+    request = ChatCompletionRequest(prompt_token_ids=prompt, n=4, max_tokens=20, seed=1, return_token_ids=True)
+    task = asyncio.create_task(engine.complete(request))
+    before_any = _programs()
+    await asyncio.to_thread(gate.allow, 6)
+    engine.staging()[:] = _bytes(new)
+    await asyncio.to_thread(engine.finish_staging)
+    commit = asyncio.create_task(engine.commit(version=3, epoch=1, digest="d", on_update=on_update))
+    await asyncio.sleep(0)
+    gate.open()
+    await commit
+    answer = await task
+    assert _programs() == before_any
+    assert gate.log[0] == "prefill 3 tokens to rows [0, 1, 2, 3]"
+    assert (answer.epoch, answer.model_version, engine.serving()) == (0, 3, (1, 3))
+    for choice in answer.choices:
+        (first, before), (second, after) = choice.version_spans or []
+        assert (first, second, before + after) == (0, 3, 20)
+        by_old, by_new = _rescored(old, prompt, choice), _rescored(new, prompt, choice)
+        assert choice.token_logprobs is not None
+        assert choice.token_logprobs[:before] == pytest.approx(by_old[:before], abs=1e-4)
+        if on_update is OnUpdate.RECOMPUTE_KV:
+            assert choice.token_logprobs[before:] == pytest.approx(by_new[before:], abs=1e-4)
+        else:  # the old cache is still read
+            assert choice.token_logprobs[before:] != pytest.approx(by_new[before:], abs=1e-2)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_a_prompt_without_finite_logits_is_refused_alone(
+    settings: JaxEngineSettings, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
+) -> None:
+    """And who comes next in its row finds nothing of it in the cache, whether or not there is another row."""
+    with_spoiled_token(model_path, tmp_path)
+    spoiled = replace(settings, model_path=tmp_path, slots=slots)
+    engine = BatchingEngine(settings.batching, load=lambda: jax_engine.load_runner(spoiled), tokenizer=endless)
+    await engine.start()
+    await refuses_alone(engine)
+    await engine.close()
+
+
+# --- platforms and refusals ----------------------------------------------------------------------------------------
+
+
+def test_the_tpu_kernel_agrees_in_its_interpreter() -> None:
+    random = rng.generator(0, "attention")
+    query, key, value = (
+        jax.numpy.asarray(random.standard_normal((1, 256, heads, 16)), jax.numpy.float32) for heads in (2, 1, 1)
+    )
+    with pallas_tpu.force_tpu_interpret_mode():
+        flash = PromptAttention.FLASH.causal(query, key, value)
+    assert np.allclose(flash, PromptAttention.PLAIN.causal(query, key, value), atol=2e-5)
+    assert PromptAttention.on("tpu", devices=1) is PromptAttention.FLASH
+    assert PromptAttention.on("cpu", devices=1) is PromptAttention.PLAIN
+
+
+def test_what_it_cannot_serve_is_refused_in_one_sentence(settings: JaxEngineSettings, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
+        jax_engine.load_runner(replace(settings, context_length=CONTEXT + 1))
+    needed = 2 * 2 * SLOTS * CONTEXT * 2 * 8 * 4
+    with pytest.raises(ModelError, match=f"need {needed} bytes of cache"):
+        jax_engine.load_runner(replace(settings, cache_bytes=needed - 1))
+    with pytest.raises(ModelError, match="devices is 64"):
+        jax_engine.load_runner(replace(settings, devices=64))
+    with pytest.raises(ModelError, match="device is tpu"):
+        jax_engine.load_runner(replace(settings, device=JaxDevice.TPU))
+    options = EngineOptions(
+        model_path=settings.model_path,
+        model_id="m",
+        slots=4,
+        max_waiting=8,
+        context_length=64,
+        weights=WeightFormat.INT8,
+    )
+    with pytest.raises(ModelError, match="native weights"):
+        jax_engine.from_options(options)
+    with pytest.raises(ModelError, match=r"the torch engine runs its model on one device, got engine\.devices=2"):
+        torch_engine.from_options(replace(options, weights=WeightFormat.NATIVE, devices=2))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ModelError, match="'gpt2' is not known"):
+        jax_engine.load_runner(replace(settings, model_path=tmp_path))

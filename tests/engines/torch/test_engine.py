@@ -1,0 +1,171 @@
+"""The torch engine as a whole: settings, chat, groups, and an update in the middle of a generation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from inference_contract.errors import NotFinite
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, OnUpdate
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.engine import EngineDevice, TorchEngineSettings, from_options, load_runner
+from pipelinerl.errors import ModelError
+from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
+
+CONTEXT = 128
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    tokenizer = char_tokenizer()
+    shape = DecoderShape(
+        hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=len(tokenizer), max_positions=CONTEXT
+    )
+    random_decoder(shape, seed=1).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def settings(model_path: Path) -> TorchEngineSettings:
+    batching = BatchingSettings(model_id="m")
+    return TorchEngineSettings(model_path=model_path, batching=batching, slots=8, device=EngineDevice.CPU, threads=1)
+
+
+@pytest.fixture
+async def gate_and_engine(
+    settings: TorchEngineSettings, endless: ChatTokenizer
+) -> AsyncIterator[tuple[GatedRunner, BatchingEngine]]:
+    gates: list[GatedRunner] = []
+
+    def load() -> GatedRunner:
+        gates.append(GatedRunner(load_runner(settings)))
+        return gates[0]
+
+    engine = BatchingEngine(settings.batching, load=load, tokenizer=endless)
+    await engine.start()
+    yield gates[0], engine
+    gates[0].open()
+    await engine.close()
+
+
+async def test_an_engine_from_options_chats(model_path: Path) -> None:
+    engine = from_options(
+        EngineOptions(
+            model_path=model_path, model_id="m", slots=4, max_waiting=8, context_length=64, device="cpu", threads=1
+        )
+    )
+    await engine.start()
+    answer = await engine.complete(
+        ChatCompletionRequest(
+            messages=[ChatMessage(role="user", content="hello")], n=3, max_tokens=6, seed=1, return_token_ids=True
+        )
+    )
+    card, metrics = engine.model_card(), engine.metrics()
+    await engine.close()
+    tokenizer = ChatTokenizer.load(model_path)
+    assert answer.prompt_token_ids == tokenizer.encode("<|user|>hello<|end|><|assistant|>")
+    assert len({tuple(choice.token_ids or []) for choice in answer.choices}) == 3
+    assert (card.context_length, card.layout_id) == (64, card.layout.layout_id)
+    assert (metrics.slots, metrics.weight_bytes) == (4, card.layout.num_bytes)
+    assert metrics.prompt_tokens_total == len(answer.prompt_token_ids)
+
+
+def _rescored(model: torch.nn.Module, prompt: list[int], choice: Choice) -> list[float]:
+    """Log-probs of the choice's tokens by an unmodified model."""
+    tokens = choice.token_ids or []
+    with torch.no_grad():
+        logp = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+    return logp[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
+async def test_an_update_in_flight(
+    gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
+) -> None:
+    """Tokens before the switch are the old model's; after it, with a recomputed cache, exactly the new one's."""
+    gate, engine = gate_and_engine
+    old, new = (AutoModelForCausalLM.from_pretrained(model_path) for _ in range(2))
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(1.5)
+    prompt = [7, 8, 9, 10]
+    request = ChatCompletionRequest(prompt_token_ids=prompt, n=4, max_tokens=20, seed=1, return_token_ids=True)
+    task = asyncio.create_task(engine.complete(request))
+    await asyncio.to_thread(gate.allow, 6)
+    assert [spec.name for spec in engine.layout.parameters] == [name for name, _ in new.named_parameters()]
+    engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in new.parameters()])
+    commit = asyncio.create_task(engine.commit(version=3, epoch=1, digest="d", on_update=on_update))
+    await asyncio.sleep(0)
+    gate.open()
+    assert await commit < 1.0
+    answer = await task
+    assert (answer.epoch, answer.model_version, engine.serving()) == (0, 3, (1, 3))
+    for choice in answer.choices:
+        (first, before), (second, after) = choice.version_spans or []
+        assert (first, second, before + after) == (0, 3, 20)
+        assert 6 <= before <= 7
+        by_old, by_new = _rescored(old, prompt, choice), _rescored(new, prompt, choice)
+        assert choice.token_logprobs is not None
+        assert choice.token_logprobs[:before] == pytest.approx(by_old[:before], abs=1e-5)
+        if on_update is OnUpdate.RECOMPUTE_KV:
+            assert choice.token_logprobs[before:] == pytest.approx(by_new[before:], abs=1e-5)
+        else:  # the old cache is still read
+            assert choice.token_logprobs[before:] != pytest.approx(by_new[before:], abs=1e-3)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_a_prompt_without_finite_logits_is_refused_alone(
+    settings: TorchEngineSettings, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
+) -> None:
+    """And who comes next in its row finds nothing of it in the cache, whether or not there is another row."""
+    with_spoiled_token(model_path, tmp_path)
+    spoiled = replace(settings, model_path=tmp_path, slots=slots)
+    engine = BatchingEngine(settings.batching, load=lambda: load_runner(spoiled), tokenizer=endless)
+    await engine.start()
+    await refuses_alone(engine)
+    await engine.close()
+
+
+async def test_an_engine_whose_weights_were_not_finite_serves_the_next_ones(
+    settings: TorchEngineSettings, endless: ChatTokenizer
+) -> None:
+    """They have spoiled the cache of every row."""
+    engine = BatchingEngine(settings.batching, load=lambda: load_runner(replace(settings, slots=2)), tokenizer=endless)
+    await engine.start()
+    asked = [ChatCompletionRequest(prompt_token_ids=[7, token], max_tokens=6, seed=1) for token in (8, 9, 10, 11)]
+    for version, factor, answered in ((1, torch.nan, NotFinite), (2, 1.0, ChatCompletion)):
+        model = AutoModelForCausalLM.from_pretrained(settings.model_path)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
+        await asyncio.to_thread(engine.finish_staging)
+        await engine.commit(version=version, epoch=0, digest="d", on_update=OnUpdate.CONTINUE)
+        answers = await asyncio.gather(*map(engine.complete, asked), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [answered] * 4
+    await engine.close()
+
+
+def test_a_cache_beyond_its_budget_is_refused_with_what_it_needs(settings: TorchEngineSettings) -> None:
+    needed = load_runner(settings).cache_bytes
+    assert needed == 2 * 2 * 8 * 2 * CONTEXT * 8 * 4
+    load_runner(replace(settings, cache_bytes=needed))
+    with pytest.raises(ModelError, match=f"8 slots of {CONTEXT} tokens need {needed} bytes"):
+        load_runner(replace(settings, cache_bytes=needed - 1))
+
+
+def test_a_context_beyond_the_models_is_refused(settings: TorchEngineSettings) -> None:
+    with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
+        load_runner(replace(settings, context_length=CONTEXT + 1))

@@ -1,0 +1,91 @@
+"""The engine's output layer in fp32: through both forwards, of tied and untied heads, and across a swap of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipelinerl.config.recipe import MODELS
+from pipelinerl.engines.batching.batching_engine import BatchingSettings
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.torch.engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
+from pipelinerl.engines.torch.forward import ForwardKind
+from pipelinerl.engines.torch.runner import TorchRunner
+from trainer_contract.types import HeadPrecision
+
+PROMPT = [7, 12, 9, 20, 31, 8, 44]
+SIZES = {
+    "vocab_size": 57,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(params=["qwen3", "llama"])
+def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The shipped model (norms in its attention, tied head), or a random Llama (neither)."""
+    if request.param == "qwen3":
+        return MODELS / "tiny_speller"
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def runner(path: Path, dtype: EngineDType, head: HeadPrecision, forward: ForwardKind) -> TorchRunner:
+    return load_runner(
+        TorchEngineSettings(
+            model_path=path,
+            batching=BatchingSettings(model_id="m"),
+            slots=2,
+            context_length=32,
+            dtype=dtype,
+            head_precision=head,
+            device=EngineDevice.CPU,
+            threads=1,
+            forward=forward,
+        )
+    )
+
+
+def logits_after_prompt(engine: TorchRunner) -> torch.Tensor:
+    engine.prefill([Prefill(PROMPT[:-1], [0])])
+    engine.place([RowState(0, PROMPT[-1], len(PROMPT) - 1, 0, temperature=1.0, top_p=1.0, top_k=0)])
+    plan = engine._cache.plan_decode(engine._positions[:1])
+    with torch.inference_mode():
+        return engine._forward.logits(torch.tensor([PROMPT[-1:]]), plan.positions, engine._cache, plan)[0]
+
+
+@pytest.mark.parametrize("forward", ForwardKind)
+def test_logits_are_not_rounded_to_the_models_dtype(model_path: Path, forward: ForwardKind) -> None:
+    rounded, exact = (
+        logits_after_prompt(runner(model_path, EngineDType.BFLOAT16, head, forward)) for head in HeadPrecision
+    )
+    assert rounded.dtype == torch.bfloat16 and exact.dtype == torch.float32
+    assert not torch.equal(exact, exact.to(torch.bfloat16).float())
+    torch.testing.assert_close(exact, rounded.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_the_straight_line_rounds_less_than_modules_do(model_path: Path) -> None:
+    full = logits_after_prompt(runner(model_path, EngineDType.FLOAT32, HeadPrecision.MODEL, ForwardKind.MODULES))
+    line, modules = (
+        logits_after_prompt(runner(model_path, EngineDType.BFLOAT16, HeadPrecision.FP32, kind)) for kind in ForwardKind
+    )
+    assert (line - full).abs().mean() < (modules - full).abs().mean()
+
+
+def test_a_swap_reaches_the_head() -> None:
+    engine = runner(MODELS / "tiny_speller", EngineDType.BFLOAT16, HeadPrecision.FP32, ForwardKind.AUTO)
+    engine.staging().zero_()
+    engine.finish_staging()
+    before = logits_after_prompt(engine)
+    engine.swap()
+    assert before.abs().max() > 1.0
+    assert logits_after_prompt(engine).abs().max() == 0.0

@@ -1,0 +1,236 @@
+"""Linear layers in whole numbers against their slow twin, which multiplies the same rounded values as floats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.options import WeightFormat
+from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
+from pipelinerl.engines.torch.quantized import QuantizedLinear, quantize
+from pipelinerl.engines.torch.runner import TorchRunner
+from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import DTypeName
+from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+
+VOCAB, CONTEXT, STEPS = 50, 64, 12
+SHAPE = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=CONTEXT)
+PROMPTS = [[7, 8, 9], [11, 3], [40, 41, 42, 43, 44]]
+QUANTIZED = [WeightFormat.INT8, WeightFormat.INT4]
+
+
+def _save(path: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+    """A random model whose layers matter: its weights are larger than at initialisation."""
+    model = random_decoder(SHAPE, seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    model.to(dtype).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("quantized") / "a", seed=1)
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("quantized") / "b", seed=2)
+
+
+def _runner(
+    path: Path,
+    weights: WeightFormat,
+    *,
+    forward: ForwardKind = ForwardKind.AUTO,
+    dtype: DTypeName = "float32",
+) -> TorchRunner:
+    model = load_for_decoding(path, dtype=dtype, device=torch.device("cpu"))
+    return TorchRunner(model, slots=4, context_length=CONTEXT, forward=forward, weights=weights)
+
+
+def _start(runner: TorchRunner) -> None:
+    runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(PROMPTS)])
+    runner.place(
+        [
+            RowState(row, prompt[-1], len(prompt) - 1, noise_key=row, temperature=1.0, top_p=1.0, top_k=0)
+            for row, prompt in enumerate(PROMPTS)
+        ]
+    )
+
+
+def _sampled(runner: TorchRunner) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Tokens and log-probs [STEPS, rows] of fresh rows."""
+    _start(runner)
+    steps = [runner.decode(len(PROMPTS)) for _ in range(STEPS)]
+    return np.array([tokens for tokens, _ in steps]), np.array([logprobs for _, logprobs in steps])
+
+
+def _rescored(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Log-probs [STEPS, rows] of the same tokens by a transformers model, each row as one whole forward."""
+    columns = []
+    for prompt, sampled in zip(PROMPTS, tokens.T.tolist(), strict=True):
+        with torch.no_grad():
+            logp = model(torch.tensor([prompt + sampled])).logits[0].float().log_softmax(-1)
+        columns.append(logp[len(prompt) - 1 : -1].gather(1, torch.tensor(sampled)[:, None])[:, 0].numpy())
+    return np.stack(columns, axis=1)
+
+
+def _rounded(x: Tensor, levels: int) -> Tensor:
+    """The slow twin of `quantize`: what is left of `x` after rounding, in float64."""
+    steps = x.double().abs().amax(-1, keepdim=True) / levels
+    return (x.double() / steps).round() * steps
+
+
+def _rounding_model(path: Path, weights: WeightFormat) -> Any:
+    """The model as transformers has it, but every linear layer except the head multiplies rounded floats."""
+    model: Any = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    levels = {WeightFormat.INT8: 127, WeightFormat.INT4: 7}[weights]
+    for module in model.model.modules():
+        if isinstance(module, nn.Linear):
+            weight = _rounded(module.weight.detach(), levels)
+            bias = None if module.bias is None else module.bias.detach().double()
+
+            def forward(x: Tensor, weight: Tensor = weight, bias: Tensor | None = bias) -> Tensor:
+                return linear(_rounded(x, 127), weight, bias).float()
+
+            module.forward = forward  # type: ignore[method-assign]
+    return model
+
+
+def _stage(runner: TorchRunner, path: Path) -> None:
+    sent = hf.AutoModelForCausalLM.from_pretrained(path)
+    runner.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in sent.parameters()])
+
+
+def test_values_and_steps_by_hand() -> None:
+    values, steps = quantize(torch.tensor([[1.0, -4.0, 2.0], [0.0, 0.0, 0.0], [0.5, 127.0, -63.4]]), 127)
+    assert values.tolist() == [[32, -127, 64], [0, 0, 0], [0, 127, -63]]  # half-way goes to the even one
+    assert steps[0].item() == pytest.approx(4 / 127)
+    assert (values[1] * steps[1]).tolist() == [0.0, 0.0, 0.0]
+    assert quantize(torch.tensor([[1.0, -4.0, 1.5]]), 7)[0].tolist() == [[2, -7, 3]]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_a_number_does_not_become_one(bad: float) -> None:
+    layer = QuantizedLinear(*_layer(torch.eye(2)))
+    y = layer(torch.tensor([[1.0, bad], [1.0, 2.0]]))
+    assert not torch.isfinite(y[0]).any()
+    assert torch.isfinite(y[1]).all()
+
+
+def _layer(weight: Tensor) -> tuple[Tensor, Tensor, None]:
+    values, step = quantize(weight, 127)
+    return values, step[:, 0], None
+
+
+def test_a_row_does_not_depend_on_what_else_is_in_the_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = QuantizedLinear(*_layer(torch.randn(48, 32, generator=generator)))
+    x = torch.randn(5, 7, 32, generator=generator)
+    whole = layer(x)
+    assert whole.shape == (5, 7, 48)
+    for row in range(5):
+        assert torch.equal(layer(x[row, 3:4]), whole[row, 3:4])
+
+
+@pytest.mark.parametrize("weights", QUANTIZED)
+def test_decoding_is_that_of_the_rounded_model(path: Path, weights: WeightFormat) -> None:
+    """The log-probs are the quantised model's own, and not the float32 one's.
+
+    An activation that lies half-way between two values may fall to either side in the twin: then log-probs differ by
+    a part of what quantising changes, in few places.
+    """
+    tokens, logprobs = _sampled(_runner(path, weights))
+    native = _rescored(hf.AutoModelForCausalLM.from_pretrained(path), tokens)
+    difference = np.abs(logprobs - _rescored(_rounding_model(path, weights), tokens))
+    mismatch = np.abs(logprobs - native)
+    assert np.median(difference) < 2e-5
+    assert difference.max() < mismatch.max() / 4
+    low, high = {WeightFormat.INT8: (1e-3, 0.1), WeightFormat.INT4: (0.05, 1.0)}[weights]
+    assert low < mismatch.mean() < high
+
+
+@pytest.mark.parametrize("weights", QUANTIZED)
+def test_both_forwards_agree(path: Path, weights: WeightFormat) -> None:
+    straight, modules = (_sampled(_runner(path, weights, forward=kind)) for kind in ForwardKind)
+    assert np.array_equal(straight[0], modules[0])
+    assert np.median(np.abs(straight[1] - modules[1])) < 2e-5
+
+
+def test_half_precision_stays_near_full_precision(tmp_path: Path) -> None:
+    path = _save(tmp_path / "half", seed=1, dtype=torch.bfloat16)
+    tokens, logprobs = _sampled(_runner(path, WeightFormat.INT8, dtype="bfloat16"))
+    reference = _rescored(hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tokens)
+    assert np.abs(logprobs - reference).mean() < 0.1
+
+
+@pytest.mark.parametrize("weights", QUANTIZED)
+def test_an_update_serves_what_loading_it_would(path: Path, other: Path, weights: WeightFormat) -> None:
+    """Bit for bit, there and back; until the swap nothing of it is seen."""
+    runner = _runner(path, weights)
+    before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
+    assert not np.array_equal(before[1], after[1])
+    for target, now, then in ((other, before, after), (path, after, before)):
+        _stage(runner, target)
+        runner.finish_staging()
+        assert np.array_equal(_sampled(runner)[1], now[1])
+        runner.swap()
+        tokens, logprobs = _sampled(runner)
+        assert np.array_equal(tokens, then[0])
+        assert np.array_equal(logprobs, then[1])
+
+
+def test_the_wire_carries_the_models_own_layout(path: Path) -> None:
+    native, quantized = _runner(path, WeightFormat.NATIVE), _runner(path, WeightFormat.INT8)
+    assert quantized.layout == native.layout
+    assert quantized.staging().shape == native.staging().shape == (native.layout.num_bytes,)
+
+
+def test_a_swap_moves_no_bytes(path: Path, other: Path) -> None:
+    model = load_for_decoding(path, dtype="float32", device=torch.device("cpu"))
+    runner = TorchRunner(model, slots=1, context_length=8, weights=WeightFormat.INT8)
+    _stage(runner, other)
+    served = [parameter.data_ptr() for parameter in model.parameters()]
+    runner.finish_staging()
+    assert [parameter.data_ptr() for parameter in model.parameters()] == served
+    runner.swap()
+    spare = [parameter.data_ptr() for parameter in model.parameters()]
+    assert not set(spare) & set(served)
+    runner.finish_staging()
+    runner.swap()
+    assert [parameter.data_ptr() for parameter in model.parameters()] == served
+
+
+def test_what_serves_is_a_quarter_but_for_embeddings_and_norms(path: Path) -> None:
+    model = load_for_decoding(path, dtype="float32", device=torch.device("cpu"))
+    linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] != VOCAB)
+    rest = sum(parameter.numel() for parameter in model.parameters()) - linears
+    TorchRunner(model, slots=1, context_length=8, weights=WeightFormat.INT8)
+    scales = sum(p.numel() for name, p in model.named_parameters() if name.endswith(".scale"))
+    served = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    assert served == linears + 4 * (rest + scales)
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    config = hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=CONTEXT)
+    hf.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"no torch\.nn\.Linear besides its head"):
+        _runner(tmp_path, WeightFormat.INT8)
+
+
+def test_linear_layers_that_share_weights_are_refused(path: Path) -> None:
+    model: Any = load_for_decoding(path, dtype="float32", device=torch.device("cpu"))
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight share their weights"):
+        TorchRunner(model, slots=1, context_length=8, weights=WeightFormat.INT8)

@@ -1,0 +1,346 @@
+"""Cached, batched decoding against its slow twin: the same model, unmodified, run over the whole sequence again.
+
+Every architecture below goes through transformers' own modules, and those that fit also through the straight line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from pipelinerl import rng
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.torch.decoder import LlamaForward
+from pipelinerl.engines.torch.forward import ForwardKind, ModuleForward, forward_of, load_for_decoding
+from pipelinerl.engines.torch.row_cache import DecodePlan
+from pipelinerl.engines.torch.runner import TorchRunner
+from pipelinerl.errors import ModelError
+
+VOCAB, CONTEXT = 50, 96
+_BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": CONTEXT,
+}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+ARCHITECTURES: dict[str, Callable[[], hf.PreTrainedModel]] = {
+    "qwen2_tied": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_BASE, tie_word_embeddings=True)),
+    "qwen2_untied": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_BASE, tie_word_embeddings=False)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_BASE, head_dim=16)),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE)),
+    "llama3_rope": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, rope_parameters=_LLAMA3_ROPE, mlp_bias=True)),
+    "qwen2_window": lambda: hf.Qwen2ForCausalLM(
+        hf.Qwen2Config(**_BASE, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    ),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_GPT2)),
+    "mistral_window": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_BASE, sliding_window=6)),
+    "gemma2_softcap": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**_BASE, head_dim=16, sliding_window=6)),
+}
+TIED = {"qwen2_tied", "gpt2", "gemma2_softcap"}
+STRAIGHT = {"qwen2_tied", "qwen2_untied", "qwen2_window", "qwen3", "llama", "llama3_rope"}
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random models whose attention matters: their weights are larger than at initialisation."""
+    root = tmp_path_factory.mktemp("models")
+    for index, (name, build) in enumerate(ARCHITECTURES.items()):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(index)
+            model = build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(3)
+        model.save_pretrained(root / name)
+    return {name: root / name for name in ARCHITECTURES}
+
+
+def _runner(path: Path, forward: ForwardKind = ForwardKind.AUTO) -> TorchRunner:
+    model = load_for_decoding(path, dtype="float32", device=torch.device("cpu"))
+    return TorchRunner(model, slots=8, context_length=CONTEXT, forward=forward)
+
+
+@dataclass
+class Row:
+    """What a test knows of a row."""
+
+    prompt: list[int]
+    temperature: float = 1.0
+    noise_key: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def state(self, row: int) -> RowState:
+        position = len(self.prompt) - 1
+        return RowState(
+            row, self.prompt[-1], position, self.noise_key, temperature=self.temperature, top_p=1.0, top_k=0
+        )
+
+
+def _start(runner: TorchRunner, rows: Sequence[Row], at: int = 0) -> None:
+    places = list(enumerate(rows, start=at))
+    runner.prefill([Prefill(row.prompt[:-1], [index]) for index, row in places if len(row.prompt) > 1])
+    runner.place([row.state(index) for index, row in places])
+
+
+def _decode(runner: TorchRunner, rows: Sequence[Row], steps: int) -> None:
+    for _ in range(steps):
+        for row, token_id, logprob in zip(rows, *runner.decode(len(rows)), strict=True):
+            row.token_ids.append(token_id)
+            row.logprobs.append(logprob)
+
+
+def _inverse_cdf(logp: torch.Tensor, noise_key: int, position: int) -> int:
+    noise = rng.uniform(np.array([noise_key], dtype=np.uint64), np.array([position]))[0]
+    cumulative = np.cumsum(logp.exp().numpy())
+    return int(np.searchsorted(cumulative, noise * cumulative[-1], side="right"))
+
+
+def _reference(model: hf.PreTrainedModel, row: Row) -> tuple[list[int], list[float]]:
+    """Sample the row again, one whole forward per token."""
+    tokens, logprobs = list(row.prompt), []
+    for position in range(len(row.token_ids)):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].double()
+        logp = (logits / (row.temperature or 1.0)).log_softmax(-1)
+        token = int(logp.argmax()) if row.temperature == 0 else _inverse_cdf(logp, row.noise_key, position)
+        tokens.append(token)
+        logprobs.append(float(logp[token]))
+    return tokens[len(row.prompt) :], logprobs
+
+
+def _agree(path: Path, rows: Sequence[Row]) -> None:
+    """Every token is the reference's, and every log-prob within 1e-5 of it."""
+    model = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    for row in rows:
+        token_ids, logprobs = _reference(model, row)
+        assert row.token_ids == token_ids
+        assert row.logprobs == pytest.approx(logprobs, abs=1e-5)
+
+
+def _prompt(seed: int, length: int) -> list[int]:
+    return rng.generator(seed, "prompt").integers(0, VOCAB, length).tolist()
+
+
+@pytest.mark.parametrize("forward", ForwardKind)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_batched_decoding_equals_full_recomputation(
+    directories: dict[str, Path], name: str, forward: ForwardKind
+) -> None:
+    runner = _runner(directories[name], forward)
+    rows = [Row(_prompt(i, length), noise_key=100 + i) for i, length in enumerate((1, 9, 4, 40))]
+    rows.append(Row(_prompt(9, 6), temperature=0.0))
+    rows.append(Row(_prompt(10, 7), temperature=0.6, noise_key=7))
+    _start(runner, rows)
+    _decode(runner, rows, 12)
+    _agree(directories[name], rows)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_straight_line_is_taken_where_it_fits(directories: dict[str, Path], name: str) -> None:
+    model = load_for_decoding(directories[name], dtype="float32", device=torch.device("cpu"))
+    chosen = {kind: type(forward_of(model, kind, context_length=8)) for kind in ForwardKind}
+    expected = LlamaForward if name in STRAIGHT else ModuleForward
+    assert chosen == {ForwardKind.AUTO: expected, ForwardKind.MODULES: ModuleForward}
+
+
+def test_rotary_embeddings_that_depend_on_the_length_are_left_to_the_modules() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert not LlamaForward.fits(hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, rope_parameters=rope)))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parameters_are_those_a_trainer_sends(directories: dict[str, Path], name: str) -> None:
+    model = hf.AutoModelForCausalLM.from_pretrained(directories[name])
+    expected = [(parameter, tuple(value.shape)) for parameter, value in model.named_parameters()]
+    layout = _runner(directories[name]).layout
+    assert [(spec.name, spec.shape) for spec in layout.parameters] == expected
+    assert any("lm_head" in spec.name for spec in layout.parameters) == (name not in TIED)
+
+
+def test_a_group_shares_its_prefill(directories: dict[str, Path]) -> None:
+    path = directories["qwen2_tied"]
+    runner = _runner(path)
+    groups = [_prompt(1, 9), _prompt(2, 5)]
+    rows = [Row(groups[i // 3], noise_key=i) for i in range(6)]
+    runner.prefill([Prefill(groups[0][:-1], [0, 1, 2]), Prefill(groups[1][:-1], [3, 4, 5])])
+    runner.place([row.state(index) for index, row in enumerate(rows)])
+    _decode(runner, rows, 5)
+    _agree(path, rows)
+
+
+def test_prefills_may_name_rows_in_any_order_and_leave_gaps(directories: dict[str, Path]) -> None:
+    path = directories["llama"]
+    runner = _runner(path)
+    rows = [Row(_prompt(i, 3 + i), noise_key=i) for i in range(5)]
+    runner.prefill([Prefill(rows[index].prompt[:-1], [index]) for index in (4, 0, 2)])
+    runner.prefill([Prefill(rows[index].prompt[:-1], [index]) for index in (3, 1)])
+    runner.place([row.state(index) for index, row in enumerate(rows)])
+    _decode(runner, rows, 4)
+    _agree(path, rows)
+
+
+def test_rows_join_leave_and_move(directories: dict[str, Path]) -> None:
+    """Rows of unequal length come and go, across a growth of the cache, and each goes on as if it were alone."""
+    path = directories["qwen3"]
+    runner = _runner(path)
+    first = [Row(_prompt(i, 2 + 5 * i), noise_key=i) for i in range(5)]
+    _start(runner, first)
+    _decode(runner, first, 6)
+    runner.move([4, 3], [0, 1])  # rows 0 and 1 have ended
+    running = [first[4], first[3], first[2]]
+    _decode(runner, running, 5)
+    late = [Row(_prompt(20, 50), noise_key=20), Row(_prompt(21, 3), noise_key=21)]
+    _start(runner, late, at=3)
+    running += late
+    _decode(runner, running, 20)
+    _agree(path, [*first, *late])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
+def test_a_few_long_rows_among_many_short_ones(directories: dict[str, Path], name: str) -> None:
+    """The long rows are attended to apart; the plan is looked at, so that the test keeps testing it."""
+    path = directories[name]
+    runner = _runner(path)
+    rows = [Row(_prompt(i, 88 if i == 2 else 3), noise_key=i) for i in range(8)]
+    _start(runner, rows)
+    _decode(runner, rows, 6)
+    plan = runner._cache.plan
+    assert isinstance(plan, DecodePlan) and plan.long_rows is not None
+    assert (plan.common_length, plan.length, plan.long_rows.tolist()) == (32, 96, [2])
+    _agree(path, rows)
+
+
+def test_a_late_sibling_takes_the_prompt_from_a_running_row(directories: dict[str, Path]) -> None:
+    path = directories["qwen2_tied"]
+    runner = _runner(path)
+    rows = [Row(_prompt(1, 9), noise_key=1)]
+    _start(runner, rows)
+    _decode(runner, rows, 4)
+    late = [Row(rows[0].prompt, noise_key=key) for key in (2, 3)]
+    runner.copy_cache(0, [1, 2], 8)
+    runner.place([row.state(index) for index, row in enumerate(late, start=1)])
+    rows += late
+    _decode(runner, rows, 4)
+    _agree(path, rows)
+
+
+def test_alone_and_in_a_crowd_the_tokens_are_the_same(directories: dict[str, Path]) -> None:
+    alone, crowd = [Row(_prompt(3, 6), noise_key=5)], [Row(_prompt(i, 2 + i), noise_key=i) for i in range(7)]
+    runner = _runner(directories["llama"])
+    _start(runner, alone)
+    _decode(runner, alone, 20)
+    crowd.insert(4, Row(_prompt(3, 6), noise_key=5))
+    _start(runner, crowd)
+    _decode(runner, crowd, 20)
+    assert crowd[4].token_ids == alone[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied", "gpt2"])
+def test_swapped_weights_serve_and_recomputation_rebuilds_the_cache(directories: dict[str, Path], name: str) -> None:
+    """After a swap and a fresh prefill nothing of the old weights is left; without the prefill the old cache is."""
+    runner = _runner(directories[name])
+    row = Row(_prompt(3, 6), noise_key=5)
+    _start(runner, [row])
+    _decode(runner, [row], 4)
+    other = hf.AutoModelForCausalLM.from_pretrained(directories[name], attn_implementation="eager")
+    with torch.no_grad():
+        for index, parameter in enumerate(other.parameters()):
+            parameter.mul_(1.5 if index % 2 else 0.5)
+    sent = torch.cat([parameter.detach().reshape(-1).view(torch.uint8) for parameter in other.parameters()])
+    runner.staging()[:] = sent
+    runner.swap()
+    context = row.prompt + row.token_ids
+    after = {}
+    for kind in ("kept", "recomputed"):
+        if kind == "recomputed":
+            runner.prefill([Prefill(context[:-1], [0])])
+        again = Row(context, noise_key=6)
+        runner.place([again.state(0)])
+        _decode(runner, [again], 1)
+        after[kind] = again
+    token_ids, logprobs = _reference(other, after["recomputed"])
+    assert (after["recomputed"].token_ids, after["recomputed"].logprobs) == (
+        token_ids,
+        pytest.approx(logprobs, abs=1e-5),
+    )
+    assert after["kept"].logprobs != pytest.approx(logprobs, abs=1e-3)
+
+
+def test_a_swap_moves_no_bytes_and_a_second_one_restores(directories: dict[str, Path]) -> None:
+    model = load_for_decoding(directories["llama"], dtype="float32", device=torch.device("cpu"))
+    runner = TorchRunner(model, slots=1, context_length=8)
+    parameters = list(model.parameters())
+    before = [parameter.data_ptr() for parameter in parameters]
+    staging = runner.staging()
+    runner.swap()
+    inside = range(staging.data_ptr(), staging.data_ptr() + staging.numel())
+    assert all(parameter.data_ptr() in inside for parameter in parameters)
+    runner.swap()
+    assert [parameter.data_ptr() for parameter in parameters] == before
+    assert runner.staging().data_ptr() == staging.data_ptr()
+
+
+def test_mixed_dtypes_are_served_from_one_buffer(directories: dict[str, Path]) -> None:
+    """A half-precision parameter of odd size leaves the next one off its boundary."""
+    model = load_for_decoding(directories["llama"], dtype="float32", device=torch.device("cpu"))
+    model.model.layers[0].input_layernorm.weight.data = torch.ones(31, dtype=torch.bfloat16)
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    runner = TorchRunner(model, slots=1, context_length=8)
+    runner.staging()[:] = torch.cat([value.reshape(-1).view(torch.uint8) for value in expected])
+    runner.swap()
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter, value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_near_the_reference(
+    directories: dict[str, Path], dtype: Literal["bfloat16", "float16"]
+) -> None:
+    model = load_for_decoding(directories["llama"], dtype=dtype, device=torch.device("cpu"))
+    runner = TorchRunner(model, slots=2, context_length=CONTEXT)
+    rows = [Row(_prompt(i, 5 + i), noise_key=i) for i in range(2)]
+    _start(runner, rows)
+    _decode(runner, rows, 8)
+    reference = hf.AutoModelForCausalLM.from_pretrained(directories["llama"], dtype=getattr(torch, dtype))
+    for row in rows:
+        tokens = row.prompt + row.token_ids
+        with torch.no_grad():
+            logp = reference(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        start = len(row.prompt) - 1
+        expected = [float(logp[start + i, token]) for i, token in enumerate(row.token_ids)]
+        assert row.logprobs == pytest.approx(expected, abs=0.15)
+
+
+def test_architectures_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    falcon = hf.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    hf.FalconForCausalLM(falcon).save_pretrained(tmp_path / "falcon")
+    with pytest.raises(ModelError, match="Falcon"):
+        load_for_decoding(tmp_path / "falcon", dtype="float32", device=torch.device("cpu"))
+    sinks = hf.GptOssConfig(**_BASE, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
+    hf.GptOssForCausalLM(sinks).save_pretrained(tmp_path / "sinks")
+    runner = _runner(tmp_path / "sinks")
+    with pytest.raises(ModelError, match="s_aux"):
+        runner.warm_up()
+    with pytest.raises(ModelError, match=r"lacks config\.json"):
+        load_for_decoding(tmp_path, dtype="float32", device=torch.device("cpu"))

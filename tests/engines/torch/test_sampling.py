@@ -1,0 +1,126 @@
+"""The vectorised sampler against the plain one of the bigram engine, and against the distribution itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl import rng
+from pipelinerl.engines.batching.model_runner import RowState
+from pipelinerl.engines.bigram.engine import sample_rows
+from pipelinerl.engines.torch.sampling import sample
+
+
+def _both(
+    logits: np.ndarray, temperature: list[float], top_k: list[int], top_p: list[float], noise: np.ndarray
+) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
+    rows = len(temperature)
+    states = [
+        RowState(row, 0, 0, 0, temperature=temperature[row], top_p=top_p[row], top_k=top_k[row]) for row in range(rows)
+    ]
+    token_ids, logprobs = sample(
+        torch.from_numpy(logits).float(),
+        temperature=torch.tensor(temperature),
+        top_k=torch.tensor(top_k),
+        top_p=torch.tensor(top_p),
+        noise=torch.from_numpy(noise),
+    )
+    return (token_ids.tolist(), logprobs.tolist()), sample_rows(logits, states, noise)
+
+
+@pytest.mark.parametrize("vocab", [2, 50, 1024, 1025, 5000])
+@pytest.mark.parametrize("kind", ["plain", "warm", "greedy", "top_k", "top_p", "both", "mixed"])
+def test_it_agrees_with_the_plain_sampler(vocab: int, kind: str) -> None:
+    random = rng.generator(vocab, kind)
+    rows = 64
+    logits = np.float32(random.standard_normal((rows, vocab)) * 3).astype(np.float64)
+    noise = random.random(rows)
+    chosen = {
+        "plain": ([1.0], [0], [1.0]),
+        "warm": ([0.3, 0.7, 2.5], [0], [1.0]),
+        "greedy": ([0.0], [3], [0.5]),
+        "top_k": ([1.0, 0.8], [1, 2, 7], [1.0]),
+        "top_p": ([1.0], [0], [0.1, 0.5, 0.9]),
+        "both": ([0.7], [5], [0.8]),
+        "mixed": ([0.0, 1.0, 0.5], [0, 4, 0, 9], [1.0, 0.9, 0.3]),
+    }[kind]
+    temperature, top_k, top_p = ([options[row % len(options)] for row in range(rows)] for options in chosen)
+    ours, plain = _both(logits, temperature, top_k, top_p, noise)
+    assert ours[0] == plain[0]
+    assert ours[1] == pytest.approx(plain[1], abs=2e-5)
+
+
+@pytest.mark.parametrize("vocab", [8, 3000])
+def test_noise_at_the_edges_stays_within_the_likely_tokens(vocab: int) -> None:
+    """Noise 0 gives the first and noise next to 1 the last token that has a probability, also in a large vocabulary."""
+    logits = torch.full((2, vocab), -torch.inf)
+    logits[:, 3] = logits[:, vocab - 2] = 0.0
+    token_ids, logprobs = sample(
+        logits,
+        temperature=torch.ones(2),
+        top_k=torch.zeros(2, dtype=torch.int64),
+        top_p=torch.ones(2),
+        noise=torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64),
+    )
+    assert token_ids.tolist() == [3, vocab - 2]
+    assert logprobs.tolist() == pytest.approx([np.log(0.5)] * 2)
+
+
+@pytest.mark.parametrize("vocab", [6, 2100])
+def test_frequencies_are_the_probabilities(vocab: int) -> None:
+    draws = 4_000
+    logits = torch.full((1, vocab), -20.0)
+    likely = [0, vocab // 2, vocab - 1]
+    logits[0, likely] = torch.tensor([0.0, 1.0, 2.0])
+    noise = (np.arange(draws) + 0.5) / draws
+    token_ids, logprobs = sample(
+        logits.expand(draws, -1),
+        temperature=torch.full((draws,), 2.0),
+        top_k=torch.zeros(draws, dtype=torch.int64),
+        top_p=torch.ones(draws),
+        noise=torch.from_numpy(noise),
+    )
+    for token in likely:
+        chosen = token_ids == token
+        assert chosen.float().mean().item() == pytest.approx(logprobs[chosen][0].exp().item(), abs=2e-3)
+
+
+def test_rows_do_not_touch_one_another() -> None:
+    random = rng.generator(0, "rows")
+    logits = torch.from_numpy(random.standard_normal((5, 40))).float()
+    noise = torch.from_numpy(random.random(5))
+    temperature = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0])
+    top_k, top_p = torch.tensor([0, 0, 3, 0, 1]), torch.tensor([1.0, 1.0, 1.0, 0.4, 0.9])
+    together = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, noise=noise)
+    for row in range(5):
+        at = slice(row, row + 1)
+        alone = sample(logits[at], temperature=temperature[at], top_k=top_k[at], top_p=top_p[at], noise=noise[at])
+        assert (alone[0].item(), alone[1].item()) == (together[0][row].item(), together[1][row].item())
+
+
+@pytest.mark.parametrize("vocab", [50, 1025, 5000])
+@pytest.mark.parametrize("wrong", [{0: np.nan}, {3: np.inf}, {3: np.inf, 7: np.nan}, {"all": np.nan}, {"all": -np.inf}])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.9)]
+)
+def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
+    vocab: int, wrong: dict[Any, float], temperature: float, top_k: int, top_p: float
+) -> None:
+    random = rng.generator(vocab, "not finite")
+    logits = torch.from_numpy(random.standard_normal((3, vocab))).float()
+    spoiled = logits.clone()
+    for at, value in wrong.items():
+        spoiled[1, slice(None) if at == "all" else at] = value
+    options = {
+        "temperature": torch.full((3,), temperature),
+        "top_k": torch.full((3,), top_k),
+        "top_p": torch.full((3,), top_p),
+        "noise": torch.from_numpy(random.random(3)),
+    }
+    (token_ids, logprobs), (healthy_ids, healthy_logprobs) = sample(spoiled, **options), sample(logits, **options)
+    assert token_ids[1] in range(vocab) and logprobs[1].isnan()
+    assert token_ids[::2].tolist() == healthy_ids[::2].tolist()
+    assert logprobs[::2].tolist() == healthy_logprobs[::2].tolist() and logprobs[::2].isfinite().all()

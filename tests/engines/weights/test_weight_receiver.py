@@ -1,0 +1,505 @@
+"""What the kit cannot see from outside: deadlines, the dirty state, and the order of memberships."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inference_contract.errors import (
+    ContractError,
+    DeadlineExceeded,
+    DigestMismatch,
+    Dirty,
+    InvalidRequest,
+    NotPrepared,
+    PeerLost,
+    StaleGeneration,
+    StaleVersion,
+    UpdateInProgress,
+)
+from inference_contract.schemas import (
+    Backend,
+    DType,
+    InitProcessGroupRequest,
+    OnUpdate,
+    ParameterSpec,
+    Transport,
+    UpdatePhase,
+    UpdateStatus,
+    WeightLayout,
+    WeightUpdateRequest,
+)
+from pipelinerl.engines.weights.weight_receiver import WeightReceiver
+from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.system.background import in_background
+from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
+from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.pull import PullOrder, Shard
+
+LAYOUT = WeightLayout(
+    parameters=(
+        ParameterSpec(name="first", shape=(16,), dtype=DType.FLOAT32),
+        ParameterSpec(name="second", shape=(16,), dtype=DType.FLOAT32),
+    )
+)
+BYTES = np.arange(LAYOUT.num_bytes, dtype=np.uint8)
+
+
+class Target:
+    """Two buffers and a swap, whose next commit can be told to fail or to take its time."""
+
+    def __init__(self) -> None:
+        self.current = np.zeros(LAYOUT.num_bytes, np.uint8)
+        self._staged = np.zeros(LAYOUT.num_bytes, np.uint8)
+        self._serving = (0, 0)
+        self.error: BaseException | None = None
+        self.takes_s = 0.0
+        self.on_update: OnUpdate | None = None
+        self.finished: list[bytes] = []
+
+    @property
+    def layout(self) -> WeightLayout:
+        return LAYOUT
+
+    def staging(self) -> Any:
+        return self._staged
+
+    def finish_staging(self) -> None:
+        self.finished.append(self._staged.tobytes())
+
+    def serving(self) -> tuple[int, int]:
+        return self._serving
+
+    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+        await asyncio.sleep(self.takes_s)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.current, self._staged = self._staged, self.current
+        self._serving, self.on_update = (epoch, version), on_update
+        return 0.001
+
+
+class Setting:
+    """A receiver, its target, and the trainer's end of the group."""
+
+    def __init__(self) -> None:
+        self.target = Target()
+        self.receiver = WeightReceiver(self.target)
+        self.rendezvous = Rendezvous("127.0.0.1")
+        self.trainer: Collective | None = None
+
+    def joining(self, generation: int, *, timeout_s: float = 5.0) -> InitProcessGroupRequest:
+        return InitProcessGroupRequest(
+            group="g",
+            backend=Backend.GLOO,
+            rendezvous_host="127.0.0.1",
+            rendezvous_port=self.rendezvous.port,
+            rank=1,
+            world_size=2,
+            generation=generation,
+            timeout_s=timeout_s,
+        )
+
+    async def join(self, generation: int = 1) -> None:
+        request = self.joining(generation)
+        own = in_background(
+            "rank-0",
+            lambda: Collective.join(
+                host="127.0.0.1",
+                port=self.rendezvous.port,
+                group="g",
+                generation=generation,
+                rank=0,
+                world_size=2,
+                timeout_s=5.0,
+            ),
+        )
+        await self.receiver.init_process_group(request)
+        self.trainer = await asyncio.wrap_future(own)
+
+    async def phase(self, phase: UpdatePhase, version: int = 1, **fields: Any) -> UpdateStatus:
+        defaults: dict[str, Any] = {"epoch": 0, "bucket_bytes": 64, "timeout_s": 5.0}
+        if phase is UpdatePhase.PREPARE:
+            defaults |= {"group": "g", "generation": 1, "layout": LAYOUT}
+        if phase is UpdatePhase.COMMIT:
+            defaults["digest"] = _digest(BYTES)
+        request = WeightUpdateRequest(phase=phase, version=version, **(defaults | fields))
+        return (await self.receiver.request_weight_update(request)).status
+
+    async def send(self, buckets: int = 2, *, bucket_bytes: int = 64) -> None:
+        data, trainer = torch.from_numpy(BYTES.copy()), self.trainer
+        assert trainer is not None
+        for start, end in LAYOUT.pieces(bucket_bytes)[:buckets]:
+            deadline = time.monotonic() + 5
+            await asyncio.wrap_future(
+                in_background("send", lambda a=start, b=end, d=deadline: trainer.broadcast(data[a:b], deadline=d))
+            )
+
+
+def _digest(data: Any) -> str:
+    digest = WeightDigest()
+    digest.update(data)
+    return digest.hexdigest()
+
+
+@pytest.fixture
+async def setting() -> Setting:
+    return Setting()
+
+
+async def test_a_group_between_gpus_is_refused_before_it_forms(setting: Setting) -> None:
+    """Nobody else has come to the rendezvous: an engine that tried to join would wait there until its deadline."""
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match=r"backend must be gloo for this engine.*got nccl") as error:
+        await setting.receiver.init_process_group(setting.joining(1).model_copy(update={"backend": Backend.NCCL}))
+    assert error.value.param == "backend" and time.monotonic() - began < 4
+    await setting.join()
+
+
+async def test_a_broadcast_may_take_longer_than_its_timeout_as_long_as_it_goes_on(setting: Setting) -> None:
+    """The timeout bounds the silence, so that it can be short however large the model is."""
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=1.0)
+    data, trainer = torch.from_numpy(BYTES.copy()), setting.trainer
+    assert trainer is not None
+    for start, end in LAYOUT.pieces(64):
+        await asyncio.sleep(0.6)
+        sent = in_background("send", lambda a=start, b=end: trainer.broadcast(data[a:b], deadline=time.monotonic() + 5))  # type: ignore[misc]
+        await asyncio.wrap_future(sent)
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    began = time.monotonic()
+    await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.5)
+    with pytest.raises((DeadlineExceeded, PeerLost)):
+        await setting.phase(UpdatePhase.COMMIT, version=2)
+    assert time.monotonic() - began < 4, "rank 0 says nothing: the receive ends by itself"
+
+
+async def test_bytes_digest_and_totals(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, on_update=OnUpdate.RECOMPUTE_KV)
+    await setting.send()
+    assert not setting.target.current.any(), "before COMMIT the old weights serve"
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert np.array_equal(setting.target.current, BYTES)
+    assert setting.target.finished == [BYTES.tobytes()], "finished once, with every byte there, before the commit"
+    assert setting.target.on_update is OnUpdate.RECOMPUTE_KV, "COMMIT that does not name on_update takes PREPARE's"
+    totals = setting.receiver.totals
+    assert (totals.updates, totals.failures, totals.last_pause_s) == (1, 0, 0.001)
+    assert setting.receiver.digest == _digest(BYTES)
+
+
+async def test_commit_names_how_far_the_bytes_came(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send(buckets=1)
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 has not sent all within 0.1 s, came so far: 64 of 128 bytes"):
+        await setting.phase(UpdatePhase.COMMIT, timeout_s=0.1)
+    trainer = setting.trainer
+    assert trainer is not None
+    trainer.broadcast(torch.from_numpy(BYTES[64:].copy()), deadline=time.monotonic() + 5)
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED, "a late commit may be asked again"
+
+
+async def assert_only_a_higher_generation_serves(setting: Setting) -> None:
+    with pytest.raises(NotPrepared, match="higher generation"):
+        await setting.phase(UpdatePhase.PREPARE, version=2)
+    await setting.join(2)
+    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_silence_fails_the_receive_and_names_the_parameters(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
+    await setting.send(buckets=1)
+    with pytest.raises(DeadlineExceeded, match=r"bucket 2 of 2 \(parameter 'second'\) from rank 0"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert not setting.target.current.any() and setting.receiver.dirty is None
+    await assert_only_a_higher_generation_serves(setting)
+
+
+async def test_an_update_that_nobody_commits_gives_way_to_the_next_of_its_group(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
+    await setting.send()
+    await asyncio.sleep(0.4)
+    assert await setting.phase(UpdatePhase.PREPARE, version=2) is UpdateStatus.PREPARED
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_a_receive_that_failed_unseen_asks_for_another_group(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
+    await asyncio.sleep(0.6)
+    await assert_only_a_higher_generation_serves(setting)
+
+
+async def test_a_dead_trainer_fails_the_receive_at_once(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=60)
+    assert setting.trainer is not None
+    setting.trainer.close()
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="the old weights still serve"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert time.monotonic() - began < 3
+    assert setting.receiver.totals.failures == 1
+
+
+async def test_a_wrong_digest_keeps_the_group(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    with pytest.raises(DigestMismatch, match="digest must be 00, received"):
+        await setting.phase(UpdatePhase.COMMIT, digest="00")
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+
+
+async def test_a_swap_that_breaks_off_is_dirty_until_the_same_version_is_published_again(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    setting.target.error = RuntimeError("device lost")
+    with pytest.raises(Dirty, match=r"the swap to 0.1 broke off"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert setting.receiver.dirty is not None
+    assert await setting.phase(UpdatePhase.PREPARE) is UpdateStatus.PREPARED
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert setting.receiver.dirty is None
+
+
+async def test_a_swap_that_is_refused_is_not_dirty(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    setting.target.error = ContractError("not now")
+    with pytest.raises(ContractError, match="not now"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert setting.receiver.dirty is None and setting.receiver.totals.failures == 1
+
+
+async def test_a_swap_that_takes_longer_than_asked_still_happens(setting: Setting) -> None:
+    await setting.join()
+    setting.target.takes_s = 0.3
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    with pytest.raises(DeadlineExceeded, match=r"has not happened within 0.05 s and will still"):
+        await setting.phase(UpdatePhase.COMMIT, timeout_s=0.05)
+    with pytest.raises(UpdateInProgress):
+        await setting.phase(UpdatePhase.PREPARE, version=2)
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.ALREADY_SERVING
+
+
+async def test_two_commits_at_once_swap_once(setting: Setting) -> None:
+    await setting.join()
+    setting.target.takes_s = 0.05
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    both = await asyncio.gather(setting.phase(UpdatePhase.COMMIT), setting.phase(UpdatePhase.COMMIT))
+    assert both == [UpdateStatus.COMMITTED, UpdateStatus.COMMITTED]
+    assert setting.receiver.totals.updates == 1 and np.array_equal(setting.target.current, BYTES)
+
+
+async def test_a_new_membership_drops_what_the_old_had_staged(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=60)
+    old, setting.trainer = setting.trainer, None
+    await setting.join(2)
+    assert old is not None
+    old.close()
+    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_a_prepare_waits_for_the_dropped_receive_to_let_go_of_the_buffer(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=60)
+    old, setting.trainer = setting.trainer, None
+    await setting.join(2)
+    with pytest.raises(UpdateInProgress, match=r"dropped update 0\.1 still waits"):
+        await setting.phase(UpdatePhase.PREPARE, version=2, generation=2, timeout_s=0.2)
+    assert old is not None
+
+
+async def test_a_join_without_the_others_ends_at_its_deadline_and_spends_its_generation(setting: Setting) -> None:
+    with pytest.raises(DeadlineExceeded, match="joining group 'g' generation 1"):
+        await setting.receiver.init_process_group(setting.joining(1, timeout_s=0.3))
+    with pytest.raises(StaleGeneration, match="must be above 1"):
+        await setting.receiver.init_process_group(setting.joining(1))
+    await setting.join(2)
+
+
+async def test_a_higher_generation_overtakes_a_join_that_waits(setting: Setting) -> None:
+    waiting = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=0.5)))
+    await asyncio.sleep(0.05)
+    await setting.join(2)
+    with pytest.raises(ContractError):
+        await waiting
+    await setting.phase(UpdatePhase.PREPARE, generation=2)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+
+
+async def test_the_loop_is_free_while_a_join_waits(setting: Setting) -> None:
+    joining = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=0.4)))
+    longest, last = 0.0, time.monotonic()
+    while not joining.done():
+        await asyncio.sleep(0.005)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert longest < 0.2
+    with pytest.raises(DeadlineExceeded):
+        await joining
+
+
+class _Pull:
+    """A source of weights that fills the buffer, fails, or waits until it is given up."""
+
+    def __init__(self, failure: Exception | None = None, *, waits: bool = False) -> None:
+        self._failure = failure
+        self._waits = waits
+        self.orders: list[PullOrder] = []
+
+    def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None]) -> str:
+        self.orders.append(order)
+        into[: len(into) // 2] = BYTES[: len(into) // 2]
+        on_progress(len(into) // 2)
+        if self._waits and order.given_up.wait(order.deadline - time.monotonic()):
+            raise UpdateError("it was given up")
+        if self._failure is not None:
+            raise self._failure
+        into[:] = BYTES
+        return _digest(into)
+
+
+PULL: dict[str, Any] = {
+    "transport": Transport.PULL,
+    "sources": ("http://store:1",),
+    "digest": _digest(BYTES),
+    "group": None,
+    "generation": None,
+}
+
+
+async def test_weights_are_pulled_without_a_group(setting: Setting) -> None:
+    pull = _Pull()
+    receiver = setting.receiver = WeightReceiver(setting.target, pull=pull)
+    await setting.phase(UpdatePhase.PREPARE, epoch=3, **PULL)
+    assert await setting.phase(UpdatePhase.COMMIT, epoch=3) is UpdateStatus.COMMITTED
+    assert receiver.digest == _digest(BYTES)
+    (order,) = pull.orders
+    assert order.shards == (Shard(("http://store:1",), ((0, len(BYTES)),)),)
+    assert (order.epoch, order.version) == (3, 1)
+    assert setting.target.finished == [BYTES.tobytes()]
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (DeadlineError("store did not answer"), DeadlineExceeded),
+        (UpdateError("store did not answer"), PeerLost),
+        (DigestMismatch("store did not answer"), DigestMismatch),
+    ],
+)
+async def test_a_pull_that_fails_leaves_the_old_weights_and_the_next_works(
+    setting: Setting, failure: Exception, raised: type[ContractError]
+) -> None:
+    setting.receiver = WeightReceiver(setting.target, pull=_Pull(failure))
+    await setting.phase(UpdatePhase.PREPARE, **PULL)
+    with pytest.raises(raised, match="store did not answer"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert not setting.target.current.any() and setting.target.finished == []
+    assert setting.receiver.totals.failures == 1 and setting.receiver.dirty is None
+    setting.receiver = WeightReceiver(setting.target, pull=_Pull())
+    await setting.phase(UpdatePhase.PREPARE, version=2, **PULL)
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_commit_names_how_far_a_pull_came(setting: Setting) -> None:
+    setting.receiver = WeightReceiver(setting.target, pull=_Pull(waits=True))
+    await setting.phase(UpdatePhase.PREPARE, **PULL)
+    with pytest.raises(DeadlineExceeded, match=r"the parameter server has not sent all within 0.2 s, .* 64 of 128"):
+        await setting.phase(UpdatePhase.COMMIT, timeout_s=0.2)
+    assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
+
+
+async def test_an_abort_ends_a_pull_so_that_the_next_has_the_buffer(setting: Setting) -> None:
+    pull = _Pull(waits=True)
+    setting.receiver = WeightReceiver(setting.target, pull=pull)
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=60, **PULL)
+    assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
+    assert pull.orders[0].given_up.is_set()
+    with pytest.raises(NotPrepared):
+        await setting.phase(UpdatePhase.COMMIT)
+    await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.3, **PULL)
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["under way", "whole"])
+async def test_a_later_version_is_pulled_in_place_of_one_that_nobody_commits(setting: Setting, waits: bool) -> None:
+    """The COMMIT was lost: who publishes the next version has given it up, and has no group to leave."""
+    pull = _Pull(waits=waits)
+    setting.receiver = WeightReceiver(setting.target, pull=pull)
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=60, **PULL)
+    assert await setting.phase(UpdatePhase.PREPARE, timeout_s=60, **PULL) is UpdateStatus.PREPARED
+    await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.3, **PULL)
+    assert len(pull.orders) == 2
+    with pytest.raises(NotPrepared):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_a_parameter_larger_than_a_bucket_comes_in_pieces(setting: Setting) -> None:
+    await setting.join()
+    await setting.phase(UpdatePhase.PREPARE, bucket_bytes=24)
+    await setting.send(buckets=99, bucket_bytes=24)
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert np.array_equal(setting.target.current, BYTES)
+
+
+async def test_a_later_epoch_ends_what_an_earlier_has_under_way_and_shuts_it_out(setting: Setting) -> None:
+    """The trainer of epoch 1 was stopped before its COMMIT; that of epoch 2 does not wait for it."""
+    pull = _Pull(waits=True)
+    setting.receiver = WeightReceiver(setting.target, pull=pull)
+    await setting.phase(UpdatePhase.PREPARE, version=9, epoch=1, timeout_s=60, **PULL)
+    await setting.phase(UpdatePhase.PREPARE, version=4, epoch=2, timeout_s=0.3, **PULL)
+    assert pull.orders[0].given_up.is_set()
+    with pytest.raises(NotPrepared):
+        await setting.phase(UpdatePhase.COMMIT, version=9, epoch=1)
+    with pytest.raises(StaleVersion, match="epoch 2 has taken over"):
+        await setting.phase(UpdatePhase.PREPARE, version=10, epoch=1, **PULL)
+    assert setting.target.serving() == (0, 0), "though nothing of epoch 2 is committed yet"
+    assert await setting.phase(UpdatePhase.COMMIT, version=4, epoch=2) is UpdateStatus.COMMITTED
+
+
+async def test_a_prepare_that_replaces_an_update_takes_its_commit_away(setting: Setting) -> None:
+    """Both at once: were the commit let through, what is received next would land in the weights that it serves."""
+    setting.receiver = WeightReceiver(setting.target, pull=_Pull())
+    await setting.phase(UpdatePhase.PREPARE, timeout_s=0.05, **PULL)
+    await asyncio.sleep(0.1)
+    committed, prepared = await asyncio.gather(
+        setting.phase(UpdatePhase.COMMIT),
+        setting.phase(UpdatePhase.PREPARE, version=2, **PULL),
+        return_exceptions=True,
+    )
+    assert isinstance(committed, NotPrepared) and prepared is UpdateStatus.PREPARED
+    assert setting.target.serving() == (0, 0) and not setting.target.current.any()
+    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+
+
+async def test_pull_that_is_not_offered_is_refused(setting: Setting) -> None:
+    with pytest.raises(InvalidRequest, match="transport pull is not offered"):
+        await setting.phase(UpdatePhase.PREPARE, **PULL)

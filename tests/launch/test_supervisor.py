@@ -1,0 +1,333 @@
+"""The supervisor over real, small processes: deaths, budgets, deadlines, signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.plan import OnExit, Plan, ProcessSpec
+from launch.ports import free_ports, is_free
+from launch.supervisor import Outcome, RunResult, Supervisor
+
+ROOT = Path(__file__).resolve().parents[2]
+SLEEP = "import time; time.sleep(60)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+)
+SERVE = (
+    "import http.server, sys\n"
+    "class H(http.server.BaseHTTPRequestHandler):\n"
+    "    def do_GET(self): self.send_response(200); self.end_headers()\n"
+    "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()\n"
+)
+
+
+def _spec(name: str, code: str, *arguments: object, **rest: object) -> ProcessSpec:
+    argv = (sys.executable, "-S", "-E", "-c", code, *map(str, arguments))
+    return ProcessSpec(name=name, argv=argv, **rest)  # type: ignore[arg-type]
+
+
+def _run(specs: list[ProcessSpec], run_dir: Path, **rest: object) -> tuple[RunResult, list[str]]:
+    said: list[str] = []
+    options: dict[str, object] = {"start_timeout_s": 5.0, "grace_s": 2.0, "tick_every_s": 0.02, **rest}
+    supervisor = Supervisor(Plan(tuple(specs)), run_dir, announce=said.append, **options)  # type: ignore[arg-type]
+    return supervisor.run(), said
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _soon(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_run_completes_and_leaves_nothing(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    pid_file = tmp_path / "pid"
+    service = _spec("service", f"import os; open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n" + SERVE, port,
+                    health=f"http://127.0.0.1:{port}/health")  # fmt: skip
+    main = _spec("main", "print('worked')", after=("service",), on_exit=OnExit.COMPLETE)
+    result, said = _run([service, main], tmp_path)
+    assert (result.outcome, result.exit_status, said) == (Outcome.COMPLETED, 0, [])
+    assert (tmp_path / "logs" / "main.log").read_text() == "worked\n"
+    assert not _alive(int(pid_file.read_text()))
+    assert is_free(port)
+
+
+def test_started_only_after_what_it_needs_is_healthy(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    slow = _spec("slow", "import time; time.sleep(0.4)\n" + SERVE, port, health=f"http://127.0.0.1:{port}/")
+    probe = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
+    result, said = _run([slow, _spec("main", probe, after=("slow",), on_exit=OnExit.COMPLETE, restarts=0)], tmp_path)
+    assert (result.outcome, said) == (Outcome.COMPLETED, [])
+
+
+def test_restart_budget_is_kept_and_then_the_run_fails_with_the_log(tmp_path: Path) -> None:
+    flaky = _spec("flaky", f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); print('no luck'); raise SystemExit(3)",
+                  restarts=2)  # fmt: skip
+    result, said = _run([flaky], tmp_path)
+    assert result.outcome is Outcome.FAILED
+    assert "flaky ended (exit status 3) after 2 restarts, its whole budget" in result.message
+    assert "    no luck" in result.message
+    assert (tmp_path / "starts").read_text() == "xxx"
+    assert said == [
+        "flaky ended (exit status 3); starting it again in 0.5 s (1 of 2)",
+        "flaky ended (exit status 3); starting it again in 1 s (2 of 2)",
+    ]
+
+
+def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
+    marker = tmp_path / "second"
+    code = (
+        f"import os, pathlib, signal; m = pathlib.Path({str(marker)!r})\n"
+        "if m.exists(): raise SystemExit(0)\n"
+        "m.touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    result, said = _run([_spec("main", code, on_exit=OnExit.COMPLETE)], tmp_path)
+    assert result.outcome is Outcome.COMPLETED
+    assert said == ["main ended (killed by SIGKILL); starting it again in 0.5 s (1 of 3)"]
+
+
+def test_one_that_is_done_is_left_in_peace(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)
+    main = _spec("main", "import time; time.sleep(1.0)", on_exit=OnExit.COMPLETE)
+    result, said = _run([done, main], tmp_path)
+    assert (result.outcome, said, starts.read_text()) == (Outcome.COMPLETED, [], "x")
+
+
+def test_an_error_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    line = '{"level": "error", "message": "port taken", "time": 1}'
+    result, said = _run([_spec("engine-0", f"print({line!r}); raise SystemExit(2)", restarts=9)], tmp_path)
+    assert result.outcome is Outcome.FAILED
+    assert result.message.startswith("engine-0 ended (exit status 2); its log ")
+    assert result.message.endswith("    error: port taken")
+    assert said == []
+    assert is_free(port)
+
+
+def test_a_start_that_takes_too_long_names_the_culprit(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    mute = _spec("engine-0", "print('loading', flush=True); " + SLEEP, health=f"http://127.0.0.1:{port}/health")
+    result, _ = _run([mute], tmp_path, start_timeout_s=0.6)
+    assert result.outcome is Outcome.FAILED
+    assert f"engine-0 did not answer http://127.0.0.1:{port}/health within 0.6 s" in result.message
+    assert result.message.endswith("    loading")
+
+
+def test_a_program_that_does_not_exist_is_a_failure_with_its_name(tmp_path: Path) -> None:
+    result, _ = _run([ProcessSpec(name="ghost", argv=("/no/such/program",), restarts=0)], tmp_path)
+    assert result.outcome is Outcome.FAILED
+    assert "/no/such/program" in result.message
+
+
+def test_ctrl_c_stops_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+
+    def polite(name: str, stop_order: int) -> ProcessSpec:
+        code = (
+            "import signal, sys, time\n"
+            f"def end(*_): time.sleep(0.1); open({str(order)!r}, 'a').write({name!r}); sys.exit(0)\n"
+            "signal.signal(signal.SIGTERM, end); print('ready', flush=True); time.sleep(60)"
+        )
+        return _spec(name, code, stop_order=stop_order)
+
+    logs = [tmp_path / "logs" / f"{name}.log" for name in "cab"]
+
+    def interrupt_when_ready() -> None:
+        if all(log.exists() and log.read_text() for log in logs):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    specs = [polite("c", 2), polite("a", 0), polite("b", 1)]
+    result, said = _run(specs, tmp_path, on_tick=interrupt_when_ready, tick_every_s=0.5)
+    assert (result.outcome, result.exit_status) == (Outcome.STOPPED, 130)
+    assert result.message == f"stopped; go on with: pipelinerl run --resume {tmp_path}"
+    assert order.read_text() == "abc"
+    assert said == ["stopping; press Ctrl-C again to kill at once"]
+
+
+def test_one_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "stubborn.log"
+    main = f"import pathlib, time\nwhile not pathlib.Path({str(log)!r}).read_text(): time.sleep(0.01)"
+    specs = [_spec("stubborn", STUBBORN), _spec("main", main, on_exit=OnExit.COMPLETE)]
+    start = time.monotonic()
+    result, said = _run(specs, tmp_path, grace_s=0.3)
+    assert result.outcome is Outcome.COMPLETED
+    assert said == ["stubborn did not stop within 0.3 s; killing it"]
+    assert time.monotonic() - start < 4
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "stubborn.log"
+    interrupted_at: list[float] = []
+
+    def interrupt() -> None:
+        if log.exists() and log.read_text():
+            interrupted_at.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    result, _ = _run([_spec("stubborn", STUBBORN)], tmp_path, grace_s=60.0, on_tick=interrupt)
+    assert result.outcome is Outcome.STOPPED
+    assert time.monotonic() - interrupted_at[0] < 5
+
+
+def test_grandchildren_end_with_their_process(tmp_path: Path) -> None:
+    pid_file = tmp_path / "grandchild"
+    code = (
+        "import subprocess, sys, os\n"
+        f"child = subprocess.Popen([sys.executable, '-S', '-E', '-c', {SLEEP!r}])\n"
+        f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
+    )
+    result, _ = _run([_spec("main", code, on_exit=OnExit.COMPLETE)], tmp_path)
+    assert result.outcome is Outcome.COMPLETED
+    assert _soon(lambda: not _alive(int(pid_file.read_text())))
+
+
+def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
+    """kill -9 of the supervisor: the kernel kills its children, the reaper their children."""
+    code = (
+        "import subprocess, sys, os, time\n"
+        f"child = subprocess.Popen([sys.executable, '-S', '-E', '-c', {SLEEP!r}])\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}\\n')\n"
+        "time.sleep(60)\n"
+    )
+    script = textwrap.dedent(f"""
+        import pathlib, sys
+        from launch.supervisor import Supervisor
+        from launch.plan import Plan, ProcessSpec
+        spec = ProcessSpec(name="p", argv=(sys.executable, "-S", "-E", "-c", {code!r}))
+        Supervisor(Plan((spec,)), pathlib.Path({str(tmp_path)!r})).run()
+    """)
+    supervisor = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    pids = tmp_path / "pids"
+    assert _soon(lambda: pids.exists() and pids.read_text().endswith("\n"), 20)
+    child, grandchild = map(int, pids.read_text().split())
+    assert _alive(child)
+    assert _alive(grandchild)
+    supervisor.kill()
+    supervisor.wait()
+    assert _soon(lambda: not _alive(child) and not _alive(grandchild))
+
+
+def test_an_error_of_the_display_still_stops_everything(tmp_path: Path) -> None:
+    seen: list[int] = []
+    supervisor: Supervisor
+
+    def broken() -> None:
+        if supervisor.pids:
+            seen.extend(supervisor.pids.values())
+            raise OSError("no terminal")
+
+    supervisor = Supervisor(Plan((_spec("p", SLEEP),)), tmp_path, on_tick=broken, tick_every_s=0.01)
+    with pytest.raises(OSError, match="no terminal"):
+        supervisor.run()
+    assert seen
+    assert not any(_alive(pid) for pid in seen)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_cores_are_set(tmp_path: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    code = "import os; print(sorted(os.sched_getaffinity(0)))"
+    _run([_spec("main", code, on_exit=OnExit.COMPLETE, cpu=(core,))], tmp_path)
+    assert (tmp_path / "logs" / "main.log").read_text() == f"[{core}]\n"
+
+
+def test_ports_are_different_free_and_seen_when_taken() -> None:
+    ports = free_ports(8)
+    assert len(set(ports)) == 8
+    assert all(is_free(port) for port in ports)
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert not is_free(taken.getsockname()[1])
+
+
+# --- a set that changes while the run is up ---------------------------------------------------------------------------
+
+
+def _changing(
+    run_dir: Path, script: Callable[[Supervisor], None], *, seconds: float = 1.5
+) -> tuple[RunResult, list[str]]:
+    """A run that ends by itself after a while, in whose ticks `script` may add and stop_engine."""
+    main = _spec("main", f"import time; time.sleep({seconds})", on_exit=OnExit.COMPLETE)
+    said: list[str] = []
+    supervisor: Supervisor
+    supervisor = Supervisor(
+        Plan((main,)),
+        run_dir,
+        start_timeout_s=5.0,
+        grace_s=0.5,
+        announce=said.append,
+        on_tick=lambda: script(supervisor),
+        tick_every_s=0.02,
+    )
+    return supervisor.run(), said
+
+
+def test_what_is_added_runs_and_what_is_dismissed_ends(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def script(supervisor: Supervisor) -> None:
+        if not supervisor.knows("spare"):
+            supervisor.add(_spec("spare", SLEEP, on_exit=OnExit.SPARE))
+        elif "spare" in supervisor.pids and not seen:
+            seen.append(supervisor.pids["spare"])
+            assert _alive(seen[0])
+        elif seen:
+            supervisor.stop_engine("spare")
+            supervisor.stop_engine("nobody")
+
+    result, said = _changing(tmp_path, script)
+    assert result.outcome is Outcome.COMPLETED and not _alive(seen[0])
+    assert said == ["starting spare", "stopping spare"], "it has not died, it was to_stop"
+
+
+def test_what_is_dismissed_and_does_not_listen_is_killed(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def script(supervisor: Supervisor) -> None:
+        if not supervisor.knows("spare"):
+            supervisor.add(_spec("spare", STUBBORN, on_exit=OnExit.SPARE))
+        elif (tmp_path / "logs" / "spare.log").is_file() and "ready" in (tmp_path / "logs" / "spare.log").read_text():
+            seen.extend(supervisor.pids.values())
+            supervisor.stop_engine("spare")
+
+    result, _ = _changing(tmp_path, script, seconds=3.0)
+    assert result.outcome is Outcome.COMPLETED and seen
+    assert not any(_alive(pid) for pid in seen)
+
+
+def test_the_run_goes_on_without_a_spare_that_cannot_be_had(tmp_path: Path) -> None:
+    broken = _spec("spare", "print('no such type'); raise SystemExit(2)", on_exit=OnExit.SPARE)
+    result, said = _changing(tmp_path, lambda supervisor: None if supervisor.knows("spare") else supervisor.add(broken))
+    assert result.outcome is Outcome.COMPLETED
+    assert said[1].startswith("the run goes on without spare: spare ended (exit status 2); its log")
+    assert "no such type" in said[1]
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    supervisor = Supervisor(Plan((_spec("main", SLEEP),)), tmp_path)
+    with pytest.raises(ValueError, match="must be unique, got 'main' again"):
+        supervisor.add(_spec("main", SLEEP))

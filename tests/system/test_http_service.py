@@ -1,0 +1,159 @@
+"""What every service shares, over real HTTP: the gate, one shape of refusal, bound sockets, start and end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import httpx
+import pytest
+from fastapi import Body, FastAPI
+
+from pipelinerl.errors import AddressError, ModelError
+from pipelinerl.system.http_service import guard, listen, refuse_in_one_shape, serve_until
+from tests.fakes.served import in_thread
+
+TOKEN = "run-token"
+
+
+def application(token: str | None = TOKEN, **options: Any) -> FastAPI:
+    app = FastAPI(openapi_url=None, **options)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"state": "ready"}
+
+    @app.post("/double")
+    async def double(number: Annotated[int, Body(embed=True, le=9)]) -> int:
+        return 2 * number
+
+    @app.get("/broken")
+    async def broken() -> None:
+        raise RuntimeError("the inside of the service")
+
+    refuse_in_one_shape(app)
+    guard(app, token=token)
+    return app
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with in_thread(application()) as served:
+        yield served
+
+
+def ask(url: str, method: str, path: str, *, token: str | None = TOKEN, **rest: Any) -> httpx.Response:
+    headers = {b"content-type": b"application/json"}
+    if token is not None:
+        headers[b"authorization"] = b"Bearer " + token.encode()
+    return httpx.request(method, url + path, headers=headers, trust_env=False, timeout=10.0, **rest)
+
+
+@pytest.mark.parametrize("token", [None, "x", "run-toke", "run-token2", "run-tok\u00ebn"])
+def test_no_entry_without_the_token_but_to_health(url: str, token: str | None) -> None:
+    refused = ask(url, "POST", "/double", token=token, json={"number": 1})
+    assert refused.status_code == 401
+    assert refused.json()["error"]["code"] == "unauthorized"
+    assert ask(url, "GET", "/health", token=token).json() == {"state": "ready"}
+    assert ask(url, "GET", "/health/", token=token).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code", "param"),
+    [
+        ("GET", "/nothing", None, 404, "not_found", None),
+        ("DELETE", "/double", None, 405, "method_not_allowed", None),
+        ("POST", "/double", b"{secret", 400, "invalid_json", None),
+        ("POST", "/double", b'{"number": "secret"}', 422, "invalid_request_error", "number"),
+        ("POST", "/double", b'{"number": 12345678}', 422, "invalid_request_error", "number"),
+        ("POST", "/double", b'["secret"]', 422, "invalid_request_error", "number"),
+        ("POST", "/double", b"", 422, "invalid_request_error", "number"),
+        ("POST", "/double", b"\xff\xfesecret", 400, "invalid_json", None),
+        ("POST", "/double", b"[" * 100_000, 400, "invalid_json", None),
+        ("GET", "/broken", None, 500, "internal_error", None),
+    ],
+)
+def test_every_refusal_has_one_shape_and_repeats_no_input(
+    url: str, method: str, path: str, body: bytes | None, status: int, code: str, param: str | None
+) -> None:
+    answer = ask(url, method, path, content=body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param)
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert not {"secret", "12345678", "inside"} & set(answer.text.replace('"', " ").split())
+    if status == 405:
+        assert answer.headers["allow"] == "POST"
+
+
+def test_a_taken_port_is_named() -> None:
+    with listen("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(AddressError, match=f"port {port} on 127.0.0.1 is taken"):
+            listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", -1), ("300.1.2.3", 0), ("192.0.2.1", 0)]
+)
+def test_addresses_that_cannot_be_listened_on(host: str, port: int) -> None:
+    with pytest.raises(AddressError, match=r"a port is a number|is not an address|cannot listen on"):
+        listen(host, port)
+
+
+async def test_others_are_not_served_without_a_token() -> None:
+    with pytest.raises(AddressError, match=r"refusing to serve on .* without a token"):
+        await serve_until(application(token=None), listen("0.0.0.0", 0))
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    over.set_result(None)
+    await asyncio.wait_for(serve_until(application(), listen("0.0.0.0", 0), over=over), 10)
+
+
+async def test_what_the_start_raises_is_raised() -> None:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        raise ModelError("no weights")
+        yield
+
+    with pytest.raises(ModelError, match="no weights"):
+        await asyncio.wait_for(serve_until(application(lifespan=lifespan), listen("127.0.0.1", 0)), 10)
+
+
+@pytest.mark.parametrize("ending", ["over", "cancelled", "cancelled while it closes"])
+async def test_the_end_is_waited_for(ending: str) -> None:
+    """An application that takes its time to close does so whole, also when the task is cancelled meanwhile."""
+    happened: list[str] = []
+    closing = asyncio.Event()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        happened.append("up")
+        yield
+        closing.set()
+        await asyncio.sleep(0.2)
+        happened.append("down")
+
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    serving = asyncio.create_task(serve_until(application(lifespan=lifespan), listener, over=over))
+    async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
+        assert (await http.get(url + "/health")).status_code == 200
+    assert happened == ["up"]
+    if ending == "over":
+        over.set_result(None)
+        await asyncio.wait_for(serving, 10)
+    else:
+        if ending == "cancelled while it closes":
+            over.set_result(None)
+            await asyncio.wait_for(closing.wait(), 10)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(serving, 10)
+    assert happened == ["up", "down"]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1.0)

@@ -1,0 +1,263 @@
+"""The JAX trainer: the conformance kit, the torch trainer as its twin, exactness, and one program for each shape."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipelinerl.models.jax_checkpoint import export_weights
+from pipelinerl.objective.kl_control import as_column, with_kl_coefficient
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.jax import program as jax_program, trainer as jax_trainer
+from pipelinerl.trainers.jax.segments import Rows
+from pipelinerl.trainers.jax.trainer import JaxTrainer
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.conformance import Status, run
+from trainer_contract.conformance.probes import Subject
+from trainer_contract.errors import NonFiniteError, SpecError, StateError
+from trainer_contract.host_weights import copied
+from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, Precision, TrainerSpec
+
+VOCAB = 48
+OBJECTIVE = resolve("pipelinerl")
+
+
+def spec_of(path, **fields):
+    return TrainerSpec(model_path=path, device=Device.CPU, **fields)
+
+
+def started(path, trainer=JaxTrainer, **fields):
+    made = trainer()
+    made.init_worker(spec_of(path, **fields))
+    return made
+
+
+def gradients(trainer):
+    worker = trainer._worker
+    if isinstance(trainer, TorchTrainer):
+        return {name: parameter.grad.numpy().copy() for name, parameter in worker.named_parameters()}
+    return dict(export_weights(worker.config, worker.gradient, dtype=np.float32))
+
+
+def weights(trainer):
+    return {name: np.asarray(array).copy() for name, array in trainer.gather_weights()}
+
+
+def largest_relative_difference(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    return max(np.linalg.norm(ours[name] - theirs[name]) / np.linalg.norm(theirs[name]) for name in theirs)
+
+
+@pytest.fixture
+def compilations():
+    """Names of the programs that XLA compiles while the test runs."""
+    names = []
+
+    def listen(event, _seconds, **about):
+        if event.endswith("backend_compile_duration"):
+            names.append(about.get("fun_name", ""))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_conformance(model_path, tmp_path):
+    results = run(Subject(JaxTrainer, spec_of(model_path("qwen2")), VOCAB), directory=tmp_path)
+    assert [(r.name, r.reason) for r in results if r.status is Status.FAILED] == []
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+def test_the_torch_trainer_is_its_twin(name, model_path, micro_batch):
+    path, batch = model_path(name), micro_batch()
+    ours, theirs = started(path), started(path, TorchTrainer)
+    assert np.abs(ours.forward(batch) - theirs.forward(batch)).max() <= 1e-5
+    got, expected = ours.backward(batch, OBJECTIVE), theirs.backward(batch, OBJECTIVE)
+    np.testing.assert_allclose(got.loss, expected.loss, rtol=1e-5)
+    np.testing.assert_allclose(got.predictions, expected.predictions, atol=1e-5)
+    assert largest_relative_difference(gradients(ours), gradients(theirs)) <= 2e-5
+
+
+def test_twenty_steps_follow_the_torch_trainer(model_path, micro_batch):
+    optimizer = OptimizerSpec(weight_decay=0.1, grad_clip=0.5)
+    ours, theirs = (started(model_path("qwen2"), kind, optimizer=optimizer) for kind in (JaxTrainer, TorchTrainer))
+    for seed in range(20):
+        batch = micro_batch(seed=seed)
+        losses = [trainer.backward(batch, OBJECTIVE).loss for trainer in (ours, theirs)]
+        steps = [trainer.optimizer_step(learning_rate=1e-3) for trainer in (ours, theirs)]
+        assert abs(losses[0] - losses[1]) <= 1e-4, seed
+        np.testing.assert_allclose(steps[0].grad_norm, steps[1].grad_norm, rtol=1e-4)
+    assert largest_relative_difference(weights(ours), weights(theirs)) <= 1e-4
+
+
+def test_one_program_for_each_shape_of_rows(model_path, micro_batch, compilations):
+    trainer, shapes, lengths = started(model_path("llama")), set(), set()
+    for number in range(1, 13):
+        batch = micro_batch(lengths=tuple(range(2, 2 + number)))
+        trainer.backward(batch, OBJECTIVE)
+        trainer.optimizer_step(learning_rate=1e-4)
+        shapes.add(Rows.of(batch.position_ids).shape)
+        lengths.add(batch.num_tokens)
+    assert len(lengths) == 12
+    assert 1 <= compilations.count("jit(accumulate)") <= len(shapes) <= 2
+
+
+@pytest.mark.parametrize("remat", [pytest.param("matmuls", marks=pytest.mark.slow), "inference_matched"])
+def test_what_is_kept_for_the_backward_pass_changes_nothing(remat, model_path, micro_batch):
+    path, batch = model_path("qwen2"), micro_batch()
+    plain, trainer = started(path), started(path, options={"remat": remat})
+    plain.backward(batch, OBJECTIVE)
+    stats = trainer.backward(batch, OBJECTIVE)
+    assert largest_relative_difference(gradients(trainer), gradients(plain)) <= 1e-5
+    # RLAX §5.1: the forward pass of a training step is the inference forward pass.
+    inside = trainer.forward(batch)[batch.loss_mask]
+    np.testing.assert_allclose(stats.predictions[batch.loss_mask], inside, rtol=0, atol=1e-6)
+
+
+def test_a_kl_coefficient_that_moves_compiles_nothing_anew(model_path, micro_batch, compilations):
+    trainer, batch, objective = started(model_path("llama")), micro_batch(), resolve("grpo_kl")
+    batch = replace(batch, ref_logprobs=1.1 * trainer.forward(batch))
+
+    def loss_at(beta):
+        compiled, coefficient = as_column(with_kl_coefficient(objective, beta))
+        given = replace(batch, kl_coefficients=np.full(batch.num_tokens, coefficient, np.float32))
+        return trainer.backward(given, compiled).loss
+
+    first = [loss_at(0.04), loss_at(0.04)]
+    compilations.clear()
+    others = [loss_at(0.05), loss_at(0.4)]
+    assert compilations == []
+    assert first[0] == first[1] < others[0] < others[1]
+    penalty = (others[1] - first[0]) / (0.4 - 0.04)
+    np.testing.assert_allclose(others[0] - first[0], 0.01 * penalty, rtol=1e-3)
+
+
+def test_other_weights_are_an_argument_of_the_same_program(model_path, micro_batch, compilations):
+    trainer, batch, history = started(model_path("llama")), micro_batch(), []
+    for _ in range(3):
+        history.append((copied(trainer.gather_weights()), trainer.forward(batch)))
+        trainer.backward(batch, OBJECTIVE)
+        trainer.optimizer_step(learning_rate=1e-2)
+    compilations.clear()
+    for held, expected in history[::-1]:
+        assert trainer.forward_at([batch], held)[0].tobytes() == expected.tobytes()
+    assert compilations == []
+
+
+def remats(jaxpr):
+    """Policies of what is rematerialised in a jaxpr, inner ones included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("remat"):
+            yield equation.params["policy"]
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from remats(inner)
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP32, marks=pytest.mark.slow)])
+def test_the_gradients_forward_pass_is_inferences_to_the_bit(precision, model_path, micro_batch):
+    """RLAX §5.1: it emits no residuals, within layers or the head, that would keep XLA from computing it in one way."""
+    trainer, batch = started(model_path("qwen2"), gradient_checkpointing=True, precision=precision), micro_batch()
+    worker, inside = trainer._worker, batch.loss_mask
+    _, columns = jax_trainer._laid_out(worker.program, batch)
+    forward = jax.make_jaxpr(jax_program.logprobs, static_argnums=0)(worker.program, worker.weights, columns)
+    assert list(remats(forward.jaxpr)) == 2 * [jax.checkpoint_policies.nothing_saveable], "the layers, and the head"
+    evaluated = trainer.backward(batch, OBJECTIVE).predictions[inside]
+    assert trainer.forward(batch)[inside].tobytes() == evaluated.tobytes()
+    assert trainer.forward_at([batch], copied(trainer.gather_weights()))[0][inside].tobytes() == evaluated.tobytes()
+
+
+def test_pieces_of_the_vocabulary_change_nothing(model_path, micro_batch):
+    path, batch = model_path("qwen2"), micro_batch()
+    whole, pieces = started(path), started(path)
+    pieces._worker.program = replace(pieces._worker.program, logits_at_once=10 * VOCAB)
+    np.testing.assert_allclose(pieces.forward(batch), whole.forward(batch), atol=1e-6)
+
+
+def test_bf16_computes_near_fp32_and_keeps_fp32_weights(model_path, micro_batch):
+    path, batch = model_path("qwen2"), micro_batch(tempered=False)
+    exact = started(path).forward(batch)
+    trainer = started(path, precision=Precision.BF16)
+    assert 0 < np.abs(trainer.forward(batch) - exact).max() < 0.5
+    trainer.backward(batch, OBJECTIVE)
+    trainer.optimizer_step(learning_rate=1e-3)
+    assert {str(array.dtype) for array in trainer._worker.weights.values()} == {"float32"}
+
+
+def test_weights_are_gathered_in_the_dtype_of_the_model_directory(model_path, tmp_path, micro_batch):
+    path = tmp_path / "bf16"
+    AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(path)
+    trainer = started(path)
+    assert {info.dtype for info in trainer.weight_layout()} == {"bfloat16"}
+    assert {array.dtype for _, array in trainer.gather_weights()} == {jnp.dtype("bfloat16")}
+    # The output layer that engines hold is the rounded one; with fp32 arithmetic on it the log-probs are theirs.
+    served, batch = started(path, head_precision=HeadPrecision.FP32), micro_batch(tempered=False)
+    np.testing.assert_array_equal(served.forward(batch), trainer.forward(batch))
+    for each in (served, trainer):  # as a step would: to weights that bf16 does not hold
+        each._worker.weights = {name: 1.001 * array for name, array in each._worker.weights.items()}
+    assert 0 < np.abs(served.forward(batch) - trainer.forward(batch)).max() < 0.1
+
+
+def test_a_gradient_that_overflows_is_cleared(model_path, micro_batch):
+    trainer = started(model_path("qwen2"))
+    before = weights(trainer)
+    trainer.backward(micro_batch(), OBJECTIVE)
+    trainer._worker.gradient["model.norm.weight"] *= jnp.inf
+    with pytest.raises(NonFiniteError, match="cleared and the weights are as before"):
+        trainer.optimizer_step(learning_rate=1e-2)
+    assert trainer.model_version == 0
+    assert all(np.array_equal(before[name], array) for name, array in weights(trainer).items())
+
+
+def test_states_of_other_models_and_formats_are_refused(model_path, tmp_path):
+    started(model_path("qwen2")).save_state(tmp_path)
+    with pytest.raises(StateError, match="of another model than model_path"):
+        started(model_path("llama"), restore_from=tmp_path)
+    record = json.loads((tmp_path / "trainer.json").read_text())
+    (tmp_path / "trainer.json").write_text(json.dumps(record | {"format": 99}))
+    with pytest.raises(StateError, match="has format 99, expected 1"):
+        started(model_path("qwen2"), restore_from=tmp_path)
+
+
+def test_an_altered_byte_of_a_state_is_found(model_path, tmp_path):
+    started(model_path("qwen2")).save_state(tmp_path)
+    part = next(file for file in (tmp_path / "arrays" / "mean").rglob("c/*") if file.is_file())
+    content = bytearray(part.read_bytes())
+    content[3] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(StateError, match=r"the array mean/.* is missing or damaged"):
+        started(model_path("qwen2"), restore_from=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"options": {"mush": 1}}, "options.mush is unknown to the JAX trainer; it knows mesh, remat, distributed"),
+        ({"options": {"mesh": {"rows": 2}}}, "options.mesh.rows is unknown"),
+        ({"options": {"mesh": {"fsdp": 0}}}, "options.mesh.fsdp must be a whole number of at least 1, got 0"),
+        ({"options": {"mesh": 2}}, "options.mesh must be a table, got 2"),
+        ({"options": {"remat": "some"}}, "options.remat must be one of none, matmuls, inference_matched, got 'some'"),
+        ({"options": {"mesh": {"tensor": 4}}}, "tensor=4 does not divide the model's 2 key-value heads"),
+        ({"options": {"mesh": {"fsdp": 5}}}, r"fsdp=5 does not divide the 32 of 'model.embed_tokens.weight'"),
+        ({"options": {"mesh": {"data": 3}}}, "makes 3 devices, which must divide the"),
+        ({"options": {"distributed": {"process": -1}}}, "options.distributed.process must be a whole number"),
+        ({"options": {"distributed": {}}}, "options.distributed: the other hosts cannot be joined"),
+        ({"head": Head.VALUE}, "trains policies, got the head value"),
+        ({"device": Device.CUDA}, "device is cuda, but jax finds none"),
+    ],
+)
+def test_specs_that_cannot_be_met(fields, sentence, model_path):
+    with pytest.raises(SpecError, match=sentence):
+        JaxTrainer().init_worker(replace(spec_of(model_path("qwen2")), **fields))
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("gpt2", "'gpt2' is not known"), ("mistral", "a sliding window")])
+def test_architectures_that_it_does_not_compute(name, sentence, model_path):
+    with pytest.raises(SpecError, match=sentence):
+        started(model_path(name))

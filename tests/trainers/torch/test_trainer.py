@@ -1,0 +1,302 @@
+"""The torch trainer: the conformance kit on several architectures, a padded twin, and exactness."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.torch.packed_model import PackedModel
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.conformance import Status, run
+from trainer_contract.conformance.probes import Subject
+from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
+from trainer_contract.host_weights import copied
+from trainer_contract.types import Device, Head, OptimizerSpec, Precision, TrainerSpec
+
+VOCAB = 48
+NAMES = ("qwen2", "qwen3", "llama", "mistral", "gpt2")
+VALUE_HEADS = (("qwen2", Head.VALUE), ("gpt2", Head.VALUE))
+OBJECTIVE = resolve("pipelinerl")
+
+
+def spec_of(path, **fields):
+    return TrainerSpec(model_path=path, device=Device.CPU, **fields)
+
+
+def started(path, **fields):
+    trainer = TorchTrainer()
+    trainer.init_worker(spec_of(path, **fields))
+    return trainer
+
+
+def gradients(trainer):
+    return {name: parameter.grad.clone() for name, parameter in trainer._worker.named_parameters()}
+
+
+def padded_twin(path, batch):
+    """Loss and gradients the plain way: one padded batch, eager attention, full logits, a loop over rollouts."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    rows = [np.flatnonzero(batch.segment_ids == segment) for segment in range(batch.num_segments)]
+    width = max(len(row) for row in rows)
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    attention = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.from_numpy(batch.token_ids[row]).long()
+        attention[i, : len(row)] = 1
+    logits = model(input_ids=tokens, attention_mask=attention).logits
+    loss, everything = torch.zeros(()), np.zeros(batch.num_tokens, dtype=np.float32)
+    for i, row in enumerate(rows):
+        for place, t in enumerate(row[1:], start=1):
+            z = logits[i, place - 1] / float(batch.temperatures[t])
+            logprob = torch.log_softmax(z, -1)[int(batch.token_ids[t])]
+            everything[t] = logprob.item()
+            if batch.loss_mask[t]:
+                ratio = torch.exp(logprob.detach() - float(batch.behavior_logprobs[t]))
+                loss = loss - float(batch.weights[t]) * ratio * float(batch.advantages[t]) * logprob
+    loss.backward()
+    return loss.item(), everything, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("name", "head"), [*((name, Head.POLICY) for name in NAMES), *VALUE_HEADS])
+def test_conformance(name, head, model_path, tmp_path):
+    results = run(Subject(TorchTrainer, spec_of(model_path(name), head=head), VOCAB), directory=tmp_path)
+    assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_equals_padded(name, model_path, micro_batch):
+    path, batch = model_path(name), micro_batch()
+    loss, logprobs, expected = padded_twin(path, batch)
+    trainer = started(path)
+    np.testing.assert_allclose(trainer.forward(batch), logprobs, atol=2e-5)
+    np.testing.assert_allclose(trainer.backward(batch, OBJECTIVE).loss, loss, rtol=1e-4)
+    got = gradients(trainer)
+    assert got.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=2e-5, msg=parameter)
+
+
+def test_splitting_and_order_change_the_gradient_by_rounding_only(model_path, micro_batch):
+    whole = started(model_path("qwen2"))
+    total = whole.backward(micro_batch(), OBJECTIVE)
+    expected = gradients(whole)
+    scale = max(gradient.abs().max() for gradient in expected.values())
+    for split in ([[0], [1], [2], [3], [4], [5]], [[5, 3], [2, 0, 4], [1]], [[5, 4, 3, 2, 1, 0]]):
+        trainer = started(model_path("qwen2"))
+        parts = [trainer.backward(micro_batch(select=part), OBJECTIVE) for part in split]
+        np.testing.assert_allclose(sum(part.loss for part in parts), total.loss, rtol=1e-5)
+        assert sum((part.predictions != 0).sum() for part in parts) == (total.predictions != 0).sum()
+        for parameter, gradient in gradients(trainer).items():
+            torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-6 * float(scale), msg=parameter)
+
+
+def test_equal_calls_give_equal_bits(model_path, micro_batch):
+    trainers = [started(model_path("llama")) for _ in range(2)]
+    for seed in range(3):
+        batch = micro_batch(seed=seed)
+        first, second = (t.backward(batch, OBJECTIVE) for t in trainers)
+        assert first.loss == second.loss and first.predictions.tobytes() == second.predictions.tobytes()
+        first, second = ((t.optimizer_step(learning_rate=1e-2), t.forward(batch).tobytes()) for t in trainers)
+        assert first == second
+
+
+def test_other_weights_are_computed_with_as_engines_hold_them(model_path, micro_batch, tmp_path):
+    """Of a bf16 model the masters are finer than what is served; what was served is what counts."""
+    AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    trainer, batch = started(tmp_path), micro_batch()
+    trainer.backward(batch, OBJECTIVE)
+    trainer.optimizer_step(learning_rate=1e-3)
+    served = copied(trainer.gather_weights())
+    (got,) = trainer.forward_at([batch], served)
+    assert got.tobytes() != trainer.forward(batch).tobytes()
+    for _, parameter in trainer._worker.named_parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    assert got.tobytes() == trainer.forward(batch).tobytes()
+
+
+def test_checkpointing_and_pieces_of_the_vocabulary_change_nothing(model_path, micro_batch):
+    path, batch = model_path("qwen2"), micro_batch()
+    plain = started(path)
+    plain.backward(batch, OBJECTIVE)
+    frugal = started(path, gradient_checkpointing=True)
+    frugal._worker.model._logits_at_once = 10 * VOCAB
+    assert isinstance(frugal._worker.model, PackedModel)
+    frugal.backward(batch, OBJECTIVE)
+    expected = gradients(plain)
+    for parameter, gradient in gradients(frugal).items():
+        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6, msg=parameter)
+
+
+def test_bf16_computes_near_fp32_and_keeps_fp32_weights(model_path, micro_batch):
+    path, batch = model_path("qwen2"), micro_batch(tempered=False)
+    exact = started(path).forward(batch)
+    trainer = started(path, precision=Precision.BF16)
+    rough = trainer.forward(batch)
+    assert 0 < np.abs(rough - exact).max() < 0.5
+    trainer.backward(batch, OBJECTIVE)
+    trainer.optimizer_step(learning_rate=1e-3)
+    assert {p.dtype for _, p in trainer._worker.named_parameters()} == {torch.float32}
+
+
+def test_weights_are_gathered_in_the_dtype_of_the_model_directory(model_path, tmp_path, micro_batch):
+    AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    trainer = started(tmp_path / "bf16")
+    assert {info.dtype for info in trainer.weight_layout()} == {"bfloat16"}
+    assert {array.dtype for _, array in trainer.gather_weights()} == {torch.bfloat16}
+    trainer.backward(micro_batch(), OBJECTIVE)
+    trainer.optimizer_step(learning_rate=1e-6)
+    (tmp_path / "state").mkdir()
+    trainer.save_state(tmp_path / "state")
+    restored = started(tmp_path / "bf16", restore_from=tmp_path / "state")
+    assert restored.weight_layout() == trainer.weight_layout()
+    for (_, ours), (_, theirs) in zip(
+        restored._worker.named_parameters(), trainer._worker.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), "the masters keep what bf16 would round away"
+
+
+def test_gathering_copies_nothing_and_lists_tied_weights_once(model_path):
+    trainer = started(model_path("qwen2"))
+    gathered = dict(trainer.gather_weights())
+    assert "lm_head.weight" not in gathered and "model.embed_tokens.weight" in gathered
+    for name, parameter in trainer._worker.named_parameters():
+        assert gathered[name].data_ptr() == parameter.data_ptr() and not gathered[name].requires_grad
+
+
+def test_a_saved_model_is_an_ordinary_hugging_face_directory(model_path, micro_batch, tmp_path):
+    trainer = started(model_path("gpt2"))
+    trainer.backward(micro_batch(), OBJECTIVE)
+    trainer.optimizer_step(learning_rate=1e-2)
+    trainer.save_state(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, dict(trainer.gather_weights())[name])
+
+
+def test_states_of_other_models_and_incomplete_states_are_refused(model_path, tmp_path, micro_batch):
+    trainer = started(model_path("qwen2"))
+    trainer.backward(micro_batch(), OBJECTIVE)
+    trainer.optimizer_step(learning_rate=1e-2)
+    trainer.save_state(tmp_path)
+    with pytest.raises(StateError, match="of another model than model_path"):
+        started(model_path("llama"), restore_from=tmp_path)
+    record = json.loads((tmp_path / "trainer.json").read_text())
+    (tmp_path / "trainer.json").write_text(json.dumps(record | {"format": 99}))
+    with pytest.raises(StateError, match="has format 99, expected 1"):
+        started(model_path("qwen2"), restore_from=tmp_path)
+    (tmp_path / "trainer.json").write_text(json.dumps(record))
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(StateError, match="damaged"):
+        started(model_path("qwen2"), restore_from=tmp_path)
+
+
+def test_a_gradient_that_overflows_is_cleared(model_path, micro_batch):
+    trainer = started(model_path("qwen2"))
+    before = [weight.clone() for _, weight in trainer.gather_weights()]
+    trainer.backward(micro_batch(), OBJECTIVE)
+    next(trainer._worker.model.parameters()).grad[0, 0] = torch.inf
+    with pytest.raises(NonFiniteError, match="cleared and the weights are as before"):
+        trainer.optimizer_step(learning_rate=1e-2)
+    assert trainer.model_version == 0
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.gather_weights(), strict=True))
+    with pytest.raises(ProtocolError):
+        trainer.optimizer_step(learning_rate=1e-2)
+
+
+def test_a_micro_batch_that_trains_nothing_counts_nothing(model_path, micro_batch):
+    trainer, batch = started(model_path("qwen2")), micro_batch()
+    object.__setattr__(batch, "loss_mask", np.zeros_like(batch.loss_mask))
+    stats = trainer.backward(batch, OBJECTIVE)
+    assert stats.loss == 0.0 and not stats.predictions.any()
+    assert trainer.optimizer_step(learning_rate=1e-2).grad_norm == 0.0
+
+
+def test_weight_decay_spares_vectors(model_path, micro_batch):
+    trainer = started(model_path("gpt2"), optimizer=OptimizerSpec(weight_decay=0.5))
+    groups = trainer._worker.optimizer.param_groups
+    assert {(group["weight_decay"], parameter.ndim) for group in groups for parameter in group["params"]} == {
+        (0.5, 2),
+        (0.0, 1),
+    }
+
+
+def test_specs_that_cannot_be_met(model_path, tmp_path):
+    with pytest.raises(SpecError, match=r"config\.json"):
+        started(tmp_path)
+    if not torch.cuda.is_available():
+        with pytest.raises(SpecError, match="torch finds no CUDA device"):
+            TorchTrainer().init_worker(TrainerSpec(model_path=model_path("qwen2"), device=Device.CUDA))
+    partial = AutoModelForCausalLM.from_pretrained(model_path("qwen2"))
+    del partial.model.layers[1].mlp.up_proj.weight
+    partial.save_pretrained(tmp_path / "partial")
+    with pytest.raises(SpecError, match=r"1 absent or of another shape, first model\.layers\.1\.mlp\.up_proj\.weight"):
+        started(tmp_path / "partial")
+
+
+def test_models_that_cannot_be_packed_are_refused(model_path, tmp_path):
+    """Gemma 2 caps its scores and logits; Mamba's state runs across boundaries."""
+    from transformers import Gemma2Config, MambaConfig
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+    gemma = Gemma2Config(
+        **sizes,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_logit_softcapping=5.0,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(gemma).save_pretrained(tmp_path / "gemma")
+    with pytest.raises(SpecError, match="softcap"):
+        started(tmp_path / "gemma")
+    AutoModelForCausalLM.from_config(MambaConfig(**sizes)).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(SpecError):
+        started(tmp_path / "mamba")
+
+
+def test_a_saved_value_model_is_one_to_start_from(model_path, micro_batch, tmp_path):
+    critic, batch = started(model_path("qwen2"), head=Head.VALUE), micro_batch()
+    assert not critic.forward(batch).any(), "without a head of its own, values begin at 0"
+    for _ in range(3):
+        critic.backward(batch, OBJECTIVE)
+        critic.optimizer_step(learning_rate=1e-2)
+    critic.save_state(tmp_path)
+    again = started(tmp_path / "model", head=Head.VALUE)
+    assert again.forward(batch).tobytes() == critic.forward(batch).tobytes()
+    assert again.model_version == 0
+    names = [info.name for info in critic.weight_layout()]
+    assert names[-2:] == ["value_head.weight", "value_head.bias"] and "lm_head.weight" not in names
+
+
+def test_a_state_of_the_other_head_and_a_head_of_another_width_are_refused(model_path, micro_batch, tmp_path):
+    started(model_path("qwen2"), head=Head.VALUE).save_state(tmp_path)
+    with pytest.raises(StateError, match="has the head 'value', expected 'policy'"):
+        started(model_path("qwen2"), restore_from=tmp_path)
+    save_file({"weight": torch.zeros(1, 5), "bias": torch.zeros(1)}, tmp_path / "model" / "value_head.safetensors")
+    with pytest.raises(SpecError, match=r"value_head\.safetensors does not fit the model beside it"):
+        started(tmp_path / "model", head=Head.VALUE)
+    (tmp_path / "model" / "value_head.safetensors").unlink()
+    with pytest.raises(StateError, match=r"lacks model/value_head\.safetensors"):
+        started(model_path("qwen2"), head=Head.VALUE, restore_from=tmp_path)
+
+
+def test_three_workers_share_a_process(model_path, micro_batch):
+    """accelerate keeps one state for all: making one more must not disturb those that are there."""
+    batch = micro_batch()
+    alone = started(model_path("qwen2"))
+    expected = alone.forward(batch).tobytes()
+    first = started(model_path("qwen2"))
+    others = started(model_path("qwen2"), head=Head.VALUE), started(model_path("llama"))
+    assert first.forward(batch).tobytes() == expected
+    for worker in (first, *others):
+        worker.backward(batch, OBJECTIVE)
+    alone.backward(batch, OBJECTIVE)
+    norms = [worker.optimizer_step(learning_rate=1e-3).grad_norm for worker in (alone, first, *others)]
+    assert norms[0] == norms[1] and all(norm > 0 for norm in norms)
+    assert alone.forward(batch).tobytes() == first.forward(batch).tobytes()

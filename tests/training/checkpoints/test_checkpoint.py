@@ -1,0 +1,253 @@
+"""Checkpoints: whole or not there, whatever is killed, cut or flipped; a Hugging Face directory as they lie."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import CheckpointError
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.training.checkpoints import checkpoint
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, TrainingState, load
+from tests.fakes.checkpoints import capture, model_directory, save, state_of
+from trainer_contract.types import TrainerSpec
+
+SHIPPED = Path(__file__).resolve().parents[2] / "pipelinerl" / "models" / "tiny_speller"
+
+
+class Killed(BaseException):
+    """The process ends here; nothing above catches it."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model_directory(tmp_path / "model"))
+
+
+def latest(store: CheckpointStore) -> TrainingState | None:
+    found = store.latest()
+    return found[1] if found else None
+
+
+def test_what_is_saved_is_what_is_found(store: CheckpointStore) -> None:
+    assert store.latest() is None and store.oldest_kept_offsets() == {}
+    path = save(store, 3)
+    assert store.latest() == (path, state_of(3))
+    assert path.name == "step-000003"
+    names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    assert names == ["config.json", "manifest.json", "model.safetensors", "tokenizer.json", "trainer/optimizer"]
+    assert BigramModel.load(path).logits.tolist() == np.full((5, 5), 3.0).tolist()
+
+
+def test_killed_as_it_replaced_a_step_the_one_before_is_found(store: CheckpointStore) -> None:
+    path = save(store, 4)
+    path.rename(path.with_name(f".replaced-{path.name}"))  # between the two renames of a commit
+    found = store.latest()
+    assert found == (path, state_of(4)) and load(path) == state_of(4)
+    assert sorted(each.name for each in path.parent.iterdir()) == [path.name]
+
+
+def test_the_newest_are_kept(store: CheckpointStore) -> None:
+    for version in (9, 99, 999_999):
+        save(store, version)
+    assert [path.name for path in store.all()] == ["step-000099", "step-999999"]
+    assert store.oldest_kept_offsets() == state_of(99).offsets
+    save(store, 1_000_000)
+    assert latest(store) == state_of(1_000_000), "by number, not by name"
+    assert [path.name for path in store.all()] == ["step-999999", "step-1000000"]
+
+
+def test_the_same_step_of_a_later_epoch_replaces_the_earlier(store: CheckpointStore) -> None:
+    save(store, 1)
+    save(store, 2)
+    save(store, 2, epoch=2)
+    assert latest(store) == state_of(2, epoch=2)
+    assert [path.name for path in sorted(store.directory.iterdir())] == ["step-000001", "step-000002"]
+
+
+def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
+    """Kill the process at the n-th of the operations that make a checkpoint durable or visible."""
+    done: list[str] = []
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **rest: Any) -> Any:
+            if len(done) == killed_at:
+                raise Killed
+            done.append(name)
+            return call(*args, **rest)
+
+        return wrapper
+
+    monkeypatch.setattr(shutil, "copyfile", counted("copy", shutil.copyfile))
+    monkeypatch.setattr(shutil, "rmtree", counted("remove", shutil.rmtree))
+    monkeypatch.setattr(os, "fsync", counted("sync", os.fsync))
+    monkeypatch.setattr(Path, "write_text", counted("write", Path.write_text))
+    monkeypatch.setattr(Path, "rename", counted("rename", Path.rename))
+    return done
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new step", "step of an abandoned epoch"])
+def test_killed_anywhere_the_newest_whole_one_is_found(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    old, new = state_of(2), state_of(4, epoch=2)
+    for killed_at in range(100):
+        save(store, 2)
+        if again:
+            save(store, 4)
+        with monkeypatch.context() as patched:
+            done = operations(patched, killed_at)
+            try:
+                save(store, 4, epoch=2)
+            except Killed:
+                whole = False
+            else:
+                whole = True
+        found = latest(store)
+        assert found in (old, state_of(4), new) if again else found in (old, new), done
+        if "rename" in done and done[-1] != "rename":
+            assert found == new, "what was renamed and synced is there"
+        if whole:
+            assert {"copy", "write", "sync", "rename"} <= set(done)
+            assert done.index("rename") > max(i for i, name in enumerate(done) if name == "write")
+            break
+        shutil.rmtree(store.directory / "step-000004", ignore_errors=True)
+    else:
+        pytest.fail("save never ended")
+    save(store, 6)
+    assert not list(store.directory.glob(".*")), "what the killed ones left is gone"
+
+
+def damages(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every file cut at several places, flipped in several bits, and removed."""
+    for file in sorted(path.rglob("*")):
+        if not file.is_file():
+            continue
+        whole, name = file.read_bytes(), str(file.relative_to(path))
+        for length in {0, 1, len(whole) // 2, len(whole) - 1} - {len(whole)}:
+            yield f"{name} cut to {length}", lambda file=file, length=length: os.truncate(file, length)  # type: ignore[misc]
+        for place in range(0, len(whole), max(1, len(whole) // 40)):
+            flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+            yield f"{name} flipped at {place}", lambda file=file, data=flipped: file.write_bytes(data)  # type: ignore[misc]
+        yield f"{name} longer", lambda file=file, data=whole: file.write_bytes(data + b" x")  # type: ignore[misc]
+        yield f"{name} removed", file.unlink
+
+
+def test_every_damage_is_found_and_said(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    save(store, 2)
+    path = save(store, 4)
+    shutil.copytree(path, tmp_path / "whole")
+    missed = []
+    for what, damage in list(damages(path)):
+        damage()
+        caplog.clear()
+        with caplog.at_level(logging.ERROR):
+            found = latest(store)
+        if found != state_of(2) or "skipping a damaged checkpoint" not in caplog.text:
+            missed.append(what)
+        shutil.rmtree(path)
+        shutil.copytree(tmp_path / "whole", path)
+    assert missed == []
+    assert latest(store) == state_of(4)
+
+
+@pytest.mark.parametrize("manifest", ["[]", "3", "{}", '{"format": 1}', '{"format": 3, "state": {}, "files": {}}'])
+def test_other_manifests_are_refused_with_a_sentence(store: CheckpointStore, manifest: str) -> None:
+    path = save(store, 2)
+    (path / "manifest.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match="choose another checkpoint"):
+        load(path)
+    assert store.oldest_kept_offsets() == {}
+
+
+def test_a_full_disk_leaves_the_checkpoints_as_they_were(store: CheckpointStore) -> None:
+    save(store, 2)
+
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        store.save(state_of(4), layout=[], weights=[], parts={"trainer": full})
+    assert latest(store) == state_of(2)
+    assert latest(store) is not None and save(store, 4).name == "step-000004"
+
+
+def test_what_fails_after_it_is_in_place_may_be_tried_again(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 2)
+    save(store, 4)
+    captured, sync = capture(store, state_of(4, epoch=2)), checkpoint._sync
+
+    def broken(path: Path) -> None:
+        if path == store.directory:
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_sync", broken)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                store.commit(captured)
+            assert latest(store) == state_of(4, epoch=2)
+    assert store.commit(captured).name == "step-000004"
+    assert [path.name for path in sorted(store.directory.iterdir())] == ["step-000002", "step-000004"]
+
+
+def test_what_cannot_be_removed_is_said_and_costs_no_checkpoint(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        raise OSError(39, "Directory not empty", str(path))
+
+    for version in (1, 2):
+        save(store, version)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", busy)
+        for version in (3, 4):
+            save(store, version)
+    assert [path.name for path in store.all()] == ["step-000003", "step-000004"]
+    assert "step-000001 cannot be removed now: [Errno 39] Directory not empty" in caplog.text
+    save(store, 5)
+    assert not list(store.directory.glob(".*")), "it is tried again"
+
+
+def test_the_offsets_that_may_be_trimmed_need_no_reading_of_weights(store: CheckpointStore) -> None:
+    """Only the manifest is read: weights may be many gigabytes."""
+    path = save(store, 2)
+    (path / "model.safetensors").unlink()
+    assert store.oldest_kept_offsets() == state_of(2).offsets
+
+
+def test_transformers_loads_a_checkpoint_as_it_lies(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pipelinerl.trainers.torch.trainer import TorchTrainer
+
+    trainer = TorchTrainer()
+    trainer.init_worker(TrainerSpec(model_path=SHIPPED))
+    store = CheckpointStore(tmp_path, keep=1, model_directory=SHIPPED)
+    path = store.save(
+        state_of(0),
+        layout=trainer.weight_layout(),
+        weights=trainer.gather_weights(),
+        parts={"trainer": trainer.save_state},
+    )
+    trainer.close()
+    loaded, original = (AutoModelForCausalLM.from_pretrained(p, local_files_only=True) for p in (path, SHIPPED))
+    for (name, given), (other, expected) in zip(loaded.named_parameters(), original.named_parameters(), strict=True):
+        assert name == other and torch.equal(given, expected)
+    assert len(AutoTokenizer.from_pretrained(path, local_files_only=True)) == 57
+    assert json.loads((path / "config.json").read_text())["model_type"] == "qwen3"
+    assert store.latest() == (path, state_of(0))

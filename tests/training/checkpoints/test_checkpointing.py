@@ -1,0 +1,182 @@
+"""A checkpoint on its way beside the training: told when it is durable, waited for by the next, insisted on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.errors import CheckpointError
+from pipelinerl.messages import CheckpointDelayed, Checkpointed, Message
+from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
+from pipelinerl.training.checkpoints.checkpointing import Checkpointing
+from pipelinerl.training.checkpoints.copies import CheckpointCopies
+from pipelinerl.training.checkpoints.retention import Retention
+from tests.fakes.checkpoints import capture, model_directory, state_of
+
+DEADLINE_S = 20.0
+
+
+@dataclass
+class GroupLimiter:
+    """A store, and what was told and trimmed."""
+
+    store: CheckpointStore
+    saving: Checkpointing
+    told: list[Message] = field(default_factory=list)
+    trimmed: list[dict[str, str]] = field(default_factory=list)
+
+    async def begin(self, version: int) -> None:
+        """Begin, and wait for the capture."""
+        await self.saving.begin(state_of(version), lambda: capture(self.store, state_of(version)))
+        await self.saving.captured()
+
+    async def until_told(self, kind: type[Message]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not any(isinstance(message, kind) for message in self.told):
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterator[GroupLimiter]:
+    copies = CheckpointCopies(f"{tmp_path}/location/run", retention=Retention(2))
+    model = model_directory(tmp_path / "model")
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model, copies=copies)
+    told: list[Message] = []
+    trimmed: list[dict[str, str]] = []
+
+    async def report(message: Message) -> None:
+        told.append(message)
+
+    async def trim(offsets: dict[str, str]) -> None:
+        trimmed.append(offsets)
+
+    saving = Checkpointing(store, report=report, trim=trim, deadline_s=deadline_s)
+    try:
+        yield GroupLimiter(store, saving, told, trimmed)
+    finally:
+        await saving.close()
+
+
+async def test_training_goes_on_while_the_disk_works_and_the_next_checkpoint_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, may_sync = os.fsync, threading.Event()
+
+    def slow(handle: int) -> None:
+        assert may_sync.wait(DEADLINE_S)
+        real(handle)
+
+    async with room(tmp_path) as made:
+        monkeypatch.setattr(os, "fsync", slow)
+        await made.begin(1)
+        assert (made.told, made.store.all()) == ([], []), "the state is captured; the disk has not even begun"
+        second = asyncio.create_task(made.begin(2))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        may_sync.set()
+        await second
+        await made.saving.finish()
+        assert [(m.model_version, Path(m.path).name) for m in made.told if isinstance(m, Checkpointed)] == [
+            (1, "step-000001"), (2, "step-000002")
+        ]  # fmt: skip
+        assert made.trimmed == [state_of(1).offsets, state_of(1).offsets], "the older is still there to go on from"
+        assert made.store.latest() == (made.store.all()[-1], state_of(2))
+
+
+async def test_what_may_pass_is_told_and_tried_until_it_has_passed(tmp_path: Path) -> None:
+    (tmp_path / "location").write_text("in the way of the directory")
+    async with room(tmp_path) as made:
+        await made.begin(1)
+        await made.until_told(CheckpointDelayed)
+        assert len(made.store.all()) == 1 and not made.trimmed, "the copy is what is missing"
+        await made.saving.raise_if_failed()
+        (tmp_path / "location").unlink()
+        await asyncio.wait_for(made.saving.finish(), DEADLINE_S)
+        assert isinstance(made.told[-1], Checkpointed) and made.trimmed
+        assert [path.name.split("-e")[0] for path in (tmp_path / "location" / "run").iterdir()] == ["step-000001"]
+
+
+async def test_passes_run_beside_the_capture_and_the_weights_change_after_it(tmp_path: Path) -> None:
+    state, may_read = state_of(1), threading.Event()
+
+    def reads() -> Capture:
+        assert may_read.wait(DEADLINE_S)
+        return capture(made.store, state)
+
+    async with room(tmp_path) as made:
+        await asyncio.wait_for(made.saving.begin(state, reads), DEADLINE_S)
+        waits = asyncio.create_task(made.saving.captured())
+        await asyncio.sleep(0.05)
+        assert not waits.done()
+        may_read.set()
+        await waits
+        await made.saving.finish()
+        (told,) = [message for message in made.told if isinstance(message, Checkpointed)]
+        assert 0.05 <= told.stall_s < DEADLINE_S
+        await made.saving.begin(state_of(2), lambda: capture(made.store, state_of(2)))
+        await made.saving.finish()
+        await made.saving.captured()
+        assert isinstance(made.told[-1], Checkpointed) and made.told[-1].stall_s < 0.05, "nothing waited for it"
+
+
+async def test_a_capture_that_cannot_succeed_is_raised_to_who_waits_for_it(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.saving.begin(state_of(1), lambda: capture(made.store, {}))  # type: ignore[arg-type]
+        with pytest.raises(AttributeError):
+            await asyncio.wait_for(made.saving.captured(), DEADLINE_S)
+        await made.saving.finish()
+
+
+async def test_a_capture_that_fails_holds_training_until_it_succeeds(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way of the directory")
+    async with room(tmp_path) as made:
+        beginning = asyncio.create_task(made.begin(1))
+        await made.until_told(CheckpointDelayed)
+        assert not beginning.done()
+        (tmp_path / "checkpoints").unlink()
+        await asyncio.wait_for(beginning, DEADLINE_S)
+        await made.saving.finish()
+        (last,) = [message for message in made.told if isinstance(message, Checkpointed)]
+        assert last.stall_s > 0
+
+
+async def test_it_gives_up_in_the_end_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "location").write_text("in the way of the directory")
+    async with room(tmp_path, deadline_s=0.05) as made:
+        await made.begin(1)
+        with pytest.raises(OSError, match="location"):
+            await asyncio.wait_for(made.saving.finish(), DEADLINE_S)
+
+
+async def test_a_sync_that_failed_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    async with room(tmp_path) as made:
+        await made.begin(1)
+        await made.saving.finish()
+        monkeypatch.setattr(os, "fsync", broken)
+        await made.begin(2)
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(CheckpointError, match=r"cannot be forced to the disk.*Input/output error"):
+                while True:
+                    await made.saving.raise_if_failed()
+                    await asyncio.sleep(0.005)
+        assert made.store.latest() == (made.store.all()[-1], state_of(1))
+        assert not list(made.store.directory.glob(".*"))
+
+
+async def test_closed_it_gives_up_what_is_under_way(tmp_path: Path) -> None:
+    (tmp_path / "location").write_text("in the way of the directory")
+    async with room(tmp_path) as made:
+        await made.begin(1)
+        await made.until_told(CheckpointDelayed)
+        await asyncio.wait_for(made.saving.close(), DEADLINE_S)
+        assert not any(isinstance(message, Checkpointed) for message in made.told)

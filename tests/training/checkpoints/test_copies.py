@@ -1,0 +1,198 @@
+"""Copies of checkpoints at a location, in a directory and behind a URL: whole or not there, the newest and the best."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.errors import CheckpointError, FencedError
+from pipelinerl.system.storage import Storage
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
+from pipelinerl.training.checkpoints.copies import CheckpointCopies
+from pipelinerl.training.checkpoints.retention import Retention
+from tests.fakes.checkpoints import capture, model_directory, save, state_of, versions_in
+
+
+@pytest.fixture(params=["directory", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"file://{tmp_path}/copies" if request.param == "directory" else f"memory://{tmp_path.name}/copies"
+
+
+@pytest.fixture
+def copies(url: str, tmp_path: Path) -> CheckpointCopies:
+    (tmp_path / "recipe.toml").write_text("name = 'x'\n")
+    files = (tmp_path / "recipe.toml", tmp_path / "events.jsonl")
+    return CheckpointCopies(url, retention=Retention(2, 1), run_files=files)
+
+
+@pytest.fixture
+def store(tmp_path: Path, copies: CheckpointCopies) -> CheckpointStore:
+    model = model_directory(tmp_path / "model")
+    return CheckpointStore(tmp_path / "checkpoints", keep=2, keep_best=1, model_directory=model, copies=copies)
+
+
+def save_both(store: CheckpointStore, version: int, **rest: Any) -> None:
+    store.copy(save(store, version, **rest))
+
+
+def versions(copies: CheckpointCopies) -> list[int]:
+    return [copy.manifest.state.model_version for copy in copies.newest()]
+
+
+def test_a_trainer_that_was_stopped_in_its_copy_takes_nothing_from_its_successor(
+    store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
+) -> None:
+    """It wakes with step 10 of epoch 1, after epoch 2 has gone on from there and copied step 20."""
+    store.claim(1)
+    late = save(store, 10)
+    successor = CheckpointStore(
+        tmp_path / "checkpoints", keep=2, model_directory=model_directory(tmp_path / "model-2"), copies=copies
+    )
+    successor.latest()
+    successor.claim(2)
+    save_both(successor, 20, epoch=2)
+    with pytest.raises(FencedError, match=r"step-000020-e2-.* is of a later epoch than 1"):
+        store.copy(late)
+    assert versions(copies) == [20]
+
+
+def test_what_comes_back_is_a_checkpoint_with_the_files_of_its_run(
+    store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
+) -> None:
+    (tmp_path / "events.jsonl").write_text('{"kind": "step"}\n{"kind": "st')
+    save_both(store, 3)
+    (copy,) = copies.newest()
+    into = tmp_path / "elsewhere" / copy.name
+    copies.fetch(copy, into)
+    assert load(into) == state_of(3) and versions_in(into, state_of(3)) == {3}
+    assert into.name == "step-000003"
+    assert (into / "run" / "recipe.toml").read_text() == "name = 'x'\n"
+    assert (into / "run" / "events.jsonl").read_text() == '{"kind": "step"}\n', "without the line under way"
+
+
+def test_the_newest_and_the_best_stay_in_both_places(store: CheckpointStore, copies: CheckpointCopies) -> None:
+    save_both(store, 10)
+    save_both(store, 20, accuracies={10: 0.4})
+    save_both(store, 30, accuracies={10: 0.4, 20: 0.6})
+    save_both(store, 40, accuracies={10: 0.4, 20: 0.6, 30: 0.2})
+    assert versions(copies) == [40, 30, 20]
+    assert [path.name for path in store.all()] == ["step-000020", "step-000030", "step-000040"]
+    assert store.oldest_kept_offsets() == state_of(30).offsets, "the best is not waited for"
+    save_both(store, 50, accuracies={10: 0.4, 20: 0.6, 30: 0.2, 40: 0.9})
+    assert versions(copies) == [50, 40] and len(Storage(copies.url).names()) == 2
+
+
+def test_the_same_step_of_a_later_epoch_counts_and_replaces_the_earlier(
+    store: CheckpointStore, copies: CheckpointCopies
+) -> None:
+    save_both(store, 2)
+    save_both(store, 2)
+    assert len(Storage(copies.url).names()) == 1, "a second try of the same is a no-op"
+    save_both(store, 2, epoch=2)
+    assert [copy.manifest.state.epoch for copy in copies.newest()] == [2]
+
+
+def test_what_is_saved_again_counts_whatever_its_digest(
+    store: CheckpointStore, copies: CheckpointCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same version and epoch with other ledgers, each time before the one before was swept up."""
+    ledgers = []
+    for frontier in range(6):
+        state = replace(state_of(2), ledger={"frontier": frontier})
+        with monkeypatch.context() as patched:
+            patched.setattr(Storage, "remove", lambda *_: None)
+            store.copy(store.commit(capture(store, state)))
+        ledgers.append(next(copies.newest()).manifest.state.ledger["frontier"])
+    assert ledgers == [0, 1, 2, 3, 4, 5] and len(Storage(copies.url).names()) == 6
+    store.copy(store.all()[-1])
+    assert [copy.manifest.state.ledger["frontier"] for copy in copies.newest()] == [5]
+    assert [copy.name for copy in copies.newest()] == ["step-000002"]
+
+
+def test_copies_above_where_the_run_went_on_push_out_nothing(
+    store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in (10, 20, 30):
+        save_both(store, version)
+    (store.directory / "step-000030" / "model.safetensors").write_bytes(b"")
+    again = CheckpointStore(store.directory, keep=2, model_directory=tmp_path / "model", copies=copies)
+    assert again.latest() == (store.directory / "step-000020", state_of(20))
+    again.claim(2)
+    save_both(again, 22, epoch=2)
+    assert versions(copies) == [22, 20]
+    assert "step-000030-e1-" in caplog.text and "the run went on from before it" in caplog.text
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_killed_anywhere_the_newest_copy_is_whole(
+    store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each operation on the location in turn; the next trainer sweeps up what is left."""
+    save_both(store, 1)
+    save_both(store, 2)
+    path = save(store, 3)
+    for killed_at in range(100):
+        done: list[str] = []
+
+        def counted(name: str, call: Callable[..., Any], at: int, done: list[str]) -> Callable[..., Any]:
+            def wrapper(*args: Any) -> Any:
+                if len(done) == at:
+                    raise Killed
+                done.append(name)
+                return call(*args)
+
+            return wrapper
+
+        with monkeypatch.context() as patched:
+            for name in ("write", "upload", "remove"):
+                patched.setattr(Storage, name, counted(name, getattr(Storage, name), killed_at, done))
+            try:
+                copies.save(path)
+            except Killed:
+                whole = False
+            else:
+                whole = True
+        newest = next(copies.newest())
+        assert newest.manifest.state.model_version in (2, 3)
+        copies.fetch(newest, tmp_path / str(killed_at))
+        if whole:
+            assert versions(copies) == [3, 2]
+            assert killed_at >= 7, "five files, the manifest, and what it takes to remove the oldest"
+            return
+    pytest.fail("save never ended")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "trainer/optimizer", "run/recipe.toml"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
+def test_damage_is_found_and_said(
+    store: CheckpointStore,
+    copies: CheckpointCopies,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    damage: str,
+) -> None:
+    save_both(store, 1)
+    save_both(store, 2)
+    newest, place = next(copies.newest()), Storage(copies.url)
+    data = bytearray(place.read(f"{newest.folder}/{name}"))
+    data[len(data) // 2] ^= 1
+    if damage == "lose":
+        place.remove(f"{newest.folder}/{name}")
+    else:
+        place.write(f"{newest.folder}/{name}", bytes(data) if damage == "flip" else bytes(data[:-1]))
+    with caplog.at_level(logging.ERROR):
+        if name == "manifest.json":
+            assert versions(copies) == [1]
+            assert "skipping a" in caplog.text
+            return
+        with pytest.raises(CheckpointError, match=rf"{name} (has changed|is missing)"):
+            copies.fetch(next(copies.newest()), tmp_path / "elsewhere")

@@ -1,0 +1,42 @@
+"""What a manifest says is read as it was written; an older one, which says less, is too."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.errors import CheckpointError
+from pipelinerl.training.checkpoints.manifest import Manifest, TrainingState
+
+STATE = TrainingState(model_version=3, epoch=1, offsets={"identity": "x"}, ledger={"frontier": 3}, controller={})
+#: As it was written before there was a lineage.
+OLDER = b"""{
+ "format": 2,
+ "state": {
+  "model_version": 3,
+  "epoch": 1,
+  "offsets": {
+   "identity": "x"
+  },
+  "ledger": {
+   "frontier": 3
+  },
+  "controller": {},
+  "kl_coefficient": null
+ },
+ "files": {
+  "config.json": "00000000000000000000000000000000"
+ },
+ "digest": "569ec9d644c1cf2a5dfdb5c0f44b5442"
+}"""
+
+
+def test_one_without_a_lineage_is_read_to_the_byte() -> None:
+    manifest = Manifest.parse(OLDER, where="here")
+    assert manifest.state == STATE and manifest.state.epochs == []
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
+        Manifest.parse(OLDER.replace(b'"frontier": 3', b'"frontier": 4'), where="here")
+
+
+def test_the_lineage_is_read_back() -> None:
+    state = TrainingState(model_version=3, epoch=2, offsets={}, ledger={}, controller={}, epochs=[[1, 0], [2, 1]])
+    assert Manifest.parse(Manifest(state, {}).text.encode(), where="here").state == state

@@ -1,0 +1,108 @@
+"""What is kept of the weights follows publications and k, survives a checkpoint, and what is missing is said."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import CheckpointError, RecordError
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.publish.weight_history import WeightHistory
+from pipelinerl.training.rollouts.batch import build
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.types import TrainerSpec
+
+VOCAB = 7
+BYTES = VOCAB * VOCAB * 4
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> BigramTrainer:
+    BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
+    made = BigramTrainer()
+    made.init_worker(TrainerSpec(model_path=tmp_path / "model"))
+    return made
+
+
+def stepped(trainer: BigramTrainer) -> BigramTrainer:
+    objective = resolve("grpo")
+    batch = build([group(0)], objective=objective, token_budget=99, producing=trainer.model_version + 1)
+    trainer.backward(batch.micro_batches[0], objective)
+    trainer.optimizer_step(learning_rate=0.1)
+    return trainer
+
+
+def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -> list[list[int]]:
+    """The versions held after each publication with one of these k, a step between."""
+    held = []
+    for k in ks:
+        history.keep(trainer, acceptance=k)
+        held.append(history.versions)
+        stepped(trainer)
+    return held
+
+
+def test_it_holds_what_the_next_step_may_take_and_follows_k(trainer: BigramTrainer) -> None:
+    history = WeightHistory(trainer.weight_layout())
+    assert published(trainer, history, [2, 2, 2, 4, 4, 1, 3]) == [
+        [0], [0, 1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [5], [5, 6]
+    ]  # fmt: skip
+    assert history.num_bytes == 2 * BYTES
+    assert history.figures() == {"history_versions": 2.0, "history_bytes": 2.0 * BYTES}
+
+
+def test_only_published_weights_are_held(trainer: BigramTrainer) -> None:
+    """j = 3: of the six versions that may train two are there, and they are copies of what was gathered then."""
+    history, expected = WeightHistory(trainer.weight_layout()), {}
+    for version in range(8):
+        if version % 3 == 0:
+            history.keep(trainer, acceptance=6)
+            expected[version] = next(trainer.gather_weights())[1].copy()
+        stepped(trainer)
+    assert history.versions == [3, 6]
+    for version in history.versions:
+        (data,) = history.weights(version).values()
+        np.testing.assert_array_equal(data.view(np.float32), expected[version].ravel())
+
+
+def test_it_is_the_same_after_a_checkpoint(trainer: BigramTrainer, tmp_path: Path) -> None:
+    history = WeightHistory(trainer.weight_layout())
+    published(trainer, history, [3, 3, 3])
+    history.saver()(tmp_path)
+    again = WeightHistory.restored(tmp_path, trainer.weight_layout())
+    assert again.versions == [0, 1, 2]
+    for version in again.versions:
+        assert again.weights(version)["bigram.logits"].tobytes() == history.weights(version)["bigram.logits"].tobytes()
+    assert WeightHistory.restored(tmp_path / "absent", trainer.weight_layout()).versions == []
+
+
+def test_a_damaged_file_and_one_of_another_model_are_refused(trainer: BigramTrainer, tmp_path: Path) -> None:
+    history = WeightHistory(trainer.weight_layout())
+    published(trainer, history, [1])
+    history.saver()(tmp_path)
+    (wider,) = trainer.weight_layout()
+    with pytest.raises(CheckpointError, match=r"version-000000.safetensors cannot be used: the parameter 'bigram.log"):
+        WeightHistory.restored(tmp_path, [replace(wider, shape=(9, 9))])
+    (file,) = tmp_path.glob("version-*")
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match="choose another checkpoint"):
+        WeightHistory.restored(tmp_path, trainer.weight_layout())
+
+
+def test_a_version_that_is_missing_is_named_once(trainer: BigramTrainer, caplog: pytest.LogCaptureFixture) -> None:
+    history = WeightHistory(trainer.weight_layout())
+    published(trainer, history, [math.inf, math.inf, 1])
+    mixed = replace(group(0), rollouts=(rollout(version=2), rollout(spans=[(1, 1), (2, 1)])))
+    with caplog.at_level(logging.WARNING, logger="pipelinerl"):
+        assert [history.covers(each) for each in (group(1, version=2), mixed, mixed)] == [True, False, False]
+    (said,) = caplog.messages
+    assert "weights of version 1 are not kept, so that what they sampled cannot train and counts as stale" in said
+    with pytest.raises(RecordError, match=r"the weights of version 1 are not kept any more.*; kept are 2"):
+        history.weights(1)

@@ -1,0 +1,73 @@
+"""Every group ends once, and the ledger's frontier never passes one that has not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, strategies as st
+
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage, has_signal, is_judged, is_stale
+from pipelinerl.types import Outcome, RolloutGroup
+from tests.fakes.rollouts import group, rollout
+
+
+@given(st.permutations(range(30)), st.lists(st.sampled_from(list(Fate)), min_size=30, max_size=30))
+def test_the_ledger_remembers_exactly_what_ended(order: list[int], fates: list[Fate]) -> None:
+    ledger = ConsumedLedger()
+    for seen, (index, fate) in enumerate(zip(order, fates, strict=True)):
+        ledger.settle([index], fate)
+        ended = set(order[: seen + 1])
+        assert all(ledger.has(i) == (i in ended) for i in range(31))
+        assert ConsumedLedger.from_record(ledger.to_record()) == ledger
+    assert (ledger.frontier, ledger.beyond) == (30, set())
+    assert ledger.counts == {fate: fates.count(fate) for fate in Fate}
+
+
+def test_an_order_cannot_end_twice() -> None:
+    ledger = ConsumedLedger()
+    ledger.settle([0, 2], Fate.TRAINED)
+    for index in (0, 2):
+        with pytest.raises(ValueError, match=f"order {index} ended twice"):
+            ledger.settle([index], Fate.STALE)
+
+
+@pytest.mark.parametrize(
+    ("k", "oldest", "stale"),
+    [(1, 4, False), (1, 3, True), (4, 1, False), (4, 0, True), (math.inf, 0, False)],
+)
+def test_k_counts_from_the_version_being_produced(k: float, oldest: int, stale: bool) -> None:
+    found = is_stale(group(0, version=oldest), producing=5, bounds=StalenessBounds(1, k))
+    assert found is stale
+
+
+@pytest.mark.parametrize(
+    ("epoch", "version", "stale"),
+    [(2, 10, False), (1, 7, False), (1, 8, True), (0, 6, False)],
+    ids=["this epoch", "an ancestor", "abandoned", "an older ancestor"],
+)
+def test_weights_of_an_abandoned_epoch_are_no_ancestors_however_new(epoch: int, version: int, stale: bool) -> None:
+    assert Lineage(epoch=2, began_at=7).includes(group(0, version=version, epoch=epoch)) is not stale
+
+
+@pytest.mark.parametrize(
+    ("epoch", "version", "included"),
+    [(1, 50, True), (1, 57, False), (2, 50, True), (2, 60, True), (2, 61, False), (3, 99, True), (4, 99, True)],
+)
+def test_what_an_epoch_abandoned_stays_abandoned_when_a_later_one_has_passed_that_version(
+    epoch: int, version: int, included: bool
+) -> None:
+    """Epoch 1 got to 57 with a checkpoint at 50; epoch 2 began there and saved 60, where epoch 3 began."""
+    lineage = Lineage(epoch=3, began_at=60, earlier=((1, 0), (2, 50)))
+    assert lineage.includes(group(0, version=version, epoch=epoch)) is included
+    assert lineage.epochs == ((1, 0), (2, 50), (3, 60))
+
+
+def test_signal_needs_two_judged_rewards_that_differ() -> None:
+    assert has_signal(group(0, (0.0, 1.0)))
+    assert not has_signal(group(0, (1.0, 1.0)))
+    judged, unjudged = rollout(reward=1.0), rollout(reward=0.0, outcome=Outcome.TIMEOUT)
+    mixed = RolloutGroup(group_id="g", index=0, domain="d", actor="a", rollouts=(judged, unjudged))
+    assert is_judged(mixed)
+    assert not has_signal(mixed), "a timeout is not a wrong answer"

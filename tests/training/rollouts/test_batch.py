@@ -1,0 +1,190 @@
+"""From groups to micro-batches: figures by hand; leaving out idle rollouts changes neither loss nor gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl import rng
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective.adv import GroupRelative
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import PRESETS, resolve
+from pipelinerl.objective.reward import RewardShaping
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.rollouts.packing import WeightedRollout, pack
+from pipelinerl.types import Outcome, Rollout, RolloutGroup
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
+
+VOCAB = 7
+
+
+def ragged(index: int, rewards: Sequence[float], outcomes: Sequence[Outcome | None] | None = None) -> RolloutGroup:
+    """A group with prompts and answers of different lengths."""
+    draw = rng.generator(index, "batch")
+    rollouts: list[Rollout] = []
+    for number, reward in enumerate(rewards):
+        sampled = draw.integers(0, VOCAB, int(draw.integers(1, 6))).tolist()
+        rollouts.append(
+            rollout(
+                reward=reward,
+                prompt=draw.integers(0, VOCAB, 3).tolist(),
+                sampled=sampled,
+                outcome=outcomes[number] if outcomes else None,
+                logprob=-1.5,
+            )
+        )
+    return replace(group(index), rollouts=tuple(rollouts))
+
+
+GROUPS = [
+    ragged(0, [0.0, 1.0, 1.0]),
+    ragged(1, [1.0, 1.0, 1.0]),
+    ragged(2, [0.0, 0.0, 0.0]),
+    ragged(3, [1.0, 0.0, 0.0], [None, Outcome.TIMEOUT, None]),
+]
+
+
+def step(path: Path, micro_batches: list[MicroBatch], objective: PolicyObjective) -> tuple[float, np.ndarray, float]:
+    """Loss, weights after one optimizer step, and the gradient's norm."""
+    trainer = BigramTrainer()
+    trainer.init_worker(TrainerSpec(model_path=path, optimizer=OptimizerSpec(grad_clip=0.0)))
+    needs_old = "old_logprobs" in objective.needs
+    loss = 0.0
+    for micro_batch in micro_batches:
+        if needs_old:
+            micro_batch = replace(micro_batch, old_logprobs=trainer.forward(micro_batch))
+        loss += trainer.backward(micro_batch, objective).loss
+    stats = trainer.optimizer_step(learning_rate=0.1)
+    ((_, table),) = trainer.gather_weights()
+    return loss, table, stats.grad_norm
+
+
+def _is_lean(name: str) -> bool:
+    objective = resolve(name)
+    return objective.adv == GroupRelative() and objective.zero_advantage_is_idle
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    BigramModel.random(VOCAB, seed=4).save(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in PRESETS if resolve(name).adv == GroupRelative() and resolve(name).zero_advantage_is_idle],
+)
+def test_leaving_out_idle_rollouts_changes_nothing(name: str, model: Path) -> None:
+    objective = resolve(name)
+    lean = build(GROUPS, objective=objective, token_budget=1000, producing=1)
+    assert lean.stats["idle_fraction"] == 1 - 5 / 12
+    rollouts = [r for g in GROUPS for r in g.rollouts]
+    index = np.repeat(np.arange(4), 3)
+    rewards = np.array([r.verdict.reward for r in rollouts])
+    lengths = np.array([r.num_sampled_tokens for r in rollouts])
+    valid = np.array([r.verdict.outcome.is_judgement for r in rollouts])
+    advantages = objective.adv.advantages(rewards=rewards, groups=index, lengths=lengths, valid=valid, columns={})
+    weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
+    packed_whole = pack(
+        [
+            WeightedRollout(rollout=r, advantages=a, token_weight=float(w))
+            for r, a, w, keep in zip(
+                rollouts, np.split(advantages, np.cumsum(lengths)[:-1]), weights, valid, strict=True
+            )
+            if keep
+        ],
+        token_budget=1000,
+    )
+    whole = [packed.micro_batch for packed in packed_whole]
+    assert sum(m.num_tokens for m in whole) > sum(m.num_tokens for m in lean.micro_batches)
+    (loss, table, norm), (whole_loss, whole_table, whole_norm) = (
+        step(model, batches, objective) for batches in (lean.micro_batches, whole)
+    )
+    assert norm > 1e-5
+    assert (loss, norm) == pytest.approx((whole_loss, whole_norm), rel=1e-6, abs=1e-7)
+    np.testing.assert_allclose(table, whole_table, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("token_budget", [1, 12, 30])
+def test_the_gradient_does_not_depend_on_the_budget(token_budget: int, model: Path) -> None:
+    objective = resolve("grpo")
+    wide = build(GROUPS, objective=objective, token_budget=1000, producing=1)
+    narrow = build(GROUPS, objective=objective, token_budget=token_budget, producing=1)
+    assert len(narrow.micro_batches) > len(wide.micro_batches)
+    (loss, table, _), (wide_loss, wide_table, _) = (
+        step(model, batch.micro_batches, objective) for batch in (narrow, wide)
+    )
+    assert loss == pytest.approx(wide_loss, abs=1e-7)
+    np.testing.assert_allclose(table, wide_table, rtol=0, atol=1e-6)
+
+
+def test_a_term_without_advantage_keeps_every_judged_rollout() -> None:
+    """A penalty has a gradient also where the advantage is zero."""
+    penalised = resolve({"preset": "grpo", "grad2": "kl"})
+    assert not penalised.zero_advantage_is_idle
+    batch = build(GROUPS, objective=penalised, token_budget=1000, producing=1)
+    assert batch.stats["idle_fraction"] == pytest.approx(1 - 11 / 12), "all but the one that was not judged"
+
+
+def test_figures() -> None:
+    groups = [
+        replace(
+            group(0),
+            rollouts=(
+                rollout(reward=1.0, prompt=[1, 2], sampled=[3], version=4),
+                rollout(reward=0.0, prompt=[1, 2], sampled=[3, 4, 5], spans=[(2, 1), (4, 2)]),
+                rollout(reward=0.0, prompt=[1, 2], sampled=[3, 4], version=3, outcome=Outcome.VERIFIER_ERROR),
+            ),
+        )
+    ]
+    stats = build(groups, objective=resolve("grpo"), token_budget=1000, producing=5).stats
+    assert stats == {
+        "rollouts": 3.0,
+        "reward": 0.5,
+        "tokens": 12.0,
+        "sampled_tokens": 6.0,
+        "length_mean": 2.0,
+        "length_max": 3.0,
+        "staleness_mean": 2.0,
+        "staleness_max": 3.0,
+        "mixed_version_fraction": pytest.approx(1 / 3),
+        "unjudged": 1.0,
+        "idle_fraction": pytest.approx(1 / 3),
+    }
+
+
+def test_each_domain_shapes_its_own_rewards() -> None:
+    groups = [replace(ragged(0, [0.0, 1.0]), domain="a"), replace(ragged(1, [0.0, 1.0]), domain="b")]
+    shaping = {"b": RewardShaping(scale=2.0, high=0.5), "elsewhere": RewardShaping(scale=9.0)}
+    batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, shaping=shaping)
+    assert batch.scored.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert batch.stats["reward"] == 0.5, "what is reported is the verifier's"
+    halved = {"b": RewardShaping(scale=0.5)}
+    batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, shaping=halved)
+    assert batch.scored.rewards.tolist() == [0.0, 1.0, 0.0, 0.5]
+
+
+def test_when_nothing_teaches_one_rollout_stays_so_that_there_is_a_step() -> None:
+    levelled = {"test": RewardShaping(high=0.0)}
+    batch = build(GROUPS[:1], objective=resolve("grpo"), token_budget=1000, producing=1, shaping=levelled)
+    (packed,) = batch.packed
+    assert packed.members == [0] and not packed.micro_batch.advantages.any()
+
+
+def test_segments_know_their_groups() -> None:
+    batch = build(GROUPS, objective=resolve("grpo_kl"), token_budget=12, producing=1)
+    found = [
+        batch.group_indices(number, np.array([segment]))
+        for number, packed in enumerate(batch.packed)
+        for segment in range(packed.micro_batch.num_segments)
+    ]
+    members = [member for packed in batch.packed for member in packed.members]
+    assert sorted(members) == [number for number in range(12) if number != 10]
+    assert found == [[member // 3] for member in members]

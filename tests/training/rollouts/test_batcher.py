@@ -1,0 +1,140 @@
+"""What is chosen does not depend on arrival; what was refused is counted once."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pipelinerl.objective.signal import NoSignal
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
+from pipelinerl.types import Outcome, Verdict
+from tests.fakes.rollouts import group, rollout
+
+BOUNDS = StalenessBounds(1, 4)
+
+
+def batcher(*, no_signal: NoSignal = NoSignal.FILTER) -> Batcher:
+    return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=no_signal)
+
+
+def test_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
+    waiting = batcher()
+    waiting.offer(group(0))
+    assert waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS) is None
+    waiting.offer(group(0))
+    waiting.offer(group(1))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
+    assert taken is not None and [g.index for g in taken] == [0, 1]
+    waiting.offer(group(1))
+    assert (waiting.num_waiting, waiting.duplicates, waiting.ledger.counts[Fate.TRAINED]) == (0, 2, 2)
+
+
+def test_the_freshest_go_first_whatever_the_order_of_arrival() -> None:
+    groups = [group(index, version=version) for index, version in enumerate([1, 3, 2, 3, 2, 1])]
+    chosen = set()
+    for seed in range(20):
+        waiting = batcher()
+        for arrived in random.Random(seed).sample(groups, len(groups)):
+            waiting.offer(arrived)
+        taken = waiting.take(StepBudget(rollouts=6), producing=4, bounds=BOUNDS)
+        assert taken is not None
+        chosen.add(tuple(g.index for g in taken))
+    assert chosen == {(1, 2, 3)}
+
+
+def test_what_aged_while_it_waited_is_dropped_as_stale() -> None:
+    waiting = batcher()
+    old = group(0, version=0)
+    waiting.offer(old)
+    waiting.offer(group(1, version=2))
+    assert waiting.take(StepBudget(rollouts=8), producing=5, bounds=BOUNDS) is None
+    assert (waiting.num_waiting, waiting.ledger.counts[Fate.STALE]) == (1, 1)
+    assert waiting.stale_tokens == sum(rollout.num_sampled_tokens for rollout in old.rollouts)
+
+
+def test_what_lacks_something_counts_as_stale() -> None:
+    waiting = batcher()
+    waiting.offer(group(0, version=3))
+    waiting.offer(group(1, version=2))
+    taken = waiting.take(
+        StepBudget(rollouts=2), producing=4, bounds=BOUNDS, usable=lambda group: group.oldest_version != 3
+    )
+    assert taken is not None and [each.index for each in taken] == [1]
+    assert (waiting.num_waiting, waiting.ledger.counts[Fate.STALE]) == (0, 1)
+
+
+def test_what_abandoned_weights_sampled_does_not_end_its_order() -> None:
+    waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(epoch=2, began_at=3), no_signal=NoSignal.TRAIN)
+    waiting.offer(group(0, version=4, epoch=1))
+    assert (waiting.num_waiting, waiting.ledger.has(0)) == (0, False)
+    assert (waiting.take_abandoned(), waiting.take_abandoned()) == ([0], []), "told once"
+    waiting.offer(group(0, version=3, epoch=2))
+    assert waiting.waiting == [0]
+
+
+@pytest.mark.parametrize(("mode", "filtered", "left"), [(NoSignal.FILTER, 1, 0), (NoSignal.TRAIN, 0, 1)])
+def test_groups_without_signal_are_dropped_or_kept(mode: NoSignal, filtered: int, left: int) -> None:
+    waiting = batcher(no_signal=mode)
+    waiting.offer(group(0, (1.0, 1.0)))
+    assert (waiting.ledger.counts[Fate.FILTERED], waiting.num_waiting) == (filtered, left)
+
+
+@pytest.mark.parametrize("where", ["prompt", "sampled"])
+def test_what_no_trainer_can_compute_is_filtered_and_named(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, vocab_size=5)
+    foreign = rollout(reward=1.0, **{where: [1, 5]})
+    waiting.offer(replace(group(0), rollouts=(rollout(reward=0.0), foreign)))
+    assert (waiting.ledger.counts[Fate.FILTERED], waiting.num_waiting) == (1, 0)
+    assert "group 0 of actor actor-0 cannot train and is filtered: token_ids must lie in 0..4, got 5" in caplog.text
+    unjudged = replace(foreign, verdict=Verdict(outcome=Outcome.TIMEOUT, reward=0.0))
+    waiting.offer(replace(group(1), rollouts=(rollout(reward=0.0), rollout(reward=1.0), unjudged)))
+    assert waiting.waiting == [1], "what is not packed is nobody's to compute"
+
+
+def test_a_step_in_which_nothing_teaches_is_no_step() -> None:
+    waiting = batcher(no_signal=NoSignal.TRAIN)
+    waiting.offer(group(0, (1.0, 1.0)))
+    waiting.offer(group(1, (0.0, 0.0)))
+    assert waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS) is None
+    assert (waiting.num_waiting, waiting.ledger.counts[Fate.FILTERED]) == (0, 2)
+    waiting.offer(group(2, (1.0, 1.0)))
+    waiting.offer(group(3, (0.0, 1.0)))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
+    assert taken is not None and [g.index for g in taken] == [2, 3]
+
+
+def test_a_token_budget_makes_a_step_before_the_rollouts_do() -> None:
+    waiting = batcher()
+    for index in range(3):
+        waiting.offer(group(index))  # 2 rollouts of 4 tokens each
+    taken = waiting.take(StepBudget(rollouts=100, tokens=10), producing=1, bounds=BOUNDS)
+    assert taken is not None and [g.index for g in taken] == [0, 1]
+
+
+def test_a_skipped_step_turns_trained_into_filtered() -> None:
+    waiting = batcher()
+    for index in (0, 1):
+        waiting.offer(group(index))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=StalenessBounds(1, 4))
+    assert taken is not None and waiting.ledger.counts[Fate.TRAINED] == 2
+    waiting.skipped(taken)
+    assert (waiting.ledger.counts[Fate.TRAINED], waiting.ledger.counts[Fate.FILTERED]) == (0, 2)
+    assert waiting.ledger.frontier == 2
+    waiting.offer(taken[0])
+    assert (waiting.duplicates, waiting.num_waiting) == (1, 0), "they have ended"
+
+
+def test_an_order_that_was_given_up_ends_unless_its_group_is_here() -> None:
+    waiting = batcher()
+    waiting.offer(group(0))
+    waiting.end([0, 2], Fate.STALE)
+    assert (waiting.waiting, waiting.ledger.has(0), waiting.ledger.has(2)) == ([0], False, True)
+    waiting.offer(group(1))
+    waiting.offer(group(2))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
+    assert taken is not None and [g.index for g in taken] == [0, 1]
+    assert (waiting.ledger.counts[Fate.STALE], waiting.duplicates, waiting.ledger.frontier) == (1, 1, 3)

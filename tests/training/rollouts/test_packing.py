@@ -1,0 +1,84 @@
+"""Packing moves tokens without changing them: every column of every rollout is where `MicroBatch` promises."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, strategies as st
+
+from pipelinerl.training.rollouts.packing import WeightedRollout, pack
+from pipelinerl.types import Rollout
+from tests.fakes.rollouts import rollout
+from trainer_contract.types import MicroBatch
+
+SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=40)
+
+
+def weighted(sizes: list[tuple[int, int]]) -> list[WeightedRollout]:
+    made = []
+    for number, (prompt, sampled) in enumerate(sizes):
+        one = rollout(
+            prompt=[100 * number + i for i in range(prompt)],
+            sampled=[100 * number + 50 + i for i in range(sampled)],
+            logprob=-0.01 * (number + 1),
+        )
+        made.append(
+            WeightedRollout(rollout=one, advantages=np.arange(sampled) + number - 1.5, token_weight=1.0 / (number + 1))
+        )
+    return made
+
+
+def unpack(batch: MicroBatch) -> list[dict[str, list[float]]]:
+    """The slow twin: one dictionary of columns per segment, token by token."""
+    names = ("token_ids", "position_ids", "loss_mask", "advantages", "weights", "behavior_logprobs", "temperatures")
+    segments: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in range(batch.num_segments)]
+    for t in range(batch.num_tokens):
+        for name in names:
+            segments[int(batch.segment_ids[t])][name].append(float(getattr(batch, name)[t]))
+    return segments
+
+
+def expected(member: WeightedRollout) -> dict[str, list[float]]:
+    turn = member.rollout.turns[0]
+    context, sampled = turn.context_token_ids.tolist(), turn.token_ids.tolist()
+    blank, n = [0.0] * len(context), len(sampled)
+    return {
+        "token_ids": [*context, *sampled],
+        "position_ids": list(range(len(context) + n)),
+        "loss_mask": [*blank, *[1.0] * n],
+        "advantages": [*blank, *member.advantages.tolist()],
+        "weights": [*blank, *[float(np.float32(member.token_weight))] * n],
+        "behavior_logprobs": [*blank, *turn.behavior_logprobs.tolist()],
+        "temperatures": [1.0] * (len(context) + n),
+    }
+
+
+@given(SIZES, st.integers(10, 100))
+def test_every_rollout_arrives_whole_and_once(sizes: list[tuple[int, int]], budget: int) -> None:
+    members = weighted(sizes)
+    packed = pack(members, token_budget=budget)
+    got = sorted((s for batch, _ in packed for s in unpack(batch)), key=lambda s: s["token_ids"])
+    for batch, numbers in packed:
+        assert unpack(batch) == [expected(members[number]) for number in numbers]
+    assert got == sorted((expected(member) for member in members), key=lambda s: s["token_ids"])
+
+
+@given(SIZES, st.integers(10, 100))
+def test_the_budget_holds_except_for_a_rollout_that_is_longer(sizes: list[tuple[int, int]], budget: int) -> None:
+    for batch, _ in pack(weighted(sizes), token_budget=budget):
+        assert batch.num_tokens <= budget or batch.num_segments == 1
+
+
+def test_turns_of_the_environment_are_context_and_not_trained() -> None:
+    first, second = rollout(prompt=[1], sampled=[2, 3]).turns[0], rollout(prompt=[4, 5], sampled=[6]).turns[0]
+    base = rollout()
+    two_turns = Rollout(
+        turns=(first, second), verdict=base.verdict, finish_reason="stop", temperature=0.7, epoch=base.epoch
+    )
+    ((batch, _),) = pack(
+        [WeightedRollout(rollout=two_turns, advantages=np.array([2.0, 3.0, 5.0]), token_weight=0.5)], token_budget=100
+    )
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.loss_mask.tolist() == [False, True, True, False, False, True]
+    assert batch.position_ids.tolist() == list(range(6))
+    assert batch.advantages.tolist() == [0, 2, 3, 0, 0, 5]
+    assert batch.temperatures.tolist() == [np.float32(0.7)] * 6

@@ -1,0 +1,152 @@
+"""Offsets that a checkpoint may carry: no group that was not trained is lost, none is taken from another server."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from pipelinerl.messages import ORDERS, ROLLOUTS, Directive, TrainerKnobs, encode
+from pipelinerl.streams.dead_letter import DEAD_LETTERS
+from pipelinerl.streams.memory_stream import MemoryStream
+from pipelinerl.streams.records import encode_group
+from pipelinerl.streams.stream import START, parse_id
+from pipelinerl.training.rollouts.rollout_reader import RolloutReader
+from tests.fakes.rollouts import group
+
+A, B = ROLLOUTS + "a", ROLLOUTS + "b"
+
+
+@pytest.fixture
+def stream() -> MemoryStream:
+    return MemoryStream()
+
+
+async def started(stream: MemoryStream, offsets: dict[str, str] | None = None) -> RolloutReader:
+    intake = RolloutReader(stream, offsets=offsets or {}, rescan_s=0.0)
+    await intake.start()
+    return intake
+
+
+async def put(stream: MemoryStream, partition: str, *indices: int) -> None:
+    """As an actor does: under ids of its own choice."""
+    first = parse_id(await stream.last_id(partition))[0] + 1
+    await stream.append(partition, [encode_group(group(index)) for index in indices], first_id=first)
+
+
+async def indices(intake: RolloutReader) -> list[int]:
+    return [arrived.index for arrived in (await intake.read(block_s=0.0)).groups]
+
+
+def directive(answers: str) -> Directive:
+    return Directive(
+        answers=answers,
+        epoch=1,
+        knobs=TrainerKnobs(k=1, learning_rate=0.1, rollouts_per_step=1),
+        publish_to=[],
+        membership=0,
+        failed=[],
+        checkpoint=False,
+        stop=False,
+    )
+
+
+def safe(intake: RolloutReader, untrained: Collection[int] = ()) -> dict[str, str]:
+    """The offsets of a checkpoint at which the groups of `untrained` wait."""
+    return intake.safe_offsets(lambda index: index in untrained)
+
+
+async def test_partitions_are_found_as_actors_come(stream: MemoryStream) -> None:
+    intake = await started(stream)
+    await put(stream, A, 1)
+    assert await indices(intake) == [1]
+    await put(stream, B, 2)
+    await put(stream, A, 3)
+    assert sorted(await indices(intake)) == [2, 3]
+    assert await indices(intake) == []
+
+
+@pytest.mark.parametrize(
+    ("untrained", "again"),
+    [((), []), ((4,), [4]), ((2,), [2, 3, 4]), ((1, 4), [1, 2, 3, 4]), ((3, 12), [3, 4, 12]), ((11,), [11, 12])],
+)
+async def test_groups_that_wait_at_a_checkpoint_are_read_again(
+    stream: MemoryStream, untrained: tuple[int, ...], again: list[int]
+) -> None:
+    await put(stream, A, 1, 2, 3, 4)
+    await put(stream, B, 11, 12)
+    intake = await started(stream)
+    assert sorted(await indices(intake)) == [1, 2, 3, 4, 11, 12]
+    saved = safe(intake, untrained)
+    assert sorted(await indices(await started(stream, saved))) == again
+
+
+async def test_what_was_trained_since_the_last_checkpoint_no_longer_holds_the_offset(stream: MemoryStream) -> None:
+    await put(stream, A, 1, 2)
+    intake = await started(stream)
+    await indices(intake)
+    assert safe(intake, (1,))[A] == START
+    assert safe(intake)[A] == await stream.last_id(A)
+
+
+async def test_of_two_copies_of_a_group_neither_is_passed_over(stream: MemoryStream) -> None:
+    """The first may wait, and the second be its duplicate; or weights that were abandoned have sampled the first."""
+    await put(stream, A, 1, 2, 1)
+    intake = await started(stream)
+    await indices(intake)
+    saved = safe(intake, (1,))
+    assert await indices(await started(stream, saved)) == [1, 2, 1]
+
+
+async def test_offsets_of_another_server_mean_nothing(stream: MemoryStream) -> None:
+    await put(stream, A, 1)
+    intake = await started(stream)
+    await indices(intake)
+    saved = safe(intake)
+    other = MemoryStream()
+    await put(other, A, 5)
+    moved = await started(other, saved)
+    assert await indices(moved) == [5]
+    before = await other.length(A)
+    await moved.trim(saved, epoch=1)
+    assert await other.length(A) == before, "nor may they trim"
+
+
+async def test_trimming_drops_what_no_checkpoint_reads_again(stream: MemoryStream) -> None:
+    await put(stream, A, 1, 2, 3)
+    intake = await started(stream)
+    await indices(intake)
+    saved = safe(intake, (3,))
+    await intake.trim(saved, epoch=1)
+    assert await indices(await started(stream, saved)) == [3]
+    assert await stream.length(A) <= 2
+    await intake.trim({}, epoch=1)
+    assert await indices(await started(stream, saved)) == [3]
+
+
+async def test_what_cannot_be_read_is_buried_and_passed_by(stream: MemoryStream) -> None:
+    good = encode_group(group(2))
+    await stream.append(A, [b"nonsense", good[:-1], good])
+    intake = await started(stream)
+    await stream.append(ORDERS, [b"\xc1", encode(directive("ready-1"))])
+    arrived = await intake.read(block_s=0.0)
+    assert [arrived_group.index for arrived_group in arrived.groups] == [2]
+    assert [order.answers for order in arrived.directives] == ["ready-1"]
+    assert await stream.length(DEAD_LETTERS) == 3
+    saved = safe(intake)
+    assert await indices(await started(stream, saved)) == []
+
+
+async def test_directives_of_an_earlier_life_are_not_heard(stream: MemoryStream) -> None:
+    await stream.append(ORDERS, [encode(directive("ready-old"))])
+    intake = await started(stream)
+    await stream.append(ORDERS, [encode(directive("ready-new"))])
+    assert [order.answers for order in await intake.read_directives(block_s=0.0)] == ["ready-new"]
+    assert (await intake.read(block_s=0.0)).directives == []
+
+
+async def test_a_server_keeps_one_name(stream: MemoryStream) -> None:
+    first, second = await started(stream), await started(stream)
+    names = [safe(intake)["identity"] for intake in (first, second)]
+    assert names[0] == names[1]
+    assert len(await stream.read({"identity": START}, count=9, block_s=0)) == 1

@@ -1,0 +1,167 @@
+"""`old_logprobs` at the sampling weights: each token at its own version, against the obvious loop; what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl import rng
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.publish.weight_history import WeightHistory
+from pipelinerl.training.rollouts.batch import TrainBatch, build
+from pipelinerl.training.rollouts.packing import prefixes
+from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
+from pipelinerl.training.step.train_step import Accumulated, TrainStep
+from pipelinerl.types import Rollout, RolloutGroup
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Device, Float32, HostWeights, MicroBatch, TrainerSpec
+
+VOCAB = 16
+OBJECTIVE = resolve("ppo_recomputed")
+
+
+@pytest.fixture(params=["bigram", "torch"])
+def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
+    made: Trainer = BigramTrainer()
+    if request.param == "torch":
+        shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
+        random_decoder(shape).save_pretrained(tmp_path / "model")
+        made = TorchTrainer()
+    else:
+        BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
+    made.init_worker(
+        TrainerSpec(model_path=tmp_path / "model", device=Device.CPU if request.param == "torch" else Device.AUTO)
+    )
+    return made
+
+
+def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, reward: float = 1.0) -> Rollout:
+    """Random tokens; every turn has these spans, with the environment speaking between."""
+    draw = rng.generator(seed, "passes")
+    number = sum(count for _, count in spans)
+    parts = [
+        rollout(
+            prompt=draw.integers(0, VOCAB, 3).tolist(),
+            sampled=draw.integers(0, VOCAB, number).tolist(),
+            spans=spans,
+            logprob=-2.0,
+        ).turns[0]
+        for _ in range(turns)
+    ]
+    return replace(rollout(reward=reward), turns=tuple(parts))
+
+
+def mixed() -> list[RolloutGroup]:
+    """Rollouts of one version, of two and of all three."""
+    members = [
+        sampled(1, [(0, 5)]),
+        sampled(2, [(0, 2), (1, 3)], reward=0.0),
+        sampled(3, [(0, 1), (1, 4), (2, 2)], turns=2),
+        sampled(4, [(2, 6)], reward=0.0),
+        sampled(5, [(1, 4)]),
+    ]
+    return [replace(group(0), rollouts=tuple(members))]
+
+
+def in_one_batch(groups: Sequence[RolloutGroup], *, budget: int = 1000, producing: int = 3) -> TrainBatch:
+    return build(groups, objective=OBJECTIVE, token_budget=budget, producing=producing)
+
+
+def practised(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, list[Float32]]]:
+    """A step whose history holds versions 0 to `steps`, and what each version predicts of each rollout of `mixed`."""
+    history = WeightHistory(trainer.weight_layout())
+    step = TrainStep(
+        passes=ForwardPasses(policy=trainer, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=history),
+    )
+    alone = [in_one_batch([replace(group(0), rollouts=(one,))]).micro_batches[0] for one in mixed()[0].rollouts]
+    predicted = {}
+    for version in range(steps + 1):
+        step.will_sample(acceptance=8)
+        predicted[version] = [trainer.forward(batch) for batch in alone]
+        if version < steps:
+            fresh = [replace(group(0), rollouts=(sampled(9, [(version, 5)]), sampled(8, [(version, 4)], reward=0.0)))]
+            found = step.accumulate(in_one_batch(fresh, producing=version + 1), OBJECTIVE)
+            assert isinstance(found, Accumulated)
+            step.apply(found, learning_rate=0.05)
+    return step, predicted
+
+
+@pytest.mark.parametrize("budget", [1, 20, 1000])
+def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(trainer: Trainer, budget: int) -> None:
+    step, predicted = practised(trainer, steps=2)
+    batch = in_one_batch(mixed(), budget=budget)
+    found = step.accumulate(batch, OBJECTIVE)
+    assert isinstance(found, Accumulated)
+    compared = 0
+    for packed, made in zip(batch.packed, found.micro_batches, strict=True):
+        assert made.old_logprobs is not None and made.behavior_versions is not None
+        for segment, member in enumerate(packed.members):
+            its = np.flatnonzero(made.segment_ids == segment)
+            for place, t in enumerate(its.tolist()):
+                expected = predicted[int(made.behavior_versions[t])][member][place] if made.loss_mask[t] else 0.0
+                np.testing.assert_allclose(made.old_logprobs[t], expected, rtol=0, atol=2e-6)
+                compared += bool(made.loss_mask[t])
+    assert compared == sum(one.num_sampled_tokens for one in mixed()[0].rollouts)
+    moved = np.abs(predicted[2][0] - predicted[0][0]).max()
+    assert moved > 1e-2, "the versions must differ, or it is not tried"
+
+
+@pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram's masters are finer than what is served
+def test_in_lockstep_they_are_the_gradient_passs_own_predictions_to_the_bit(trainer: Trainer) -> None:
+    """The forward graph of the recomputation is that of the gradient: nothing between them but the weights."""
+    step, _ = practised(trainer, steps=2)
+    fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
+    found = step.accumulate(in_one_batch(fresh), OBJECTIVE)
+    assert isinstance(found, Accumulated)
+    for made, loss in zip(found.micro_batches, found.losses, strict=True):
+        assert made.old_logprobs is not None
+        assert made.old_logprobs[made.loss_mask].tobytes() == loss.predictions[made.loss_mask].tobytes()
+
+
+class Counting:
+    """A bigram trainer that notes how many tokens it was asked for at which table."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.worker = trainer
+        self.tokens: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+        self.tokens.append(sum(batch.num_tokens for batch in micro_batches))
+        return self.worker.forward_at(micro_batches, weights)
+
+
+def test_a_version_costs_what_it_needs(trainer: Trainer) -> None:
+    """Of each rollout the tokens up to the version's last, and nothing of the rollouts that it did not touch."""
+    step, _ = practised(trainer, steps=2)
+    counting = Counting(trainer)
+    plan = replace(step.passes, policy=counting).plan(["old_logprobs"])
+    plan["old_logprobs"](in_one_batch(mixed(), budget=20).micro_batches)
+    third = 3 + 7 + 3  # of the rollout with two turns, what precedes its second sampled part
+    assert counting.tokens == [8 + 5 + third + 1, 8 + third + 5 + 7, third + 7 + 9]
+
+
+def test_prefixes_are_a_micro_batch_of_their_own() -> None:
+    batch = in_one_batch(mixed()).micro_batches[0]
+    assert prefixes(batch, through=batch.position_ids >= 0).micro_batch is batch
+    assert batch.behavior_versions is not None
+    tokens = batch.loss_mask & (batch.behavior_versions == 1)
+    part, kept = prefixes(batch, through=tokens)
+    assert part.num_segments == 3 and part.num_tokens == kept.sum()
+    np.testing.assert_array_equal(part.token_ids, batch.token_ids[kept])
+    starts = np.flatnonzero(part.position_ids == 0)
+    np.testing.assert_array_equal(part.segment_ids[starts], [0, 1, 2])
+    ends = np.append(starts[1:], part.num_tokens) - 1
+    assert tokens[kept][ends].all(), "each ends with a token that was asked for"

@@ -1,0 +1,101 @@
+"""The gradient of a whole step in torch, fp32: packing, split and order change it by rounding only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl import rng
+from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.step.critic import Critic
+from pipelinerl.training.step.forward_passes import ForwardPasses
+from pipelinerl.training.step.train_step import Accumulated, TrainStep
+from pipelinerl.types import RolloutGroup
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.types import Device, Head, TrainerSpec
+
+VOCAB = 24
+PPO = {"preset": "ppo", "adv": {"kl": 0.1}, "grad1": {"over": "old"}, "grad2": "kl"}
+CHOICES = ["pipelinerl", "grpo_kl", "dapo", "gspo", "gmpo", "ppo_tis", "reinforce_plus_plus", "decoupled_ppo", PPO]
+
+
+def groups() -> list[RolloutGroup]:
+    """Four of three, of 3 to 40 tokens."""
+    draw, made = rng.generator(2, "torch_invariance"), []
+    for index in range(4):
+        rollouts = [
+            rollout(
+                reward=reward,
+                prompt=draw.integers(0, VOCAB, int(draw.integers(2, 8))).tolist(),
+                sampled=draw.integers(0, VOCAB, int(draw.integers(1, 33))).tolist(),
+                logprob=-float(draw.uniform(2.5, 4.0)),
+            )
+            for reward in (0.0, 1.0, float(draw.uniform()))
+        ]
+        made.append(replace(group(index), rollouts=tuple(rollouts)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> TrainStep:
+    """A policy, a critic that has learnt a little, and a reference of other weights."""
+    shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
+    workers: list[Any] = []
+    for seed, head in ((0, Head.POLICY), (1, Head.VALUE), (2, Head.POLICY)):
+        path: Path = tmp_path_factory.mktemp("model")
+        random_decoder(shape, seed=seed).save_pretrained(path)
+        workers.append(TorchTrainer())
+        workers[-1].init_worker(TrainerSpec(model_path=path, device=Device.CPU, head=head))
+    policy, critic, reference = workers
+    nudged = rng.generator(3, "value_head").normal(scale=0.1, size=(1, 32))
+    critic._worker.model.value_head.weight.data.copy_(torch.from_numpy(nudged))
+    return TrainStep(
+        passes=ForwardPasses(policy=policy, critic=critic, reference=reference),
+        critic=Critic(worker=critic, loss=ValueLoss(), learning_rate=0.1),
+    )
+
+
+def gradients(step: TrainStep, choice: Any, *, budget: int, of: Sequence[RolloutGroup]) -> dict[str, torch.Tensor]:
+    """Of policy and critic, by name; none is left in the workers."""
+    objective = resolve(choice)
+    if "values" not in objective.passes:
+        step = TrainStep(passes=replace(step.passes, critic=None))
+    found = step.accumulate(build(of, objective=objective, token_budget=budget, producing=1), objective)
+    assert isinstance(found, Accumulated), found
+    made = {}
+    for role, worker in (("policy", step.passes.policy), ("critic", step.passes.critic)):
+        if isinstance(worker, TorchTrainer):
+            named = worker._worker.named_parameters()
+            made |= {f"{role} {name}": p.grad.clone() for name, p in named if p.grad is not None}
+            worker.discard_gradient()
+    return made
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_the_gradient_is_invariant(choice: Any, step: TrainStep) -> None:
+    of = partial(gradients, step, choice)
+    expected = of(budget=10_000, of=groups())
+    scale = {
+        role: max(g.abs().max() for name, g in expected.items() if name.startswith(role)) for role in _roles(expected)
+    }
+    assert all(size > 1e-4 for size in scale.values())
+    for got in (of(budget=1, of=groups()), of(budget=60, of=groups()), of(budget=60, of=groups()[::-1])):
+        assert got.keys() == expected.keys()
+        for name, gradient in got.items():
+            tolerance = 1e-6 * max(1.0, float(scale[name.split()[0]]))
+            np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+def _roles(made: dict[str, torch.Tensor]) -> set[str]:
+    return {name.split()[0] for name in made}

@@ -1,0 +1,250 @@
+"""One step on real workers: the passes it makes, advantages against loops, and a gradient that no packing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl import rng
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective.adv import GAE
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.rollouts.batch import build, learns_from_equals
+from pipelinerl.training.step.critic import Critic
+from pipelinerl.training.step.finite_check import Poison
+from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
+from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.training.step.train_step import Accumulated, TrainStep
+from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Float32, Head, MicroBatch, OptimizerSpec, TrainerSpec
+
+VOCAB = 7
+PPO = {"preset": "ppo", "adv": {"kl": 0.1}, "grad2": "kl", "grad1": {"over": "old"}}
+PRESETS = ["ppo", PPO, "grpo", "grpo_kl", "gspo", "gmpo", "ppo_tis", "dapo", "reinforce_plus_plus", "decoupled_ppo"]
+
+
+def two_turns(draw: np.random.Generator, reward: float) -> Rollout:
+    """A rollout in which the environment speaks twice."""
+    turns: list[Turn] = []
+    for _ in range(2):
+        one = rollout(
+            prompt=draw.integers(0, VOCAB, 2).tolist(),
+            sampled=draw.integers(0, VOCAB, int(draw.integers(1, 5))).tolist(),
+            logprob=-float(draw.uniform(1, 3)),
+        )
+        turns += one.turns
+    return replace(rollout(reward=reward), turns=tuple(turns))
+
+
+def groups() -> list[RolloutGroup]:
+    draw = rng.generator(5, "step")
+    made = [
+        replace(group(index), rollouts=tuple(two_turns(draw, reward) for reward in rewards))
+        for index, rewards in enumerate([(0.0, 1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 0.5, 1.0)])
+    ]
+    unjudged = replace(rollout(sampled=[1, 2, 3]), verdict=replace(rollout().verdict, outcome=Outcome.TIMEOUT))
+    return [*made, replace(group(3), rollouts=(two_turns(draw, 1.0), unjudged, two_turns(draw, 0.0)))]
+
+
+class Counting:
+    """A bigram trainer that counts its forward passes."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self.worker = BigramTrainer()
+        self.worker.init_worker(spec)
+        self.forwards = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def forward(self, micro_batch: MicroBatch) -> Float32:
+        self.forwards += 1
+        return self.worker.forward(micro_batch)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
+    return TrainerSpec(model_path=tmp_path / "model", optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0))
+
+
+def practised_critic(spec: TrainerSpec, *, warmup_steps: int = 0) -> Critic:
+    """Whose values are not 0."""
+    worker = Counting(replace(spec, head=Head.VALUE))
+    worker.worker._state.table = rng.generator(8, "values").normal(size=VOCAB)  # type: ignore[union-attr]
+    return Critic(worker=worker, loss=ValueLoss(), learning_rate=0.1, warmup_steps=warmup_steps)  # type: ignore[arg-type]
+
+
+def step_of(spec: TrainerSpec, *, warmup_steps: int = 0, old: OldLogprobs = OldLogprobs.RECOMPUTE) -> TrainStep:
+    """A policy, a critic and a reference of other weights."""
+    other = spec.model_path.with_name("reference")
+    BigramModel.random(VOCAB, seed=9).save(other)
+    critic = practised_critic(spec, warmup_steps=warmup_steps)
+    reference: Any = Counting(replace(spec, model_path=other))
+    policy: Any = Counting(spec)
+    passes = ForwardPasses(policy=policy, critic=critic.worker, reference=reference, old_logprobs=old)
+    return TrainStep(passes=passes, critic=critic)
+
+
+def without_critic(step: TrainStep) -> TrainStep:
+    return TrainStep(passes=replace(step.passes, critic=None))
+
+
+def fitting(step: TrainStep, objective: PolicyObjective) -> TrainStep:
+    return step if "values" in objective.passes else without_critic(step)
+
+
+def accumulated(step: TrainStep, objective: PolicyObjective, *, budget: int, of: Sequence[RolloutGroup]) -> Accumulated:
+    batch = build(of, objective=objective, token_budget=budget, producing=1)
+    found = step.accumulate(batch, objective)
+    assert isinstance(found, Accumulated), found
+    return found
+
+
+def weights(worker: Trainer | None) -> np.ndarray:
+    assert worker is not None
+    ((_, table),) = worker.gather_weights()
+    return np.array(table)
+
+
+@pytest.mark.parametrize("choice", PRESETS, ids=str)
+def test_no_packing_split_or_order_changes_the_gradient(choice: Any, spec: TrainerSpec) -> None:
+    objective = resolve(choice)
+
+    def stepped(budget: int, of: Sequence[RolloutGroup]) -> tuple[list[np.ndarray], float, int]:
+        step = fitting(step_of(spec), objective)
+        made = accumulated(step, objective, budget=budget, of=of)
+        figures = step.apply(made, learning_rate=0.1)
+        assert not isinstance(figures, Poison)
+        tables = [weights(worker) for worker in (step.passes.policy, step.critic and step.critic.worker) if worker]
+        return tables, figures["grad_norm"], len(made.micro_batches)
+
+    expected, norm, _ = stepped(1000, groups())
+    assert norm > 1e-4
+    for budget, of in ((1, groups()), (30, groups()), (30, groups()[::-1])):
+        tables, its_norm, parts = stepped(budget, of)
+        assert parts > 1 and its_norm == pytest.approx(norm, rel=1e-6)
+        for table, wanted in zip(tables, expected, strict=True):
+            np.testing.assert_allclose(table, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("budget", [1, 25, 1000])
+def test_advantages_and_returns_equal_loops_over_rollouts(budget: int, spec: TrainerSpec) -> None:
+    """Each rollout alone, its tokens one by one; the columns come from the workers themselves."""
+    objective = replace(resolve(PPO), adv=GAE(kl=0.1))
+    step = step_of(spec)
+    batch = build(groups(), objective=objective, token_budget=budget, producing=1)
+    found = step.accumulate(batch, objective)
+    assert isinstance(found, Accumulated)
+    raw: list[np.ndarray] = []
+    for packed, micro_batch in zip(batch.packed, found.micro_batches, strict=True):
+        ends = np.flatnonzero(np.diff(micro_batch.segment_ids, append=-1))
+        for member, first, last in zip(packed.members, np.append(0, ends[:-1] + 1), ends + 1, strict=True):
+            inside = slice(first, last)
+            mask = micro_batch.loss_mask[inside]
+            value, old, ref = (
+                getattr(micro_batch, name)[inside][mask].astype(float)
+                for name in ("values", "old_logprobs", "ref_logprobs")
+            )
+            reward = [r for g in groups() for r in g.rollouts][member].verdict.reward
+            advantage, following, total = np.zeros(len(value)), 0.0, 0.0
+            for t in reversed(range(len(value))):
+                earned = (reward if t == len(value) - 1 else 0.0) - 0.1 * (old[t] - ref[t])
+                total = earned + following - value[t] + 0.95 * total
+                advantage[t], following = total, value[t]
+            np.testing.assert_allclose(micro_batch.returns[inside][mask], advantage + value, atol=1e-6)  # type: ignore[index]
+            raw.append(np.stack((advantage, micro_batch.advantages[inside][mask])))
+    plain, whitened = np.concatenate(raw, axis=1)
+    np.testing.assert_allclose(whitened, (plain - plain.mean()) / (plain.std() + 1e-8), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("choice", "old", "expected"),
+    [
+        ("grpo", OldLogprobs.RECOMPUTE, (0, 0, 0)),
+        ("ppo_recomputed", OldLogprobs.RECOMPUTE, (1, 0, 0)),
+        ("ppo_recomputed", OldLogprobs.BEHAVIOR, (0, 0, 0)),
+        ("grpo_kl", OldLogprobs.RECOMPUTE, (0, 0, 1)),
+        ("ppo", OldLogprobs.RECOMPUTE, (0, 1, 0)),
+        (PPO, OldLogprobs.RECOMPUTE, (1, 1, 1)),
+    ],
+    ids=str,
+)
+def test_only_the_passes_that_are_needed_are_made(
+    choice: Any, old: OldLogprobs, expected: tuple[int, int, int], spec: TrainerSpec
+) -> None:
+    objective = resolve(choice)
+    step = step_of(spec, old=old)
+    made = accumulated(fitting(step, objective), objective, budget=1000, of=groups())
+    workers: list[Any] = [step.passes.policy, step.passes.critic, step.passes.reference]
+    assert tuple(worker.forwards for worker in workers) == expected
+    if old is OldLogprobs.BEHAVIOR:
+        assert made.micro_batches[0].old_logprobs is made.micro_batches[0].behavior_logprobs
+
+
+def test_while_the_critic_warms_up_the_policy_stands_still(spec: TrainerSpec) -> None:
+    step, objective = step_of(spec, warmup_steps=2), resolve("ppo")
+    assert step.critic is not None
+    for version in (1, 2, 3):
+        before = weights(step.passes.policy), weights(step.critic.worker)
+        figures = step.apply(accumulated(step, objective, budget=30, of=groups()), learning_rate=0.1)
+        assert not isinstance(figures, Poison)
+        assert step.passes.policy.model_version == version
+        stands = np.array_equal(weights(step.passes.policy), before[0])
+        assert (stands, figures["learning_rate"]) == ((True, 0.0) if version <= 2 else (False, 0.1))
+        assert not np.array_equal(weights(step.critic.worker), before[1])
+        assert figures["value_loss"] > 0 and figures["value_grad_norm"] > 0
+
+
+def test_the_critics_rate_follows_its_own_schedule(spec: TrainerSpec) -> None:
+    step, objective = step_of(spec), resolve("ppo")
+    assert step.critic is not None
+    schedule = LearningRateSchedule(warmup_steps=2, steps=4, shape="linear", final_fraction=0.0)
+    scheduled = TrainStep(passes=step.passes, critic=replace(step.critic, schedule=schedule))
+    rates = []
+    for _ in range(4):
+        figures = scheduled.apply(accumulated(scheduled, objective, budget=30, of=groups()), learning_rate=0.3)
+        assert not isinstance(figures, Poison)
+        rates.append((figures["value_learning_rate"], figures["learning_rate"]))
+    assert rates == [(0.1 / 2, 0.3), (0.1, 0.3), (0.1, 0.3), (0.1 / 2, 0.3)]
+
+
+def test_a_kl_coefficient_that_is_sent_as_a_column_changes_the_step_as_it_should(spec: TrainerSpec) -> None:
+    norms = []
+    for beta in (0.0, 0.5, 5.0):
+        objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta}})
+        step = without_critic(step_of(spec))
+        figures = step.apply(accumulated(step, objective, budget=30, of=groups()), learning_rate=0.1)
+        assert not isinstance(figures, Poison)
+        norms.append(figures["grad_norm"])
+    assert norms[0] < norms[1] < norms[2]
+    assert norms[2] == pytest.approx(10 * norms[1], rel=0.5), "the penalty outweighs the rest"
+
+
+def test_a_critic_learns_what_the_rollouts_earn(spec: TrainerSpec) -> None:
+    """Every rollout earns 1, so that every state is worth 1."""
+    step = step_of(replace(spec, optimizer=OptimizerSpec(grad_clip=0.0)), warmup_steps=100)
+    earning = [replace(g, rollouts=tuple(r for r in g.rollouts if r.verdict.reward == 1.0)) for g in groups()[:3]]
+    errors = []
+    for _ in range(40):
+        figures = step.apply(accumulated(step, resolve("ppo"), budget=30, of=earning), learning_rate=0.1)
+        assert not isinstance(figures, Poison)
+        errors.append(figures["value_error"])
+    assert errors[0] > 0.5 and errors[-1] < 0.1
+
+
+def test_equal_rewards_teach_where_no_group_mean_is_the_baseline() -> None:
+    teaching = {
+        name: learns_from_equals(resolve(name), {}) for name in ("ppo", "grpo_kl", "decoupled_ppo", "grpo", "rloo")
+    }
+    assert teaching == {"ppo": True, "grpo_kl": True, "decoupled_ppo": True, "grpo": False, "rloo": False}

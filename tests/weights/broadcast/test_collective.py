@@ -1,0 +1,154 @@
+"""Groups form, break and re-form within their deadlines, on the address they were given."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl.errors import AddressError, DeadlineError, UpdateError
+from pipelinerl.system.background import in_background
+from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
+
+
+def _joining(rendezvous: Rendezvous, rank: int, *, size: int = 2, generation: int = 1, timeout_s: float = 5.0):
+    return in_background(
+        f"rank-{rank}",
+        lambda: Collective.join(
+            host=rendezvous.host,
+            port=rendezvous.port,
+            group="g",
+            generation=generation,
+            rank=rank,
+            world_size=size,
+            timeout_s=timeout_s,
+        ),
+    )
+
+
+def _pair(rendezvous: Rendezvous, generation: int = 1) -> list[Collective]:
+    joins: list[Future[Collective]] = [_joining(rendezvous, rank, generation=generation) for rank in (0, 1)]
+    return [join.result(10) for join in joins]
+
+
+@pytest.fixture
+def rendezvous() -> Rendezvous:
+    return Rendezvous("127.0.0.1")
+
+
+def test_bytes_arrive(rendezvous: Rendezvous) -> None:
+    root, leaf = _pair(rendezvous)
+    sent, got = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    deadline = time.monotonic() + 5
+    receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=deadline))
+    root.broadcast(sent, deadline=deadline)
+    receiving.result(5)
+    assert torch.equal(sent, got)
+
+
+def test_a_new_generation_is_independent_of_the_old(rendezvous: Rendezvous) -> None:
+    first = _pair(rendezvous, 1)
+    second = _pair(rendezvous, 2)
+    first[0].close()
+    got = torch.zeros(4, dtype=torch.uint8)
+    deadline = time.monotonic() + 5
+    receiving = in_background("receive", lambda: second[1].broadcast(got, deadline=deadline))
+    second[0].broadcast(torch.ones(4, dtype=torch.uint8), deadline=deadline)
+    receiving.result(5)
+    assert got.sum() == 4
+
+
+def test_a_missing_rank_ends_the_join_at_its_deadline(rendezvous: Rendezvous) -> None:
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"joining group 'g' generation 1 .* as rank 0 of 2"):
+        _joining(rendezvous, 0, timeout_s=0.5).result(5)
+    assert time.monotonic() - began < 3
+
+
+def test_no_store_ends_the_join_at_its_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises((DeadlineError, UpdateError), match=f"127.0.0.1:{port}"):
+        Collective.join(host="127.0.0.1", port=port, group="g", generation=1, rank=1, world_size=2, timeout_s=0.5)
+
+
+def test_a_rank_that_leaves_ends_the_receive_at_once(rendezvous: Rendezvous) -> None:
+    root, leaf = _pair(rendezvous)
+    got = torch.zeros(4, dtype=torch.uint8)
+    receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=time.monotonic() + 20))
+    time.sleep(0.1)
+    began = time.monotonic()
+    root.close()
+    with pytest.raises(UpdateError, match="a broadcast in group 'g' generation 1 broke"):
+        receiving.result(10)
+    assert time.monotonic() - began < 3
+
+
+def test_a_silent_rank_ends_the_receive_at_the_deadline(rendezvous: Rendezvous) -> None:
+    root, leaf = _pair(rendezvous)
+    with pytest.raises(DeadlineError, match="without every rank in time"):
+        leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
+    assert root is not None
+
+
+def test_a_rank_that_does_not_receive_ends_the_send_at_the_deadline(rendezvous: Rendezvous) -> None:
+    root, leaf = _pair(rendezvous)
+    with pytest.raises(DeadlineError, match="without every rank in time"):
+        root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
+    assert leaf is not None
+
+
+def test_a_group_that_was_left_is_refused(rendezvous: Rendezvous) -> None:
+    root, _ = _pair(rendezvous)
+    root.close()
+    root.close()
+    with pytest.raises(UpdateError, match="was left"):
+        root.broadcast(torch.zeros(1, dtype=torch.uint8), deadline=time.monotonic() + 1)
+
+
+def test_a_taken_port_is_an_address_error() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(AddressError, match=r"cannot listen on 127.0.0.1"),
+    ):
+        Rendezvous("127.0.0.1", taken.getsockname()[1])
+
+
+def test_everything_listens_on_loopback_alone(rendezvous: Rendezvous) -> None:
+    """Store and gloo both: on Linux, from the kernel's own table of this process's sockets."""
+    pair = _pair(rendezvous)
+    targets = [_target(link) for link in Path("/proc/self/fd").iterdir()]
+    inodes = {target[len("socket:[") : -1] for target in targets if target.startswith("socket:[")}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+    ]
+    listening = {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+    assert listening == {"0100007F"}, "store and gloo must listen on 127.0.0.1"
+    assert len(pair) == 2
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def test_a_rank_whose_broadcast_failed_has_left_and_others_hear_of_it_at_once(rendezvous: Rendezvous) -> None:
+    """An engine behind a dead one must not leave rank 0 waiting for its deadline: it has broken off, and says so."""
+    root, leaf = _pair(rendezvous)
+    with pytest.raises(DeadlineError):
+        leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)
+    with pytest.raises(UpdateError, match="was left"):
+        leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 5)
+    began = time.monotonic()
+    with pytest.raises(UpdateError):
+        root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=began + 30)
+    assert time.monotonic() - began < 15

@@ -1,0 +1,316 @@
+"""Publications to real engines over real HTTP and real gloo groups, with engines that refuse, are gone, or die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_contract.schemas import (
+    ChatCompletionRequest,
+    InitProcessGroupRequest,
+    OnUpdate,
+    ProcessGroupStatus,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl import rng
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.errors import AddressError, UpdateError
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
+from pipelinerl.weights.publisher import Publication
+from tests.fakes.scripted_engine import LAYOUT, application
+from tests.fakes.served import as_process, in_thread
+
+BUCKET_BYTES = 128  # the bias alone fills one: two buckets
+
+
+def weights(version: int) -> Callable[[], Iterator[tuple[str, Any]]]:
+    def source() -> Iterator[tuple[str, Any]]:
+        for parameter in LAYOUT.parameters:
+            values = rng.generator(version, parameter.name).normal(size=parameter.shape)
+            yield parameter.name, values.astype(np.float32)
+
+    return source
+
+
+def publication(version: int, engines: Sequence[str], **fields: Any) -> Publication:
+    defaults: dict[str, Any] = {"epoch": 1, "membership": 1, "weights": weights(version), "timeout_s": 8.0}
+    return Publication(version=version, layout=LAYOUT, engines=engines, **(defaults | fields))
+
+
+class Recording:
+    """`EngineControl` that remembers what passed through it, and reaches an engine elsewhere once it has `moved`."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.joins: list[InitProcessGroupRequest] = []
+        self.updates: list[tuple[str, WeightUpdateRequest]] = []
+        self.moved: dict[str, str] = {}
+
+    async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+        self.joins.append(request)
+        return await self.client.init_process_group(self.moved.get(url, url), request)
+
+    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        self.updates.append((url, request))
+        return await self.client.request_weight_update(self.moved.get(url, url), request)
+
+
+@pytest.fixture
+async def control() -> AsyncIterator[Recording]:
+    async with EngineClient() as client:
+        yield Recording(client)
+
+
+@pytest.fixture
+async def publisher(control: Recording) -> AsyncIterator[BroadcastPublisher]:
+    made = BroadcastPublisher(control, bucket_bytes=BUCKET_BYTES)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def engines() -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(in_thread(application())) for _ in range(2)]
+
+
+async def greedy(control: Recording, url: str) -> list[int]:
+    request = ChatCompletionRequest(
+        prompt_token_ids=[3, 5], max_tokens=12, temperature=0.0, return_token_ids=True, seed=0
+    )
+    return (await control.client.chat(url, request)).choices[0].token_ids or []
+
+
+async def serving(control: Recording, url: str) -> tuple[int, int]:
+    health = await control.client.health(url)
+    return health.epoch, health.model_version
+
+
+async def test_all_engines_serve_the_same_weights(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    report = await publisher.publish(publication(1, engines))
+    assert report.failed == {} and set(report.pauses_s) == set(engines)
+    assert [await serving(control, url) for url in engines] == [(1, 1), (1, 1)]
+    one, two = [await greedy(control, url) for url in engines]
+    assert one == two
+    card = (await control.client.models(engines[0])).data[0]
+    assert card.digest == report.digest
+
+
+async def test_the_group_and_the_layout_are_sent_once(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    for version in (1, 2, 3):
+        await publisher.publish(publication(version, engines))
+    assert len(control.joins) == 2
+    prepares = [request for _, request in control.updates if request.phase == "prepare"]
+    assert [request.layout is not None for request in prepares] == [True, True, False, False, False, False]
+
+
+async def test_a_new_membership_forms_a_new_group(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    await publisher.publish(publication(1, engines[:1]))
+    await publisher.publish(publication(2, engines, membership=2))
+    await publisher.publish(publication(3, engines, membership=2))
+    generations = [request.generation for request in control.joins]
+    assert len(generations) == 3 and generations[0] < generations[1] == generations[2]
+    assert [await serving(control, url) for url in engines] == [(1, 3), (1, 3)]
+
+
+async def test_a_later_epoch_outranks_an_earlier_trainer(control: Recording, engines: list[str]) -> None:
+    first = BroadcastPublisher(control)
+    await first.publish(publication(7, engines, membership=9))
+    second = BroadcastPublisher(control)
+    await second.publish(publication(5, engines, epoch=2, membership=1))
+    assert await serving(control, engines[0]) == (2, 5)
+    with pytest.raises(UpdateError, match=r"later one|last one seen|must come after"):
+        await first.publish(publication(8, engines, membership=10))
+    assert await serving(control, engines[0]) == (2, 5)
+    await first.close()
+    await second.close()
+
+
+async def test_no_engines_is_a_report_with_the_digest(publisher: BroadcastPublisher, engines: list[str]) -> None:
+    alone = await publisher.publish(publication(1, []))
+    assert alone.pauses_s == {} == alone.failed
+    served = await publisher.publish(publication(1, engines))
+    assert alone.digest == served.digest
+
+
+async def test_an_engine_that_serves_them_already_is_left_as_it_is(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    await publisher.publish(publication(4, engines[:1]))
+    report = await publisher.publish(publication(4, engines, membership=2))
+    assert report.failed == {} and report.pauses_s[engines[0]] == 0.0
+    assert [await serving(control, url) for url in engines] == [(1, 4), (1, 4)]
+    again = await publisher.publish(publication(4, engines, membership=2))
+    assert again.digest == report.digest and again.failed == {}
+
+
+async def test_an_engine_that_refuses_is_named_and_the_others_are_served(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    """One that has another model, or serves another run, must not keep the fleet from its weights."""
+    await publisher.publish(publication(9, engines[1:]))
+    report = await publisher.publish(publication(5, engines, membership=2))
+    assert set(report.pauses_s) == {engines[0]}
+    assert report.failed[engines[1]].startswith("refused: ") and "must come after 1.9" in report.failed[engines[1]]
+    assert [await serving(control, url) for url in engines] == [(1, 5), (1, 9)]
+    report = await publisher.publish(publication(10, engines, membership=3))
+    assert report.failed == {}, "the publication after a refused one works"
+
+
+async def test_weights_that_every_engine_refuses_are_an_error_that_says_why(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    await publisher.publish(publication(9, engines))
+    with pytest.raises(UpdateError, match=r"reached no engine: .*refused: .*must come after 1\.9"):
+        await publisher.publish(publication(5, engines))
+    assert [await serving(control, url) for url in engines] == [(1, 9), (1, 9)]
+
+
+async def test_an_engine_that_is_gone_is_reported_and_the_others_are_served(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    gone = "http://127.0.0.1:9"
+    report = await publisher.publish(publication(1, [gone, *engines]))
+    assert set(report.pauses_s) == set(engines)
+    assert list(report.failed) == [gone] and "did not join" in report.failed[gone]
+    assert [await serving(control, url) for url in engines] == [(1, 1), (1, 1)]
+
+
+async def test_when_all_are_gone_the_error_names_each(publisher: BroadcastPublisher) -> None:
+    urls = ["http://127.0.0.1:9", "http://127.0.0.1:7"]
+    with pytest.raises(UpdateError, match=r"weights 1\.1 reached no engine: .*:9 .*:7 "):
+        await publisher.publish(publication(1, urls))
+
+
+async def test_a_trainer_that_gathers_something_else_changes_nothing(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    def wrong() -> Iterator[tuple[str, Any]]:
+        yield "table.weight", np.zeros((32, 32), np.float32)
+        yield "table.other", np.zeros(32, np.float32)
+
+    with pytest.raises(UpdateError, match=r"must gather \('table.bias'.* it gathered \('table.other'"):
+        await publisher.publish(publication(1, engines, weights=wrong))
+    assert [await serving(control, url) for url in engines] == [(0, 0), (0, 0)]
+    assert (await publisher.publish(publication(1, engines))).failed == {}
+
+
+async def test_generation_goes_on_during_a_slow_broadcast(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    sending, release = threading.Event(), threading.Event()
+    update = asyncio.create_task(
+        publisher.publish(publication(1, engines, weights=_halting(sending, release), on_update=OnUpdate.DRAIN))
+    )
+    await asyncio.to_thread(sending.wait, 5)
+    before = await greedy(control, engines[0])
+    assert await serving(control, engines[0]) == (0, 0) and len(before) > 0
+    release.set()
+    assert (await update).failed == {}
+    assert await serving(control, engines[0]) == (1, 1)
+
+
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
+async def test_an_engine_that_dies_in_the_broadcast(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str], death: signal.Signals
+) -> None:
+    """Killed or standing still: the others are served in the same publication, by another generation of the group."""
+    timeout_s = 15.0
+    with as_process("tests.fakes.scripted_engine") as (victim, process):
+        # The process imports torch when it first joins, which takes seconds on a busy core.
+        warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=60.0))
+        assert warm.failed == {}
+        sending, release = threading.Event(), threading.Event()
+        source = _halting(sending, release)
+        update = asyncio.create_task(
+            publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=timeout_s))
+        )
+        await asyncio.to_thread(sending.wait, 5)
+        os.kill(process.pid, death)
+        began = time.monotonic()
+        release.set()
+        report = await update
+        assert set(report.pauses_s) == set(engines) and list(report.failed) == [victim]
+        assert report.failed[victim]
+        assert [await serving(control, url) for url in engines] == [(1, 2), (1, 2)]
+        assert time.monotonic() - began < timeout_s + 4.0
+        assert (await publisher.publish(publication(3, engines, membership=2))).failed == {}
+    one, two = [await greedy(control, url) for url in engines]
+    assert one == two
+
+
+async def test_one_that_was_killed_and_started_again_meanwhile_is_served_with_the_others(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    """It answers by its URL when the broadcast has broken, so that nobody seems lost."""
+    with as_process("tests.fakes.scripted_engine") as (victim, process), in_thread(application()) as again:
+        warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=60.0))
+        assert warm.failed == {}
+        sending, release = threading.Event(), threading.Event()
+        source = _halting(sending, release, bucket=0)
+        update = asyncio.create_task(
+            publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=20.0))
+        )
+        await asyncio.to_thread(sending.wait, 5)
+        os.kill(process.pid, signal.SIGSTOP)  # what gloo sometimes makes of a peer that was killed: it waits
+        control.moved[victim] = again
+        release.set()
+        assert (await update).failed == {}
+        assert [await serving(control, url) for url in (again, *engines)] == [(1, 2)] * (1 + len(engines))
+
+
+def _halting(
+    sending: threading.Event, release: threading.Event, *, bucket: int = 1
+) -> Callable[[], Iterator[tuple[str, Any]]]:
+    """Weights that halt before a bucket (from 0), the first time, until they are released."""
+
+    def source() -> Iterator[tuple[str, Any]]:
+        for row, item in enumerate(weights(2)()):
+            if row == bucket and not sending.is_set():
+                sending.set()
+                assert release.wait(10)
+            yield item
+
+    return source
+
+
+async def test_an_engine_outside_loopback_moves_the_meeting_to_where_all_reach_it(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str], outward: str
+) -> None:
+    """The engines are the same: what counts is the address by which the trainer knows them."""
+    await publisher.publish(publication(1, engines))
+    assert {join.rendezvous_host for join in control.joins} == {"127.0.0.1"}
+    elsewhere = engines[1].replace("127.0.0.1", outward)
+    control.joins.clear()
+    control.moved[elsewhere] = engines[1]
+    report = await publisher.publish(publication(2, [engines[0], elsewhere], membership=2))
+    assert report.failed == {} and {join.rendezvous_host for join in control.joins} == {outward}
+    control.joins.clear()
+    await publisher.publish(publication(3, engines, membership=3))
+    assert {join.rendezvous_host for join in control.joins} == {"127.0.0.1"}
+
+
+async def test_where_engines_meet_can_be_said(control: Recording, engines: list[str]) -> None:
+    publisher = BroadcastPublisher(control, host="localhost")
+    assert (await publisher.publish(publication(1, engines))).failed == {}
+    assert {join.rendezvous_host for join in control.joins} == {"localhost"}
+    await publisher.close()
+    nowhere = BroadcastPublisher(control, host="198.51.100.7")
+    with pytest.raises(AddressError, match=r"the weight rendezvous cannot listen on 198.51.100.7"):
+        await nowhere.publish(publication(2, engines))

@@ -1,0 +1,115 @@
+"""One pass over the parameters, whatever library holds them, and only what the layout says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.system.background import in_background
+from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
+from pipelinerl.weights.broadcast.sender import WeightSender
+
+LAYOUT = WeightLayout(
+    parameters=(
+        ParameterSpec(name="a", shape=(3, 5), dtype=DType.FLOAT32),
+        ParameterSpec(name="b", shape=(), dtype=DType.FLOAT64),
+        ParameterSpec(name="c", shape=(7,), dtype=DType.INT8),
+    )
+)
+ARRAYS = {
+    "a": np.arange(15, dtype=np.float32).reshape(3, 5),
+    "b": np.array(2.5),
+    "c": np.arange(7, dtype=np.int8),
+}
+EXPECTED = xxhash.xxh3_128(b"".join(array.tobytes() for array in ARRAYS.values())).hexdigest()
+
+
+class _DLPack:
+    """Neither numpy nor torch: what a third library yields."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._tensor = torch.from_numpy(array)
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
+
+
+def _send(items: list[tuple[str, Any]], *, layout: WeightLayout = LAYOUT, bucket_bytes: int = 10) -> str:
+    def source() -> Iterator[tuple[str, Any]]:
+        yield from items
+
+    return WeightSender(layout, source, bucket_bytes).send(None, deadline=time.monotonic() + 5)
+
+
+def _fortran(array: np.ndarray) -> np.ndarray:
+    return array.copy(order="F")
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    frozen = array.copy()
+    frozen.flags.writeable = False
+    return frozen
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [np.asarray, torch.from_numpy, _DLPack, _read_only, _fortran],
+    ids=["numpy", "torch", "dlpack", "read_only", "fortran"],
+)
+@pytest.mark.parametrize("bucket_bytes", [1, 70, 10**6])
+def test_the_bytes_are_those_of_the_layout(kind: Any, bucket_bytes: int) -> None:
+    assert _send([(name, kind(array)) for name, array in ARRAYS.items()], bucket_bytes=bucket_bytes) == EXPECTED
+
+
+def test_bfloat16_travels_as_its_bytes() -> None:
+    layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=(6,), dtype=DType.BFLOAT16),))
+    tensor = torch.linspace(-1, 1, 6, dtype=torch.bfloat16)
+    raw = tensor.view(torch.int16).numpy().tobytes()
+    assert _send([("w", tensor)], layout=layout) == xxhash.xxh3_128(raw).hexdigest()
+
+
+def test_a_parameter_that_needs_grad_and_is_not_contiguous_is_sent() -> None:
+    layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=(2, 3), dtype=DType.FLOAT32),))
+    tensor = torch.arange(6.0).reshape(3, 2).t().requires_grad_()
+    raw = tensor.detach().contiguous().numpy().tobytes()
+    assert _send([("w", tensor)], layout=layout) == xxhash.xxh3_128(raw).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("items", "sentence"),
+    [
+        (list(ARRAYS.items())[:2], "it gathered None"),
+        ([("b", ARRAYS["b"])], "must gather \\('a'"),
+        ([("a", ARRAYS["a"].T)], "\\(5, 3\\)"),
+        ([("a", ARRAYS["a"].astype(np.float64))], "float64"),
+        ([*ARRAYS.items(), ("d", ARRAYS["c"])], "gathered 'd' after the last"),
+    ],
+)
+def test_what_the_layout_does_not_say_is_refused(items: list[tuple[str, Any]], sentence: str) -> None:
+    with pytest.raises(UpdateError, match=sentence):
+        _send(items)
+
+
+def test_a_rank_that_takes_no_bucket_ends_the_sending_after_the_silence_and_not_at_the_deadline() -> None:
+    rendezvous = Rendezvous("127.0.0.1")
+    join = lambda rank: Collective.join(  # noqa: E731
+        host="127.0.0.1", port=rendezvous.port, group="g", generation=1, rank=rank, world_size=2, timeout_s=10.0
+    )
+    root, leaf = (future.result(20) for future in [in_background(f"{rank}", lambda r=rank: join(r)) for rank in (0, 1)])  # type: ignore[misc]
+    sender, began = WeightSender(LAYOUT, lambda: iter(ARRAYS.items()), 16), time.monotonic()
+    with pytest.raises(DeadlineError, match=r"bucket \d of 2 \(parameter"):
+        sender.send(root, deadline=began + 60, silence_s=0.3)
+    assert sender.broke_in_group and time.monotonic() - began < 20
+    leaf.close()

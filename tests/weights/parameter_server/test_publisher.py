@@ -1,0 +1,239 @@
+"""Publications through real parameter servers to real engines over HTTP, with engines that refuse, are gone, or die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from inference_contract.errors import PeerLost
+from inference_contract.schemas import (
+    ChatCompletionRequest,
+    UpdatePhase,
+    UpdateStatus,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.errors import FencedError, UpdateError
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
+from pipelinerl.weights.parameter_server.publisher import PullPublisher
+from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
+from pipelinerl.weights.publisher import Publication
+from tests.fakes import parameter_server, scripted_engine
+from tests.fakes.parameter_server import TOKEN
+from tests.fakes.scripted_engine import LAYOUT
+from tests.fakes.served import as_process, in_thread
+
+
+def publication(version: int, engines: list[str], **fields: Any) -> Publication:
+    return parameter_server.publication(version, tuple(engines), **{"layout": LAYOUT, **fields})
+
+
+class Recording:
+    """`EngineControl` that remembers the updates that passed through it."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.init_process_group = client.init_process_group
+        self.updates: list[tuple[str, WeightUpdateRequest]] = []
+
+    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        self.updates.append((url, request))
+        return await self.client.request_weight_update(url, request)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(in_thread(parameter_server.application())) for _ in range(2)]
+
+
+@pytest.fixture
+def engines() -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(in_thread(scripted_engine.application(token=TOKEN))) for _ in range(2)]
+
+
+@pytest.fixture
+async def control() -> AsyncIterator[Recording]:
+    async with EngineClient(token=TOKEN) as client:
+        yield Recording(client)
+
+
+@pytest.fixture
+async def publisher(control: Recording, servers: list[str]) -> AsyncIterator[PullPublisher]:
+    made = PullPublisher(control, Uploader(servers, token=TOKEN))
+    yield made
+    await made.close()
+
+
+async def greedy(control: Recording, url: str) -> list[int]:
+    request = ChatCompletionRequest(
+        prompt_token_ids=[3, 5], max_tokens=12, temperature=0.0, return_token_ids=True, seed=0
+    )
+    return (await control.client.chat(url, request)).choices[0].token_ids or []
+
+
+async def serving(control: Recording, *urls: str) -> list[tuple[int, int]]:
+    healths = [await control.client.health(url) for url in urls]
+    return [(health.epoch, health.model_version) for health in healths]
+
+
+def progress(url: str) -> dict[str, list[int] | None]:
+    import httpx
+
+    state = httpx.get(url + "/versions", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False).json()
+    return dict(state["progress"])
+
+
+async def test_all_engines_serve_what_a_broadcast_would_have_brought(
+    publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
+) -> None:
+    report = await publisher.publish(publication(1, engines))
+    assert report.failed == {} and set(report.pauses_s) == set(engines)
+    assert await serving(control, *engines) == [(1, 1), (1, 1)]
+    assert report.digest == parameter_server.digest(1, LAYOUT)
+    assert (await control.client.models(engines[0])).data[0].digest == report.digest
+    pulled = [await greedy(control, url) for url in engines]
+    broadcast = BroadcastPublisher(control)
+    await broadcast.publish(publication(2, engines, weights=parameter_server.weights(1, LAYOUT)))
+    assert [await greedy(control, url) for url in engines] == pulled
+    await broadcast.close()
+
+
+async def test_engines_are_spread_over_the_replicas_and_the_layout_is_sent_once(
+    publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
+) -> None:
+    for version in (1, 2):
+        await publisher.publish(publication(version, engines))
+    prepares = [(url, request) for url, request in control.updates if request.phase == "prepare"]
+    firsts = {url: request.sources for url, request in prepares}
+    assert firsts == {engines[0]: tuple(servers), engines[1]: tuple(reversed(servers))}
+    assert [request.layout is not None for _, request in prepares] == [True, True, False, False]
+
+
+async def test_servers_know_who_serves_what(publisher: PullPublisher, engines: list[str], servers: list[str]) -> None:
+    await publisher.publish(publication(1, engines[:1]))
+    assert [progress(url) for url in servers] == [{url: [1, 1] for url in [*engines[:1], *servers]}] * 2
+    await publisher.publish(publication(2, engines))
+    assert [progress(url) for url in servers] == [{url: [1, 2] for url in [*engines, *servers]}] * 2
+
+
+async def test_a_late_joiner_catches_up_without_the_trainer_sending_again(
+    publisher: PullPublisher, control: Recording, engines: list[str]
+) -> None:
+    await publisher.publish(publication(1, engines[:1]))
+
+    def unwilling() -> Iterator[tuple[str, Any]]:
+        raise AssertionError("the version is on the servers: the trainer must not be asked for it again")
+
+    report = await publisher.publish(publication(1, engines, membership=2, weights=unwilling))
+    assert report.failed == {} and await serving(control, *engines) == [(1, 1), (1, 1)]
+    assert await greedy(control, engines[0]) == await greedy(control, engines[1])
+
+
+async def test_an_engine_that_is_gone_costs_the_others_nothing(
+    publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
+) -> None:
+    gone = "http://127.0.0.1:9"
+    report = await publisher.publish(publication(1, [gone, *engines]))
+    assert set(report.pauses_s) == set(engines) and "is the engine running?" in report.failed[gone]
+    assert set(progress(servers[0])) == {*engines, *servers}, "nobody waits for the one that is gone"
+    with pytest.raises(UpdateError, match=r"reached no engine: http://127\.0\.0\.1:9 "):
+        await publisher.publish(publication(2, [gone]))
+
+
+async def test_an_engine_of_another_model_is_refused_alone(
+    publisher: PullPublisher, control: Recording, engines: list[str]
+) -> None:
+    layout = parameter_server.LAYOUT
+    with pytest.raises(UpdateError, match="does not fit the model"):
+        await publisher.publish(publication(1, engines, layout=layout, weights=parameter_server.weights(1)))
+    assert await serving(control, *engines) == [(0, 0), (0, 0)]
+
+
+async def test_an_engine_killed_while_it_pulls_is_reported(
+    publisher: PullPublisher, control: Recording, engines: list[str]
+) -> None:
+    async with EngineClient() as anyones:
+        made = PullPublisher(_ByToken(control, anyones, engines), publisher._placement)
+        with as_process("tests.fakes.scripted_engine") as (victim, process):
+            await anyones.health(victim)
+            process.kill()
+            report = await made.publish(publication(1, [victim, *engines]))
+    assert victim in report.failed and set(report.pauses_s) == set(engines)
+
+
+async def test_who_serves_already_is_served_though_the_version_cannot_be_placed_again() -> None:
+    """Of two engines one lost its server in the middle, and no server comes back in time."""
+
+    class Vanishing:
+        """Satisfies `EngineControl`; the second engine's server is lost."""
+
+        async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+            if request.phase is UpdatePhase.COMMIT and url == "http://b":
+                raise PeerLost("its server was lost")
+            status = UpdateStatus.COMMITTED if request.phase is UpdatePhase.COMMIT else UpdateStatus.PREPARED
+            return WeightUpdateResponse(status=status, version=1, epoch=1)
+
+    class Once:
+        """A placement that succeeds once."""
+
+        placed = 0
+
+        def place(self, *args: Any, **options: Any) -> Uploaded:
+            self.placed += 1
+            if self.placed > 1:
+                raise UpdateError("no parameter server takes the version")
+            return Uploaded((("http://server",),), 16, "digest", {})
+
+        def confirm(self, *args: Any, **options: Any) -> dict[str, str]:
+            return {}
+
+    made = PullPublisher(Vanishing(), Once())  # type: ignore[arg-type]
+    report = await made.publish(publication(1, ["http://a", "http://b"]))
+    assert list(report.pauses_s) == ["http://a"]
+    assert report.failed == {"http://b": "no parameter server takes the version"}
+
+
+async def test_a_version_on_no_engine_is_placed_all_the_same(publisher: PullPublisher, engines: list[str]) -> None:
+    alone = await publisher.publish(publication(1, []))
+    assert alone.pauses_s == {} == alone.failed
+    assert alone.digest == (await publisher.publish(publication(1, engines))).digest
+
+
+async def test_a_later_epoch_fences_the_trainer_before(
+    publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
+) -> None:
+    await publisher.publish(publication(7, engines))
+    second = PullPublisher(control, Uploader(servers, token=TOKEN))
+    await second.publish(publication(5, engines, epoch=2))
+    assert await serving(control, *engines) == [(2, 5), (2, 5)]
+    with pytest.raises(FencedError, match="epoch 2 has taken over from epoch 1"):
+        await publisher.publish(publication(8, engines))
+    assert await serving(control, *engines) == [(2, 5), (2, 5)]
+    await second.close()
+
+
+async def test_publications_wait_their_turn(publisher: PullPublisher, control: Recording, engines: list[str]) -> None:
+    reports = await asyncio.gather(*(publisher.publish(publication(version, engines)) for version in (1, 2, 3, 4)))
+    assert [report.version for report in reports] == [1, 2, 3, 4]
+    assert await serving(control, *engines) == [(1, 4), (1, 4)]
+
+
+class _ByToken:
+    """`EngineControl` that gives the token to those it belongs to, and to nobody else."""
+
+    def __init__(self, control: Recording, others: EngineClient, engines: list[str]) -> None:
+        self._control = control
+        self._others = others
+        self._engines = engines
+        self.init_process_group = control.client.init_process_group
+
+    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        chosen = self._control if url in self._engines else self._others
+        return await chosen.request_weight_update(url, request)

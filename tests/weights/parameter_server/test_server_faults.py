@@ -1,0 +1,267 @@
+"""Parameter servers in processes of their own, killed with -9 in the middle of a pull, stopped, and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from launch.ports import free_ports
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.weights.parameter_server import server as parameter_server, upload as push
+from pipelinerl.weights.parameter_server.download import WeightPuller
+from pipelinerl.weights.parameter_server.publisher import PullPublisher
+from pipelinerl.weights.parameter_server.server_wire import VersionRecord
+from pipelinerl.weights.parameter_server.shared_memory import Attachment
+from pipelinerl.weights.parameter_server.upload import Uploader
+from tests.fakes import scripted_engine
+from tests.fakes.parameter_server import TOKEN, application, digest, flat, order, publication
+from tests.fakes.served import as_process, in_thread
+
+#: More than sockets and pipes hold: a server that is killed after the first part cannot have sent the rest.
+LARGE = WeightLayout(parameters=(ParameterSpec(name="a", shape=(10, 2**20), dtype=DType.FLOAT32),))
+
+Server = tuple[str, "subprocess.Popen[str]"]
+
+
+def soon() -> float:
+    return time.monotonic() + 20.0
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with as_process("tests.fakes.parameter_server") as started:
+        yield started
+
+
+@pytest.fixture
+def replica() -> Iterator[str]:
+    with in_thread(application()) as url:
+        yield url
+
+
+def place(*urls: str) -> None:
+    with closing(Uploader(urls, token=TOKEN)) as placement:
+        placed = placement.upload(publication(1, layout=LARGE), {}, deadline=soon())
+    assert placed.failed == {} and placed.digest == digest(1, LARGE)
+
+
+@pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
+def test_a_server_killed_in_the_middle_is_finished_from_its_replica(
+    server: Server, replica: str, by_memory: bool
+) -> None:
+    url, process = server
+    place(url, replica)
+    into, came = np.zeros(LARGE.num_bytes, np.uint8), []
+
+    def kill_at_the_first(num_bytes: int) -> None:
+        came.append(num_bytes)
+        if len(came) == 1:
+            process.kill()
+            process.wait(10)
+
+    puller = WeightPuller(token=TOKEN, shared_memory=by_memory)
+    asked = order(1, url, replica, layout=LARGE, timeout_s=20.0)
+    assert puller.fetch(asked, into=into, came=kill_at_the_first) == digest(1, LARGE)
+    assert np.array_equal(into, flat(1, LARGE))
+    assert came == sorted(set(came)), "what had landed was not fetched again"
+
+
+def test_a_server_killed_in_the_middle_without_a_replica_is_named(server: Server) -> None:
+    url, process = server
+    place(url)
+    into = np.zeros(LARGE.num_bytes, np.uint8)
+    began = time.monotonic()
+    with pytest.raises(UpdateError, match=rf"no source gave version 1\.1: {url}: "):
+        WeightPuller(token=TOKEN, shared_memory=False).fetch(
+            order(1, url, layout=LARGE, timeout_s=20.0), into=into, came=lambda _: process.kill()
+        )
+    assert time.monotonic() - began < 10, "a death is seen at once, not at the deadline"
+
+
+def test_memory_that_is_mapped_outlives_its_server_and_none_is_left_behind(server: Server) -> None:
+    url, process = server
+    place(url)
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    record = VersionRecord.model_validate(httpx.get(url + "/versions/1/1", headers=headers).json())
+    assert record.segment is not None
+    mapped = Attachment.to(record.segment)
+    process.kill()
+    process.wait(10)
+    assert mapped is not None and np.array_equal(mapped.bytes, flat(1, LARGE))
+    assert Attachment.to(record.segment) is None, "nobody else can map it any more"
+    assert not [name for name in os.listdir("/dev/shm") if "pipelinerl" in name]
+
+
+def test_a_segment_of_another_name_at_the_same_place_is_not_mapped(server: Server) -> None:
+    url, _ = server
+    place(url)
+    record = VersionRecord.model_validate(
+        httpx.get(url + "/versions/1/1", headers={"authorization": f"Bearer {TOKEN}"}).json()
+    )
+    assert record.segment is not None and Attachment.to(record.segment) is not None
+    assert Attachment.to(record.segment.model_copy(update={"name": "pipelinerl-1-2-3"})) is None
+    assert Attachment.to(record.segment.model_copy(update={"fd": 0})) is None
+    reader = Attachment.to(record.segment)
+    assert reader is not None and not reader.bytes.flags.writeable, "only the trainer writes"
+
+
+def test_a_server_that_stands_still_ends_at_the_deadline(server: Server) -> None:
+    url, process = server
+    place(url)
+    into = np.zeros(LARGE.num_bytes, np.uint8)
+    began = time.monotonic()
+    try:
+        with pytest.raises(DeadlineError, match="did not come in time"):
+            WeightPuller(token=TOKEN, shared_memory=False).fetch(
+                order(1, url, layout=LARGE, timeout_s=2.0),
+                into=into,
+                came=lambda _: os.kill(process.pid, signal.SIGSTOP),
+            )
+        assert 1.5 < time.monotonic() - began < 6
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def test_a_reader_that_stands_still_holds_no_version_for_ever(replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_server, "BODY_TIMEOUT_S", 0.5)
+    address = ("127.0.0.1", int(replica.rpartition(":")[2]))
+    with (
+        closing(Uploader([replica], token=TOKEN)) as placement,
+        socket.create_connection(address, timeout=5) as reader,
+    ):
+        for version in (1, 2):
+            placement.upload(publication(version, layout=LARGE), {}, deadline=soon())
+        reader.sendall(f"GET /weights/1/1 HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n\r\n".encode())
+        assert reader.recv(1024).startswith(b"HTTP/1.1 200")
+        placement.confirm(1, {}, deadline=soon())
+        assert _held(replica) == [(1, 1), (1, 2)], "nobody is counted on to need 1.1 any more, but it is being read"
+        deadline = soon()
+        while _held(replica) != [(1, 2)]:
+            assert time.monotonic() < deadline, "it is held for a reader that reads no more"
+            time.sleep(0.05)
+
+
+def test_a_pull_that_is_given_up_ends_at_once(server: Server) -> None:
+    url, process = server
+    place(url)
+    asked = order(1, url, layout=LARGE, timeout_s=60.0)
+
+    def stop(_: int) -> None:
+        os.kill(process.pid, signal.SIGSTOP)
+        asked.given_up.set()
+
+    began = time.monotonic()
+    try:
+        with pytest.raises(UpdateError, match="given up"):
+            WeightPuller(token=TOKEN, shared_memory=False).fetch(
+                asked, into=np.zeros(LARGE.num_bytes, np.uint8), came=stop
+            )
+        assert time.monotonic() - began < 5
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
+def test_a_server_killed_in_the_middle_of_a_push_gets_it_again_in_its_next_life(by_memory: bool) -> None:
+    (port,) = free_ports(1)
+    url, command = f"http://127.0.0.1:{port}", [sys.executable, "-m", "tests.fakes.parameter_server", str(port)]
+    gathered = []
+    with ExitStack() as stack:
+        first = _started(stack, command)
+
+        def fatal() -> Iterator[tuple[str, Any]]:
+            gathered.append(1)
+            for name, array in publication(1).weights():
+                if len(gathered) == 1 and name == "head":
+                    first.kill()
+                    first.wait(10)
+                    _started(stack, command)
+                yield name, array
+
+        with closing(Uploader([url], token=TOKEN, shared_memory=by_memory)) as placement:
+            placed = placement.upload(publication(1, weights=fatal), {}, deadline=soon())
+        assert placed.digest == digest(1) and placed.failed == {}
+        assert len(gathered) == 2, "what went to the dead server went again to the living one"
+        assert _held(url) == [(1, 1)]
+
+
+def test_a_replica_that_stands_still_is_left_out(server: Server, replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, process = server
+    monkeypatch.setattr(push, "_ANSWER_S", 0.5)
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with closing(Uploader([url, replica], token=TOKEN)) as placement:
+            placed = placement.upload(publication(1), {}, deadline=soon())
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    assert placed.sources == ((replica,),) and "was not answered in time" in placed.failed[url]
+
+
+async def test_a_publication_outlives_the_death_of_its_only_server(tmp_path: Path) -> None:
+    """The server dies after version 1; version 2 waits for its next life, which has what the first one saved."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "tests.fakes.parameter_server", str(port), str(tmp_path / "copies")]
+    url = f"http://127.0.0.1:{port}"
+    with ExitStack() as stack:
+        first = _started(stack, command)
+        engine = stack.enter_context(in_thread(scripted_engine.application(token=TOKEN)))
+        async with EngineClient(token=TOKEN) as client:
+            publisher = PullPublisher(client, Uploader([url], token=TOKEN))
+            stack.callback(publisher._placement.close)
+            layout = scripted_engine.LAYOUT
+            await publisher.publish(publication(1, (engine,), layout=layout, timeout_s=30.0))
+            _until_saved(url, [1, 1])
+            first.kill()
+            first.wait(10)
+            _started(stack, command)
+            assert (1, 1) in _held(url)
+            report = await publisher.publish(publication(2, (engine,), layout=layout, timeout_s=30.0))
+            assert report.failed == {} and list(report.pauses_s) == [engine]
+            assert (await client.health(engine)).model_version == 2
+            assert _held(url) == [(1, 2)]
+
+
+def _started(stack: ExitStack, command: list[str]) -> subprocess.Popen[str]:
+    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def _state(url: str) -> dict[str, object]:
+    deadline = soon()
+    while True:
+        try:
+            answer = httpx.get(url + "/versions", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False)
+            return dict(answer.raise_for_status().json())
+        except httpx.HTTPError:
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.02)
+
+
+def _held(url: str) -> list[tuple[int, int]]:
+    versions = _state(url)["versions"]
+    assert isinstance(versions, list)
+    return [(version["epoch"], version["version"]) for version in versions]
+
+
+def _until_saved(url: str, key: list[int]) -> None:
+    deadline = soon()
+    while _state(url)["saved"] != key:
+        assert time.monotonic() < deadline, f"{key} was not saved"
+        time.sleep(0.02)

@@ -1,0 +1,241 @@
+"""A version cut into shards over several parameter servers, each with its replicas, over real HTTP and real memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from inference_contract.errors import DigestMismatch
+from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.errors import UpdateError
+from pipelinerl.weights.parameter_server.download import WeightPuller
+from pipelinerl.weights.parameter_server.publisher import PullPublisher
+from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
+from tests.fakes import parameter_server, scripted_engine
+from tests.fakes.parameter_server import LAYOUT, TOKEN, application, digest, flat, publication, sharded
+from tests.fakes.served import as_process, in_thread
+
+#: Many parameters of odd sizes, one of which is a third of all.
+MANY = WeightLayout(
+    parameters=tuple(
+        ParameterSpec(name=f"p{row}", shape=(3001 if row == 7 else 31 + row % 13, 257), dtype=DType.FLOAT32)
+        for row in range(160)
+    )
+)
+#: More than sockets and pipes hold, in every shard.
+LARGE = WeightLayout(
+    parameters=tuple(ParameterSpec(name=f"p{row}", shape=(2**20,), dtype=DType.FLOAT32) for row in range(12))
+)
+GONE = "http://127.0.0.1:9"
+
+
+def soon() -> float:
+    return time.monotonic() + 20.0
+
+
+@pytest.fixture
+def servers() -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(in_thread(application())) for _ in range(4)]
+
+
+def place(urls: list[str], shards: int, version: int = 1, *, by_memory: bool = True, **fields: Any) -> Uploaded:
+    with closing(Uploader(urls, shards=shards, token=TOKEN, shared_memory=by_memory)) as placement:
+        return placement.upload(publication(version, **fields), {}, deadline=soon())
+
+
+def state(url: str) -> dict[str, Any]:
+    answer = httpx.get(url + "/versions", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=8.0)
+    return dict(answer.raise_for_status().json())
+
+
+def pulled(placed: Uploaded, version: int, layout: WeightLayout, *, by_memory: bool = True) -> Any:
+    into = np.zeros(layout.num_bytes, np.uint8)
+    asked = sharded(version, placed.sources, bucket_bytes=placed.bucket_bytes, layout=layout, timeout_s=20.0)
+    assert WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(asked, into=into) == placed.digest
+    return into
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, MANY], ids=["three", "many"])
+@pytest.mark.parametrize("shards", [2, 4])
+def test_shards_together_are_the_version_on_every_road(servers: list[str], layout: WeightLayout, shards: int) -> None:
+    memory, http = (
+        Uploader(servers, shards=shards, token=TOKEN, shared_memory=by_memory) for by_memory in (True, False)
+    )
+    for version in range(1, 7):  # so that memory is used again
+        placement = memory if version % 2 else http
+        placed = placement.upload(publication(version, layout=layout), {}, deadline=soon())
+        assert [url for urls in placed.sources for url in urls] == servers
+        assert [len(urls) for urls in placed.sources] == [len(servers) // shards] * shards
+        assert placed.digest == digest(version, layout) and placed.failed == {}
+        into = pulled(placed, version, layout, by_memory=version % 3 == 0)
+        assert np.array_equal(into, flat(version, layout))
+        placement.confirm(1, {}, deadline=soon())
+    held = [state(url)["versions"][-1] for url in servers]
+    assert {record["whole"] for record in held} == {digest(6, layout)}
+    assert len({record["digest"] for record in held}) == shards
+    memory.close()
+    http.close()
+
+
+def test_a_server_gives_out_its_own_shard_alone(servers: list[str]) -> None:
+    placed = place(servers[:2], 2, layout=MANY)
+    for number, ranges in enumerate(MANY.shards(2, placed.bucket_bytes)):
+        for start, end in ranges[:3]:
+            for url, status in ((servers[number], 206), (servers[1 - number], 400)):
+                headers = {"authorization": f"Bearer {TOKEN}", "range": f"bytes={start}-{end - 1}"}
+                answer = httpx.get(url + "/weights/1/1", headers=headers, trust_env=False)
+                assert answer.status_code == status
+                if status == 206:
+                    assert answer.content == flat(1, MANY)[start:end].tobytes()
+                else:
+                    assert f"which is shard {1 - number} of 2" in answer.json()["error"]["message"]
+        whole = httpx.get(servers[number] + "/weights/1/1", headers={"authorization": f"Bearer {TOKEN}"})
+        assert whole.status_code == 400, "nobody may take a part for the whole"
+
+
+def test_a_shard_that_is_held_is_not_sent_again_and_one_that_is_missing_is() -> None:
+    gathered = []
+
+    def counted() -> Iterator[tuple[str, Any]]:
+        gathered.append(1)
+        yield from publication(1, layout=MANY).weights()
+
+    once: dict[str, Any] = {"layout": MANY, "weights": counted}
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(in_thread(application())) for _ in range(2))
+        place([first, second], 2, **once)
+        assert place([first, second], 2, **once).digest == digest(1, MANY) and len(gathered) == 1
+        fresh = stack.enter_context(in_thread(application()))
+        placed = place([first, fresh], 2, **once)
+        assert len(gathered) == 2 and np.array_equal(pulled(placed, 1, MANY), flat(1, MANY))
+        with pytest.raises(UpdateError, match="placed before with other bytes"):
+            empty = stack.enter_context(in_thread(application()))
+            place([first, empty], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
+
+
+def test_the_death_of_a_shards_only_server_is_named_and_nothing_newer_is_placed(servers: list[str]) -> None:
+    began = time.monotonic()
+    with (
+        closing(Uploader([servers[0], GONE], shards=2, token=TOKEN)) as placement,
+        pytest.raises(UpdateError, match=rf"no parameter server takes shard 1 of 2 of the version: {GONE}: .*refused"),
+    ):
+        placement.upload(publication(1), {}, deadline=began + 0.5)
+    assert time.monotonic() - began < 5
+    assert [version["digest"] for version in state(servers[0])["versions"]] == [None], "not even half is given out"
+
+
+def test_a_shard_is_kept_until_every_other_shard_has_something_newer(servers: list[str]) -> None:
+    """Version 1 must not go from shard 0 while shard 1 holds nothing else: together they are the newest whole one."""
+    placed = place(servers[:2], 2, layout=MANY)
+    assert placed.failed == {}
+    with closing(Uploader(servers[:2], shards=2, token=TOKEN)) as placement:
+        placement.upload(publication(1, layout=MANY), {}, deadline=soon())
+        with closing(Uploader([servers[0], GONE], shards=2, token=TOKEN)) as half:
+            half._replicas = {servers[0]: (1, 1), GONE: (1, 1)}
+            with pytest.raises(UpdateError):
+                half.upload(publication(2, layout=MANY), {}, deadline=time.monotonic() + 0.3)
+        assert np.array_equal(pulled(placed, 1, MANY), flat(1, MANY))
+        placement.upload(publication(3, layout=MANY), {}, deadline=soon())
+        placement.confirm(1, {}, deadline=soon())
+        for url in servers[:2]:
+            assert [version["version"] for version in state(url)["versions"] if version["digest"]] == [3]
+
+
+@pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
+def test_a_shards_server_killed_in_the_middle_is_finished_from_its_replica(by_memory: bool) -> None:
+    with ExitStack() as stack:
+        victim, process = stack.enter_context(as_process("tests.fakes.parameter_server"))
+        others = [stack.enter_context(in_thread(application())) for _ in range(3)]
+        placed = place([victim, *others], 2, layout=LARGE, by_memory=by_memory)
+        into, came = np.zeros(LARGE.num_bytes, np.uint8), []
+
+        def kill_at_the_first(num_bytes: int) -> None:
+            came.append(num_bytes)
+            if len(came) == 1:
+                process.kill()
+                process.wait(10)
+
+        puller = WeightPuller(token=TOKEN, shared_memory=by_memory)
+        asked = sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=20.0)
+        assert puller.fetch(asked, into=into, came=kill_at_the_first) == digest(1, LARGE)
+        assert np.array_equal(into, flat(1, LARGE)) and came == sorted(set(came))
+
+
+def test_a_shards_server_killed_in_the_middle_without_a_replica_is_named_and_ends_the_others() -> None:
+    with ExitStack() as stack:
+        (victim, process) = stack.enter_context(as_process("tests.fakes.parameter_server"))
+        other = stack.enter_context(in_thread(application()))
+        placed = place([other, victim], 2, layout=LARGE)
+        began = time.monotonic()
+        with pytest.raises(UpdateError, match=rf"no source gave version 1\.1, shard 1 of 2: {victim}: "):
+            WeightPuller(token=TOKEN, shared_memory=False).fetch(
+                sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=30.0),
+                into=np.zeros(LARGE.num_bytes, np.uint8),
+                came=lambda _: process.kill(),
+            )
+        assert time.monotonic() - began < 15, "a death is seen at once, not at the deadline"
+
+
+def test_wrong_bytes_of_one_shard_are_refused_or_come_from_its_next_server(servers: list[str]) -> None:
+    """Two publications under one name, one shard of each: the digest of the whole tells, and the next source heals."""
+    place([servers[0], servers[1]], 2, layout=MANY)
+    placed = place([servers[2], servers[3]], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
+    into = np.zeros(MANY.num_bytes, np.uint8)
+    puller = WeightPuller(token=TOKEN)
+    mixed = sharded(1, ((servers[0],), (servers[3],)), bucket_bytes=placed.bucket_bytes, layout=MANY)
+    with pytest.raises(DigestMismatch):
+        puller.fetch(mixed, into=into)
+    healed = replace(mixed, shards=(mixed.shards[0], replace(mixed.shards[1], sources=(servers[3], servers[1]))))
+    puller.fetch(healed, into=into)
+    assert np.array_equal(into, flat(1, MANY))
+
+
+def test_each_server_saves_its_shard_and_begins_with_it(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
+        place(urls, 2, layout=MANY)
+        deadline = soon()
+        while any(state(url)["saved"] != [1, 1] for url in urls):
+            assert time.monotonic() < deadline, "the version was not saved"
+            time.sleep(0.01)
+    saved = sum((tmp_path / f"{n}" / "1.1" / "weights.bin").stat().st_size for n in range(2))
+    assert saved == MANY.num_bytes, "each byte once"
+    with ExitStack() as stack:
+        urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
+        unwilling: Any = None  # it must not be gathered again
+        placed = place(urls, 2, layout=MANY, weights=unwilling)
+        assert placed.digest == digest(1, MANY) and np.array_equal(pulled(placed, 1, MANY), flat(1, MANY))
+
+
+def test_other_cuts_of_one_version_are_refused(servers: list[str]) -> None:
+    place(servers[:2], 2, layout=MANY)
+    with pytest.raises(UpdateError, match=r"was announced as shard 0 of 2 .*, now as shard 0 of 4"):
+        place(servers, 4, layout=MANY)
+    with pytest.raises(ValueError, match="as many parameter servers for each of 3 shards, got 4"):
+        Uploader(servers, shards=3, token=TOKEN)
+
+
+async def test_engines_fetch_from_all_shards_and_are_spread_over_the_replicas(servers: list[str]) -> None:
+    with ExitStack() as stack:
+        engines = [stack.enter_context(in_thread(scripted_engine.application(token=TOKEN))) for _ in range(2)]
+        async with EngineClient(token=TOKEN) as client:
+            publisher = PullPublisher(client, Uploader(servers, shards=2, token=TOKEN))
+            stack.callback(publisher._placement.close)
+            layout = scripted_engine.LAYOUT
+            for version, targets in ((1, engines[:1]), (1, engines), (2, engines)):
+                report = await publisher.publish(publication(version, tuple(targets), layout=layout, timeout_s=20.0))
+                assert report.failed == {} and set(report.pauses_s) == set(targets)
+                assert report.digest == digest(version, layout)
+            assert [(await client.models(url)).data[0].digest for url in engines] == [digest(2, layout)] * 2
+            members = {url: [1, 2] for url in [*engines, *servers]}
+            assert [state(url)["progress"] for url in servers] == [members] * 4

@@ -1,0 +1,107 @@
+"""The persistent copies: what is read back is what was saved, or is refused; in a directory and behind a URL."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import CheckpointError
+from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.parameter_server.retention import Key
+from pipelinerl.weights.parameter_server.server_wire import ShardSpec
+from pipelinerl.weights.parameter_server.snapshot_store import Snapshot, SnapshotStore
+from tests.fakes.parameter_server import LAYOUT, digest, flat
+
+
+@pytest.fixture(params=["directory", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "copies") if request.param == "directory" else f"memory://{tmp_path.name}/copies"
+
+
+def snapshot_of(key: Key, shard: ShardSpec = ShardSpec()) -> Snapshot:
+    made = WeightDigest()
+    for start, end in shard.ranges(LAYOUT):
+        made.update(flat(key[1])[start:end])
+    return Snapshot(key=key, layout=LAYOUT, shard=shard, digest=made.hexdigest(), whole=digest(key[1]))
+
+
+def save(store: SnapshotStore, key: Key) -> None:
+    store.save(snapshot_of(key), flat(key[1]))
+
+
+def test_what_is_cleared_is_gone_and_others_are_left(place: str) -> None:
+    for name in ("mine", "theirs"):
+        save(SnapshotStore(f"{place}/{name}"), (1, 9))
+    SnapshotStore(f"{place}/mine").clear()
+    assert [len(list(SnapshotStore(f"{place}/{name}").newest())) for name in ("mine", "theirs")] == [0, 1]
+
+
+def test_the_newest_comes_back_bit_by_bit(place: str) -> None:
+    for key in ((1, 9), (2, 3), (2, 10)):
+        save(SnapshotStore(place, keep=2), key)
+    first, second = SnapshotStore(place).newest()
+    assert (first.key, second.key) == ((2, 10), (2, 3)), "of three, the older by (epoch, version) is gone"
+    assert first.layout == LAYOUT and first.digest == digest(10)
+    into = np.zeros(LAYOUT.num_bytes, np.uint8)
+    SnapshotStore(place).read(first, into)
+    assert np.array_equal(into, flat(10))
+
+
+def test_saving_a_version_again_replaces_it(place: str) -> None:
+    store = SnapshotStore(place)
+    save(store, (1, 1))
+    store.save(replace(snapshot_of((1, 2)), key=(1, 1)), flat(2))
+    (snapshot,) = store.newest()
+    into = np.zeros(LAYOUT.num_bytes, np.uint8)
+    store.read(snapshot, into)
+    assert np.array_equal(into, flat(2))
+
+
+def test_shards_are_saved_alone_and_together_give_the_whole(place: str) -> None:
+    into = np.zeros(LAYOUT.num_bytes, np.uint8)
+    for number in range(2):
+        shard = ShardSpec(number=number, count=2, bucket_bytes=1000)
+        store = SnapshotStore(f"{place}/{number}")
+        store.save(snapshot_of((1, 4), shard), flat(4))
+        (snapshot,) = store.newest()
+        assert snapshot == snapshot_of((1, 4), shard)
+        store.read(snapshot, into)
+    assert np.array_equal(into, flat(4))
+
+
+def test_an_empty_place_has_none(place: str) -> None:
+    assert list(SnapshotStore(place).newest()) == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
+def test_damaged_bytes_are_refused(tmp_path: Path, damage: str) -> None:
+    store = SnapshotStore(str(tmp_path))
+    save(store, (1, 1))
+    path = tmp_path / "1.1" / "weights.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "lose":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flip" else data[:-1])
+    (snapshot,) = store.newest()
+    with pytest.raises(CheckpointError, match=r"weights 1\.1 (have changed|cannot be read)"):
+        store.read(snapshot, np.zeros(LAYOUT.num_bytes, np.uint8))
+
+
+@pytest.mark.parametrize("manifest", [None, b"{", b"[]", b'{"format": 9}'])
+def test_what_has_no_whole_manifest_is_skipped_loudly(
+    tmp_path: Path, manifest: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SnapshotStore(str(tmp_path))
+    save(store, (1, 1))
+    save(store, (1, 2))
+    path = tmp_path / "1.2" / "manifest.json"
+    path.unlink()
+    if manifest is not None:
+        path.write_bytes(manifest)
+    assert [snapshot.key for snapshot in store.newest()] == [(1, 1)]
+    assert "skipping the snapshot 1.2" in caplog.text

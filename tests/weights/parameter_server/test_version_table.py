@@ -1,0 +1,130 @@
+"""The versions of one server: how they come, how long they stay, and whose memory they get."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_contract.errors import DigestMismatch, LayoutMismatch, NotPrepared, Overloaded, StaleVersion
+from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from pipelinerl.weights.parameter_server.retention import Key
+from pipelinerl.weights.parameter_server.server_wire import Announcement
+from pipelinerl.weights.parameter_server.version_table import Version, VersionTable
+
+LAYOUT = WeightLayout(parameters=(ParameterSpec(name="a", shape=(5,), dtype=DType.FLOAT32),))
+WIDER = WeightLayout(parameters=(ParameterSpec(name="a", shape=(6,), dtype=DType.FLOAT32),))
+
+
+def announce(
+    table: VersionTable, version: int, *, epoch: int = 1, layout: WeightLayout = LAYOUT, **progress: Key | None
+) -> Version:
+    return table.announce(Announcement(epoch=epoch, version=version, layout=layout, progress=progress))
+
+
+def publish(table: VersionTable, version: int, *, epoch: int = 1, **progress: Key | None) -> Version:
+    announce(table, version, epoch=epoch, **progress)
+    return table.seal((epoch, version), f"digest-{epoch}.{version}", "whole")
+
+
+def held(table: VersionTable) -> list[Key]:
+    return [version.key for version in table.versions()]
+
+
+def test_a_version_is_given_out_once_it_is_sealed() -> None:
+    table = VersionTable(room=2)
+    announce(table, 1)
+    with pytest.raises(NotPrepared, match=r"1\.1 is not complete yet"):
+        table.whole((1, 1))
+    assert table.newest() is None
+    table.seal((1, 1), "d", "whole")
+    assert table.whole((1, 1)).digest == "d"
+    with pytest.raises(NotPrepared, match=r"1\.2 is not held here; held: 1\.1"):
+        table.whole((1, 2))
+
+
+def test_announcing_again_is_a_no_op_and_sealing_again_too() -> None:
+    table = VersionTable(room=2)
+    first = announce(table, 1)
+    assert announce(table, 1).segment is first.segment
+    publish(table, 1)
+    assert announce(table, 1).digest == "digest-1.1"
+    table.seal((1, 1), "digest-1.1", "whole")
+    with pytest.raises(DigestMismatch, match=r"complete with digest digest-1\.1"):
+        table.seal((1, 1), "other", "whole")
+    with pytest.raises(LayoutMismatch, match="parameter 'a' must have shape"):
+        announce(table, 1, layout=WIDER)
+
+
+def test_at_most_room_versions_and_a_full_table_says_for_whom() -> None:
+    table = VersionTable(room=2)
+    publish(table, 1, a=None, b=None)
+    publish(table, 2, a=(1, 1), b=None)
+    with pytest.raises(Overloaded, match=r"all 2 versions are needed still: 1\.1 is held for b \(at none\)"):
+        announce(table, 3, a=(1, 2), b=None)
+    table.confirm(1, {"a": (1, 2), "b": (1, 2)})
+    assert held(table) == [(1, 2)]
+    announce(table, 3, a=(1, 2), b=(1, 2))
+    assert held(table) == [(1, 2), (1, 3)]
+
+
+def test_who_is_not_named_any_more_is_not_waited_for() -> None:
+    table = VersionTable(room=2)
+    publish(table, 1, a=None, dead=None)
+    publish(table, 2, a=(1, 1), dead=None)
+    table.confirm(1, {"a": (1, 2)})
+    assert held(table) == [(1, 2)]
+
+
+def test_memory_is_reused_and_what_was_not_finished_is_not() -> None:
+    table = VersionTable(room=2)
+    first = publish(table, 1).segment
+    second = publish(table, 2).segment
+    assert held(table) == [(1, 2)]
+    assert announce(table, 3).segment is first
+    unfinished = announce(table, 4).segment
+    assert unfinished is not first, "whoever began to write version 3 may still be at it"
+    table.seal((1, 4), "d", "whole")
+    assert announce(table, 5).segment is second
+
+
+def test_memory_of_another_size_is_let_go() -> None:
+    table = VersionTable(room=2)
+    publish(table, 1)
+    publish(table, 2)
+    wider = announce(table, 3, layout=WIDER)
+    assert wider.segment.num_bytes == len(wider.segment.bytes) == WIDER.num_bytes
+
+
+def test_a_version_in_use_is_collected_after_its_use() -> None:
+    table = VersionTable(room=2)
+    publish(table, 1)
+    with table.using((1, 1)):
+        publish(table, 2)
+        assert held(table) == [(1, 1), (1, 2)]
+        with pytest.raises(Overloaded, match=r"1\.1 is being sent or saved"):
+            announce(table, 3)
+    assert held(table) == [(1, 2)]
+
+
+def test_a_later_trainer_takes_over_and_the_earlier_one_is_refused() -> None:
+    table = VersionTable(room=2)
+    publish(table, 7, a=(1, 6))
+    publish(table, 8, a=(1, 6))
+    announce(table, 5, epoch=2, a=None)
+    assert held(table) == [(1, 8), (2, 5)], "of the abandoned epoch the newest stays until a newer one is whole"
+    for refused in (lambda: announce(table, 9), lambda: table.confirm(1, {})):
+        with pytest.raises(StaleVersion, match="epoch 2 has taken over from epoch 1"):
+            refused()
+    table.seal((2, 5), "d", "whole")
+    assert held(table) == [(2, 5)]
+
+
+def test_an_older_version_than_the_newest_is_refused() -> None:
+    table = VersionTable(room=3)
+    publish(table, 7)
+    with pytest.raises(StaleVersion, match=r"must come after 1\.7"):
+        announce(table, 6)
+
+
+def test_room_for_one_is_no_room() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        VersionTable(room=1)

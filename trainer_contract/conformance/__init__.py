@@ -1,0 +1,387 @@
+"""The conformance kit: is a class a trainer? Each check is one promise of the contract, tried on a small model.
+
+    results = run(Subject(factory=MyTrainer, spec=TrainerSpec(model_path=…), vocab_size=64), directory=tmp)
+    assert all(result.status is Status.PASSED for result in results)
+
+The kit needs nothing but the contract: its objective is written with operators that every array library has. With
+the optimizer set to eps = 1 and no clipping, AdamW's first step is lr·g/(|g| + 1): so the weights show the gradient,
+which is then checked against the loss itself.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from trainer_contract.conformance.forward_checks import FORWARD_AT
+from trainer_contract.conformance.head_checks import steps_may_stand_still, values_precede_their_tokens
+from trainer_contract.conformance.probes import (
+    LINEAR,
+    LinearObjective,
+    Subject,
+    Unsupported,
+    gradient_of,
+    norm_of,
+    pack,
+    practised,
+    require,
+    require_equal,
+    require_raises,
+    require_same_weights,
+    rollouts_of,
+    started,
+    stepped,
+    weights_of,
+)
+from trainer_contract.conformance.reading_checks import reads_are_of_the_last_step
+from trainer_contract.errors import BatchError, NonFiniteError, ProtocolError, SpecError, StateError
+from trainer_contract.types import Head
+
+_LOGPROB_TOLERANCE: Final = 2e-4
+_WEIGHT_TOLERANCE: Final = 2e-5
+#: Largest vocabulary that is summed over, one segment for each token.
+_MAX_SUMMED_VOCABULARY: Final = 8192
+
+
+class Status(StrEnum):
+    """What a check found."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """A check's name, its promise in one line, and what was found."""
+
+    name: str
+    promise: str
+    status: Status
+    reason: str = ""
+
+
+def run(
+    subject: Subject, *, directory: Path, checks: Sequence[Callable[[Subject, Path], None]] | None = None
+) -> list[CheckResult]:
+    """Run `checks`, or those of the subject's head, each in an empty directory of its own; failures are results."""
+    results = []
+    suite = CHECKS if subject.spec.head is Head.POLICY else VALUE_CHECKS
+    for check in suite if checks is None else checks:
+        place = directory / check.__name__
+        place.mkdir(parents=True)
+        promise = (check.__doc__ or "").strip().splitlines()[0]
+        status, reason = Status.PASSED, ""
+        try:
+            check(subject, place)
+        except Unsupported as error:
+            status, reason = Status.UNSUPPORTED, str(error)
+        except AssertionError as error:
+            status, reason = Status.FAILED, str(error)
+        except Exception as error:  # the subject is foreign code: whatever it raises is this check's finding
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            status, reason = (
+                Status.FAILED,
+                f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})",
+            )
+        results.append(CheckResult(check.__name__, promise, status, reason))
+    return results
+
+
+# --- forward -----------------------------------------------------------------------------------------------------
+
+
+def forward_is_a_distribution(subject: Subject, _: Path) -> None:
+    """The probabilities of all next tokens sum to 1, and a temperature divides the logits once."""
+    if subject.vocab_size > _MAX_SUMMED_VOCABULARY:
+        raise Unsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
+    trainer = started(subject)
+    continuations = [[1, token] for token in range(subject.vocab_size)]
+    plain = trainer.forward(pack(continuations))[1::2].astype(np.float64)
+    require_equal(np.exp(plain).sum(), 1.0, 1e-3, "the sum of all next tokens' probabilities")
+    cooled = plain / 0.5
+    cooled -= np.log(np.exp(cooled - cooled.max()).sum()) + cooled.max()
+    require_equal(
+        trainer.forward(pack(continuations, temperature=0.5))[1::2], cooled, 1e-3, "log-probs at temperature 0.5"
+    )
+
+
+def forward_starts_at_zero(subject: Subject, _: Path) -> None:
+    """f32 [T], every token has a prediction, and the first of a segment has 0."""
+    batch = pack(rollouts_of(subject.vocab_size), prompt=2)
+    predictions = practised(subject).forward(batch)
+    elsewhere = predictions[batch.position_ids > 0]
+    require(str(getattr(predictions, "dtype", None)) == "float32", "forward must return a numpy f32 array")
+    require(predictions.shape == (batch.num_tokens,), f"forward must return shape [T], got {predictions.shape}")
+    require(bool((predictions[batch.position_ids == 0] == 0).all()), "predictions at segment starts must be 0")
+    require(bool((elsewhere != 0).all()), "predictions elsewhere must not be 0, prompts included")
+    if subject.spec.head is Head.POLICY:
+        require(bool((elsewhere < 0).all()), "log-probs elsewhere must be negative, prompts included")
+
+
+def segments_are_independent(subject: Subject, _: Path) -> None:
+    """A rollout has the same predictions alone and packed with others."""
+    trainer, rollouts = practised(subject), rollouts_of(subject.vocab_size)
+    alone = np.concatenate([trainer.forward(pack([rollout])) for rollout in rollouts])
+    require_equal(
+        trainer.forward(pack(rollouts)),
+        alone,
+        _LOGPROB_TOLERANCE,
+        "packed predictions, compared with each rollout's alone",
+    )
+
+
+def forward_is_causal(subject: Subject, _: Path) -> None:
+    """A token's prediction does not depend on later tokens."""
+    trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
+    changed = [*rollout[:5], *((token + 1) % subject.vocab_size for token in rollout[5:])]
+    before, after = trainer.forward(pack([rollout])), trainer.forward(pack([changed]))
+    require_equal(after[:5], before[:5], _LOGPROB_TOLERANCE, "predictions before the first changed token")
+
+
+def forward_leaves_no_trace(subject: Subject, _: Path) -> None:
+    """`forward` accumulates no gradient and changes no weight."""
+    trainer = started(subject)
+    before = weights_of(trainer)
+    trainer.forward(pack(rollouts_of(subject.vocab_size)))
+    require_raises(
+        ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "optimizer_step after forward alone"
+    )
+    require_same_weights(weights_of(trainer), before, 0.0, "weights after forward")
+
+
+# --- backward and step -------------------------------------------------------------------------------------------
+
+
+def loss_is_of_forward(subject: Subject, _: Path) -> None:
+    """`backward` returns the objective's value on the predictions that `forward` gives."""
+    trainer, batch = practised(subject), pack(rollouts_of(subject.vocab_size), prompt=2, temperature=0.7)
+    expected = -(trainer.forward(batch) * batch.weights * batch.advantages).sum()
+    stats = trainer.backward(batch, LINEAR)
+    require_equal(stats.loss, expected, _LOGPROB_TOLERANCE * batch.num_tokens, "the loss")
+    predictions, got = np.where(batch.loss_mask, trainer.forward(batch), 0.0), stats.predictions
+    require(got.shape == predictions.shape, f"LossStats.predictions must be [T], got {got.shape}")
+    require_equal(got, predictions, _LOGPROB_TOLERANCE, "LossStats.predictions, 0 outside the mask,")
+
+
+def gradient_is_of_the_loss(subject: Subject, _: Path) -> None:
+    """A small step along the gradient changes the loss as the gradient predicts; `grad_norm` is the gradient's norm."""
+    trainer, batch, rate = started(subject), pack(rollouts_of(subject.vocab_size), temperature=0.7), 1e-2
+    before = weights_of(trainer)
+    loss = trainer.backward(batch, LINEAR).loss
+    norm = trainer.optimizer_step(learning_rate=rate).grad_norm
+    moved = {name: before[name] - weight for name, weight in weights_of(trainer).items()}
+    gradient = {name: gradient_of(step, rate) for name, step in moved.items()}
+    require_equal(norm_of(gradient), norm, 0.02 * norm, "the gradient's norm, read off the weights")
+    predicted = sum(float((gradient[name] * step).sum()) for name, step in moved.items())
+    require(predicted > 0, "the first step changed no weight")
+    require_equal(
+        loss - trainer.backward(batch, LINEAR).loss,
+        predicted,
+        0.1 * predicted,
+        "the fall of the loss after a small step",
+    )
+
+
+def clipping_bounds_the_norm(subject: Subject, _: Path) -> None:
+    """`grad_clip` scales the gradient to that norm; `grad_norm` reports the norm before."""
+    batch, rate = pack(rollouts_of(subject.vocab_size)), 1e-2
+    full = stepped(started(subject), [batch], rate)
+    clip = full.norm / 2
+    clipped = stepped(started(subject, grad_clip=clip), [batch], rate)
+    require_equal(clipped.norm, full.norm, 1e-3 * full.norm, "grad_norm with clipping, which is reported before it")
+    require_equal(norm_of(clipped.gradient), clip, 0.02 * clip, "the norm of the gradient applied")
+
+
+def parts_equal_the_whole(subject: Subject, _: Path) -> None:
+    """n backwards on parts accumulate what one on the whole does."""
+    rollouts = rollouts_of(subject.vocab_size)
+    whole = stepped(started(subject), [pack(rollouts)])
+    parts = stepped(started(subject), [pack(rollouts[:1]), pack(rollouts[1:4]), pack(rollouts[4:])])
+    require_equal(parts.norm, whole.norm, 1e-3 * whole.norm, "grad_norm after three parts")
+    require_same_weights(parts.weights, whole.weights, _WEIGHT_TOLERANCE, "weights after a step on three parts")
+
+
+def order_does_not_matter(subject: Subject, _: Path) -> None:
+    """Rollouts may be packed in any order."""
+    rollouts = rollouts_of(subject.vocab_size)
+    forwards, backwards = stepped(started(subject), [pack(rollouts)]), stepped(started(subject), [pack(rollouts[::-1])])
+    require_same_weights(
+        backwards.weights, forwards.weights, _WEIGHT_TOLERANCE, "weights after a step on the rollouts reversed"
+    )
+
+
+def step_applies_and_clears(subject: Subject, _: Path) -> None:
+    """`optimizer_step` raises the version by one, changes weights, and leaves no gradient behind."""
+    trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
+    require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "optimizer_step on a new trainer")
+    first, before = trainer.model_version, weights_of(trainer)
+    trainer.backward(batch, LINEAR)
+    require_same_weights(weights_of(trainer), before, 0.0, "weights after backward alone")
+    stats = trainer.optimizer_step(learning_rate=0.1)
+    require(
+        stats.model_version == trainer.model_version == first + 1,
+        f"model_version must be {first + 1} after a step, got {stats.model_version} and {trainer.model_version}",
+    )
+    after = weights_of(trainer)
+    require(any(not np.array_equal(before[name], after[name]) for name in before), "the step changed no weight")
+    require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "a second step without backward")
+
+
+def discard_forgets(subject: Subject, _: Path) -> None:
+    """After `discard_gradient` a step is as if the discarded backward had not been."""
+    rollouts = rollouts_of(subject.vocab_size)
+    trainer = started(subject)
+    trainer.backward(pack(rollouts[:3]), LINEAR)
+    trainer.discard_gradient()
+    require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "a step after discard_gradient")
+    after = stepped(trainer, [pack(rollouts[3:])])
+    fresh = stepped(started(subject), [pack(rollouts[3:])])
+    require_same_weights(after.weights, fresh.weights, _WEIGHT_TOLERANCE, "weights after discard and a step")
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+def non_finite_is_refused(subject: Subject, _: Path) -> None:
+    """A NaN or infinite advantage raises NonFiniteError; nothing is accumulated and training goes on."""
+    trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
+    before = weights_of(trainer)
+    for poison in (np.nan, np.inf):
+        poisoned = batch.advantages.copy()
+        poisoned[np.flatnonzero(batch.loss_mask)[0]] = poison
+        backward = partial(trainer.backward, replace(batch, advantages=poisoned), LINEAR)
+        with np.errstate(invalid="ignore"):
+            require_raises(NonFiniteError, backward, f"backward with the advantage {poison}")
+    require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "a step after a refused backward")
+    require_same_weights(weights_of(trainer), before, 0.0, "weights after a refused backward")
+    healthy, fresh = stepped(trainer, [batch]), stepped(started(subject), [batch])
+    require_same_weights(
+        healthy.weights, fresh.weights, _WEIGHT_TOLERANCE, "weights after a refused backward and a step"
+    )
+
+
+def malformed_batches_are_refused(subject: Subject, _: Path) -> None:
+    """BatchError, before anything is computed, for a batch that breaks the layout or lacks a column."""
+    trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
+    starts = batch.loss_mask | (batch.position_ids == 0)
+    broken = {
+        "a short column": replace(batch, advantages=batch.advantages[1:]),
+        "f64 advantages": replace(batch, advantages=batch.advantages.astype(np.float64)),
+        "a token beyond the vocabulary": replace(batch, token_ids=batch.token_ids + np.int32(subject.vocab_size)),
+        "positions that do not restart": replace(batch, position_ids=np.arange(batch.num_tokens, dtype=np.int32)),
+        "segments that decrease": replace(batch, segment_ids=batch.segment_ids[::-1].copy()),
+        "a wrong num_segments": replace(batch, num_segments=batch.num_segments + 1),
+        "a mask on a segment's first token": replace(batch, loss_mask=starts),
+        "temperature 0": replace(batch, temperatures=np.zeros_like(batch.temperatures)),
+    }
+    for what, bad in broken.items():
+        require_raises(BatchError, partial(trainer.backward, bad, LINEAR), f"backward with {what}")
+        require_raises(BatchError, partial(trainer.forward, bad), f"forward with {what}")
+    needy = LinearObjective(needs=frozenset({"old_logprobs"}))
+    require_raises(
+        BatchError, lambda: trainer.backward(batch, needy), "backward without a column that the objective needs"
+    )
+
+
+def missing_model_is_refused(subject: Subject, directory: Path) -> None:
+    """SpecError for a model directory that is not there."""
+    absent = replace(subject.spec, model_path=directory / "absent", restore_from=None)
+    require_raises(SpecError, lambda: subject.factory().init_worker(absent), "init_worker without a model")
+
+
+def unknown_options_are_refused(subject: Subject, _: Path) -> None:
+    """SpecError for an option that the backend does not know; it is not ignored."""
+    spec = replace(subject.spec, options={"no_such_option": 1})
+    require_raises(SpecError, lambda: subject.factory().init_worker(spec), "init_worker with an unknown option")
+
+
+# --- weights and state -------------------------------------------------------------------------------------------
+
+
+def layout_is_what_is_gathered(subject: Subject, _: Path) -> None:
+    """`weight_layout` lists the names, order, shapes and dtypes that `gather_weights` yields, each name once."""
+    trainer = started(subject)
+    layout = [(info.name, tuple(info.shape), info.dtype) for info in trainer.weight_layout()]
+    gathered = [(name, tuple(a.shape), str(a.dtype).removeprefix("torch.")) for name, a in trainer.gather_weights()]
+    require(bool(layout), "weight_layout is empty")
+    require(len({name for name, *_ in layout}) == len(layout), "a parameter is listed twice")
+    require(len(layout) == len(gathered), f"the layout lists {len(layout)} parameters, {len(gathered)} are gathered")
+    for listed, got in zip(layout, gathered, strict=True):
+        require(listed == got, f"the layout lists {listed}, gathered is {got}")
+
+
+def state_continues_exactly(subject: Subject, directory: Path) -> None:
+    """Saved and restored, training goes on bit for bit: losses, norms, weights, version."""
+    rollouts = rollouts_of(subject.vocab_size)
+    batches = [pack(rollouts[:3]), pack(rollouts[3:]), pack(rollouts[1:5])]
+    trainer = started(subject)
+    stepped(trainer, batches[:1])
+    stepped(trainer, batches[1:2])
+    trainer.save_state(directory)
+    version = trainer.model_version
+    undisturbed = [stepped(trainer, [batch]) for batch in batches]
+    restored = started(subject, restore_from=directory)
+    require(restored.model_version == version, f"the restored version must be {version}, got {restored.model_version}")
+    for step, (batch, expected) in enumerate(zip(batches, undisturbed, strict=True)):
+        got = stepped(restored, [batch])
+        numbers, right = (got.loss, got.norm), (expected.loss, expected.norm)
+        require(numbers == right, f"step {step} after the restore gave loss and norm {numbers}, not {right}")
+        require_same_weights(got.weights, expected.weights, 0.0, f"weights after step {step} of the restored trainer")
+
+
+def broken_state_is_refused(subject: Subject, directory: Path) -> None:
+    """StateError for a state that is missing, cut short, or lacks a file."""
+    empty, saved = directory / "empty", directory / "saved"
+    empty.mkdir()
+    saved.mkdir()
+    require_raises(StateError, lambda: started(subject, restore_from=empty), "restoring from an empty directory")
+    require_raises(StateError, lambda: started(subject, restore_from=directory / "absent"), "restoring from nowhere")
+    trainer = started(subject)
+    stepped(trainer, [pack(rollouts_of(subject.vocab_size))])
+    trainer.save_state(saved)
+    largest = max((file for file in saved.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = largest.read_bytes()
+    largest.write_bytes(content[: len(content) // 2])
+    require_raises(StateError, lambda: started(subject, restore_from=saved), f"restoring with {largest.name} cut short")
+    largest.unlink()
+    require_raises(StateError, lambda: started(subject, restore_from=saved), f"restoring without {largest.name}")
+
+
+CHECKS: Final[tuple[Callable[[Subject, Path], None], ...]] = (
+    forward_is_a_distribution,
+    forward_starts_at_zero,
+    segments_are_independent,
+    forward_is_causal,
+    forward_leaves_no_trace,
+    *FORWARD_AT,
+    loss_is_of_forward,
+    gradient_is_of_the_loss,
+    clipping_bounds_the_norm,
+    parts_equal_the_whole,
+    order_does_not_matter,
+    step_applies_and_clears,
+    steps_may_stand_still,
+    discard_forgets,
+    non_finite_is_refused,
+    malformed_batches_are_refused,
+    missing_model_is_refused,
+    unknown_options_are_refused,
+    layout_is_what_is_gathered,
+    state_continues_exactly,
+    reads_are_of_the_last_step,
+    broken_state_is_refused,
+)
+
+#: For a subject with a value head.
+VALUE_CHECKS: Final = (
+    *(check for check in CHECKS if check is not forward_is_a_distribution),
+    values_precede_their_tokens,
+)

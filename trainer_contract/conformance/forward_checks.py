@@ -1,0 +1,94 @@
+"""Checks of the conformance kit on `forward_at`: what it computes, and what it leaves alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from trainer_contract.conformance.probes import (
+    LINEAR,
+    Subject,
+    pack,
+    require,
+    require_equal,
+    require_raises,
+    require_same_weights,
+    rollouts_of,
+    started,
+    stepped,
+    weights_of,
+)
+from trainer_contract.errors import BatchError, StateError
+from trainer_contract.host_weights import copied
+
+_TOLERANCE: Final = 2e-4
+
+
+def forward_at_is_of_the_weights_given(subject: Subject, _: Path) -> None:
+    """`forward_at` predicts what a trainer that holds those weights does, whatever this one has become."""
+    rollouts = rollouts_of(subject.vocab_size)
+    batches = [pack(rollouts[:2], temperature=0.7), pack(rollouts[2:])]
+    trainer = started(subject)
+    history, expected = [], []
+    for _step in range(3):
+        history.append(copied(trainer.gather_weights()))
+        expected.append([trainer.forward(batch) for batch in batches])
+        stepped(trainer, [pack(rollouts)], rate=1.0)
+    moved = max(float(np.abs(a - b).max()) for a, b in zip(expected[0], expected[2], strict=True))
+    require(moved > 10 * _TOLERANCE, f"two steps at rate 1 moved the predictions by {moved:.3g} only")
+    for version in (0, 2, 1):
+        for got, right in zip(trainer.forward_at(batches, history[version]), expected[version], strict=True):
+            require(got.dtype == np.float32 and got.shape == right.shape, "forward_at must return f32 [T] of each")
+            require_equal(got, right, _TOLERANCE, f"predictions of forward_at, at the weights of version {version},")
+
+
+def forward_at_leaves_no_trace(subject: Subject, _: Path) -> None:
+    """After `forward_at`, even between backward and step, everything goes on to the bit as if it had not been."""
+    rollouts = rollouts_of(subject.vocab_size)
+    batch = pack(rollouts)
+
+    def told(*, disturbed: bool) -> tuple[list[float], list[bytes], dict[str, np.ndarray]]:
+        trainer = started(subject)
+        first = copied(trainer.gather_weights())
+        numbers, predictions = [], []
+        for _step in range(3):
+            numbers.append(trainer.backward(batch, LINEAR).loss)
+            if disturbed:
+                trainer.forward_at([batch, pack(rollouts[:2])], first)
+            predictions.append(trainer.forward(batch).tobytes())
+            numbers.append(trainer.backward(pack(rollouts[1:]), LINEAR).loss)
+            numbers.append(trainer.optimizer_step(learning_rate=0.1).grad_norm)
+        return [*numbers, trainer.model_version], predictions, weights_of(trainer)
+
+    plain, after = told(disturbed=False), told(disturbed=True)
+    require(after[0] == plain[0], f"losses, norms and version must be {plain[0]}, got {after[0]}")
+    require(after[1] == plain[1], "predictions after forward_at must have the same bits as without it")
+    require_same_weights(after[2], plain[2], 0.0, "weights after steps with forward_at between")
+
+
+def forward_at_refuses_what_does_not_fit(subject: Subject, _: Path) -> None:
+    """StateError for weights that are incomplete, cut short or of another model, BatchError for a malformed batch."""
+    trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
+    weights, before = dict(copied(trainer.gather_weights())), trainer.forward(batch).tobytes()
+    first = next(iter(weights))
+    broken = {
+        "without a parameter": {name: each for name, each in weights.items() if name != first},
+        "with a parameter cut short": weights | {first: weights[first][:-4]},
+        "with a parameter that the model does not have": weights | {"no.such.parameter": weights[first]},
+    }
+    for what, given in broken.items():
+        require_raises(StateError, partial(trainer.forward_at, [batch], given), f"forward_at {what}")
+    malformed = replace(batch, num_segments=batch.num_segments + 1)
+    require_raises(BatchError, lambda: trainer.forward_at([malformed], weights), "forward_at of a malformed batch")
+    require(trainer.forward(batch).tobytes() == before, "a refused forward_at left other weights behind")
+
+
+FORWARD_AT: Final = (
+    forward_at_is_of_the_weights_given,
+    forward_at_leaves_no_trace,
+    forward_at_refuses_what_does_not_fit,
+)

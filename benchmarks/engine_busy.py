@@ -35,7 +35,7 @@ import psutil
 
 from benchmarks.measure import Interval, Paired, Row, paired, print_table, write_record
 from benchmarks.served_engine import EngineOrder, Load, ServedEngine, served
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 
 _LOAD: Final = Load(samples=8, tokens=256)

@@ -48,8 +48,8 @@ from inference_contract.schemas import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.system.http_service import listen
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher

@@ -29,7 +29,7 @@ from benchmarks.served_engine import EngineOrder, Load, served
 from inference_contract.schemas import Backend, ChatCompletionRequest
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.torch.engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer

@@ -87,7 +87,7 @@ def _serve(order: EngineOrder, port: Connection) -> None:
 
     from benchmarks.update_pause import Stopwatch
     from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-    from pipelinerl.engines.http.engine_server import create_app
+    from pipelinerl.engines.http.server import create_app
     from pipelinerl.engines.torch.engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
     from pipelinerl.models.tiny_decoder import char_tokenizer
     from pipelinerl.models.tokenizer import ChatTokenizer

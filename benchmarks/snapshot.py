@@ -34,7 +34,7 @@ import torch
 from benchmarks.measure import Row, paired, print_table, write_record
 from benchmarks.trainer import ragged_batch
 from pipelinerl.config.recipe import MODELS, load
-from pipelinerl.messages import Checkpointed, Message
+from pipelinerl.messages import Checkpointed, ControlMessage
 from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
@@ -110,7 +110,7 @@ class Training:
         return (time.perf_counter() - began) / self.steps
 
     async def _beside(self) -> float:
-        async def report(message: Message) -> None:
+        async def report(message: ControlMessage) -> None:
             if isinstance(message, Checkpointed):
                 self.stalls.append(message.stall_s)
 

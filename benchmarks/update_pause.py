@@ -38,8 +38,8 @@ from benchmarks.measure import Interval, Row, bootstrap_median, print_table, wri
 from inference_contract.schemas import ChatCompletionRequest, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.model_runner import ModelRunner
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer

@@ -1,4 +1,4 @@
-"""`Engine`: what stands behind the routes. `pipelinerl.engines.http.engine_server` serves anything that satisfies it.
+"""`Engine`: what stands behind the routes. `pipelinerl.engines.http.server` serves anything that satisfies it.
 
 An engine promises: a request accepted is answered or refused with a `ContractError`, also across weight updates; an
 update is all or nothing; log-probs and version spans are those of the weights that really sampled each token.

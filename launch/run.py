@@ -21,11 +21,11 @@ from launch.engine_processes import EngineProcesses
 from launch.plan import Launch, Ports, processes_of
 from launch.ports import free_ports
 from launch.run_directory import RunDirectory
-from launch.supervisor import Outcome, Supervisor
+from launch.supervisor import RunOutcome, Supervisor
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
-from pipelinerl.observability.progress import Progress
+from pipelinerl.observability.progress import ProgressDisplay
 from pipelinerl.observability.report import write_report
 from pipelinerl.observability.run_history import tell
 from pipelinerl.observability.status import RunStatus
@@ -68,7 +68,7 @@ def _launch(directory: RunDirectory) -> int:
         launch = Launch(config=config, run_dir=directory.path, ports=ports, token_file=directory.tokens, cores=cores)
         token = json.loads(directory.tokens.read_text())["token"]
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
-        with Progress(console) as progress, _StatusReader(ports.controller, token) as reader:
+        with ProgressDisplay(console) as progress, _StatusReader(ports.controller, token) as reader:
 
             def follow() -> None:
                 if (status := reader.take()) is not None:
@@ -90,9 +90,9 @@ def _launch(directory: RunDirectory) -> int:
             _show_report(directory, console)
         except UserError as error:  # how the run has ended is said all the same
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
-    style = {Outcome.COMPLETED: "green", Outcome.STOPPED: "yellow", Outcome.FAILED: "red"}[result.outcome]
+    style = {RunOutcome.COMPLETED: "green", RunOutcome.STOPPED: "yellow", RunOutcome.FAILED: "red"}[result.outcome]
     console.print(f"[{style}]{result.outcome}[/]: {result.message}", highlight=False, soft_wrap=True)
-    if result.outcome is Outcome.FAILED and directory.events.is_file():
+    if result.outcome is RunOutcome.FAILED and directory.events.is_file():
         console.print(f"to go on from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
     return result.exit_status
 

@@ -48,7 +48,7 @@ _SETTLED_S = 10.0
 _USER_ERROR = 2
 
 
-class Outcome(StrEnum):
+class RunOutcome(StrEnum):
     """How a run ended for its launcher."""
 
     COMPLETED = "completed"
@@ -60,13 +60,13 @@ class Outcome(StrEnum):
 class RunResult:
     """The end of a run: what happened, in words a user can act on, and the exit status of the launcher."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     message: str
 
     @property
     def exit_status(self) -> int:
         """0 completed, 1 failed, 130 stopped by the user."""
-        return {Outcome.COMPLETED: 0, Outcome.FAILED: 1, Outcome.STOPPED: 130}[self.outcome]
+        return {RunOutcome.COMPLETED: 0, RunOutcome.FAILED: 1, RunOutcome.STOPPED: 130}[self.outcome]
 
 
 @final
@@ -154,7 +154,7 @@ class Supervisor:
         while self._result is None:
             now = time.monotonic()
             if self._interrupts:
-                self._end(Outcome.STOPPED, f"stopped; go on with: pipelinerl run --resume {self._run_dir}")
+                self._end(RunOutcome.STOPPED, f"stopped; go on with: pipelinerl run --resume {self._run_dir}")
                 return
             for process in self._processes.values():
                 self._advance(process, now)
@@ -188,7 +188,7 @@ class Supervisor:
         try:
             self._tell_reaper("+", process.start(now))
         except OSError as error:
-            self._end(Outcome.FAILED, f"{process.spec.name} cannot be started: {error}")
+            self._end(RunOutcome.FAILED, f"{process.spec.name} cannot be started: {error}")
 
     def _await_health(self, process: Process, now: float) -> None:
         name = process.spec.name
@@ -207,7 +207,7 @@ class Supervisor:
         self._forget(process)
         process.state = State.ENDED
         if spec.on_exit is OnExit.COMPLETE and status == 0:
-            self._end(Outcome.COMPLETED, "completed")
+            self._end(RunOutcome.COMPLETED, "completed")
             return
         if spec.on_exit is OnExit.DONE and status == 0:
             return
@@ -231,14 +231,14 @@ class Supervisor:
             self._forget(process)
             process.state = State.ENDED
         else:
-            self._end(Outcome.FAILED, words)
+            self._end(RunOutcome.FAILED, words)
 
-    def _end(self, outcome: Outcome, message: str) -> None:
+    def _end(self, outcome: RunOutcome, message: str) -> None:
         self._result = RunResult(outcome, message)
 
     def _stop(self) -> None:
         """Stop order by stop order: ask, wait for the grace, kill."""
-        if self._result is not None and self._result.outcome is Outcome.STOPPED and self._interrupts < 2:
+        if self._result is not None and self._result.outcome is RunOutcome.STOPPED and self._interrupts < 2:
             self._announce("stopping; press Ctrl-C again to kill at once")
         alive = [process for process in self._processes.values() if process.pid is not None]
         alive.sort(key=lambda process: process.spec.stop_order)

@@ -3,7 +3,7 @@
 Reports go to the controller, which alone decides; directives go to the trainer, which waits for the one that answers
 its report. Every message has a deterministic id, so that repeating it is a no-op.
 
-    trainer ── TrainerReady, StepDone, StepSkipped, Progress, Starving, Published, CanaryChecked, Checkpointed,
+    trainer ── TrainerReady, StepDone, StepSkipped, OrdersEnded, Starving, Published, CanaryChecked, Checkpointed,
                CheckpointDelayed, TrainerStopped ──▶ controller
     actor   ── GroupFailed, GroupOutdated, EvaluationDone, ActorAlive ──▶ controller
     controller ── Directive ──▶ trainer
@@ -27,7 +27,7 @@ SKIPS_THAT_END = 3
 ACTORS_GROUP = "actors"
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
+class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
     """Base of every message; the tag is the class's name."""
 
 
@@ -42,7 +42,7 @@ class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
     beyond: list[int] = []
 
 
-class TrainerReady(Message, frozen=True):
+class TrainerReady(ControlMessage, frozen=True):
     """A trainer has loaded weights `model_version` and asks what to do. Begins a new epoch, above all that were ever
     `claimed` in its directory."""
 
@@ -53,7 +53,7 @@ class TrainerReady(Message, frozen=True):
     claimed: int = 0
 
 
-class StepDone(Message, frozen=True):
+class StepDone(ControlMessage, frozen=True):
     """An optimizer step is applied on the groups of `orders`; the weights are `model_version` now."""
 
     report_id: str
@@ -64,7 +64,7 @@ class StepDone(Message, frozen=True):
     orders: list[int] = []
 
 
-class StepSkipped(Message, frozen=True):
+class StepSkipped(ControlMessage, frozen=True):
     """A step was not applied, since `what` of the orders `groups` is NaN or infinite; the weights are as before.
 
     The orders of its batch are accounted for as filtered. `in_a_row` counts such steps since the last that was applied.
@@ -79,7 +79,7 @@ class StepSkipped(Message, frozen=True):
     in_a_row: int
 
 
-class Progress(Message, frozen=True):
+class OrdersEnded(ControlMessage, frozen=True):
     """Orders ended without a step (filtered or stale), so that new prompts may be issued.
 
     `again` lists orders whose groups were sampled by weights of an abandoned epoch: they have not ended.
@@ -91,7 +91,7 @@ class Progress(Message, frozen=True):
     again: list[int] = []
 
 
-class Starving(Message, frozen=True):
+class Starving(ControlMessage, frozen=True):
     """The trainer waits for a step and nothing has come for a while; the groups of the orders `held` wait with it."""
 
     epoch: int
@@ -99,7 +99,7 @@ class Starving(Message, frozen=True):
     held: list[int]
 
 
-class Published(Message, frozen=True):
+class Published(ControlMessage, frozen=True):
     """Outcome of a publication, engine by engine (base URL)."""
 
     epoch: int
@@ -111,7 +111,7 @@ class Published(Message, frozen=True):
     total_s: float
 
 
-class CanaryChecked(Message, frozen=True):
+class CanaryChecked(ControlMessage, frozen=True):
     """What became of the engines that had to prove the weights just published to them (base URL).
 
     `worst` holds, of those that did, the largest difference between their log-probs and the trainer's, in nats;
@@ -126,7 +126,7 @@ class CanaryChecked(Message, frozen=True):
     failed: dict[str, str] = {}
 
 
-class Checkpointed(Message, frozen=True):
+class Checkpointed(ControlMessage, frozen=True):
     """A checkpoint is durable; training stood still for it for `stall_s`."""
 
     epoch: int
@@ -135,7 +135,7 @@ class Checkpointed(Message, frozen=True):
     stall_s: float = 0.0
 
 
-class CheckpointDelayed(Message, frozen=True):
+class CheckpointDelayed(ControlMessage, frozen=True):
     """The checkpoint of `model_version` cannot be written yet, for a reason that may pass; it is tried again."""
 
     epoch: int
@@ -143,14 +143,14 @@ class CheckpointDelayed(Message, frozen=True):
     reason: str
 
 
-class TrainerStopped(Message, frozen=True):
+class TrainerStopped(ControlMessage, frozen=True):
     """The trainer obeyed a directive to stop; its last weights are published and saved."""
 
     epoch: int
     model_version: int
 
 
-class GroupFailed(Message, frozen=True):
+class GroupFailed(ControlMessage, frozen=True):
     """An order cannot be completed; it will not be tried again."""
 
     order_id: str
@@ -159,7 +159,7 @@ class GroupFailed(Message, frozen=True):
     reason: str
 
 
-class GroupOutdated(Message, frozen=True):
+class GroupOutdated(ControlMessage, frozen=True):
     """An actor has given an order up: sampling began at `oldest`, and at version `current` it could train no step."""
 
     order_id: str
@@ -168,7 +168,7 @@ class GroupOutdated(Message, frozen=True):
     current: int
 
 
-class EvaluationDone(Message, frozen=True):
+class EvaluationDone(ControlMessage, frozen=True):
     """The samples of one held-out problem: how many have a verdict, and how many are right.
 
     The versions are those of the oldest and the newest of all their tokens, `epoch` the oldest that began one.
@@ -184,7 +184,7 @@ class EvaluationDone(Message, frozen=True):
     epoch: int = 0
 
 
-class ActorAlive(Message, frozen=True):
+class ActorAlive(ControlMessage, frozen=True):
     """An actor's heartbeat."""
 
     name: str
@@ -201,11 +201,11 @@ class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_per_step: int
 
 
-class Directive(Message, frozen=True):
+class Directive(ControlMessage, frozen=True):
     """The controller's answer to `TrainerReady`, `StepDone` or `StepSkipped`.
 
     `publish_to` lists the engines to be given the trainer's weights now (empty: none are due); `membership` numbers
-    the set, so that a changed set forms a new group; those in `prove` have to prove what they are given. `failed` and
+    the set, so that a changed set forms a new group; those in `to_verify` have to pass a canary check. `failed` and
     `stale` list orders that ended without a group.
     """
 
@@ -226,7 +226,7 @@ Report = (
     TrainerReady
     | StepDone
     | StepSkipped
-    | Progress
+    | OrdersEnded
     | Starving
     | Published
     | CanaryChecked
@@ -247,7 +247,7 @@ _DIRECTIVES = msgspec.msgpack.Decoder(Directive)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message) -> bytes:
+def encode(message: ControlMessage) -> bytes:
     """Wire bytes of a message."""
     return _ENCODER.encode(message)
 

@@ -15,7 +15,7 @@ from pipelinerl.errors import RecipeError
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RegistryEntry:
     """Where an implementation lives, the top-level packages that it needs installed, and how they are had."""
 
     target: str
@@ -32,23 +32,27 @@ _JAX: Final = "pip install 'pipelinerl[jax]'"
 _VLLM: Final = "its pins clash with ours, so it has an environment of its own: make vllm builds it, docs/vllm.md"
 
 #: `from_options(EngineOptions) -> Engine`
-ENGINES: Final[Mapping[str, Entry]] = {
-    "torch": Entry("pipelinerl.engines.torch.engine:from_options", ("torch", "transformers")),
-    "jax": Entry("pipelinerl.engines.jax.engine:from_options", ("jax",), _JAX),
-    "vllm": Entry("pipelinerl.engines.external.vllm.engine:from_options", ("vllm", "torch", "transformers"), _VLLM),
-    "vllm_server": Entry("pipelinerl.engines.external.server.engine:vllm_server", ("torch", "transformers")),
-    "sglang_server": Entry("pipelinerl.engines.external.server.engine:sglang_server", ("torch", "transformers")),
-    "bigram": Entry("pipelinerl.engines.bigram.engine:from_options"),
+ENGINES: Final[Mapping[str, RegistryEntry]] = {
+    "torch": RegistryEntry("pipelinerl.engines.torch.engine:from_options", ("torch", "transformers")),
+    "jax": RegistryEntry("pipelinerl.engines.jax.engine:from_options", ("jax",), _JAX),
+    "vllm": RegistryEntry(
+        "pipelinerl.engines.external.vllm.engine:from_options", ("vllm", "torch", "transformers"), _VLLM
+    ),
+    "vllm_server": RegistryEntry("pipelinerl.engines.external.server.engine:vllm_server", ("torch", "transformers")),
+    "sglang_server": RegistryEntry(
+        "pipelinerl.engines.external.server.engine:sglang_server", ("torch", "transformers")
+    ),
+    "bigram": RegistryEntry("pipelinerl.engines.bigram.engine:from_options"),
 }
 
 #: Engines that stand for a server that somebody runs (`engine.servers`).
 SERVER_ENGINES: Final = frozenset({"vllm_server", "sglang_server"})
 
 #: A class without arguments that satisfies `Trainer`.
-TRAINERS: Final[Mapping[str, Entry]] = {
-    "torch": Entry("pipelinerl.trainers.torch.trainer:TorchTrainer", ("torch", "transformers", "accelerate")),
-    "jax": Entry("pipelinerl.trainers.jax.trainer:JaxTrainer", ("jax", "optax", "tensorstore"), _JAX),
-    "bigram": Entry("pipelinerl.trainers.bigram.trainer:BigramTrainer"),
+TRAINERS: Final[Mapping[str, RegistryEntry]] = {
+    "torch": RegistryEntry("pipelinerl.trainers.torch.trainer:TorchTrainer", ("torch", "transformers", "accelerate")),
+    "jax": RegistryEntry("pipelinerl.trainers.jax.trainer:JaxTrainer", ("jax", "optax", "tensorstore"), _JAX),
+    "bigram": RegistryEntry("pipelinerl.trainers.bigram.trainer:BigramTrainer"),
 }
 
 #: Trainers that know options of their own (`trainer.options`).
@@ -58,13 +62,13 @@ TRAINERS_WITH_OPTIONS: Final = frozenset({"jax"})
 VALUE_HEADS: Final = frozenset({"torch", "bigram"})
 
 #: A class without arguments that satisfies `Verifier`.
-VERIFIERS: Final[Mapping[str, Entry]] = {
-    "math_answer": Entry("pipelinerl.verifiers.math_answer:MathAnswer"),
-    "reasoning_gym": Entry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
+VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
+    "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),
+    "reasoning_gym": RegistryEntry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
 }
 
 
-def known(kind: str, entries: Mapping[str, Entry], name: str) -> Entry:
+def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
     """The entry registered as `name`, whether or not it could be loaded here.
 
     Raises:
@@ -75,7 +79,7 @@ def known(kind: str, entries: Mapping[str, Entry], name: str) -> Entry:
     return entries[name]
 
 
-def find(kind: str, entries: Mapping[str, Entry], name: str) -> Entry:
+def find(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
     """The entry registered as `name`; nothing is imported.
 
     Raises:
@@ -88,7 +92,7 @@ def find(kind: str, entries: Mapping[str, Entry], name: str) -> Entry:
     return entry
 
 
-def load(kind: str, entries: Mapping[str, Entry], name: str) -> Any:
+def load(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Any:
     """The implementation registered as `name`; raises as `find` does."""
     return resolve(find(kind, entries, name).target)
 

@@ -18,12 +18,12 @@ from pipelinerl.messages import (
     CheckpointDelayed,
     Checkpointed,
     ConsumedReport,
+    ControlMessage,
     Directive,
     EvaluationDone,
     GroupFailed,
     GroupOutdated,
-    Message,
-    Progress,
+    OrdersEnded,
     Published,
     Starving,
     StepDone,
@@ -39,7 +39,7 @@ from pipelinerl.messages import (
 CONSUMED = ConsumedReport(trained=1, filtered=2, stale=3, failed=4, frontier=9, beyond=[11])
 ACCOUNT: dict[str, Any] = {"trained": 1, "filtered": 2, "stale": 3, "failed": 4, "frontier": 9, "beyond": [11]}
 
-WIRE: list[tuple[Message, dict[str, Any]]] = [
+WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
     (
         TrainerReady(report_id="ready-a", incarnation="a", model_version=5, consumed=CONSUMED, claimed=2),
         {"report_id": "ready-a", "incarnation": "a", "model_version": 5, "consumed": ACCOUNT, "claimed": 2},
@@ -72,7 +72,7 @@ WIRE: list[tuple[Message, dict[str, Any]]] = [
         },
     ),
     (
-        Progress(epoch=1, model_version=6, consumed=CONSUMED, again=[7]),
+        OrdersEnded(epoch=1, model_version=6, consumed=CONSUMED, again=[7]),
         {"epoch": 1, "model_version": 6, "consumed": ACCOUNT, "again": [7]},
     ),
     (Starving(epoch=1, model_version=6, held=[3, 4]), {"epoch": 1, "model_version": 6, "held": [3, 4]}),
@@ -186,7 +186,7 @@ WIRE: list[tuple[Message, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "fields"), WIRE, ids=lambda value: type(value).__name__)
-def test_wire(message: Message, fields: dict[str, Any]) -> None:
+def test_wire(message: ControlMessage, fields: dict[str, Any]) -> None:
     wire = msgspec.msgpack.encode({"kind": type(message).__name__, **fields})
     assert encode(message) == wire
     decode = decode_directive if isinstance(message, Directive) else decode_report
@@ -195,7 +195,7 @@ def test_wire(message: Message, fields: dict[str, Any]) -> None:
 
 def test_every_message_is_in_the_table() -> None:
     known = {Directive, *typing.get_args(messages.Report)}
-    assert {type(message) for message, _ in WIRE} == known == set(Message.__subclasses__())
+    assert {type(message) for message, _ in WIRE} == known == set(ControlMessage.__subclasses__())
 
 
 @pytest.mark.parametrize(

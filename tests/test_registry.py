@@ -6,7 +6,7 @@ import pytest
 
 from pipelinerl import registry
 from pipelinerl.errors import RecipeError
-from pipelinerl.registry import Entry
+from pipelinerl.registry import RegistryEntry
 
 TABLES = {"engine": registry.ENGINES, "trainer": registry.TRAINERS, "verifier": registry.VERIFIERS}
 
@@ -28,16 +28,16 @@ def test_every_entry_that_is_installed_can_be_loaded(kind: str, name: str) -> No
 )
 def test_what_cannot_be_had(name: str, sentence: str) -> None:
     table = {
-        "here": Entry("json:dumps"),
-        "lacking": Entry("json:dumps", ("json", "no_such_library")),
-        "broken": Entry("json:no_such_thing"),
+        "here": RegistryEntry("json:dumps"),
+        "lacking": RegistryEntry("json:dumps", ("json", "no_such_library")),
+        "broken": RegistryEntry("json:no_such_thing"),
     }
     with pytest.raises(RecipeError, match=sentence):
         registry.load("engine.type", table, name)
 
 
 def test_finding_imports_nothing() -> None:
-    table = {"x": Entry("this.module.does.not:exist")}
+    table = {"x": RegistryEntry("this.module.does.not:exist")}
     assert registry.find("engine.type", table, "x") is table["x"]
 
 

@@ -28,7 +28,7 @@ from inference_contract.conformance import (
     stream_checks,
     weight_checks,
 )
-from inference_contract.conformance.session import Session, Unsupported
+from inference_contract.conformance.session import NotOffered, Session
 
 Check = Callable[[Session], None]
 
@@ -43,7 +43,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """Of one check."""
 
     PASSED = "passed"
@@ -57,7 +57,7 @@ class CheckResult:
 
     name: str
     promise: str
-    outcome: Outcome
+    outcome: CheckOutcome
     reason: str
     seconds: float
 
@@ -97,16 +97,16 @@ def select(only: Iterable[str] | None) -> Sequence[Check]:
 
 def _result(check: Check, session: Session) -> CheckResult:
     began = time.monotonic()
-    outcome, reason = Outcome.PASSED, ""
+    outcome, reason = CheckOutcome.PASSED, ""
     try:
         check(session)
-    except Unsupported as error:
-        outcome, reason = Outcome.UNSUPPORTED, str(error)
+    except NotOffered as error:
+        outcome, reason = CheckOutcome.UNSUPPORTED, str(error)
     except AssertionError as error:
-        outcome, reason = Outcome.FAILED, str(error)
+        outcome, reason = CheckOutcome.FAILED, str(error)
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError) as error:
-        outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
-    if outcome is Outcome.FAILED:
+        outcome, reason = CheckOutcome.FAILED, f"{type(error).__name__}: {error}"
+    if outcome is CheckOutcome.FAILED:
         session.recover()
     promise = (check.__doc__ or "").strip().splitlines()[0]
     return CheckResult(check.__name__, promise, outcome, reason, time.monotonic() - began)

@@ -6,7 +6,7 @@ import itertools
 import math
 
 from inference_contract import routes
-from inference_contract.conformance.session import Session, Unsupported
+from inference_contract.conformance.session import NotOffered, Session
 from inference_contract.schemas import Choice, FinishReason
 
 
@@ -96,7 +96,7 @@ def seeds_and_samples_differ(session: Session) -> None:
     """Other seeds, and other samples of one seed, give other noise."""
     sampled = {tuple(ids_of(choice)) for seed in range(4) for choice in session.chat(n=4, seed=seed).choices}
     if len(sampled) == 1 and all(value > -1e-3 for value in session.chat().choices[0].token_logprobs or ()):
-        raise Unsupported("the model is certain of every token, so that noise cannot show")
+        raise NotOffered("the model is certain of every token, so that noise cannot show")
     assert len(sampled) > 1, "16 samples of 4 seeds must not all be equal"
 
 
@@ -132,7 +132,7 @@ def stoppable(session: Session) -> tuple[int, str, str]:
         # A character that is half sampled shows as U+FFFD, which no stop string can mean.
         if len(stop) == 2 and "\ufffd" not in text:
             return seed, text, stop
-    raise Unsupported("none of 12 samples has three whole characters, so that none can be stopped in the middle")
+    raise NotOffered("none of 12 samples has three whole characters, so that none can be stopped in the middle")
 
 
 def stop_string_ends_text(session: Session) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from inference_contract.conformance.chat_checks import check_columns
 from inference_contract.conformance.load import Load
-from inference_contract.conformance.session import Session, Unsupported, refused
+from inference_contract.conformance.session import NotOffered, Session, refused
 from inference_contract.conformance.weight_checks import LoadedUpdate, kit_trainer
 from inference_contract.conformance.weight_server import WeightServer
 
@@ -150,7 +150,7 @@ def pull_in_flight(session: Session) -> None:
             update = LoadedUpdate(old, new, load.answers, before_commit, load.sampled() - committed)
             if update.spans_are_right(update.whole_choices()):
                 return
-    raise Unsupported("of many samples under load none was open while pulled weights were committed")
+    raise NotOffered("of many samples under load none was open while pulled weights were committed")
 
 
 # --- steps -------------------------------------------------------------------------------------------------------
@@ -170,12 +170,12 @@ def _prepared(session: Session, version: int, *, digest: str, **where: Any) -> N
     """PREPARE, accepted; `where` are its `sources` or its `shards`.
 
     Raises:
-        Unsupported: the engine says that it does not pull.
+        NotOffered: the engine says that it does not pull.
     """
     trainer = kit_trainer(session)
     response = trainer.update("prepare", version, transport="pull", digest=digest, group=None, generation=None, **where)
     if response.status_code == 400 and response.json().get("error", {}).get("param") == "transport":
-        raise Unsupported("the engine does not offer the transport pull")
+        raise NotOffered("the engine does not offer the transport pull")
     trainer.accepted(response, "prepared")
 
 

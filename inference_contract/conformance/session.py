@@ -16,7 +16,7 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Heal
 MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
 
 
-class Unsupported(Exception):
+class NotOffered(Exception):
     """The engine, or this machine, cannot show what the check looks for."""
 
 
@@ -112,10 +112,10 @@ class Session:
         return value
 
     def running_sequences(self) -> float:
-        """running_sequences of GET /metrics. Raises `Unsupported` when there is no such sample."""
+        """running_sequences of GET /metrics. Raises `NotOffered` when there is no such sample."""
         value = self._metric("running_sequences")
         if value is None:
-            raise Unsupported("/metrics has no sample whose name ends in 'running_sequences'")
+            raise NotOffered("/metrics has no sample whose name ends in 'running_sequences'")
         return value
 
     def _metric(self, name: str) -> float | None:

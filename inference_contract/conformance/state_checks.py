@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inference_contract import routes
-from inference_contract.conformance.session import Session, Unsupported, refused, succeeded
+from inference_contract.conformance.session import NotOffered, Session, refused, succeeded
 from inference_contract.schemas import EngineMetrics, EngineState
 
 
@@ -21,7 +21,7 @@ def health_needs_no_token(session: Session) -> None:
 def other_routes_need_the_token(session: Session) -> None:
     """Without the right token every other route answers 401."""
     if session.token is None:
-        raise Unsupported("the engine is served without a token")
+        raise NotOffered("the engine is served without a token")
     for path in (routes.MODELS, routes.METRICS):
         refused(session.without_token(path), 401, code="unauthorized")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from inference_contract.conformance.chat_checks import stoppable
-from inference_contract.conformance.session import Session, Unsupported
+from inference_contract.conformance.session import NotOffered, Session
 from inference_contract.schemas import AssistantMessage, ChatCompletionChunk, Choice, FinishReason
 
 #: Streams that are left at most, until one could be left early enough and was freed, and samples that one has at most.
@@ -103,7 +103,7 @@ def leaving_a_stream_frees_it(session: Session) -> None:
             return
         wasted.append(f"{after_leaving:g} of the {whole - at_leaving:g} tokens left of a stream")
     assert not wasted, f"a client had gone, and yet there were sampled {', '.join(wasted)}"
-    raise Unsupported(f"each of {_LEAVINGS} streams was half sampled before its client could leave")
+    raise NotOffered(f"each of {_LEAVINGS} streams was half sampled before its client could leave")
 
 
 def _await_idle(session: Session) -> None:

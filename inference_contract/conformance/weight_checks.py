@@ -12,7 +12,7 @@ import httpx
 from inference_contract import routes
 from inference_contract.conformance.chat_checks import check_columns
 from inference_contract.conformance.load import Load
-from inference_contract.conformance.session import Session, Unsupported, chunks, refused, succeeded
+from inference_contract.conformance.session import NotOffered, Session, chunks, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
 from inference_contract.schemas import ChatCompletion, Choice
 
@@ -29,12 +29,12 @@ def kit_trainer(session: Session) -> KitTrainer:
     """The trainer that the kit plays in this session.
 
     Raises:
-        Unsupported: torch or xxhash is not installed here.
+        NotOffered: torch or xxhash is not installed here.
     """
     try:
         from inference_contract.conformance.trainer import KitTrainer
     except ImportError as error:
-        raise Unsupported(f"the weight checks play the trainer and need {error.name}; install it") from error
+        raise NotOffered(f"the weight checks play the trainer and need {error.name}; install it") from error
     if not isinstance(session.peer, KitTrainer):
         session.peer = KitTrainer(session)
     return session.peer
@@ -224,7 +224,7 @@ def update_in_flight(session: Session) -> None:
     for update in _updates_under_load(session, session.streamed):
         if update.spans_are_right(update.streamed_choices()):
             return
-    raise Unsupported(_NONE_OPEN)
+    raise NotOffered(_NONE_OPEN)
 
 
 def update_during_whole_answer(session: Session) -> None:
@@ -232,7 +232,7 @@ def update_during_whole_answer(session: Session) -> None:
     for update in _updates_under_load(session, session.completed):
         if update.spans_are_right(update.whole_choices()):
             return
-    raise Unsupported(_NONE_OPEN)
+    raise NotOffered(_NONE_OPEN)
 
 
 def abort_on_update_ends_samples(session: Session) -> None:
@@ -246,7 +246,7 @@ def abort_on_update_ends_samples(session: Session) -> None:
             assert len(spans) < 2, f"with on_update=abort a sample must be of one version, its spans are {spans}"
         if aborted:
             return
-    raise Unsupported(_NONE_OPEN)
+    raise NotOffered(_NONE_OPEN)
 
 
 def drain_lets_samples_end(session: Session) -> None:
@@ -261,7 +261,7 @@ def drain_lets_samples_end(session: Session) -> None:
         drained += update.named(choices, update.old) > update.before_commit
         if drained == _DRAINS:
             return
-    raise Unsupported(_NONE_OPEN)
+    raise NotOffered(_NONE_OPEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,17 +28,17 @@ from pipelinerl.actor.freshness import Freshness, Held
 from pipelinerl.actor.group_limiter import GroupLimiter
 from pipelinerl.actor.rollout_builder import Answer, assemble
 from pipelinerl.actor.rollout_writer import RolloutWriter
-from pipelinerl.engines.http.engine_pool import Answered
+from pipelinerl.engines.http.pool import Answered
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,
     PROMPTS,
     REPORTS,
     ActorAlive,
+    ControlMessage,
     EvaluationDone,
     GroupFailed,
     GroupOutdated,
-    Message,
     encode,
 )
 from pipelinerl.streams.dead_letter import DeadLetters
@@ -85,7 +85,7 @@ class _Outbox:
     """What is finished and not yet appended, in order."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
-    reports: list[Message] = field(default_factory=list)
+    reports: list[ControlMessage] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 

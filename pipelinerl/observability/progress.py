@@ -1,6 +1,6 @@
 """The live display of a run: one bar with its numbers on a terminal, a plain line every few seconds elsewhere.
 
-    with Progress() as progress:
+    with ProgressDisplay() as progress:
         progress.show(status)          # as often as a status comes; 1 to 4 times a second looks alive
 
 On a terminal the block redraws in place and what else is printed scrolls above it. Where stdout is a file or a pipe, a
@@ -22,16 +22,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.observability.status import EngineStatus, EvaluatingStatus, Phase, RunStatus, format_duration
+from pipelinerl.observability.status import EngineStatus, EvaluatingStatus, RunStatus, StatusPhase, format_duration
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: On a terminal with fewer there is no room for the rewards.
 _CURVE_COLUMNS = 24
-_PHASE_STYLE = {Phase.FINISHED: "bold green", Phase.FAILED: "bold red", Phase.STARTING: "bold yellow"}
+_PHASE_STYLE = {StatusPhase.FINISHED: "bold green", StatusPhase.FAILED: "bold red", StatusPhase.STARTING: "bold yellow"}
 
 
 @final
-class Progress:
+class ProgressDisplay:
     """Shows a run; a context manager, so that the terminal is left as it was found whatever happens."""
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 
-class Phase(StrEnum):
+class StatusPhase(StrEnum):
     """What the run as a whole is at."""
 
     STARTING = "starting"
@@ -25,7 +25,7 @@ class Phase(StrEnum):
     @property
     def is_over(self) -> bool:
         """Will nothing more happen?"""
-        return self in (Phase.FINISHED, Phase.FAILED)
+        return self in (StatusPhase.FINISHED, StatusPhase.FAILED)
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     run: str
-    phase: Phase = Phase.STARTING
+    phase: StatusPhase = StatusPhase.STARTING
     step: int = 0
     total_steps: int = 0
     model_version: int = 0

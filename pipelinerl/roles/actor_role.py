@@ -19,8 +19,8 @@ import msgspec
 
 from pipelinerl import registry
 from pipelinerl.actor.actor import Actor, ActorSettings
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_pool import EnginePool
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, UserError
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.verifiers.verifier import Verifier

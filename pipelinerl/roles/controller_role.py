@@ -24,7 +24,7 @@ from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.data.mixture import Mixture
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inference_contract.schemas import ChatMessage, Transport
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.objective.presets import no_signal_of

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     MESSAGE = 3
 
 
-class Message(NamedTuple):
+class KindedMessage(NamedTuple):
     """A report or an order that is not a `PromptOrder`: what it is, and its fields."""
 
     kind: str
@@ -110,7 +110,7 @@ class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
 _encoder: Final = msgspec.msgpack.Encoder()
 _group_decoder: Final = msgspec.msgpack.Decoder(_GroupHeader)
 _order_decoder: Final = msgspec.msgpack.Decoder(PromptOrder)
-_message_decoder: Final = msgspec.msgpack.Decoder(Message)
+_message_decoder: Final = msgspec.msgpack.Decoder(KindedMessage)
 
 
 def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_COLUMNS) -> bytes:
@@ -225,10 +225,10 @@ def decode_order(record: bytes) -> PromptOrder:
 
 def encode_message(kind: str, body: Mapping[str, Any]) -> bytes:
     """A report, or an order that is not a prompt order, as a record. `body` is plain data: no arrays, no objects."""
-    return _seal(Kind.MESSAGE, Message(kind, dict(body)))
+    return _seal(Kind.MESSAGE, KindedMessage(kind, dict(body)))
 
 
-def decode_message(record: bytes) -> Message:
+def decode_message(record: bytes) -> KindedMessage:
     """The message of a record, or `RecordError`."""
     header, _ = _open(record, Kind.MESSAGE)
     return _parse(_message_decoder, header)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, final
 
 from pipelinerl.errors import DeadlineError, FencedError
-from pipelinerl.messages import EPOCHS, REPORTS, Directive, Message, StepDone, StepSkipped, TrainerReady, encode
+from pipelinerl.messages import EPOCHS, REPORTS, ControlMessage, Directive, StepDone, StepSkipped, TrainerReady, encode
 from pipelinerl.streams.stream import Stream, parse_id
 
 #: What is silent for longer is asked, or told, again.
@@ -36,7 +36,7 @@ class Conversation:
         assert self._directive is not None, "the loop obeys a directive before anything else"
         return self._directive
 
-    async def report(self, message: Message) -> None:
+    async def report(self, message: ControlMessage) -> None:
         """Tell the controller."""
         await self._stream.append(REPORTS, [encode(message)])
 

@@ -30,7 +30,7 @@ from pipelinerl.messages import (
     SKIPS_THAT_END,
     ConsumedReport,
     Directive,
-    Progress,
+    OrdersEnded,
     Starving,
     StepDone,
     StepSkipped,
@@ -344,7 +344,9 @@ class TrainingLoop:
         before, again = self._reported, self._batcher.take_abandoned()
         if self._consumed() != before or again:
             await self._talk.report(
-                Progress(epoch=self._current.epoch, model_version=self._version, consumed=self._reported, again=again)
+                OrdersEnded(
+                    epoch=self._current.epoch, model_version=self._version, consumed=self._reported, again=again
+                )
             )
 
     async def _in_worker(self, call: Callable[[], T]) -> T:

@@ -12,9 +12,9 @@ import pytest
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
 from pipelinerl.actor.actor import Actor, ActorSettings
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_pool import Answered, EnginePool
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.pool import Answered, EnginePool
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import AddressError, DeadlineError, UserError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -22,10 +22,10 @@ from pipelinerl.messages import (
     REPORTS,
     ROLLOUTS,
     ActorAlive,
+    Report,
     EvaluationDone,
     GroupFailed,
     GroupOutdated,
-    Report,
     decode_report,
 )
 from pipelinerl.streams.dead_letter import DEAD_LETTERS

@@ -87,7 +87,7 @@ RULES = (
             ("benchmarks/a.py", "import torch"),
         ),
     ),
-    Rule(files_are_short, breaks=((ENGINE, "x = 1\n" * 401),), keeps=((ENGINE, "x = 1\n" * 400),)),
+    Rule(files_are_short, breaks=((ENGINE, "x = 1\n" * 501),), keeps=((ENGINE, "x = 1\n" * 500),)),
     Rule(functions_are_short, breaks=((ENGINE, LONG), (ENGINE, "async " + LONG)), keeps=((ENGINE, LONG[:-10]),)),
     Rule(
         names_say_something,
@@ -154,6 +154,7 @@ RULES = (
         ),
         keeps=(
             (ENGINE, "class A(Protocol): ...\nclass B(StrEnum): ...\nclass C(PipelineError): ...\nclass D(Wire): ..."),
+            (ENGINE, "class A(Engine, Protocol): ..."),
         ),
     ),
     Rule(

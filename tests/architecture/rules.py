@@ -30,6 +30,7 @@ HEAVY_ALLOWED = {
 #: Files that may catch everything: process mains, the supervisor, and the kit whose findings are foreign code's errors.
 BROAD_EXCEPT_ALLOWED = (
     "pipelinerl/roles/",
+    "pipelinerl/commands/",
     "pipelinerl/cli",
     "launch/supervisor.py",
     "benchmarks/__main__.py",
@@ -42,7 +43,7 @@ RANDOMNESS_ALLOWED = {
     "launch/run_directory.py": "secrets must not be reproducible",
     "pipelinerl/trainers/torch/trainer.py": "seeds torch from rng, for models that draw in their forward",
     "pipelinerl/streams/embedded_redis.py": "secrets must not be reproducible",
-    "pipelinerl/training/rollouts/rollout_reader.py": "each incarnation of the trainer must have a name that no other had",
+    "pipelinerl/training/rollouts/rollout_reader.py": "each incarnation of a trainer has a name of its own",
     "pipelinerl/training/loop.py": "each incarnation of the trainer must have a name that no other had",
     "pipelinerl/controller/service/journal.py": "each writer must have a name that no other had",
 }
@@ -135,10 +136,10 @@ def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
 
 
 def files_are_short(module: Module) -> Problems:
-    """At most 400 lines."""
+    """At most 500 lines: a limit, and no target."""
     lines = module.source.count("\n")
-    if lines > 400:
-        yield f"{lines} lines, at most 400"
+    if lines > 500:
+        yield f"{lines} lines, at most 500"
 
 
 def functions_are_short(module: Module) -> Problems:
@@ -235,9 +236,9 @@ def nothing_is_mocked(module: Module) -> Problems:
 
 
 def implementation_is_not_inherited(module: Module) -> Problems:
-    """Bases are protocols, enums, errors and records; methods come by composition."""
+    """Bases are protocols, enums, errors and records; methods come by composition. A Protocol may extend a Protocol."""
     for node in ast.walk(module.tree):
-        if not isinstance(node, ast.ClassDef):
+        if not isinstance(node, ast.ClassDef) or any(_dotted(base) == "Protocol" for base in node.bases):
             continue
         for base in node.bases:
             name = _dotted(base.value if isinstance(base, ast.Subscript) else base)

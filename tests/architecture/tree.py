@@ -17,7 +17,7 @@ FLOORS: dict[str, int] = {
     "trainer_contract": 0,
     "values": 1,
     "observability": 1,
-    "http_service": 2,
+    "system": 2,
     "objective": 2,
     "numerics": 2,
     "data": 3,
@@ -35,7 +35,7 @@ FLOORS: dict[str, int] = {
     "benchmarks": 9,
 }
 VALUES = frozenset({"types", "arrays", "staleness", "rng", "errors", "messages"})
-COMPOSITION = frozenset({"cli", "roles", "config", "config_learning", "config_sections", "registry"})
+COMPOSITION = frozenset({"cli", "roles", "commands", "config", "registry"})
 
 
 @dataclass(frozen=True)

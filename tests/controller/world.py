@@ -21,13 +21,13 @@ from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import (
     CanaryChecked,
     ConsumedReport,
+    Report,
     Directive,
     EvaluationDone,
     GroupFailed,
     GroupOutdated,
-    Progress,
+    OrdersEnded,
     Published,
-    Report,
     StepDone,
     StepSkipped,
     TrainerReady,
@@ -239,7 +239,7 @@ class World:
         budget = StepBudget(rollouts=self.directive.knobs.rollouts_per_step)
         groups = self.batcher.take(budget, producing=self.version + 1, bounds=StalenessBounds(1, k))
         if groups is None:
-            self.tell(Progress(epoch=self.directive.epoch, model_version=self.version, consumed=self.consumed()))
+            self.tell(OrdersEnded(epoch=self.directive.epoch, model_version=self.version, consumed=self.consumed()))
             return
         while self.publications:  # the loop ends a publication before it changes weights
             self.publish()

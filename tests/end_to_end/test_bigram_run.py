@@ -24,9 +24,9 @@ from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.engines.bigram import engine as bigram_engine
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_pool import EnginePool
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.pool import EnginePool
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer

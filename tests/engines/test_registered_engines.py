@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from inference_contract.conformance import Outcome, run
-from pipelinerl.engines.http.engine_server import create_app
+from inference_contract.conformance import CheckOutcome, run
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
@@ -50,4 +50,4 @@ def test_it_keeps_the_contract(name: str, weights: WeightFormat, tmp_path: Path)
     engine = load("engine", ENGINES, name)(options)
     with in_thread(create_app(engine, token="secret")) as url:
         results = run(url, token="secret", timeout_s=15.0)
-    assert {result.name: result.reason for result in results if result.outcome is not Outcome.PASSED} == {}
+    assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}

@@ -17,7 +17,7 @@ from typing import Any
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.engines.bigram import engine as bigram_engine
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import CheckpointError
 from pipelinerl.streams.memory_stream import MemoryStream

@@ -47,7 +47,7 @@ from inference_contract.schemas import (
     WeightUpdateResponse,
 )
 from pipelinerl import rng
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import UpdateError
 from pipelinerl.system.http_service import listen, serve

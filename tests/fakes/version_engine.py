@@ -24,7 +24,7 @@ import numpy as np
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.system.http_service import listen, serve
 
 #: In all more than the buffers of a connection hold: a receiver that stands still stops the sender.

@@ -30,7 +30,7 @@ from zlib import crc32
 from pipelinerl import registry
 from pipelinerl.config.recipe import parse
 from pipelinerl.engines.bigram import engine as bigram_engine
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
 from pipelinerl.roles import actor_role, controller_role, engine_role, process, trainer_role
 from pipelinerl.streams.records import decode_group
@@ -55,7 +55,7 @@ class Coin:
         return Verdict(outcome=Outcome.CORRECT if right else Outcome.WRONG, reward=float(right))
 
 
-registry.VERIFIERS[VERIFIER] = registry.Entry(f"{__name__}:Coin")  # type: ignore[index]
+registry.VERIFIERS[VERIFIER] = registry.RegistryEntry(f"{__name__}:Coin")  # type: ignore[index]
 
 
 @final
@@ -246,7 +246,7 @@ def acknowledge_after_checkpoint() -> None:
 
 def claim_nothing() -> None:
     """Checkpoints are put in place by whoever has one."""
-    checkpoint_fence.Fence.check = lambda self, epoch: None  # type: ignore[method-assign]
+    checkpoint_fence.CheckpointFence.check = lambda self, epoch: None  # type: ignore[method-assign]
 
 
 MUTANTS: Mapping[str, Callable[[], None]] = {

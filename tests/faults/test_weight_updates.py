@@ -22,8 +22,8 @@ from inference_contract.schemas import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_pool import EnginePool
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.rng import generator
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication, PublishReport

@@ -17,7 +17,7 @@ import pytest
 from inference_contract import routes
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl import rng
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 from tests.fakes.scripted_engine import LAYOUT

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference_contract.conformance import CHECKS, CheckResult, Outcome, run, select
-from pipelinerl.engines.http.engine_server import create_app
+from inference_contract.conformance import CHECKS, CheckOutcome, CheckResult, run, select
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from tests.fakes.scripted_engine import Fault, ScriptedEngine, application
 from tests.fakes.served import in_thread
@@ -55,7 +55,7 @@ ALSO_CAUGHT_BY = (
 
 
 def _not_passed(results: list[CheckResult]) -> dict[str, str]:
-    return {result.name: result.reason for result in results if result.outcome is not Outcome.PASSED}
+    return {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED}
 
 
 def test_a_faultless_engine_passes_every_check_twice() -> None:
@@ -70,7 +70,7 @@ def test_a_faultless_engine_passes_every_check_twice() -> None:
 def test_each_fault_is_caught(fault: Fault, check: str) -> None:
     with in_thread(application(fault, token="secret")) as url:
         results = run(url, token="secret", only=[check], timeout_s=3.0)
-    assert [result.outcome for result in results] == [Outcome.FAILED], f"{fault} must fail {check}: {results}"
+    assert [result.outcome for result in results] == [CheckOutcome.FAILED], f"{fault} must fail {check}: {results}"
 
 
 def test_every_fault_has_a_check_that_is_about_it() -> None:
@@ -83,20 +83,20 @@ def test_an_engine_that_does_not_pull_says_so_and_that_is_no_failure() -> None:
     with in_thread(app) as url:
         engine._receiver = WeightReceiver(engine)
         (result,) = run(url, only=["pull_is_served"])
-    assert result.outcome is Outcome.UNSUPPORTED
+    assert result.outcome is CheckOutcome.UNSUPPORTED
     assert "does not offer the transport pull" in result.reason
 
 
 def test_without_a_token_the_token_checks_are_unsupported_and_say_why() -> None:
     with in_thread(application()) as url:
         (result,) = run(url, only=["other_routes_need_the_token"])
-    assert result.outcome is Outcome.UNSUPPORTED
+    assert result.outcome is CheckOutcome.UNSUPPORTED
     assert "without a token" in result.reason
 
 
 def test_an_unreachable_engine_fails_with_a_reason() -> None:
     (result,) = run("http://127.0.0.1:9", only=["health_is_ready"], timeout_s=1.0)
-    assert result.outcome is Outcome.FAILED
+    assert result.outcome is CheckOutcome.FAILED
     assert "ConnectError" in result.reason
 
 

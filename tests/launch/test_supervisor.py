@@ -15,7 +15,7 @@ import pytest
 
 from launch.plan import OnExit, Plan, ProcessSpec
 from launch.ports import free_ports, is_free
-from launch.supervisor import Outcome, RunResult, Supervisor
+from launch.supervisor import RunOutcome, RunResult, Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = "import time; time.sleep(60)"
@@ -65,7 +65,7 @@ def test_a_run_completes_and_leaves_nothing(tmp_path: Path) -> None:
                     health=f"http://127.0.0.1:{port}/health")  # fmt: skip
     main = _spec("main", "print('worked')", after=("service",), on_exit=OnExit.COMPLETE)
     result, said = _run([service, main], tmp_path)
-    assert (result.outcome, result.exit_status, said) == (Outcome.COMPLETED, 0, [])
+    assert (result.outcome, result.exit_status, said) == (RunOutcome.COMPLETED, 0, [])
     assert (tmp_path / "logs" / "main.log").read_text() == "worked\n"
     assert not _alive(int(pid_file.read_text()))
     assert is_free(port)
@@ -76,14 +76,14 @@ def test_started_only_after_what_it_needs_is_healthy(tmp_path: Path) -> None:
     slow = _spec("slow", "import time; time.sleep(0.4)\n" + SERVE, port, health=f"http://127.0.0.1:{port}/")
     probe = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
     result, said = _run([slow, _spec("main", probe, after=("slow",), on_exit=OnExit.COMPLETE, restarts=0)], tmp_path)
-    assert (result.outcome, said) == (Outcome.COMPLETED, [])
+    assert (result.outcome, said) == (RunOutcome.COMPLETED, [])
 
 
 def test_restart_budget_is_kept_and_then_the_run_fails_with_the_log(tmp_path: Path) -> None:
     flaky = _spec("flaky", f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); print('no luck'); raise SystemExit(3)",
                   restarts=2)  # fmt: skip
     result, said = _run([flaky], tmp_path)
-    assert result.outcome is Outcome.FAILED
+    assert result.outcome is RunOutcome.FAILED
     assert "flaky ended (exit status 3) after 2 restarts, its whole budget" in result.message
     assert "    no luck" in result.message
     assert (tmp_path / "starts").read_text() == "xxx"
@@ -101,7 +101,7 @@ def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
         "m.touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     result, said = _run([_spec("main", code, on_exit=OnExit.COMPLETE)], tmp_path)
-    assert result.outcome is Outcome.COMPLETED
+    assert result.outcome is RunOutcome.COMPLETED
     assert said == ["main ended (killed by SIGKILL); starting it again in 0.5 s (1 of 3)"]
 
 
@@ -110,14 +110,14 @@ def test_one_that_is_done_is_left_in_peace(tmp_path: Path) -> None:
     done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)
     main = _spec("main", "import time; time.sleep(1.0)", on_exit=OnExit.COMPLETE)
     result, said = _run([done, main], tmp_path)
-    assert (result.outcome, said, starts.read_text()) == (Outcome.COMPLETED, [], "x")
+    assert (result.outcome, said, starts.read_text()) == (RunOutcome.COMPLETED, [], "x")
 
 
 def test_an_error_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     line = '{"level": "error", "message": "port taken", "time": 1}'
     result, said = _run([_spec("engine-0", f"print({line!r}); raise SystemExit(2)", restarts=9)], tmp_path)
-    assert result.outcome is Outcome.FAILED
+    assert result.outcome is RunOutcome.FAILED
     assert result.message.startswith("engine-0 ended (exit status 2); its log ")
     assert result.message.endswith("    error: port taken")
     assert said == []
@@ -128,14 +128,14 @@ def test_a_start_that_takes_too_long_names_the_culprit(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     mute = _spec("engine-0", "print('loading', flush=True); " + SLEEP, health=f"http://127.0.0.1:{port}/health")
     result, _ = _run([mute], tmp_path, start_timeout_s=0.6)
-    assert result.outcome is Outcome.FAILED
+    assert result.outcome is RunOutcome.FAILED
     assert f"engine-0 did not answer http://127.0.0.1:{port}/health within 0.6 s" in result.message
     assert result.message.endswith("    loading")
 
 
 def test_a_program_that_does_not_exist_is_a_failure_with_its_name(tmp_path: Path) -> None:
     result, _ = _run([ProcessSpec(name="ghost", argv=("/no/such/program",), restarts=0)], tmp_path)
-    assert result.outcome is Outcome.FAILED
+    assert result.outcome is RunOutcome.FAILED
     assert "/no/such/program" in result.message
 
 
@@ -158,7 +158,7 @@ def test_ctrl_c_stops_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
 
     specs = [polite("c", 2), polite("a", 0), polite("b", 1)]
     result, said = _run(specs, tmp_path, on_tick=interrupt_when_ready, tick_every_s=0.5)
-    assert (result.outcome, result.exit_status) == (Outcome.STOPPED, 130)
+    assert (result.outcome, result.exit_status) == (RunOutcome.STOPPED, 130)
     assert result.message == f"stopped; go on with: pipelinerl run --resume {tmp_path}"
     assert order.read_text() == "abc"
     assert said == ["stopping; press Ctrl-C again to kill at once"]
@@ -170,7 +170,7 @@ def test_one_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> N
     specs = [_spec("stubborn", STUBBORN), _spec("main", main, on_exit=OnExit.COMPLETE)]
     start = time.monotonic()
     result, said = _run(specs, tmp_path, grace_s=0.3)
-    assert result.outcome is Outcome.COMPLETED
+    assert result.outcome is RunOutcome.COMPLETED
     assert said == ["stubborn did not stop within 0.3 s; killing it"]
     assert time.monotonic() - start < 4
 
@@ -186,7 +186,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     result, _ = _run([_spec("stubborn", STUBBORN)], tmp_path, grace_s=60.0, on_tick=interrupt)
-    assert result.outcome is Outcome.STOPPED
+    assert result.outcome is RunOutcome.STOPPED
     assert time.monotonic() - interrupted_at[0] < 5
 
 
@@ -198,7 +198,7 @@ def test_grandchildren_end_with_their_process(tmp_path: Path) -> None:
         f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
     )
     result, _ = _run([_spec("main", code, on_exit=OnExit.COMPLETE)], tmp_path)
-    assert result.outcome is Outcome.COMPLETED
+    assert result.outcome is RunOutcome.COMPLETED
     assert _soon(lambda: not _alive(int(pid_file.read_text())))
 
 
@@ -300,7 +300,7 @@ def test_what_is_added_runs_and_what_is_dismissed_ends(tmp_path: Path) -> None:
             supervisor.stop_engine("nobody")
 
     result, said = _changing(tmp_path, script)
-    assert result.outcome is Outcome.COMPLETED and not _alive(seen[0])
+    assert result.outcome is RunOutcome.COMPLETED and not _alive(seen[0])
     assert said == ["starting spare", "stopping spare"], "it has not died, it was to_stop"
 
 
@@ -315,14 +315,14 @@ def test_what_is_dismissed_and_does_not_listen_is_killed(tmp_path: Path) -> None
             supervisor.stop_engine("spare")
 
     result, _ = _changing(tmp_path, script, seconds=3.0)
-    assert result.outcome is Outcome.COMPLETED and seen
+    assert result.outcome is RunOutcome.COMPLETED and seen
     assert not any(_alive(pid) for pid in seen)
 
 
 def test_the_run_goes_on_without_a_spare_that_cannot_be_had(tmp_path: Path) -> None:
     broken = _spec("spare", "print('no such type'); raise SystemExit(2)", on_exit=OnExit.SPARE)
     result, said = _changing(tmp_path, lambda supervisor: None if supervisor.knows("spare") else supervisor.add(broken))
-    assert result.outcome is Outcome.COMPLETED
+    assert result.outcome is RunOutcome.COMPLETED
     assert said[1].startswith("the run goes on without spare: spare ended (exit status 2); its log")
     assert "no such type" in said[1]
 

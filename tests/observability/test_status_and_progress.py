@@ -7,21 +7,21 @@ import io
 import pytest
 from rich.console import Console
 
-from pipelinerl.observability.progress import Progress, line, render, sparkline
+from pipelinerl.observability.progress import ProgressDisplay, line, render, sparkline
 from pipelinerl.observability.status import (
     ActorStatus,
     EngineStatus,
     EvaluatingStatus,
     LedgerStatus,
     PassAtStatus,
-    Phase,
     RunStatus,
+    StatusPhase,
     format_duration,
 )
 
 STATUS = RunStatus(
     run="tiny",
-    phase=Phase.TRAINING,
+    phase=StatusPhase.TRAINING,
     step=120,
     total_steps=300,
     model_version=120,
@@ -85,7 +85,7 @@ def test_status_survives_json() -> None:
 
 def test_status_of_another_version_is_read() -> None:
     status = RunStatus.from_json(b'{"run": "x", "phase": "evaluating", "field_of_tomorrow": [1]}')
-    assert (status.run, status.phase, status.reward, status.engines) == ("x", Phase.EVALUATING, None, ())
+    assert (status.run, status.phase, status.reward, status.engines) == ("x", StatusPhase.EVALUATING, None, ())
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"run": 3}', b'{"run": "x", "phase": "dancing"}'])
@@ -113,7 +113,7 @@ def test_a_status_without_numbers_is_shown() -> None:
 
 def test_a_terminal_gets_a_block_and_is_left_as_it_was() -> None:
     out = io.StringIO()
-    with Progress(Console(file=out, force_terminal=True, width=110)) as progress:
+    with ProgressDisplay(Console(file=out, force_terminal=True, width=110)) as progress:
         progress.show(STATUS)
     assert all(text in out.getvalue() for text in ("tiny", "training", "━", "3 min 42 s"))
     assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
@@ -121,7 +121,10 @@ def test_a_terminal_gets_a_block_and_is_left_as_it_was() -> None:
 
 def test_the_cursor_comes_back_after_an_error() -> None:
     out = io.StringIO()
-    with pytest.raises(KeyboardInterrupt), Progress(Console(file=out, force_terminal=True, width=110)) as progress:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ProgressDisplay(Console(file=out, force_terminal=True, width=110)) as progress,
+    ):
         progress.show(STATUS)
         raise KeyboardInterrupt
     assert "\x1b[?25h" in out.getvalue()
@@ -129,11 +132,11 @@ def test_the_cursor_comes_back_after_an_error() -> None:
 
 def test_a_pipe_gets_a_line_now_and_then_and_at_news() -> None:
     out, now = io.StringIO(), [0.0]
-    with Progress(Console(file=out, width=40), line_every_s=5.0, clock=lambda: now[0]) as progress:
+    with ProgressDisplay(Console(file=out, width=40), line_every_s=5.0, clock=lambda: now[0]) as progress:
         for _ in range(30):
             progress.show(STATUS)
             now[0] += 1.0
-        progress.show(RunStatus(run="tiny", phase=Phase.FINISHED, held_out_accuracy=0.614))
+        progress.show(RunStatus(run="tiny", phase=StatusPhase.FINISHED, held_out_accuracy=0.614))
     lines = out.getvalue().splitlines()
     assert len(lines) == 7
     assert lines[0].startswith("[tiny] training 120/300 · ")

@@ -15,7 +15,7 @@ import pytest
 
 from launch.ports import free_ports
 from pipelinerl.config.recipe import load
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles import parameter_server_role
 from pipelinerl.roles.process import Identity

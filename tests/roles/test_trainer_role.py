@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipelinerl.config.recipe import load
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import loop_settings, publisher_of

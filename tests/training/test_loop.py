@@ -22,10 +22,10 @@ from pipelinerl.messages import (
     SKIPS_THAT_END,
     CanaryChecked,
     Checkpointed,
-    Directive,
-    Progress,
-    Published,
     Report,
+    Directive,
+    OrdersEnded,
+    Published,
     StepDone,
     StepSkipped,
     TrainerKnobs,
@@ -243,7 +243,7 @@ async def test_orders_that_were_given_up_end_as_stale_and_a_group_that_comes_all
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m1", stale=[0, 3], failed=[4])
-        progress = await made.heard(Progress)
+        progress = await made.heard(OrdersEnded)
         assert (progress.consumed.stale, progress.consumed.failed, progress.consumed.beyond) == (2, 1, [3, 4])
         await made.roll_out(0, 1, 2, 3)
         done = await made.heard(StepDone)
@@ -381,7 +381,7 @@ async def test_failed_orders_are_accounted_for_without_a_step(tmp_path: Path) ->
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m2", failed=[0, 1])
-        progress = await made.heard(Progress)
+        progress = await made.heard(OrdersEnded)
         assert (progress.consumed.failed, progress.consumed.frontier) == (2, 2)
 
 

@@ -24,9 +24,9 @@ from trainer_contract.conformance.forward_checks import FORWARD_AT
 from trainer_contract.conformance.head_checks import steps_may_stand_still, values_precede_their_tokens
 from trainer_contract.conformance.probes import (
     LINEAR,
+    CheckUnsupported,
     LinearObjective,
     Subject,
-    Unsupported,
     gradient_of,
     norm_of,
     pack,
@@ -59,7 +59,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
+class TrainerCheckResult:
     """A check's name, its promise in one line, and what was found."""
 
     name: str
@@ -70,7 +70,7 @@ class CheckResult:
 
 def run(
     subject: Subject, *, directory: Path, checks: Sequence[Callable[[Subject, Path], None]] | None = None
-) -> list[CheckResult]:
+) -> list[TrainerCheckResult]:
     """Run `checks`, or those of the subject's head, each in an empty directory of its own; failures are results."""
     results = []
     suite = CHECKS if subject.spec.head is Head.POLICY else VALUE_CHECKS
@@ -81,7 +81,7 @@ def run(
         status, reason = Status.PASSED, ""
         try:
             check(subject, place)
-        except Unsupported as error:
+        except CheckUnsupported as error:
             status, reason = Status.UNSUPPORTED, str(error)
         except AssertionError as error:
             status, reason = Status.FAILED, str(error)
@@ -91,7 +91,7 @@ def run(
                 Status.FAILED,
                 f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})",
             )
-        results.append(CheckResult(check.__name__, promise, status, reason))
+        results.append(TrainerCheckResult(check.__name__, promise, status, reason))
     return results
 
 
@@ -101,7 +101,7 @@ def run(
 def forward_is_a_distribution(subject: Subject, _: Path) -> None:
     """The probabilities of all next tokens sum to 1, and a temperature divides the logits once."""
     if subject.vocab_size > _MAX_SUMMED_VOCABULARY:
-        raise Unsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
+        raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
     trainer = started(subject)
     continuations = [[1, token] for token in range(subject.vocab_size)]
     plain = trainer.forward(pack(continuations))[1::2].astype(np.float64)

@@ -20,7 +20,7 @@ from trainer_contract.types import Columns, Head, MicroBatch, OptimizerSpec, Tra
 Weights = dict[str, NDArray[np.float64]]
 
 
-class Unsupported(Exception):
+class CheckUnsupported(Exception):
     """Raised in a check that has no meaning for this subject."""
 
 
@@ -96,7 +96,7 @@ def started(subject: Subject, *, restore_from: Path | None = None, grad_clip: fl
         trainer.init_worker(replace(subject.spec, optimizer=optimizer, restore_from=restore_from))
     except SpecError as error:
         if subject.spec.head is Head.VALUE:
-            raise Unsupported(f"no value head: {error}") from error
+            raise CheckUnsupported(f"no value head: {error}") from error
         raise
     return trainer
 
@@ -109,7 +109,7 @@ def practised(subject: Subject) -> Trainer:
     return trainer
 
 
-class Stepped(NamedTuple):
+class ProbeStep(NamedTuple):
     """Of one step: the sum of losses, the norm reported, the weights after it, the gradient read off the weights."""
 
     loss: float
@@ -118,13 +118,13 @@ class Stepped(NamedTuple):
     gradient: Weights
 
 
-def stepped(trainer: Trainer, batches: Sequence[MicroBatch], rate: float = 0.1) -> Stepped:
+def stepped(trainer: Trainer, batches: Sequence[MicroBatch], rate: float = 0.1) -> ProbeStep:
     """Backward on each batch, then one step."""
     before = weights_of(trainer)
     loss = sum(trainer.backward(batch, LINEAR).loss for batch in batches)
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm
     after = weights_of(trainer)
-    return Stepped(loss, norm, after, {name: gradient_of(before[name] - after[name], rate) for name in after})
+    return ProbeStep(loss, norm, after, {name: gradient_of(before[name] - after[name], rate) for name in after})
 
 
 def gradient_of(step: NDArray[np.float64], rate: float) -> NDArray[np.float64]:

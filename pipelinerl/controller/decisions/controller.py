@@ -6,7 +6,7 @@
     input                      from      effects
     TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs), then prompts
     StepSkipped                trainer   a Directive, which stops the run after the third in a row
-    Progress, Published        trainer   prompts
+    OrdersEnded, Published        trainer   prompts
     Starving                   trainer   the lost orders again, if no actor works on any; a Directive, if it waits for
                                          an evaluation
     StreamsLost                poll      every order and every evaluation's question that is out, again
@@ -37,7 +37,7 @@ from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.inputs import AnyInput, KnobsPatched, ReportReceived, StopAsked, StreamsLost, Ticked
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange
-from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import (
     FROM_ACTORS,
@@ -46,13 +46,13 @@ from pipelinerl.messages import (
     CanaryChecked,
     CheckpointDelayed,
     Checkpointed,
+    Report,
     Directive,
     EvaluationDone,
     GroupFailed,
     GroupOutdated,
-    Progress,
+    OrdersEnded,
     Published,
-    Report,
     Starving,
     StepDone,
     StepSkipped,
@@ -129,7 +129,7 @@ class Controller:
                 return self._step_done(report, now=now)
             case StepSkipped() if report.epoch == self.state.epoch:
                 return self._step_skipped(report)
-            case Progress() if report.epoch == self.state.epoch:
+            case OrdersEnded() if report.epoch == self.state.epoch:
                 self.state.account.update(report.consumed)
                 self.state.account.lost(report.again)
                 return self.issue()
@@ -176,7 +176,7 @@ class Controller:
         """End the run at the next step boundary: last publication, checkpoint and evaluation included."""
         if self.state.stop_reason is None:
             self.state.stop_reason = reason
-        if self.state.phase is Phase.STARTING or self.state.stop_sent:
+        if self.state.phase is RunPhase.STARTING or self.state.stop_sent:
             return []
         return [Send(self._directive(f"stop-e{self.state.epoch}", publish=True))]
 
@@ -185,7 +185,7 @@ class Controller:
         when nothing at all gets on."""
         effects = engine_decisions.overdue(self.state, now=now) + self.reload_if_due()
         still_s = now - self.state.progressed_at if self.state.progress else 0.0
-        if still_s > self.settings.stall_s and not self.state.stall_told and self.state.phase is not Phase.FINISHED:
+        if still_s > self.settings.stall_s and not self.state.stall_told and self.state.phase is not RunPhase.FINISHED:
             self.state.stall_told = True
             effects.append(Record("stalled", {"still_s": still_s, "waits_for": waiting_for(self.state, now=now)}))
         return effects
@@ -202,7 +202,7 @@ class Controller:
         when a publication was postponed and the evaluation that it waited for has ended."""
         key = (self.state.epoch, self.state.fleet.membership)
         waits = key != self.state.reload_asked and self.state.fleet.awaits_weights()
-        if self.state.phase is Phase.STARTING or holds_updates(self.state) or not (waits or self.state.postponed):
+        if self.state.phase is RunPhase.STARTING or holds_updates(self.state) or not (waits or self.state.postponed):
             return []
         self.state.reload_asked = key
         return [Send(self._directive(f"reload-e{self.state.epoch}-{self.state.version}-m{key[1]}", publish=True))]
@@ -210,7 +210,7 @@ class Controller:
     def issue(self) -> list[Effect]:
         """Prompt orders that can still be fresh at their earliest step (RLAX §4.2; pacing before dropping)."""
         loaded = self.state.fleet.oldest_loaded()
-        if self.state.phase is not Phase.TRAINING or loaded is None or comes_first(self.state):
+        if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
         orders: list[PromptOrder] = []
         while self.state.account.in_flight < self.settings.max_groups and self.state.knobs.bounds.may_issue(
@@ -240,7 +240,7 @@ class Controller:
         if report.report_id in self.state.begun:
             return []  # an earlier trainer's, said again before it was answered: its epoch is over
         self.state.awaited = engine_decisions.awaited(self.state, engines_expected=self.settings.engines_expected)
-        if self.state.awaited and self.state.phase is Phase.STARTING:
+        if self.state.awaited and self.state.phase is RunPhase.STARTING:
             self.state.pending_ready = report
             return []
         self.state.pending_ready = None
@@ -257,8 +257,10 @@ class Controller:
         effects: list[Effect] = [
             Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
         ]
-        if self.state.phase is not Phase.FINISHED:  # from FINISHING, too: as this one stops, the last evaluation begins
-            self.state.phase = Phase.TRAINING
+        if (
+            self.state.phase is not RunPhase.FINISHED
+        ):  # from FINISHING, too: as this one stops, the last evaluation begins
+            self.state.phase = RunPhase.TRAINING
         if self.state.version == 0 and not self.state.results:
             self._evaluator.want(self.state)
         self.state.first_version = self.state.version
@@ -325,13 +327,13 @@ class Controller:
             out = [index for index in range(asked.next_index) if index not in asked.answers]
             again = [self._orders.asking(index, version=version, number=number, engine=engine) for index in out]
             effects += [IssuePrompts(again)] if again else []
-        training = self.state.phase is Phase.TRAINING
+        training = self.state.phase is RunPhase.TRAINING
         if training and (lost := account.lost(range(account.consumed.frontier, account.cursor))):
             effects += [Record("orders_lost", {"orders": len(lost)}), *self.issue()]
         return effects
 
     def _trainer_stopped(self) -> list[Effect]:
-        self.state.phase = Phase.FINISHING
+        self.state.phase = RunPhase.FINISHING
         return self._evaluator.want_last(self.state)
 
     def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
@@ -352,7 +354,7 @@ class Controller:
         result = self._evaluator.closed(self.state)
         if result is not None:
             return effects + self._evaluated(result, now=now)
-        if self.state.phase is Phase.FINISHING and self.state.evaluation is None:
+        if self.state.phase is RunPhase.FINISHING and self.state.evaluation is None:
             return effects + self._finish()  # nobody is left to be asked, or nothing is to be
         return effects
 
@@ -361,7 +363,7 @@ class Controller:
             self.state.training_since = now
         self.state.results.append(result)
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
-        if self.state.phase is Phase.FINISHING:
+        if self.state.phase is RunPhase.FINISHING:
             return effects + self._finish()
         target, reached = self.settings.until_accuracy, result.at_least
         if target is not None and reached is not None and reached >= target:
@@ -369,7 +371,7 @@ class Controller:
         return effects + self.reload_if_due() + self.issue()
 
     def _finish(self) -> list[Effect]:
-        self.state.phase = Phase.FINISHED
+        self.state.phase = RunPhase.FINISHED
         return [Finish(self.ending or "stopped")]
 
     def _answer(self, report_id: str, *, publish: bool) -> Send:
@@ -380,7 +382,7 @@ class Controller:
 
     def _unasked(self, name: str) -> list[Effect]:
         """What the trainer has to hear while it waits for a step; once it was told to stop, it waits for none."""
-        if self.state.phase is not Phase.TRAINING or self.ending is not None:
+        if self.state.phase is not RunPhase.TRAINING or self.ending is not None:
             return []
         return [Send(self._directive(name, publish=False))]
 

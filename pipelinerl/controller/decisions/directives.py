@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import Directive, TrainerKnobs
 
 
 def ending(state: RunState, settings: ControllerSettings) -> str | None:
     """Why the run ends at the next step boundary; None while it goes on."""
-    if state.stop_reason is None and state.phase is not Phase.STARTING and state.version >= settings.steps:
+    if state.stop_reason is None and state.phase is not RunPhase.STARTING and state.version >= settings.steps:
         return f"all {settings.steps} steps are done"
     return state.stop_reason
 

@@ -18,7 +18,7 @@ from pipelinerl import rng
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.effects import Effect, IssuePrompts, Record
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult, Pin
-from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.messages import EvaluationDone
 
 
@@ -89,7 +89,7 @@ class Evaluator:
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
         if not loaded:
             return []
-        last = state.phase is Phase.FINISHING
+        last = state.phase is RunPhase.FINISHING
         ready = sorted(url for url in state.fleet.serving() if loaded[url] >= due.version)
         agreed = len(set(loaded.values())) == 1 and min(loaded.values()) >= due.version
         pin, engine, version = self.plan.pin, "", state.version
@@ -163,7 +163,7 @@ def holds_updates(state: RunState) -> bool:
     """Would a publication give the weights a new version under the evaluation that is under way?"""
     evaluation = state.evaluation
     held = evaluation is not None and evaluation.pin is Pin.GATE and not evaluation.given_up
-    return held and state.phase is Phase.TRAINING and state.version != evaluation.model_version  # type: ignore[union-attr]
+    return held and state.phase is RunPhase.TRAINING and state.version != evaluation.model_version  # type: ignore[union-attr]
 
 
 def comes_first(state: RunState) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pipelinerl.controller.decisions.evaluator import holds_updates
-from pipelinerl.controller.state.run_state import SILENT_S, Phase, RunState
+from pipelinerl.controller.state.run_state import SILENT_S, RunPhase, RunState
 
 #: Why an order ends untrained, by fate.
 _WHY: Final = {
@@ -40,7 +40,7 @@ def waiting_for(state: RunState, *, now: float) -> str:
 
 
 def _stage(state: RunState, now: float) -> str:
-    if state.phase is Phase.FINISHED:
+    if state.phase is RunPhase.FINISHED:
         return "nothing: the run is over"
     if not state.fleet.members() and state.evaluation is not None and state.fleet.pinned():
         return f"{_unanswered(state)} answers of {state.evaluation.engine}, which evaluates and is the only engine left"
@@ -48,11 +48,11 @@ def _stage(state: RunState, now: float) -> str:
         return f"an engine to join{_lost_engines(state)}"
     if state.pending_ready is not None:
         return f"{', '.join(state.awaited)} to join{_lost_engines(state)}"
-    if state.phase is Phase.STARTING:
+    if state.phase is RunPhase.STARTING:
         return "the trainer to be ready"
     if not state.fleet.verified():
         return f"{_weights(state)}{_trainer(state, now)}"
-    if state.phase is Phase.FINISHING and state.evaluation is not None:
+    if state.phase is RunPhase.FINISHING and state.evaluation is not None:
         return f"{_unanswered(state)} answers of the last evaluation{_actors(state, now)}"
     if state.evaluation is not None and state.version == 0:
         return f"{_unanswered(state)} answers of the first evaluation{_actors(state, now)}"

@@ -7,7 +7,7 @@ from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.decisions.engine_watch import EngineLoad, EngineWatch
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
-from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.observability import status
 
 
@@ -74,10 +74,10 @@ def run_status(
     )
 
 
-def _phase(state: RunState) -> status.Phase:
-    if state.phase is Phase.TRAINING and state.evaluation is not None and state.version == 0:
-        return status.Phase.EVALUATING
-    return status.Phase(state.phase.value)
+def _phase(state: RunState) -> status.StatusPhase:
+    if state.phase is RunPhase.TRAINING and state.evaluation is not None and state.version == 0:
+        return status.StatusPhase.EVALUATING
+    return status.StatusPhase(state.phase.value)
 
 
 def _evaluating(state: RunState) -> status.EvaluatingStatus | None:

@@ -41,7 +41,7 @@ class Decision(msgspec.Struct, frozen=True, tag=True):
     writer: str = ""
 
 
-class Snapshot(msgspec.Struct, frozen=True, tag=True):
+class JournalSnapshot(msgspec.Struct, frozen=True, tag=True):
     """The state, the last report that is part of it, and when the last decision in it was taken."""
 
     state: RunState
@@ -51,7 +51,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_DECODER: Final = msgspec.msgpack.Decoder(Decision | Snapshot)
+_DECODER: Final = msgspec.msgpack.Decoder(Decision | JournalSnapshot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +103,11 @@ class Journal:
 
     async def snapshot(self, state: RunState) -> None:
         """Write the whole state, all decisions carried out, and drop what came before; raises as `record` does."""
-        await self._write(Snapshot(state, self.reports_offset, self._writer, self.now))
+        await self._write(JournalSnapshot(state, self.reports_offset, self._writer, self.now))
         await self._stream.trim(JOURNAL, before=f"{self.number}-0")
         self._first = self._last_snapshot = self.number
 
-    async def _write(self, record: Decision | Snapshot) -> None:
+    async def _write(self, record: Decision | JournalSnapshot) -> None:
         number, payload = self.number + 1, _ENCODER.encode(record)
         if not await self._stream.append(JOURNAL, [payload], first_id=number):
             # It lies there already: by us, when the answer to a first try was lost.
@@ -134,11 +134,11 @@ class Journal:
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
         records = [_DECODER.decode(entry.payload) for entry in entries]
         numbers = [parse_id(entry.entry_id)[0] for entry in entries]
-        begin = max((i for i, record in enumerate(records) if isinstance(record, Snapshot)), default=None)
+        begin = max((i for i, record in enumerate(records) if isinstance(record, JournalSnapshot)), default=None)
         if begin is None or numbers[begin:] != list(range(numbers[begin], numbers[begin] + len(numbers) - begin)):
             return None
         start = records[begin]
-        assert isinstance(start, Snapshot)
+        assert isinstance(start, JournalSnapshot)
         decisions = [record for record in records[begin + 1 :] if isinstance(record, Decision)]
         journal = cls(stream, number=numbers[-1])
         journal._first, journal._last_snapshot = numbers[0], numbers[begin]

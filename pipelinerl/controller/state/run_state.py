@@ -23,7 +23,7 @@ from pipelinerl.messages import ActorAlive, ConsumedReport, Directive, Published
 SILENT_S: Final = 15.0
 
 
-class Phase(StrEnum):
+class RunPhase(StrEnum):
     """Where the run stands."""
 
     STARTING = "starting"
@@ -76,7 +76,7 @@ class RunState(msgspec.Struct, kw_only=True):
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []
     account: IssuedLedger = msgspec.field(default_factory=IssuedLedger)
-    phase: Phase = Phase.STARTING
+    phase: RunPhase = RunPhase.STARTING
     epoch: int = 0
     version: int = 0
     evaluation: Evaluation | None = None

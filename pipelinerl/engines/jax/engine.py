@@ -23,7 +23,7 @@ from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.jax import program as jax_program
 from pipelinerl.engines.jax.attention import PromptAttention
-from pipelinerl.engines.jax.program import Program
+from pipelinerl.engines.jax.program import DecoderProgram
 from pipelinerl.engines.jax.runner import JaxRunner
 from pipelinerl.engines.jax.weights import JaxWeights
 from pipelinerl.engines.options import EngineOptions, WeightFormat
@@ -139,7 +139,7 @@ def assembled(settings: JaxEngineSettings) -> JaxRunner:
     heads_divided = NamedSharding(mesh, P(None, None, None, "tensor"))
     cache = jax_program.empty_cache(config, slots=settings.slots, context=context, dtype=dtype, sharding=heads_divided)
     prompts = PromptAttention.on(mesh.devices.flat[0].platform, devices=mesh.size)
-    return JaxRunner(Program(config, prompts), weights, cache)
+    return JaxRunner(DecoderProgram(config, prompts), weights, cache)
 
 
 _PLATFORM: Final = {JaxDevice.AUTO: None, JaxDevice.CPU: "cpu", JaxDevice.CUDA: "cuda", JaxDevice.TPU: "tpu"}

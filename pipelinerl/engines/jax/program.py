@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Program:
+class DecoderProgram:
     """One decoder and how its prompts attend: what is compiled."""
 
     config: DecoderConfig
@@ -52,7 +52,7 @@ def empty_cache(config: DecoderConfig, *, slots: int, context: int, dtype: Any, 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def prefill(
-    program: Program, weights: Weights, cache: Cache, token_ids: Array, rows: Array, sources: Array, count: Array
+    program: DecoderProgram, weights: Weights, cache: Cache, token_ids: Array, rows: Array, sources: Array, count: Array
 ) -> Cache:
     """Row `rows[i]` takes the keys and values of prompt `sources[i]`, for i below `count`.
 
@@ -88,7 +88,7 @@ def copy(cache: Cache, sources: Array, targets: Array, count: Array, *, length: 
 
 @partial(jax.jit, static_argnums=0, static_argnames="length", donate_argnums=2)
 def decode(
-    program: Program, weights: Weights, cache: Cache, token_ids: Array, positions: Array, *, length: int
+    program: DecoderProgram, weights: Weights, cache: Cache, token_ids: Array, positions: Array, *, length: int
 ) -> tuple[Array, Cache]:
     """Logits f32 [B, V] after one token for each of rows 0..B-1, and the cache with it.
 
@@ -113,7 +113,9 @@ def decode(
     return logits, Cache(*(slots.at[:, rows, positions].set(new) for slots, new in zip(cache, added, strict=True)))
 
 
-def _run(program: Program, weights: Weights, token_ids: Array, positions: Array, attend: Any) -> tuple[Array, Any]:
+def _run(
+    program: DecoderProgram, weights: Weights, token_ids: Array, positions: Array, attend: Any
+) -> tuple[Array, Any]:
     """All layers, each of which is told its number: what they store, stacked."""
     with _exact():
         return hidden_states(program.config, weights, token_ids, positions, attend, jnp.arange(program.config.layers))

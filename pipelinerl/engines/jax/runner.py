@@ -18,7 +18,7 @@ from pipelinerl import rng
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.jax import program as jax_program
 from pipelinerl.engines.jax.buckets import Buckets
-from pipelinerl.engines.jax.program import Cache, Program
+from pipelinerl.engines.jax.program import Cache, DecoderProgram
 from pipelinerl.engines.jax.sampling import sample
 from pipelinerl.engines.jax.weights import JaxWeights
 
@@ -32,7 +32,9 @@ class JaxRunner:
         prefill_tokens: most padded tokens of one prefill; a longer prompt runs alone.
     """
 
-    def __init__(self, program: Program, weights: JaxWeights, cache: Cache, *, prefill_tokens: int = 1024) -> None:
+    def __init__(
+        self, program: DecoderProgram, weights: JaxWeights, cache: Cache, *, prefill_tokens: int = 1024
+    ) -> None:
         _, self.slots, self.context_length, *_ = cache.keys.shape
         self.vocab_size = program.config.vocab
         self.cache_bytes = cache.keys.nbytes + cache.values.nbytes

@@ -37,7 +37,7 @@ _POLICIES: Final = {
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class TrainerProgram:
     """One decoder on one mesh: what is compiled. `compute` is the dtype of forward and backward; masters are fp32."""
 
     config: DecoderConfig
@@ -86,7 +86,7 @@ class Program:
 
 
 @partial(jax.jit, static_argnums=0)
-def logprobs(program: Program, weights: Weights, columns: Columns) -> Array:
+def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Array:
     """Log-probs f32 [R, C] of the tokens at their temperatures; 0 at segment starts and on padding."""
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     with jax.default_matmul_precision("float32"):  # on a TPU fp32 would else be multiplied in bf16; bf16 stays bf16
@@ -112,7 +112,7 @@ def logprobs(program: Program, weights: Weights, columns: Columns) -> Array:
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def accumulate(
-    program: Program, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
+    program: TrainerProgram, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
 ) -> tuple[Weights, Array, Array]:
     """The gradient with this micro-batch's added, its loss, and its log-probs [R, C], 0 outside the loss mask.
 
@@ -145,7 +145,12 @@ class Stepped(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
 def step(
-    program: Program, spec: OptimizerSpec, weights: Weights, moments: Any, gradient: Weights, learning_rate: Array
+    program: TrainerProgram,
+    spec: OptimizerSpec,
+    weights: Weights,
+    moments: Any,
+    gradient: Weights,
+    learning_rate: Array,
 ) -> Stepped:
     """Clip as torch does, then AdamW; where the norm is not finite, everything stays."""
     norm = optax.tree.norm(gradient)
@@ -167,7 +172,7 @@ def adamw(config: DecoderConfig, spec: OptimizerSpec) -> optax.GradientTransform
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def new_moments(program: Program, spec: OptimizerSpec, weights: Weights) -> Any:
+def new_moments(program: TrainerProgram, spec: OptimizerSpec, weights: Weights) -> Any:
     """Adam's state before the first step, divided as the weights are."""
     fresh = adamw(program.config, spec).init(weights)
     adam = fresh[0]

@@ -33,7 +33,7 @@ KINDS: Final = ("weights", "mean", "square")
 
 @final
 @dataclass(frozen=True, slots=True)
-class SavedState:
+class JaxSavedState:
     """A state whose record was read and checked; its arrays are read by `restore`."""
 
     path: Path
@@ -88,7 +88,7 @@ def save(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int
         (path / "trainer.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def load(path: Path, *, expected: DecoderConfig) -> SavedState:
+def load(path: Path, *, expected: DecoderConfig) -> JaxSavedState:
     """Read the record of a state and check that it is of the model `expected`.
 
     Raises:
@@ -108,7 +108,7 @@ def load(path: Path, *, expected: DecoderConfig) -> SavedState:
             f"the trainer state in {path} is of another model than model_path ({expected.model_type}); "
             "start from the model it was saved with"
         )
-    return SavedState(path, version)
+    return JaxSavedState(path, version)
 
 
 def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutures]:

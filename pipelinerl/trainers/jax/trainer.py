@@ -25,7 +25,7 @@ from pipelinerl.models.decoder_config import DecoderConfig, read_config
 from pipelinerl.models.jax_checkpoint import export_order, export_weights, load_weights, place_weights
 from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, state as jax_state
 from pipelinerl.trainers.jax.options import Distributed, JaxOptions
-from pipelinerl.trainers.jax.program import Program, Weights
+from pipelinerl.trainers.jax.program import TrainerProgram, Weights
 from pipelinerl.trainers.jax.segments import PADDING, Rows
 from trainer_contract.batch import check
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError
@@ -53,7 +53,7 @@ _PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda"}
 class _Worker:
     """What `init_worker` makes. `moments` is optax's state; `gradient` is None when nothing was accumulated."""
 
-    program: Program
+    program: TrainerProgram
     optimizer: OptimizerSpec
     weights: Weights
     moments: Any
@@ -93,7 +93,7 @@ class JaxTrainer:
         except ModelError as error:
             raise SpecError(f"model_path: {error}") from error
         jax_mesh.check_divides(options.mesh, config)
-        program = Program(
+        program = TrainerProgram(
             config=config,
             mesh=jax_mesh.build(options.mesh, _devices(spec.device, options.distributed)),
             compute=jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32,
@@ -194,7 +194,7 @@ def _devices(device: Device, distributed: Distributed | None) -> list[Any]:
         raise SpecError(f"device is {device}, but jax finds none: {error}; set device to auto or cpu") from error
 
 
-def _loaded(program: Program, spec: TrainerSpec) -> _Worker:
+def _loaded(program: TrainerProgram, spec: TrainerSpec) -> _Worker:
     try:
         weights = load_weights(spec.model_path, program.config, place=lambda p: jax_mesh.of_parameter(program.mesh, p))
     except ModelError as error:
@@ -202,7 +202,7 @@ def _loaded(program: Program, spec: TrainerSpec) -> _Worker:
     return _Worker(program, spec.optimizer, weights, jax_program.new_moments(program, spec.optimizer, weights), 0)
 
 
-def _restored(program: Program, spec: TrainerSpec) -> _Worker:
+def _restored(program: TrainerProgram, spec: TrainerSpec) -> _Worker:
     assert spec.restore_from is not None
     saved = jax_state.load(spec.restore_from, expected=program.config)
     parts = {
@@ -217,7 +217,7 @@ def _restored(program: Program, spec: TrainerSpec) -> _Worker:
     return _Worker(program, spec.optimizer, weights, moments, saved.model_version)
 
 
-def _forward(program: Program, weights: Weights, batch: MicroBatch) -> Float32:
+def _forward(program: TrainerProgram, weights: Weights, batch: MicroBatch) -> Float32:
     check(batch, vocab_size=program.config.vocab)
     rows, columns = _laid_out(program, batch)
     logprobs = rows.collect(np.asarray(jax_program.logprobs(program, weights, columns)))
@@ -226,7 +226,7 @@ def _forward(program: Program, weights: Weights, batch: MicroBatch) -> Float32:
     return logprobs
 
 
-def _laid_out(program: Program, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:
+def _laid_out(program: TrainerProgram, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:
     """The micro-batch as rows on the mesh."""
     mesh = program.mesh
     rows = Rows.of(batch.position_ids, multiple=mesh.shape["data"] * mesh.shape["fsdp"])

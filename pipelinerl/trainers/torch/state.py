@@ -70,7 +70,7 @@ class RandomState:
 
 @final
 @dataclass(frozen=True, slots=True)
-class SavedState:
+class TorchSavedState:
     """A state that was read and checked."""
 
     model_path: Path
@@ -128,7 +128,7 @@ def save(
     (path / "trainer.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> SavedState:
+def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedState:
     """Read a state and check that it is of the model `expected` and its `head`; the weights are left to the caller.
 
     Raises:
@@ -155,11 +155,11 @@ def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> SavedState:
         raise StateError(f"the trainer state in {path} lacks model/{HEAD_FILE}; restore another checkpoint")
     if "rng.cpu" not in tensors:
         raise StateError(f"the trainer state in {path} has no random state; restore another checkpoint")
-    return SavedState(path / "model", version, tensors)
+    return TorchSavedState(path / "model", version, tensors)
 
 
 @contextmanager
-def damage_is_state_error(saved: SavedState | None) -> Iterator[None]:
+def damage_is_state_error(saved: TorchSavedState | None) -> Iterator[None]:
     """A model that cannot be loaded is the spec's fault, unless it is part of a saved state."""
     try:
         yield

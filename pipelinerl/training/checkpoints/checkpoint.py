@@ -33,7 +33,7 @@ from safetensors import TensorSpec, serialize_file
 
 from pipelinerl.errors import CheckpointError
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
-from pipelinerl.training.checkpoints.fence import Fence
+from pipelinerl.training.checkpoints.fence import CheckpointFence
 from pipelinerl.training.checkpoints.manifest import MANIFEST, Manifest, TrainingState, digest_of
 from pipelinerl.training.checkpoints.retention import Retention
 from trainer_contract.types import ParameterInfo
@@ -72,7 +72,7 @@ class CheckpointStore:
         self._retention = Retention(keep, keep_best)
         self._model_directory = model_directory
         self._copies = copies
-        self._fence = Fence(directory)
+        self._fence = CheckpointFence(directory)
         self._listed: int | None = None
         self._found = _NONE
 

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from typing import Any, Final, TypeVar, final
 
 from pipelinerl.errors import CheckpointError, FencedError
-from pipelinerl.messages import CheckpointDelayed, Checkpointed, Message
+from pipelinerl.messages import CheckpointDelayed, Checkpointed, ControlMessage
 from pipelinerl.system.background import in_background, settled
 from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
@@ -47,7 +47,7 @@ class Checkpointing:
         self,
         store: CheckpointStore,
         *,
-        report: Callable[[Message], Awaitable[None]],
+        report: Callable[[ControlMessage], Awaitable[None]],
         trim: Callable[[dict[str, str]], Awaitable[None]],
         deadline_s: float,
     ) -> None:

@@ -1,4 +1,4 @@
-"""`Fence`: which trainer may change the checkpoints of a directory: the one of the highest epoch that has claimed it.
+"""`CheckpointFence`: which trainer may change the checkpoints of a directory: the one of the highest epoch that has claimed it.
 
     checkpoints.epoch   the claim, a number        checkpoints.lock   held while a claim or a checkpoint is put in place
 
@@ -23,7 +23,7 @@ _POLL_S: Final = 0.02
 
 
 @final
-class Fence:
+class CheckpointFence:
     """Of one directory, which need not exist before it is claimed."""
 
     def __init__(self, directory: Path, *, deadline_s: float = 120.0) -> None:

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from inference_contract.schemas import OnUpdate, WeightLayout
 from pipelinerl.errors import UpdateError
-from pipelinerl.messages import CanaryChecked, Directive, Message, Published
+from pipelinerl.messages import CanaryChecked, ControlMessage, Directive, Published
 from pipelinerl.training.publish.canary_check import CanaryChecker, Forward
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport
 
@@ -33,7 +33,7 @@ class Publishing:
         layout: WeightLayout,
         on_update: OnUpdate,
         timeout_s: float,
-        report: Callable[[Message], Awaitable[None]],
+        report: Callable[[ControlMessage], Awaitable[None]],
         raise_if_fenced: Callable[[], Awaitable[None]],
     ) -> None:
         self._publisher = publisher

@@ -21,10 +21,9 @@ from typing import Any, Final, final
 from inference_contract.errors import ContractError, DigestMismatch, NotPrepared
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.system.background import in_background
-from pipelinerl.weights.parameter_server import server_wire
+from pipelinerl.weights.parameter_server import wire
+from pipelinerl.weights.parameter_server.connection import ServerClient
 from pipelinerl.weights.parameter_server.receive_buffer import ReceiveBuffer
-from pipelinerl.weights.parameter_server.server_client import ServerClient
-from pipelinerl.weights.parameter_server.server_wire import VersionRecord
 from pipelinerl.weights.parameter_server.shared_memory import Access, Attachments, SharedMemoryAddress
 from pipelinerl.weights.parameter_server.transports import (
     HttpTransport,
@@ -33,6 +32,7 @@ from pipelinerl.weights.parameter_server.transports import (
     check_wanted,
     watch,
 )
+from pipelinerl.weights.parameter_server.wire import VersionRecord
 from pipelinerl.weights.pull import PullOrder
 
 #: A server that is there says what it holds within this time.
@@ -109,7 +109,7 @@ class WeightPuller:
             UpdateError, NotPrepared: the server cannot be reached, or does not hold the version.
         """
         client = ServerClient(source, token=self._token)
-        path = server_wire.VERSION.format(epoch=order.epoch, version=order.version)
+        path = wire.VERSION.format(epoch=order.epoch, version=order.version)
         try:
             deadline = min(order.deadline, time.monotonic() + _RECORD_S)
             return client.call("GET", path, VersionRecord, deadline=deadline).segment

@@ -52,9 +52,11 @@ from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.system.background import in_background
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
 from pipelinerl.weights.digest import WeightDigest
-from pipelinerl.weights.parameter_server import server_wire
+from pipelinerl.weights.parameter_server import wire
 from pipelinerl.weights.parameter_server.retention import Key, named
-from pipelinerl.weights.parameter_server.server_wire import (
+from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore, VersionSnapshot
+from pipelinerl.weights.parameter_server.version_table import Version, VersionTable
+from pipelinerl.weights.parameter_server.wire import (
     Announcement,
     CopyOrder,
     ProgressReport,
@@ -62,8 +64,6 @@ from pipelinerl.weights.parameter_server.server_wire import (
     ServerState,
     VersionRecord,
 )
-from pipelinerl.weights.parameter_server.snapshot_store import Snapshot, SnapshotStore
-from pipelinerl.weights.parameter_server.version_table import Version, VersionTable
 from pipelinerl.weights.pull import PullOrder, PullSource, Range, Shard
 
 #: Bytes that have not come by then are not coming, and what has not been taken by then is not wanted.
@@ -174,7 +174,7 @@ class ParameterServer:
         """Save the newest version, and again as long as a newer one came meanwhile; a failure waits for the next."""
         while (newest := self.table.newest()) is not None and newest.key != self._saved:
             key = newest.key
-            snapshot = Snapshot(
+            snapshot = VersionSnapshot(
                 key=key,
                 layout=newest.layout,
                 shard=newest.shard,
@@ -225,27 +225,27 @@ def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
 
 
 def _add_versions(app: FastAPI, server: ParameterServer) -> None:
-    @app.get(server_wire.VERSIONS)
+    @app.get(wire.VERSIONS)
     async def state() -> ServerState:
         return server.state()
 
-    @app.post(server_wire.VERSIONS)
+    @app.post(wire.VERSIONS)
     async def announce(announcement: Announcement) -> VersionRecord:
         return server.table.announce(announcement).record()
 
-    @app.get(server_wire.VERSION)
+    @app.get(wire.VERSION)
     async def record(epoch: int, version: int) -> VersionRecord:
         return server.table.whole((epoch, version)).record()
 
-    @app.post(server_wire.COPY)
+    @app.post(wire.COPY)
     async def copy(epoch: int, version: int, order: CopyOrder) -> VersionRecord:
         return await server.copy((epoch, version), order)
 
-    @app.post(server_wire.SEAL)
+    @app.post(wire.SEAL)
     async def seal(epoch: int, version: int, seal: Seal) -> VersionRecord:
         return await server.seal((epoch, version), seal)
 
-    @app.post(server_wire.PROGRESS)
+    @app.post(wire.PROGRESS)
     async def progress(report: ProgressReport) -> ServerState:
         server.table.confirm(report.epoch, report.progress)
         return server.state()

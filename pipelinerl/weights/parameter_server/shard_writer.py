@@ -24,10 +24,10 @@ from inference_contract import routes
 from inference_contract.schemas import WeightLayout
 from pipelinerl.errors import DeadlineError
 from pipelinerl.weights.digest import WeightDigest
-from pipelinerl.weights.parameter_server import server_wire
-from pipelinerl.weights.parameter_server.server_client import ServerClient
-from pipelinerl.weights.parameter_server.server_wire import Seal, VersionRecord
+from pipelinerl.weights.parameter_server import wire
+from pipelinerl.weights.parameter_server.connection import ServerClient
 from pipelinerl.weights.parameter_server.shared_memory import Attachment
+from pipelinerl.weights.parameter_server.wire import Seal, VersionRecord
 from pipelinerl.weights.publisher import Publication
 
 Memory = NDArray[np.uint8]
@@ -140,7 +140,7 @@ class ShardWriter:
             if last is not None:
                 last.result()
             seal = Seal(digest=whole if self._digest is None else self._digest.hexdigest(), whole=whole)
-            path = server_wire.SEAL.format(epoch=self._record.epoch, version=self._record.version)
+            path = wire.SEAL.format(epoch=self._record.epoch, version=self._record.version)
             self._client.call("POST", path, VersionRecord, seal, deadline=self._deadline)
             return seal.digest
 

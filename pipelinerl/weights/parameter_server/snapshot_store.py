@@ -22,7 +22,7 @@ from pipelinerl.errors import CheckpointError
 from pipelinerl.system.storage import Storage
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.parameter_server.retention import Key, named
-from pipelinerl.weights.parameter_server.server_wire import ShardSpec
+from pipelinerl.weights.parameter_server.wire import ShardSpec
 
 log = logging.getLogger("pipelinerl")
 
@@ -32,7 +32,7 @@ _FORMAT: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class VersionSnapshot:
     """One shard of a version as it lies in the store; `digest` is of its bytes, `whole` of the version's."""
 
     key: Key
@@ -51,7 +51,7 @@ class SnapshotStore:
         self._keep = keep
         self._files = Storage(place)
 
-    def save(self, snapshot: Snapshot, memory: NDArray[Any]) -> None:
+    def save(self, snapshot: VersionSnapshot, memory: NDArray[Any]) -> None:
         """Write a snapshot out of the whole version's `memory`; durable when this returns. Raises `OSError`."""
         key, layout, shard = snapshot.key, snapshot.layout, snapshot.shard
         self._files.remove(f"{named(key)}/{_MANIFEST}")  # of the same version, should its bytes differ
@@ -69,7 +69,7 @@ class SnapshotStore:
         for old in self._keys()[: -self._keep]:
             self._files.remove(named(old))
 
-    def newest(self) -> Iterator[Snapshot]:
+    def newest(self) -> Iterator[VersionSnapshot]:
         """What can be read back, the newest first; damaged manifests are named in the log and skipped."""
         for key in reversed(self._keys()):
             try:
@@ -77,7 +77,7 @@ class SnapshotStore:
                 if manifest["format"] != _FORMAT or (manifest["epoch"], manifest["version"]) != key:
                     raise ValueError(f"expected format {_FORMAT} of version {named(key)}")
                 layout, shard = manifest["layout"], manifest["shard"]
-                yield Snapshot(
+                yield VersionSnapshot(
                     key=key,
                     layout=WeightLayout.model_validate(layout),
                     shard=ShardSpec.model_validate(shard),
@@ -87,7 +87,7 @@ class SnapshotStore:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.error("skipping the snapshot %s in %s, which is not whole: %s", named(key), self.place, error)
 
-    def read(self, snapshot: Snapshot, into: NDArray[Any]) -> None:
+    def read(self, snapshot: VersionSnapshot, into: NDArray[Any]) -> None:
         """Fill `into` [num_bytes of the whole version] where the shard's ranges say.
 
         Raises:

@@ -32,8 +32,8 @@ import numpy as np
 from inference_contract import routes
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.system.background import in_background
+from pipelinerl.weights.parameter_server.connection import ServerClient
 from pipelinerl.weights.parameter_server.receive_buffer import Part, ReceiveBuffer
-from pipelinerl.weights.parameter_server.server_client import ServerClient
 from pipelinerl.weights.parameter_server.shared_memory import Attachment
 from pipelinerl.weights.pull import PullOrder
 

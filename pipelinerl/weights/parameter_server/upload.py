@@ -21,10 +21,12 @@ from typing import Final, TypeVar, final
 from inference_contract.errors import ContractError, DigestMismatch, NotPrepared, Overloaded, StaleVersion
 from inference_contract.schemas import WeightLayout
 from pipelinerl.errors import DeadlineError, FencedError, PipelineError, ServerLost, UpdateError
-from pipelinerl.weights.parameter_server import server_wire
+from pipelinerl.weights.parameter_server import wire
+from pipelinerl.weights.parameter_server.connection import ServerClient
 from pipelinerl.weights.parameter_server.retention import Key, named
-from pipelinerl.weights.parameter_server.server_client import ServerClient
-from pipelinerl.weights.parameter_server.server_wire import (
+from pipelinerl.weights.parameter_server.shard_writer import ShardsWritten, ShardWriter, write_shards
+from pipelinerl.weights.parameter_server.shared_memory import Access, Attachments
+from pipelinerl.weights.parameter_server.wire import (
     Announcement,
     CopyOrder,
     ProgressReport,
@@ -32,8 +34,6 @@ from pipelinerl.weights.parameter_server.server_wire import (
     ShardSpec,
     VersionRecord,
 )
-from pipelinerl.weights.parameter_server.shard_writer import ShardsWritten, ShardWriter, write_shards
-from pipelinerl.weights.parameter_server.shared_memory import Access, Attachments
 from pipelinerl.weights.publisher import Publication
 
 #: What goes by HTTP is gathered and sent in buckets of about this size.
@@ -159,7 +159,7 @@ class Uploader:
 
         def announce(client: ServerClient) -> VersionRecord:
             body = announcements[self._shard_of[client.url]]
-            return client.call("POST", server_wire.VERSIONS, VersionRecord, body, deadline=soon)
+            return client.call("POST", wire.VERSIONS, VersionRecord, body, deadline=soon)
 
         answers = self._each(self._clients, announce)
         for url, answer in answers.items():
@@ -188,7 +188,7 @@ class Uploader:
         Engines are not kept waiting for them all.
         """
         half_s = max(deadline - time.monotonic(), 0.2) / 2
-        path = server_wire.COPY.format(epoch=key[0], version=key[1])
+        path = wire.COPY.format(epoch=key[0], version=key[1])
 
         def copy(client: ServerClient) -> VersionRecord:
             source, digest = copies[client.url]
@@ -206,7 +206,7 @@ class Uploader:
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
         answers = self._each(
             self._clients,
-            lambda client: client.call("POST", server_wire.PROGRESS, ServerState, report, deadline=deadline),
+            lambda client: client.call("POST", wire.PROGRESS, ServerState, report, deadline=deadline),
         )
         return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
 

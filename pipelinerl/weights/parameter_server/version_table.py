@@ -18,8 +18,8 @@ from typing import final
 from inference_contract.errors import DigestMismatch, LayoutMismatch, NotPrepared, Overloaded, StaleVersion
 from inference_contract.schemas import WeightLayout
 from pipelinerl.weights.parameter_server.retention import Key, collectable, holders, named
-from pipelinerl.weights.parameter_server.server_wire import Announcement, ShardSpec, VersionRecord
 from pipelinerl.weights.parameter_server.shared_memory import SharedMemory
+from pipelinerl.weights.parameter_server.wire import Announcement, ShardSpec, VersionRecord
 from pipelinerl.weights.pull import Range
 
 

@@ -18,7 +18,7 @@ from pipelinerl.controller.state.inputs import (
     ReportReceived,
     StreamsLost,
 )
-from pipelinerl.controller.state.run_state import Phase
+from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerReady
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
@@ -228,7 +228,7 @@ def test_what_a_stream_server_forgot_is_issued_again_and_nothing_is_trained_twic
         if run.finished is not None:
             break
         run.act()
-        if rng.random() < 0.02 and run.controller.state.phase is Phase.TRAINING:
+        if rng.random() < 0.02 and run.controller.state.phase is RunPhase.TRAINING:
             del run.orders[len(run.orders) - rng.randint(0, len(run.orders)) :]
             unread = [index for index in run.batcher.waiting if rng.random() < 0.3]
             for index in unread:
@@ -269,7 +269,7 @@ def test_questions_of_an_evaluation_that_a_stream_server_forgot_are_asked_again(
 def test_a_trainer_that_comes_back_during_the_last_evaluation_does_not_cost_its_result() -> None:
     run = World(controller(steps=2, evaluation_problems=3, pin=Pin.GATE), random.Random(0))
     run.begin()
-    while run.controller.state.phase is not Phase.FINISHING:
+    while run.controller.state.phase is not RunPhase.FINISHING:
         run.act()
     run.directive, run.awaiting = None, "ready-2"
     run.sampling.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.decisions.engine_decisions import going, to_stop
+from pipelinerl.controller.decisions.engine_decisions import removal_reason, to_stop
 from pipelinerl.controller.state.effects import Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs import (

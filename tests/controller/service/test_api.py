@@ -17,7 +17,7 @@ from pipelinerl.controller.state.inputs import EngineRegistered
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import ORDERS
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.status import Phase, RunStatus
+from pipelinerl.observability.status import RunStatus, StatusPhase
 from pipelinerl.streams.memory_stream import MemoryStream
 from tests.controller.service.test_service import Probe, Running, running, step
 from tests.controller.world import ENGINE, controller
@@ -41,11 +41,11 @@ async def http(run: Running) -> AsyncIterator[httpx.AsyncClient]:
 
 async def test_status_of_a_run_that_waits_and_of_one_that_trains(run: Running, http: httpx.AsyncClient) -> None:
     status = RunStatus.from_json((await http.get("/status")).content)
-    assert (status.phase, status.waiting_for) == (Phase.STARTING, "an engine to join")
+    assert (status.phase, status.waiting_for) == (StatusPhase.STARTING, "an engine to join")
     await run.start()
     await run.tell(step(1))
     status = RunStatus.from_json((await http.get("/status")).content)
-    assert (status.run, status.phase, status.step, status.epoch) == ("test", Phase.TRAINING, 1, 1)
+    assert (status.run, status.phase, status.step, status.epoch) == ("test", StatusPhase.TRAINING, 1, 1)
     assert [(engine.url, engine.state) for engine in status.engines] == [(ENGINE, "healthy")]
     assert status.ledger.trained == 2
 

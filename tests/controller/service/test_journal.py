@@ -32,7 +32,7 @@ from pipelinerl.controller.state.inputs import (
     StreamsLost,
     Ticked,
 )
-from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.errors import FencedError
 from pipelinerl.messages import (
     ORDERS,
@@ -41,11 +41,11 @@ from pipelinerl.messages import (
     ActorAlive,
     CanaryChecked,
     ConsumedReport,
+    ControlMessage,
     Directive,
     EvaluationDone,
     GroupFailed,
-    Message,
-    Progress,
+    OrdersEnded,
     Published,
     StepDone,
     TrainerReady,
@@ -124,7 +124,7 @@ class Healthy:
         return {"slots": 4.0}
 
 
-def answers(version: int) -> list[Message]:
+def answers(version: int) -> list[ControlMessage]:
     """Of the evaluation that began at `version`."""
     return [
         EvaluationDone(
@@ -140,7 +140,7 @@ def answers(version: int) -> list[Message]:
     ]
 
 
-def reports(steps: int) -> list[Message]:
+def reports(steps: int) -> list[ControlMessage]:
     """What trainer and actors say in a run of two groups a step, of which every fifth order fails."""
 
     def published(version: int) -> Published:
@@ -148,7 +148,7 @@ def reports(steps: int) -> list[Message]:
             epoch=1, model_version=version, membership=2, pauses_s={ENGINE: 0.1}, failed={}, send_s=0.1, total_s=0.2
         )
 
-    said: list[Message] = [
+    said: list[ControlMessage] = [
         TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=ConsumedReport()),
         published(0),
         CanaryChecked(epoch=1, model_version=0, membership=2, worst={ENGINE: 1e-6}),
@@ -161,7 +161,7 @@ def reports(steps: int) -> list[Message]:
             said.append(GroupFailed(order_id=order, index=frontier, purpose="training", reason="no engine"))
             frontier, failed = frontier + 1, failed + 1
             account = ConsumedReport(trained=2 * version - 2, failed=failed, frontier=frontier)
-            said.append(Progress(epoch=1, model_version=version - 1, consumed=account))
+            said.append(OrdersEnded(epoch=1, model_version=version - 1, consumed=account))
         frontier += 2
         account = ConsumedReport(trained=2 * version, failed=failed, frontier=frontier)
         said.append(
@@ -212,7 +212,7 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
 VARYING = ("controller_returned", "run_started", "engines")
 
 
-async def _serve(service: ControllerService, stream: MemoryStream, said: list[Message]) -> None:
+async def _serve(service: ControllerService, stream: MemoryStream, said: list[ControlMessage]) -> None:
     """The service runs to its end; the engine offers itself until it is taken, then the others speak, once."""
 
     async def offer() -> None:
@@ -248,7 +248,7 @@ async def test_a_controller_killed_after_the_end_was_decided_ends(tmp_path: Path
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     for number, report in enumerate(reports(1)):
         made.decide(ReportReceived(now=0.0, report=report, entry_id=f"{number}-0"))  # type: ignore[arg-type]
-    assert made.state.phase is Phase.FINISHED
+    assert made.state.phase is RunPhase.FINISHED
     journal = await Journal.begin(stream)
     await journal.snapshot(made.state)
     alive = ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0)

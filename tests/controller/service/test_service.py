@@ -25,8 +25,8 @@ from pipelinerl.messages import (
     ActorAlive,
     CanaryChecked,
     ConsumedReport,
+    ControlMessage,
     Directive,
-    Message,
     Published,
     StepDone,
     TrainerReady,
@@ -77,7 +77,7 @@ class Running:
     def controller(self) -> Controller:
         return self.service.controller
 
-    async def tell(self, *messages: Message | bytes) -> None:
+    async def tell(self, *messages: ControlMessage | bytes) -> None:
         """Put reports into the stream and wait until they were read."""
         self.told += 1
         mark = ActorAlive(name="mark", groups_in_flight=0, groups_done=self.told, retries=0)

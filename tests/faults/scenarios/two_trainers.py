@@ -31,7 +31,7 @@ from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.rng import generator
 from pipelinerl.training.checkpoints.checkpoint import load
-from pipelinerl.training.checkpoints.fence import Fence
+from pipelinerl.training.checkpoints.fence import CheckpointFence
 from tests.faults.cluster import Cluster, running
 from tests.faults.scenarios.scenario import Verdict
 
@@ -129,7 +129,7 @@ def before(cluster: Cluster, epoch: int) -> TakeOver:
     sampled = [group["newest"] for group in cluster.witnessed("made") if group["epoch"] <= epoch]
     published = [event["model_version"] for event in cluster.events("publish")]
     served = cluster.served_weights()
-    claimed = Fence(cluster.directory / "checkpoints").epoch > epoch  # looked at before what it guards
+    claimed = CheckpointFence(cluster.directory / "checkpoints").epoch > epoch  # looked at before what it guards
     return TakeOver(
         epoch,
         events=len(_told(cluster)),

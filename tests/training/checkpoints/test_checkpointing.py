@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import CheckpointError
-from pipelinerl.messages import CheckpointDelayed, Checkpointed, Message
+from pipelinerl.messages import CheckpointDelayed, Checkpointed, ControlMessage
 from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
 from pipelinerl.training.checkpoints.checkpointing import Checkpointing
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
@@ -29,7 +29,7 @@ class GroupLimiter:
 
     store: CheckpointStore
     saving: Checkpointing
-    told: list[Message] = field(default_factory=list)
+    told: list[ControlMessage] = field(default_factory=list)
     trimmed: list[dict[str, str]] = field(default_factory=list)
 
     async def begin(self, version: int) -> None:
@@ -37,7 +37,7 @@ class GroupLimiter:
         await self.saving.begin(state_of(version), lambda: capture(self.store, state_of(version)))
         await self.saving.captured()
 
-    async def until_told(self, kind: type[Message]) -> None:
+    async def until_told(self, kind: type[ControlMessage]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not any(isinstance(message, kind) for message in self.told):
                 await asyncio.sleep(0.005)
@@ -48,10 +48,10 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterat
     copies = CheckpointCopies(f"{tmp_path}/location/run", retention=Retention(2))
     model = model_directory(tmp_path / "model")
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model, copies=copies)
-    told: list[Message] = []
+    told: list[ControlMessage] = []
     trimmed: list[dict[str, str]] = []
 
-    async def report(message: Message) -> None:
+    async def report(message: ControlMessage) -> None:
         told.append(message)
 
     async def trim(offsets: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.errors import CheckpointError, DeadlineError, FencedError
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
-from pipelinerl.training.checkpoints.fence import Fence
+from pipelinerl.training.checkpoints.fence import CheckpointFence
 from tests.fakes.checkpoints import capture, model_directory, state_of
 
 
@@ -109,7 +109,7 @@ def test_a_damaged_one_above_is_set_aside_and_does_not_push_out_what_comes_now(
 
 
 def test_an_earlier_epoch_cannot_claim(tmp_path: Path) -> None:
-    fence = Fence(tmp_path / "checkpoints")
+    fence = CheckpointFence(tmp_path / "checkpoints")
     fence.claim(3)
     fence.claim(3)
     with pytest.raises(FencedError):
@@ -121,4 +121,4 @@ def test_a_lock_that_is_never_freed_is_named(tmp_path: Path) -> None:
     with (tmp_path / "checkpoints.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DeadlineError, match=r"checkpoints\.lock"):
-            Fence(tmp_path / "checkpoints", deadline_s=0.1).claim(1)
+            CheckpointFence(tmp_path / "checkpoints", deadline_s=0.1).claim(1)

@@ -14,8 +14,8 @@ import pytest
 from inference_contract.errors import Overloaded
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
 from pipelinerl.engines.bigram import engine as bigram_engine
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.models.bigram import BigramModel

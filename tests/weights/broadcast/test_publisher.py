@@ -23,7 +23,7 @@ from inference_contract.schemas import (
     WeightUpdateResponse,
 )
 from pipelinerl import rng
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import AddressError, UpdateError
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication

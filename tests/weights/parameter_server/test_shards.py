@@ -15,7 +15,7 @@ import pytest
 
 from inference_contract.errors import DigestMismatch
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UpdateError
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.parameter_server.publisher import PullPublisher

@@ -11,8 +11,8 @@ import pytest
 from pipelinerl.errors import CheckpointError
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.parameter_server.retention import Key
-from pipelinerl.weights.parameter_server.server_wire import ShardSpec
-from pipelinerl.weights.parameter_server.snapshot_store import Snapshot, SnapshotStore
+from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore, VersionSnapshot
+from pipelinerl.weights.parameter_server.wire import ShardSpec
 from tests.fakes.parameter_server import LAYOUT, digest, flat
 
 
@@ -21,11 +21,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "copies") if request.param == "directory" else f"memory://{tmp_path.name}/copies"
 
 
-def snapshot_of(key: Key, shard: ShardSpec = ShardSpec()) -> Snapshot:
+def snapshot_of(key: Key, shard: ShardSpec = ShardSpec()) -> VersionSnapshot:
     made = WeightDigest()
     for start, end in shard.ranges(LAYOUT):
         made.update(flat(key[1])[start:end])
-    return Snapshot(key=key, layout=LAYOUT, shard=shard, digest=made.hexdigest(), whole=digest(key[1]))
+    return VersionSnapshot(key=key, layout=LAYOUT, shard=shard, digest=made.hexdigest(), whole=digest(key[1]))
 
 
 def save(store: SnapshotStore, key: Key) -> None:

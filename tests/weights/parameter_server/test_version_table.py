@@ -7,8 +7,8 @@ import pytest
 from inference_contract.errors import DigestMismatch, LayoutMismatch, NotPrepared, Overloaded, StaleVersion
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 from pipelinerl.weights.parameter_server.retention import Key
-from pipelinerl.weights.parameter_server.server_wire import Announcement
 from pipelinerl.weights.parameter_server.version_table import Version, VersionTable
+from pipelinerl.weights.parameter_server.wire import Announcement
 
 LAYOUT = WeightLayout(parameters=(ParameterSpec(name="a", shape=(5,), dtype=DType.FLOAT32),))
 WIDER = WeightLayout(parameters=(ParameterSpec(name="a", shape=(6,), dtype=DType.FLOAT32),))

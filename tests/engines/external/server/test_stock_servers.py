@@ -22,7 +22,7 @@ import httpx
 import pytest
 import torch
 
-from inference_contract.conformance import Outcome, run
+from inference_contract.conformance import CheckOutcome, run
 from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import refused
 from inference_contract.conformance.trainer import weights
@@ -36,7 +36,7 @@ from pipelinerl.engines.external.server.server_core import ServerCore
 from pipelinerl.engines.external.server.server_http import ServerHttp
 from pipelinerl.engines.external.sglang.server_api import SglangServerApi
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.errors import AddressError, ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
@@ -159,7 +159,7 @@ def stock(request: pytest.FixtureRequest) -> Stock:
 def test_it_keeps_the_contract_as_far_as_its_dialect_goes(stock: Stock) -> None:
     with stock.engine() as url:
         results = run(url, token="secret", timeout_s=30.0)
-    short = {result.name: result.reason for result in results if result.outcome is not Outcome.PASSED}
+    short = {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED}
     assert short.keys() <= SHORT_OF[stock.kind].keys(), short
     assert all(SHORT_OF[stock.kind][name] in reason for name, reason in short.items()), short
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from inference_contract.conformance import Outcome, run
+from inference_contract.conformance import CheckOutcome, run
 from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import Session, refused
 from inference_contract.conformance.trainer import weights
@@ -26,7 +26,7 @@ from inference_contract.schemas import EngineState, FinishReason
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.external.vllm.engine import check_version, from_options
 from pipelinerl.engines.external.vllm.limits import check_request
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
@@ -160,7 +160,7 @@ class TestReal:
 
     def test_it_keeps_the_contract(self, served: Served) -> None:
         results = run(served.url, token="secret", timeout_s=30.0)
-        assert {result.name: result.reason for result in results if result.outcome is not Outcome.PASSED} == {}
+        assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
 
     @pytest.mark.parametrize(
         "served",

@@ -13,9 +13,9 @@ from inference_contract.errors import ContractError, Dirty, EngineStopped, Inval
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Usage
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.bigram.engine import BigramRunner
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_pool import EnginePool, cost, pick
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.pool import EnginePool, cost, pick
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer

@@ -12,7 +12,7 @@ import pytest
 
 from inference_contract.errors import ContractError, InvalidRequest, NotPrepared, Unauthorized, UnknownModel
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage, UpdatePhase, WeightUpdateRequest
-from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import EngineUnreachable
 from tests.fakes.scripted_engine import LAYOUT, application
 from tests.fakes.served import in_thread

@@ -18,9 +18,9 @@ import pytest
 
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import ChatCompletionRequest, EngineMetrics
-from pipelinerl.engines.http import engine_server as http_server
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_server import METRICS_PREFIX, create_app
+from pipelinerl.engines.http import server as http_server
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.server import METRICS_PREFIX, create_app
 from pipelinerl.errors import AddressError
 from pipelinerl.observability.metrics import prometheus_text
 from pipelinerl.system.http_service import listen, serve

@@ -1,0 +1,183 @@
+"""The house rules about the tree as a whole (DESIGN sections 2, 3, 12): each is a function of all modules.
+
+`rules.py` holds those that a single module can break; these need to see the others as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import PurePosixPath
+
+from tests.architecture.tree import Module, room_of
+
+Problems = Iterator[str]
+Modules = Iterable[Module]
+
+#: Folders that may hold more than 15 modules, each with how many and why.
+FOLDER_SIZES = {"pipelinerl/objective": (17, "five slots of one equation, which know one another")}
+
+#: Public definitions that nobody in the packages calls, each with who does.
+CALLED_FROM_OUTSIDE = {
+    "pipelinerl/engines/external/vllm/transfer.py": "vLLM calls the methods of its weight-transfer back ends",
+    "pipelinerl/engines/torch/row_cache.py": "transformers' models call the methods of their cache",
+}
+
+#: Words that the field has better ones for: they do not come back as names. The value is what to write.
+RETIRED = {
+    "OrderBook": "PromptOrderFactory",
+    "Staff": "EngineProcesses",
+    "Hire": "EngineRequest",
+    "Poison": "NonFiniteStep",
+    "Conversation": "ControllerLink",
+    "Intake": "RolloutReader",
+    "Prover": "CanaryChecker",
+    "Seat": "GroupEndpoint",
+    "Seating": "EndpointFactory",
+    "keep_seats": "serve_endpoints",
+    "Landing": "ReceiveBuffer",
+    "Road": "ShardTransport",
+    "Placement": "Uploader",
+    "pour": "write_shards",
+    "Arrival": "IncomingUpdate",
+    "Dialect": "ServerApi",
+    "Story": "RunHistory",
+    "Heard": "ReportReceived",
+    "Standing": "EngineLifecycle",
+    "SteeredTerm": "PolicyTerm",
+    "Tapered": "ToprWeight",
+    "patience_s": "timeout_s or grace_s",
+    "leash": "tied_process",
+    "dry_run": "check",
+}
+
+#: Rooms that may not be imported by a room above them, although the floors would allow it.
+CLOSED_DOORS = {
+    "actor": {"engines": "its sampler is a Protocol", "models": "engines tokenise"},
+    "config": {
+        "controller": "a recipe is values", "engines": "a recipe is values", "training": "a recipe is values",
+        "trainers": "a recipe is values", "actor": "a recipe is values", "streams": "a recipe is values",
+    },
+}  # fmt: skip
+
+#: What of `weights` the training loop knows.
+TRAINING_SEES_OF_WEIGHTS = frozenset({"pipelinerl.weights.publisher"})
+
+
+def folders_are_small(modules: Modules) -> Problems:
+    """At most 15 modules lie in one folder below `pipelinerl/`."""
+    sizes = Counter(str(PurePosixPath(module.path).parent) for module in modules if module.stem != "__init__")
+    for folder, size in sorted(sizes.items()):
+        limit, _ = FOLDER_SIZES.get(folder, (15, ""))
+        if folder.startswith("pipelinerl") and size > limit:
+            yield f"{folder} holds {size} modules, at most {limit}: part them by what they do"
+
+
+def prefixes_are_folders(modules: Modules) -> Problems:
+    """Three files of one folder with one first word are a folder."""
+    words: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for module in modules:
+        if module.path.startswith(("pipelinerl/", "launch/")) and module.stem != "__init__":
+            words[str(PurePosixPath(module.path).parent), module.stem.split("_")[0]].append(module.stem)
+    for (folder, word), stems in sorted(words.items()):
+        if len(stems) >= 3 and not folder.endswith(f"/{word}"):
+            yield f"{folder}: {', '.join(sorted(stems))} begin with {word}: make {folder}/{word}/ of them"
+
+
+def class_names_are_unique(modules: Modules) -> Problems:
+    """No public class has the name of another."""
+    places: dict[str, set[str]] = defaultdict(set)
+    for module in _product(modules):
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].add(module.path)
+    for name, paths in sorted(places.items()):
+        if len(paths) > 1:
+            yield f"{name} is in {', '.join(sorted(paths))}: one word for one thing"
+
+
+def definitions_have_callers(modules: Modules) -> Problems:
+    """Every public definition is used outside tests, is a command, or stands on the list with its reason."""
+    modules = tuple(modules)
+    used = {word for module in modules for word in _used(module.tree)}
+    for module in _product(modules):
+        if module.path in CALLED_FROM_OUTSIDE:
+            continue
+        for owner, node in _public(module.tree):
+            commanded = any(".command(" in ast.unparse(mark) for mark in node.decorator_list)
+            if node.name not in used and not commanded:
+                yield f"{module.path}: {owner}{node.name} has no caller outside tests"
+
+
+def retired_words_stay_away(modules: Modules) -> Problems:
+    """No class, function, argument, attribute or file takes a word that was given up for a better one."""
+    for module in modules:
+        named = {module.stem} | {name for node in ast.walk(module.tree) for name in _named(node)}
+        for word in sorted(named & RETIRED.keys()):
+            yield f"{module.path}: {word} is retired; write {RETIRED[word]}"
+
+
+def doors_are_closed(modules: Modules) -> Problems:
+    """Some rooms must not know others, whatever the floors allow."""
+    for module in _product(modules):
+        here = "config" if module.name.startswith("pipelinerl.config") else room_of(module.name)
+        for target in module.imports:
+            reason = CLOSED_DOORS.get(here or "", {}).get(room_of(target) or "")
+            if reason:
+                yield f"{module.path} must not import {target}: {reason}"
+            if here == "training" and room_of(target) == "weights" and not _among(target, TRAINING_SEES_OF_WEIGHTS):
+                yield f"{module.path} must not import {target}: of weights, training knows the publisher"
+
+
+def _among(target: str, allowed: frozenset[str]) -> bool:
+    return any(target == name or target.startswith(f"{name}.") for name in allowed)
+
+
+def tree_is_as_drawn(modules: Modules, drawing: str) -> Problems:
+    """Every package below `pipelinerl/` is drawn in docs/architecture.md, and every one drawn is there."""
+    there = {str(PurePosixPath(m.path).parent) for m in modules if m.path.startswith("pipelinerl/")} - {"pipelinerl"}
+    drawn = set(re.findall(r"`(pipelinerl/[a-z_/]+[a-z_])/`", drawing))
+    yield from (f"docs/architecture.md does not name {folder}/" for folder in sorted(there - drawn))
+    yield from (f"docs/architecture.md names {folder}/, which is not there" for folder in sorted(drawn - there))
+
+
+def _product(modules: Modules) -> Iterator[Module]:
+    return (module for module in modules if not module.path.startswith("benchmarks/"))
+
+
+def _public(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in tree.body:
+        if isinstance(node, definitions) and not node.name.startswith("_"):
+            yield "", node
+            if isinstance(node, ast.ClassDef):
+                for part in node.body:
+                    if isinstance(part, definitions) and not part.name.startswith("_"):
+                        yield f"{node.name}.", part
+
+
+def _used(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name.rpartition(".")[2]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 120:
+            yield from re.findall(
+                r"(?<=[:.\"'])\w+|^\w+$", node.value
+            )  # `module:attribute`, `"Forward"`, a field's name
+
+
+def _named(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node.name
+    elif isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Name):
+        yield node.id

@@ -1,0 +1,92 @@
+"""The rules about the tree as a whole hold, and each is able to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.architecture.house_rules import (
+    CALLED_FROM_OUTSIDE,
+    FOLDER_SIZES,
+    Modules,
+    class_names_are_unique,
+    definitions_have_callers,
+    doors_are_closed,
+    folders_are_small,
+    prefixes_are_folders,
+    retired_words_stay_away,
+    tree_is_as_drawn,
+)
+from tests.architecture.tree import ROOT, Module, project
+
+Rule = Callable[[Modules], Iterator[str]]
+
+#: Each rule with a tree that breaks it and one that keeps it; a tree is paths and sources.
+RULES: tuple[tuple[Rule, dict[str, str], dict[str, str]], ...] = (
+    (
+        folders_are_small,
+        {f"pipelinerl/data/{'abcdefghijklmnop'[i]}.py": "" for i in range(16)},
+        {f"pipelinerl/data/{'abcdefghijklmno'[i]}.py": "" for i in range(15)} | {"pipelinerl/data/__init__.py": ""},
+    ),
+    (
+        prefixes_are_folders,
+        {f"pipelinerl/data/jsonl{end}.py": "" for end in ("", "_reader", "_writer")},
+        {"pipelinerl/data/jsonl.py": "", "pipelinerl/data/jsonl_reader.py": "", "pipelinerl/data/json.py": ""},
+    ),
+    (
+        class_names_are_unique,
+        {"launch/a.py": "class Plan: ...", "pipelinerl/data/a.py": "class Plan: ..."},
+        {"launch/a.py": "class _Plan: ...", "pipelinerl/data/a.py": "class _Plan: ...", "benchmarks/a.py": "class Plan: ..."},
+    ),
+    (
+        definitions_have_callers,
+        {"launch/a.py": "class A:\n    def f(self): ...", "launch/b.py": "from launch.a import A"},
+        {
+            "launch/a.py": "class A:\n    def f(self): ...\n@app.command()\ndef run(): ...",
+            "launch/b.py": "from launch.a import A\nA().f()",
+        },
+    ),
+    (retired_words_stay_away, {"launch/a.py": "def wait(patience_s): ..."}, {"launch/a.py": "def wait(timeout_s): ..."}),
+    (
+        doors_are_closed,
+        {"pipelinerl/actor/a.py": "from pipelinerl.engines.http.pool import EnginePool"},
+        {"pipelinerl/actor/a.py": "from pipelinerl.streams.stream import Stream"},
+    ),
+)  # fmt: skip
+
+
+def _tree(sources: dict[str, str]) -> tuple[Module, ...]:
+    return tuple(Module(path, source) for path, source in sources.items())
+
+
+@pytest.mark.parametrize("rule", [rule for rule, _, _ in RULES], ids=lambda rule: rule.__name__)
+def test_rule_holds(rule: Rule) -> None:
+    assert not (broken := list(rule(project()))), "\n".join([rule.__doc__ or "", *broken])
+
+
+@pytest.mark.parametrize(("rule", "breaks", "keeps"), RULES, ids=lambda value: getattr(value, "__name__", ""))
+def test_rule_can_fail_and_lets_good_trees_pass(rule: Rule, breaks: dict[str, str], keeps: dict[str, str]) -> None:
+    assert list(rule(_tree(breaks)))
+    assert not list(rule(_tree(keeps)))
+
+
+def test_a_door_is_closed_to_config_and_training_too() -> None:
+    config = Module("pipelinerl/config/a.py", "from pipelinerl.controller.state.knobs import HOTTEST")
+    training = Module("pipelinerl/training/a.py", "from pipelinerl.weights.layout import layout_of")
+    publisher = Module("pipelinerl/training/a.py", "from pipelinerl.weights.publisher import Publisher")
+    assert list(doors_are_closed([config])) and list(doors_are_closed([training]))
+    assert not list(doors_are_closed([publisher]))
+
+
+def test_the_tree_is_as_the_docs_draw_it() -> None:
+    drawing = (ROOT / "docs" / "architecture.md").read_text()
+    assert not (broken := list(tree_is_as_drawn(project(), drawing))), "\n".join(broken)
+    assert list(tree_is_as_drawn(project(), drawing + "`pipelinerl/attic/`"))
+    assert list(tree_is_as_drawn(project(), ""))
+
+
+def test_no_exception_outlives_what_it_excepts() -> None:
+    paths = {module.path for module in project()}
+    folders = {path.rpartition("/")[0] for path in paths}
+    assert paths >= CALLED_FROM_OUTSIDE.keys() and folders >= FOLDER_SIZES.keys()

@@ -5,7 +5,7 @@ its report. Every message has a deterministic id, so that repeating it is a no-o
 
     trainer ── TrainerReady, StepDone, StepSkipped, Progress, Starving, Published, CanaryChecked, Checkpointed,
                CheckpointDelayed, TrainerStopped ──▶ controller
-    actor   ── GroupFailed, GroupOutdated, EvaluationDone, ActorAlive ──▶ controller
+    actor   ── GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive ──▶ controller
     controller ── Directive ──▶ trainer
 """
 
@@ -14,6 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+
+from inference_contract.errors import Persistence
 
 PROMPTS = "prompts"
 REPORTS = "reports"
@@ -100,7 +102,10 @@ class Starving(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """Outcome of a publication, engine by engine (base URL)."""
+    """Outcome of a publication, engine by engine (base URL).
+
+    For those in `permanent`, no retry mends the reason in `failed`.
+    """
 
     epoch: int
     model_version: int
@@ -109,13 +114,15 @@ class Published(Message, frozen=True):
     failed: dict[str, str]
     send_s: float
     total_s: float
+    permanent: list[str] = []
 
 
 class CanaryChecked(Message, frozen=True):
     """What became of the engines that had to prove the weights just published to them (base URL).
 
     `worst` holds, of those that did, the largest difference between their log-probs and the trainer's, in nats;
-    `mismatched` says how the others' answers were wrong, `failed` why there was none.
+    `mismatched` says how the others' answers were wrong, `failed` why there was none; for those in `permanent` no retry
+    mends that.
     """
 
     epoch: int
@@ -124,6 +131,7 @@ class CanaryChecked(Message, frozen=True):
     worst: dict[str, float]
     mismatched: dict[str, str] = {}
     failed: dict[str, str] = {}
+    permanent: list[str] = []
 
 
 class Checkpointed(Message, frozen=True):
@@ -151,12 +159,13 @@ class TrainerStopped(Message, frozen=True):
 
 
 class GroupFailed(Message, frozen=True):
-    """An order cannot be completed; it will not be tried again."""
+    """An order cannot be completed; it will not be tried again. `persistence` says whether another would be."""
 
     order_id: str
     index: int
     purpose: str
     reason: str
+    persistence: Persistence = Persistence.TRANSIENT
 
 
 class GroupOutdated(Message, frozen=True):
@@ -166,6 +175,18 @@ class GroupOutdated(Message, frozen=True):
     index: int
     oldest: int
     current: int
+
+
+class GroupHandedOver(Message, frozen=True):
+    """An engine failed, or was taken out, while it sampled a group; another has ended it.
+
+    Of the group's tokens, `tokens_kept` are the first engine's; `tokens_resampled` came from it and could not be used.
+    """
+
+    order_id: str
+    index: int
+    tokens_kept: int
+    tokens_resampled: int
 
 
 class EvaluationDone(Message, frozen=True):
@@ -185,12 +206,19 @@ class EvaluationDone(Message, frozen=True):
 
 
 class ActorAlive(Message, frozen=True):
-    """An actor's heartbeat."""
+    """An actor's heartbeat.
+
+    `judged` counts verdicts that say something of an answer; since the last of them `unjudged_in_a_row` have not, and
+    `unjudged_reason` is the newest reason, behind its domain.
+    """
 
     name: str
     groups_in_flight: int
     groups_done: int
     retries: int
+    judged: int = 0
+    unjudged_in_a_row: int = 0
+    unjudged_reason: str = ""
 
 
 class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,12 +263,13 @@ Report = (
     | TrainerStopped
     | GroupFailed
     | GroupOutdated
+    | GroupHandedOver
     | EvaluationDone
     | ActorAlive
 )
 
 #: Reports that an actor makes; the others are the trainer's.
-FROM_ACTORS = (GroupFailed, GroupOutdated, EvaluationDone, ActorAlive)
+FROM_ACTORS = (GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive)
 
 _REPORTS = msgspec.msgpack.Decoder(Report)
 _DIRECTIVES = msgspec.msgpack.Decoder(Directive)

@@ -18,6 +18,13 @@ SITE   := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SHORT    := not gpu and not slow and not chaos
+
+# `$(call part,NAME,COMMAND)` in a recipe's one shell: runs it whatever came before, and notes how it ended and how long
+# it took. `$(TOLD)` prints the notes and ends with 1 if a part failed.
+part = began=$$(date +%s); $(2); ended=$$?; [ $$ended = 0 ] || failed=1; \
+  notes="$$notes\nmake test: $(1): $$([ $$ended = 0 ] && echo passed || echo "FAILED, status $$ended") in $$(($$(date +%s) - began)) s";
+TOLD = printf "$$notes\n"; exit $${failed:-0}
 
 .DEFAULT_GOAL := help
 .PHONY: help install run test vllm test-vllm chaos check format bench gpu-check clean
@@ -31,14 +38,20 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out
-	@$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not slow and not chaos and not vllm" $(ARGS)
-	@$(if $(ARGS),,$(if $(WITH_VLLM),$(MAKE) --no-print-directory test-vllm MARK="vllm and not slow and not chaos",\
-	  echo "make test: vLLM's part of the suite is left out (WITH_VLLM=$(WITH_VLLM), $$(uname -sm))"))
+	@$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(ARGS)) \
+	$(if $(or $(ARGS),$(if $(WITH_VLLM),,1)),\
+	  notes="$$notes\nmake test: left out: vLLM's part ($(if $(ARGS),ARGS is for the other,WITH_VLLM is empty here, $$(uname -sm)))";,\
+	  $(call part,vLLM installed,$(MAKE) --no-print-directory $(VLLM)/.installed) \
+	  $(call part,vLLM,$(MAKE) --no-print-directory test-vllm MARK="vllm and $(SHORT)")) \
+	$(if $(ARGS),,notes="$$notes\nmake test: left out: slow (make test ARGS='-m slow'; make test-vllm), chaos (make chaos), gpu (make gpu-check)";) \
+	$(TOLD)
 
 vllm: $(VLLM)/.installed ## an environment with vLLM, .venv-vllm: for CUDA where there is a GPU, else for CPUs
 
+# Only the files that have tests with vLLM are looked into: to import all others takes longer than many tests.
 test-vllm: $(VLLM)/.installed ## the vLLM engine and adapters in full, in an environment of its own, .venv-vllm
-	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest $(PARALLEL) -m "$(or $(MARK),vllm and not chaos)" $(ARGS)
+	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest $(PARALLEL) -m "$(or $(MARK),vllm and not chaos)" \
+	  $$(grep -rl --include='test_*.py' 'mark\.vllm' tests) $(ARGS)
 
 chaos: $(VENV)/.installed-dev ## every fault by its many seeds, and live runs whose processes are killed; takes an hour
 	@$(QUIET_THREADS) $(BIN)/python -m pytest -m chaos $(ARGS)

@@ -272,12 +272,14 @@ def restores(size: DebugSize, folder: Path, *, rounds: int) -> tuple[Paired, int
         parameter.grad = torch.zeros_like(parameter)
     trainer._worker.has_gradient = True
     trainer.optimizer_step(learning_rate=0.0)
-    checkpoint = CheckpointStore(folder / "checkpoints", keep=1, model_directory=model).save(
+    store = CheckpointStore(folder / "checkpoints", keep=1, model_directory=model)
+    captured = store.capture(
         TrainingState(model_version=1, epoch=1, offsets={}, ledger={}, controller={}),
         layout=trainer.weight_layout(),
         weights=trainer.gather_weights(),
         parts={"trainer": trainer.save_state},
     )
+    checkpoint = store.commit(captured)
     trainer.close()
     command = [sys.executable, "-c", _RESTORE, str(model), str(folder)]
     told = subprocess.run(

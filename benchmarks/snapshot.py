@@ -114,7 +114,7 @@ class Training:
             if isinstance(message, Checkpointed):
                 self.stalls.append(message.stall_s)
 
-        async def trim(_: dict[str, str]) -> None:
+        async def trim(_: dict[str, str], epoch: int) -> None:
             pass
 
         saving = Checkpointing(self.store, report=report, trim=trim, deadline_s=60.0)

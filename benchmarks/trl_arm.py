@@ -165,7 +165,8 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
     Raises:
         ValueError: TRL has no words for the recipe's objective.
     """
-    objective, sampling = resolve(config.objective), config.sampling
+    sampling = config.sampling
+    objective = resolve(config.objective, max_tokens=sampling.max_tokens)
     term, plain = objective.grad1, isinstance(objective.grad2, grad2.NoRegularizer)
     if not (
         plain and isinstance(objective.agg, agg.Sequences) and isinstance(term, grad1.ClippedRatio | grad1.LogProb)
@@ -174,6 +175,8 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
             f"expected the aggregation `sequences`, `clipped_ratio` or `logprob` and no second term, for which TRL has "
             f"words; got {config.objective!r}"
         )
+    length = objective.agg.length
+    assert not isinstance(length, agg.Length), "the recipe says the most tokens of an answer"
     scale = getattr(objective.adv, "scale", None)
     if scale not in _SCALES:
         raise ValueError(f"expected advantages scaled by {', '.join(_SCALES)}, got {objective.adv!r}")
@@ -190,7 +193,7 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "learning_rate": config.optimizer.learning_rate,
-        "max_grad_norm": config.optimizer.grad_clip * objective.agg.length / sampling.max_tokens,
+        "max_grad_norm": config.optimizer.grad_clip * length / sampling.max_tokens,
         "loss_type": "dr_grpo",
         "scale_rewards": _SCALES[scale],
         **bounds,

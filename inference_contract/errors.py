@@ -10,7 +10,9 @@
     │   ├── StaleVersion          409 stale_version           a weight version older than the one served
     │   ├── UpdateInProgress      409 update_in_progress      another update holds the second buffer
     │   └── NotPrepared           409 not_prepared            commit or broadcast without its prepare
-    ├── LayoutMismatch            422 layout_mismatch         names, order, shapes or dtypes differ from the model's
+    ├── LayoutMismatch            422 layout_mismatch         names, order or shapes differ from the model's, or a dtype
+    │                                                         that the engine does not convert
+    ├── OutOfRange                422 out_of_range            a value that the engine's own dtype cannot hold
     ├── Overloaded                429 overloaded              the waiting queue is full
     ├── Dirty                     503 dirty                   a half-received update; a full one mends it
     ├── EngineStopped             503 engine_stopped          the engine is closing
@@ -18,13 +20,28 @@
     ├── PeerLost                  502 peer_lost               another rank left or died during a join or a broadcast
     └── DeadlineExceeded          504 deadline_exceeded       a peer did not come in time
 
-To add one: subclass the nearest parent, set `status` and `code`, add the line above. On the wire an error is OpenAI's
-shape, `{"error": {"message", "type", "param", "code"}}`; `from_wire` gives the client the same class back.
+Each says whether the same request may be answered later (`persistence`): nobody has to guess it from a status. What is
+PERMANENT comes of how engine and client were started, and so no retry mends it: InvalidRequest, Unauthorized,
+UnknownModel, LayoutMismatch, OutOfRange. All else is TRANSIENT.
+
+To add one: subclass the nearest parent, set `status`, `code` and, where no retry mends it, `persistence`; add the line
+above. On the wire an error is OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; `from_wire` gives the
+client the same class back.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any, ClassVar
+
+
+class Persistence(StrEnum):
+    """Does a refusal last?"""
+
+    TRANSIENT = "transient"
+    """The same request may be answered later, or by another life of the engine."""
+    PERMANENT = "permanent"
+    """Neither time nor another try changes it: something has to be started differently."""
 
 
 class ContractError(Exception):
@@ -32,6 +49,7 @@ class ContractError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
+    persistence: ClassVar[Persistence] = Persistence.TRANSIENT
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -49,6 +67,7 @@ class InvalidRequest(ContractError):
 
     status = 400
     code = "invalid_request_error"
+    persistence = Persistence.PERMANENT
 
 
 class NotFinite(ContractError):
@@ -63,6 +82,7 @@ class Unauthorized(ContractError):
 
     status = 401
     code = "unauthorized"
+    persistence = Persistence.PERMANENT
 
 
 class UnknownModel(ContractError):
@@ -70,6 +90,7 @@ class UnknownModel(ContractError):
 
     status = 404
     code = "model_not_found"
+    persistence = Persistence.PERMANENT
 
 
 class Conflict(ContractError):
@@ -104,10 +125,19 @@ class NotPrepared(Conflict):
 
 
 class LayoutMismatch(ContractError):
-    """The announced parameters differ from the model's in name, order, shape or dtype."""
+    """The announced parameters differ from the model's in name, order or shape, or in a dtype that is not converted."""
 
     status = 422
     code = "layout_mismatch"
+    persistence = Persistence.PERMANENT
+
+
+class OutOfRange(ContractError):
+    """A value that came, which is finite, is too large for the dtype that the engine keeps; the old weights serve."""
+
+    status = 422
+    code = "out_of_range"
+    persistence = Persistence.PERMANENT
 
 
 class Overloaded(ContractError):

@@ -1,6 +1,7 @@
 """Wire types of the inference contract: frozen, validated, closed.
 
-An unknown field is refused by name, never dropped in silence. Shapes are in elements, times in seconds, sizes in bytes.
+A field that would be ignored is refused by name, never dropped in silence; one that clients send by default, and that
+changes nothing at this value, is taken (`idle_fields`). Shapes are in elements, times in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from inference_contract.idle_fields import OF_MESSAGE, OF_REQUEST, OF_STREAM, without_idle
 from inference_contract.weights import (
     Backend as Backend,
     DType as DType,
@@ -32,21 +34,69 @@ from inference_contract.wire import Wire as Wire
 LEAST_TEMPERATURE: Final = 1e-5
 LEAST_TOP_P: Final = 1e-6
 MOST_TOP_K: Final = 2**31 - 1
+#: Of one request.
+MOST_SAMPLES: Final = 1024
 #: Of `priority`, to either side.
 MOST_PRIORITY: Final = 2**31 - 1
 
 
 class ChatMessage(Wire):
-    """One message of a conversation."""
+    """One message of a conversation. Text parts, OpenAI's other form of `content`, become lines of one text."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle(cls, fields: Any) -> Any:
+        return without_idle(fields, (), OF_MESSAGE)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_of_parts(cls, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        for part in content:
+            if not (isinstance(part, dict) and part.keys() == {"type", "text"} and isinstance(part["text"], str)):
+                raise ValueError("each part must be {'type': 'text', 'text': …}; this engine reads nothing but text")
+            if part["type"] != "text":
+                raise ValueError("each part must be of the type 'text'; this engine reads nothing but text")
+        return "\n".join(part["text"] for part in content)
+
 
 class StreamOptions(Wire):
-    """OpenAI's `stream_options`."""
+    """OpenAI's `stream_options`, plus how rarely a chunk comes.
+
+    With `interval_s`, that many seconds lie between two chunks, but for the last; each has what was sampled meanwhile,
+    of every choice. A chunk then costs the engine what a chunk costs, not what a token does; the text of a choice may
+    wait for its end, and so may its newest token, until it is known not to end it.
+    """
 
     include_usage: bool = False
+    interval_s: float = Field(default=0.0, ge=0.0, le=3600.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle(cls, fields: Any) -> Any:
+        return without_idle(fields, cls.model_fields, OF_STREAM)
+
+
+class AnswerPrefix(Wire):
+    """What is sampled already of sample `index` of an answer that another engine began, maybe nothing."""
+
+    index: int = Field(ge=0, lt=MOST_SAMPLES)
+    token_ids: list[int]
+
+
+class Continuation(StrEnum):
+    """What an engine makes of `prefixes`, and of `stream_options.interval_s`, which it knows if it knows them."""
+
+    NONE = "none"
+    """It knows neither: who asks begins anew."""
+    OWN_NOISE = "own_noise"
+    """It goes on, with noise that the sample would not have had: an answer as good, but another."""
+    SAME_NOISE = "same_noise"
+    """It goes on with the noise of the positions that are left: the same weights give the undisturbed answer."""
 
 
 class ChatCompletionRequest(Wire):
@@ -57,12 +107,16 @@ class ChatCompletionRequest(Wire):
     top-k and top-p. The noise of sample i at position t is a function of (`seed`, i, t) alone. A `temperature` of 0 is
     greedy; a `top_k` beyond the vocabulary keeps every token. Of requests that wait at the engine those of the lowest
     `priority` begin first; an engine that cannot order what waits takes it for 0.
+
+    `prefixes` asks for the rest of an answer: `n` samples, each by its index, with the tokens that are sampled already
+    and count towards `max_tokens`. What comes is new tokens with their log-probs and spans; the text is that of the
+    whole answer, and a stop string may lie across the border. A prefix that has ended already is refused.
     """
 
     model: str | None = None
     messages: list[ChatMessage] | None = None
     prompt_token_ids: list[int] | None = None
-    n: int = Field(default=1, ge=1, le=1024)
+    n: int = Field(default=1, ge=1, le=MOST_SAMPLES)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
@@ -77,6 +131,17 @@ class ChatCompletionRequest(Wire):
     return_token_ids: bool = False
     priority: int = Field(default=0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
     user: str | None = None
+    prefixes: list[AnswerPrefix] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle(cls, fields: Any) -> Any:
+        return without_idle(fields, cls.model_fields, OF_REQUEST)
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _every_token(cls, top_k: Any) -> Any:
+        return 0 if top_k == -1 else top_k  # as vLLM says it
 
     @field_validator("temperature")
     @classmethod
@@ -96,6 +161,17 @@ class ChatCompletionRequest(Wire):
     def _prompt_given(self) -> Self:
         if not self.messages and not self.prompt_token_ids:
             raise ValueError("one of messages and prompt_token_ids must be given and not empty")
+        return self
+
+    @model_validator(mode="after")
+    def _prefixes_of_n_samples(self) -> Self:
+        if self.prefixes is None:
+            return self
+        indices = [prefix.index for prefix in self.prefixes]
+        if len(indices) != self.n:
+            raise ValueError(f"n must be the number of prefixes, {len(indices)}, got {self.n}")
+        if indices != sorted(set(indices)):
+            raise ValueError("the indices of prefixes must rise")
         return self
 
     @property
@@ -199,7 +275,7 @@ class ChunkChoice(Wire):
 
 
 class ChatCompletionChunk(Wire):
-    """One server-sent event of a streamed answer; `data: [DONE]` follows the last."""
+    """One server-sent event of a streamed answer; `data: [DONE]` follows the last. All have the same `epoch`."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -216,7 +292,11 @@ class ChatCompletionChunk(Wire):
 
 
 class ModelCard(Wire):
-    """A served model: OpenAI's card plus what a trainer must know to update it."""
+    """A served model: OpenAI's card plus what a trainer must know to update it.
+
+    `layout` is how the engine keeps its parameters. An update may carry any of them in a dtype of `converts`, too: the
+    engine makes its own of it. `digest` is of the bytes that came.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -227,6 +307,7 @@ class ModelCard(Wire):
     context_length: int
     layout: WeightLayout
     layout_id: str
+    converts: tuple[DType, ...] = ()
     digest: str | None = None
 
 
@@ -246,11 +327,12 @@ class EngineState(StrEnum):
 
 
 class Health(Wire):
-    """Liveness and load; answered without a token, so it carries nothing that is worth one."""
+    """Liveness, and what may be asked; answered without a token, so it carries nothing that is worth one."""
 
     state: EngineState
     model_version: int
     epoch: int
+    continuation: Continuation = Continuation.NONE
 
 
 class EngineMetrics(Wire):

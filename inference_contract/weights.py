@@ -9,6 +9,7 @@ import hashlib
 import heapq
 import json
 from bisect import bisect_right
+from collections.abc import Collection
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -163,8 +164,11 @@ class WeightLayout(Wire):
             owned[number].append((start, end))
         return [_joined(sorted(ranges)) for ranges in owned]
 
-    def difference(self, other: WeightLayout) -> str | None:
-        """One sentence on the first difference of `other` from this layout; None when they are equal."""
+    def difference(self, other: WeightLayout, *, converted: Collection[DType] = ()) -> str | None:
+        """One sentence on the first difference of `other` from this layout; None when there is none that counts.
+
+        Dtypes in `converted` are as good as those of this layout.
+        """
         if self.layout_id == other.layout_id:
             return None
         ours = {p.name: p for p in self.parameters}
@@ -178,8 +182,9 @@ class WeightLayout(Wire):
                 return f"parameter {position} must be {expected.name!r}, got {got.name!r}: the order differs"
             if expected.shape != got.shape:
                 return f"parameter {got.name!r} must have shape {list(expected.shape)}, got {list(got.shape)}"
-            if expected.dtype != got.dtype:
-                return f"parameter {got.name!r} must have dtype {expected.dtype.value}, got {got.dtype.value}"
+            if got.dtype != expected.dtype and got.dtype not in converted:
+                taken = " or ".join(dict.fromkeys([expected.dtype.value, *(dtype.value for dtype in converted)]))
+                return f"parameter {got.name!r} must have dtype {taken}, got {got.dtype.value}"
         return None
 
 

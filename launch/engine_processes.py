@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
+from launch.device_pool import DevicePool
+from launch.placement import Assignment
 from launch.plan import Launch
 from launch.ports import free_ports
 from launch.supervisor import Supervisor
-from pipelinerl.observability.status import RunStatus
+from pipelinerl.observability.status import RequestedEngine, RunStatus
 
 
 @final
@@ -29,18 +31,32 @@ class EngineProcesses:
         self._launch = launch
         self._give_up = give_up
         self._ports = set(launch.ports.all)
+        self._devices = DevicePool(launch.config, launch.placement)
 
     def follow(self, status: RunStatus) -> None:
         """Start who is wanted and not there yet, stop who is to_stop."""
+        for name in self._devices.holders & self._supervisor.ended:
+            self._devices.give_back(name)
         for requested in status.requested:
             if requested.name in status.to_stop:
                 continue
             if not self._supervisor.knows(requested.name):
-                self._supervisor.add(self._launch.engine(requested.name, port=self._port(), type=requested.type))
+                self._start(requested)
             elif requested.name in self._supervisor.spared:
                 self._give_up(requested.name)
         for name in status.to_stop:
             self._supervisor.stop_engine(name)
+
+    def _start(self, requested: RequestedEngine) -> None:
+        """Start an engine on devices that are free; while others are being given back, wait for the next status."""
+        on = self._devices.take(requested.name, type=requested.type)
+        if on is None and self._devices.holders & self._supervisor.stopping:
+            return
+        spec = self._launch.engine(requested.name, port=self._port(), type=requested.type, on=on or Assignment())
+        if on is None:
+            self._supervisor.refuse(spec, self._devices.refusal(requested.name, type=requested.type))
+        else:
+            self._supervisor.add(spec)
 
     def _port(self) -> int:
         """A free one, also of those that were given to processes which have not bound theirs yet, or are down."""

@@ -10,7 +10,8 @@ Every process is `python -m pipelinerl.cli <role>` with the arguments
 
 where the stream server is the embedded one, `--redis-url`, and, where it serves HTTP, `--port`. They stop in the order
 actors, trainer, engines, parameter servers, controller, redis, so that each finds what it still needs. The controller's
-exit with status 0 completes the run. What dies is started again.
+exit with status 0 completes the run. What dies is started again. Engines and trainer see the GPUs that `placement`
+gives them and no other, and are told their share of the memory where they share one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
+from launch.devices import Devices
+from launch.placement import TRAINER, Assignment, Uploader, place
 from pipelinerl.config.recipe import RunConfig
 
 #: Up to this many cores a process of its own core is worth more than the scheduler's freedom.
@@ -137,19 +140,30 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What all processes of one launch are told, on this machine, whose usable cores are `cores`."""
+    """What all processes of one launch are told, on this machine, whose usable cores are `cores`.
+
+    `placement` is of the processes with which the run begins.
+    """
 
     config: RunConfig
     run_dir: Path
     ports: Ports
     token_file: Path
     cores: Sequence[int]
+    placement: Uploader = field(default_factory=Uploader)
     python: str = sys.executable
 
     def spec(
-        self, name: str, role: str, *, port: int | None = None, told: Sequence[str] = (), **rest: object
+        self,
+        name: str,
+        role: str,
+        *,
+        port: int | None = None,
+        told: Sequence[str] = (),
+        shown: Mapping[str, str] | None = None,
+        **rest: object,
     ) -> ProcessSpec:
-        """A process in its role; `told` are arguments of its own."""
+        """A process in its role; `told` are arguments of its own, `shown` is the environment of its devices."""
         config, ports = self.config, self.ports
         argv = [self.python, "-m", "pipelinerl.cli", role, "--recipe", str(self.run_dir / "recipe.toml")]
         argv += ["--run-dir", str(self.run_dir), "--name", name, "--token-file", str(self.token_file)]
@@ -163,21 +177,46 @@ class Launch:
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
+            **(shown or {}),
         }
         health = {} if port is None or role == "redis" else {"health": f"http://{_LOOPBACK}:{port}/health"}
         restarts = config.launch.restarts
         return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=restarts, **{**health, **rest})  # type: ignore[arg-type]
 
-    def engine(self, name: str, *, port: int, type: str | None = None) -> ProcessSpec:
-        """An engine; one of a `type` was requested while the run is live, which does not fail with it."""
-        engine_cores, _ = _pinning(self.config, self.cores)
+    def engine(self, name: str, *, port: int, type: str | None = None, on: Assignment = Assignment()) -> ProcessSpec:
+        """An engine on its devices; one of a `type` was requested while the run is live, which does not fail with it."""
+        config = self.config
+        engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])
         cpu = engine_cores[number % len(engine_cores)] if engine_cores else None
-        told = () if type is None else ("--type", type)
+        told = _share_setting("engine.memory_share", on, config.engine.memory_share)
+        if type is not None:
+            told += ("--type", type)
+            # The recipe's options are those of its own type.
+            told += ("--set", "engine.options={}") if config.engine.options and type != config.engine.type else ()
         on_exit = OnExit.RESTART if type is None else OnExit.SPARE
+        shown = self._shown(type or config.engine.type, config.engine.device, on)
         return self.spec(
-            name, "engine", port=port, told=told, after=("controller",), stop_order=2, cpu=cpu, on_exit=on_exit
+            name, "engine", port=port, told=told, shown=shown, after=("controller",), stop_order=2, cpu=cpu,
+            on_exit=on_exit,
+        )  # fmt: skip
+
+    def trainer(self, *, after: Sequence[str], told: Sequence[str] = ()) -> ProcessSpec:
+        """The trainer on its devices."""
+        section, on = self.config.trainer, self.placement.of(TRAINER)
+        told = (*told, *_share_setting("trainer.memory_share", on, section.memory_share))
+        shown = self._shown(section.type, section.device, on)
+        _, cpu = _pinning(self.config, self.cores)
+        return self.spec(
+            TRAINER, "trainer", told=told, shown=shown, after=tuple(after), on_exit=OnExit.DONE, stop_order=1, cpu=cpu
         )
+
+    def _shown(self, type: str, device: str, on: Assignment) -> Mapping[str, str]:
+        """The environment that shows a process its devices."""
+        devices = self.placement.devices
+        if type == "jax" and device == "cpu" and devices.each:
+            return {"JAX_PLATFORMS": "cpu"}  # whatever it computes with, JAX takes memory of each GPU that it sees
+        return devices.environment(on.indices)
 
 
 def plan(
@@ -187,18 +226,31 @@ def plan(
     ports: Ports,
     token_file: Path,
     cores: Sequence[int],
+    devices: Devices = Devices(),
     python: str = sys.executable,
 ) -> Plan:
-    """The processes of a run of `config` on this machine, whose usable cores are `cores`."""
+    """The processes of a run of `config` on this machine, whose usable cores are `cores` and whose GPUs `devices`.
+
+    Raises:
+        RecipeError: the recipe cannot be placed on the devices.
+    """
+    placement = place(config, devices)
     return processes_of(
-        Launch(config=config, run_dir=run_dir, ports=ports, token_file=token_file, cores=cores, python=python)
+        Launch(
+            config=config,
+            run_dir=run_dir,
+            ports=ports,
+            token_file=token_file,
+            cores=cores,
+            placement=placement,
+            python=python,
+        )
     )
 
 
 def processes_of(launch: Launch) -> Plan:
     """The processes with which a run begins."""
     config, ports, spec = launch.config, launch.ports, launch.spec
-    _, trainer_cores = _pinning(config, launch.cores)
     embedded = ports.redis is not None
     specs = []
     if embedded:
@@ -208,13 +260,12 @@ def processes_of(launch: Launch) -> Plan:
     complete = OnExit.COMPLETE
     specs.append(spec("controller", "controller", port=ports.controller, after=after, on_exit=complete, stop_order=4))
     after = ("controller",)
-    specs += [launch.engine(f"engine-{number}", port=port) for number, port in enumerate(ports.engines)]
+    engines = {f"engine-{number}": port for number, port in enumerate(ports.engines)}
+    specs += [launch.engine(name, port=port, on=launch.placement.of(name)) for name, port in engines.items()]
     servers = {f"parameter-server-{number}": port for number, port in enumerate(ports.parameter_servers)}
     specs += [spec(name, "parameter-server", port=port, after=after, stop_order=3) for name, port in servers.items()]
     told = ("--set", _servers_setting(ports.parameter_servers)) if servers else ()
-    before = (*after, *servers)
-    done = OnExit.DONE
-    specs.append(spec("trainer", "trainer", told=told, after=before, on_exit=done, stop_order=1, cpu=trainer_cores))
+    specs.append(launch.trainer(after=(*after, *servers), told=told))
     specs += [spec(f"actor-{number}", "actor", after=after, stop_order=0) for number in range(config.actor.count)]
     return Plan(tuple(specs))
 
@@ -223,6 +274,11 @@ def _servers_setting(ports: Sequence[int]) -> str:
     """The change of the recipe that tells the trainer where the parameter servers are."""
     urls = ", ".join(f'"http://{_LOOPBACK}:{port}"' for port in ports)
     return f"parameter_server.urls=[{urls}]"
+
+
+def _share_setting(key: str, on: Assignment, recipes: float | None) -> tuple[str, ...]:
+    """The change of the recipe that tells a process its share, unless the recipe does."""
+    return () if on.share in (None, recipes) else ("--set", f"{key}={on.share}")
 
 
 def _pinning(config: RunConfig, cores: Sequence[int]) -> tuple[list[tuple[int, ...]], tuple[int, ...] | None]:

@@ -76,6 +76,12 @@ class Process:
         self.state, self.started_at = State.STARTING, now
         return self._child.pid
 
+    def note(self, line: str) -> None:
+        """Write a line to its log, as its last word."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as log:
+            log.write(f"{line}\n")
+
     @property
     def pid(self) -> int | None:
         """Process id, which is its group's too; None when it does not run."""

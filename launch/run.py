@@ -15,9 +15,12 @@ from pathlib import Path
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 
 from launch import run_directory
+from launch.devices import devices_for
 from launch.engine_processes import EngineProcesses
+from launch.placement import Uploader, check_uses, place
 from launch.plan import Launch, Ports, processes_of
 from launch.ports import free_ports
 from launch.run_directory import RunDirectory
@@ -36,12 +39,36 @@ POLL_S = 0.5
 
 def start(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda config: True) -> int:
     """Run a recipe from its beginning; returns the exit status. `claim` is `run_directory.create`'s."""
-    return _launch(run_directory.create(config, claim=claim))
+    placement = placed(config)  # refused before anything is made
+    return _launch(run_directory.create(config, claim=claim), placement)
 
 
 def resume(path: Path) -> int:
     """Go on with a run from its newest checkpoint; returns the exit status."""
-    return _launch(run_directory.open_run(path))
+    directory = run_directory.open_run(path)
+    return _launch(directory, placed(directory.config))
+
+
+def placed(config: RunConfig) -> Uploader:
+    """Where the roles of a run would be on this machine's devices.
+
+    Raises:
+        UserError: they cannot be there.
+    """
+    return place(config, devices_for(config, os.environ))
+
+
+def describe_placement(config: RunConfig) -> str:
+    """Where the roles would be, for `pipelinerl check`, whose recipe may be for another machine than this one.
+
+    Raises:
+        UserError: there are devices, and the recipe does not fit them.
+    """
+    check_uses(config)
+    devices = devices_for(config, os.environ)
+    if not devices.each:
+        return "no NVIDIA GPU to divide"
+    return place(config, devices).describe()
 
 
 def report(path: Path) -> list[Path]:
@@ -59,16 +86,25 @@ def report(path: Path) -> list[Path]:
     return [files.html, files.picture]
 
 
-def _launch(directory: RunDirectory) -> int:
+def _launch(directory: RunDirectory, placement: Uploader) -> int:
     console = Console()
     with directory.locked():
         config = directory.config
         ports = Ports.of(config, free_ports(Ports.count(config)))
         cores = sorted(os.sched_getaffinity(0))
-        launch = Launch(config=config, run_dir=directory.path, ports=ports, token_file=directory.tokens, cores=cores)
+        launch = Launch(
+            config=config,
+            run_dir=directory.path,
+            ports=ports,
+            token_file=directory.tokens,
+            cores=cores,
+            placement=placement,
+        )
         token = json.loads(directory.tokens.read_text())["token"]
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
-        with ProgressDisplay(console) as progress, _StatusReader(ports.controller, token) as reader:
+        if placement.assignments:
+            console.print(placement.describe(), highlight=False, markup=False)
+        with Progress(console) as progress, _StatusReader(ports.controller, token) as reader:
 
             def follow() -> None:
                 if (status := reader.take()) is not None:
@@ -90,11 +126,21 @@ def _launch(directory: RunDirectory) -> int:
             _show_report(directory, console)
         except UserError as error:  # how the run has ended is said all the same
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
-    style = {RunOutcome.COMPLETED: "green", RunOutcome.STOPPED: "yellow", RunOutcome.FAILED: "red"}[result.outcome]
-    console.print(f"[{style}]{result.outcome}[/]: {result.message}", highlight=False, soft_wrap=True)
-    if result.outcome is RunOutcome.FAILED and directory.events.is_file():
+    if result.outcome is Outcome.FAILED and directory.events.is_file():
         console.print(f"to go on from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
+    style = {Outcome.COMPLETED: "green", Outcome.STOPPED: "yellow", Outcome.FAILED: "red"}[result.outcome]
+    message = (result.outcome is Outcome.FAILED and _why_it_failed(directory.events)) or result.message
+    console.print(f"[{style}]{result.outcome}[/]: {escape(message)}", highlight=False, soft_wrap=True)
     return result.exit_status
+
+
+def _why_it_failed(events: Path) -> str:
+    """The controller's sentence, if it has ended the run because that cannot go on; else nothing."""
+    try:
+        last = tell(read_events(events)).finished or {}
+    except (OSError, ValueError):
+        return ""
+    return str(last.get("reason", "")) if last.get("kind") == "run_failed" else ""
 
 
 def _show_report(directory: RunDirectory, console: Console) -> None:

@@ -120,6 +120,19 @@ class Supervisor:
         """Names of those that are beyond help, and that the run goes on without."""
         return frozenset(self._spared)
 
+    @property
+    def ended(self) -> frozenset[str]:
+        """Names of those that have ended for good: nothing of their process groups is left."""
+        return self._in(State.ENDED)
+
+    @property
+    def stopping(self) -> frozenset[str]:
+        """Names of those that are about to end."""
+        return self._in(State.STOPPING)
+
+    def _in(self, state: State) -> frozenset[str]:
+        return frozenset(name for name, process in self._processes.items() if process.state is state)
+
     def knows(self, name: str) -> bool:
         """Is there, or was there, a process of this name?"""
         return name in self._processes
@@ -130,6 +143,15 @@ class Supervisor:
             raise ValueError(f"process names must be unique, got {spec.name!r} again")
         self._announce(f"starting {spec.name}")
         self._processes[spec.name] = Process(spec, self._run_dir / "logs")
+
+    def refuse(self, spec: ProcessSpec, reason: str) -> None:
+        """The run goes on without this process, which cannot be had for a reason of the launcher's; see its log."""
+        self._announce(f"the run goes on without {spec.name}: {reason}")
+        process = Process(spec, self._run_dir / "logs")
+        process.note(f"pipelinerl: {reason}")
+        process.state = State.ENDED
+        self._processes[spec.name] = process
+        self._spared.add(spec.name)
 
     def stop_engine(self, name: str) -> None:
         """Stop this process for good, if it runs; called by `on_tick`, again and again if one likes."""

@@ -17,6 +17,7 @@ from pipelinerl.commands.engines_command import Run, engines_app
 from pipelinerl.commands.explain_command import explain
 from pipelinerl.commands.mismatch_command import mismatch
 from pipelinerl.commands.replay_command import replay
+from pipelinerl.commands.trainer_rank_command import trainer_rank
 from pipelinerl.config import recipe as recipes
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import PipelineError, RecipeError, UserError
@@ -64,11 +65,13 @@ def run(
 @app.command()
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Dry run of a recipe: everything that can be refused without training is refused here."""
+    from launch.run import describe_placement
     from pipelinerl.commands.check import findings
 
     config = recipes.load(recipe, overrides or [])
     for name, finding in findings(config):
         typer.echo(f"{name:<12} {finding}")
+    typer.echo(f"{'placement':<12} {describe_placement(config)}")
     typer.echo("the recipe can run")
 
 
@@ -209,6 +212,7 @@ app.command()(mismatch)
 app.command()(explain)
 app.command()(replay)
 app.command()(chaos)
+app.command(rich_help_panel=ROLES)(trainer_rank)
 
 
 @app.command(rich_help_panel=ROLES)

@@ -3,9 +3,11 @@
     PipelineError
     ├── UserError            what the user gave is wrong; shown as one sentence, exit code 2
     │   ├── RecipeError      a recipe's key, type or value; the message begins with the field's path
+    │   ├── ColumnError      an objective reads a column that is not there; the message says who computes it
     │   ├── ModelError       a model directory is missing or incomplete
     │   ├── AddressError     a port is taken, or a service cannot be reached at the address given
     │   ├── DivergedError    steps in a row were not finite: another recipe is needed, not another try
+    │   ├── RunFailed        the run cannot go on; the message says why, and what has to be started differently
     │   └── FencedError      another of its kind was started and has taken over: this process must stop, for good
     ├── DeadlineError        a wait ended without what it waited for; the message names the culprit
     ├── RecordError          a stored or streamed record is damaged or of an unknown kind
@@ -13,10 +15,15 @@
     ├── CheckpointError      a checkpoint is missing, partial or damaged
     ├── EngineUnreachable    an engine gave no answer, none in time, or one that is not of the contract
     └── UpdateError          a weight update failed on some engine; the message names each
+        ├── ReachedNoEngine  every engine failed; it carries the reason of each
         └── ServerLost       a parameter server cannot be reached, or broke off: it may come back
 
 To add one: subclass the nearest parent and add the line above.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class PipelineError(Exception):
@@ -29,6 +36,10 @@ class UserError(PipelineError):
 
 class RecipeError(UserError):
     """A recipe's key, type or value is wrong."""
+
+
+class ColumnError(UserError):
+    """An objective reads a column that is not there."""
 
 
 class ModelError(UserError):
@@ -45,6 +56,10 @@ class DivergedError(UserError):
 
 class FencedError(UserError):
     """Another process of this kind has taken over."""
+
+
+class RunFailed(UserError):
+    """The run cannot go on, whatever is tried again."""
 
 
 class DeadlineError(PipelineError):
@@ -69,6 +84,15 @@ class EngineUnreachable(PipelineError):
 
 class UpdateError(PipelineError):
     """A weight update failed on some engine."""
+
+
+class ReachedNoEngine(UpdateError):
+    """No engine took an update: the reason of each in `failed`; for those in `permanent`, no retry mends it."""
+
+    def __init__(self, message: str, *, failed: Mapping[str, str], permanent: frozenset[str]) -> None:
+        super().__init__(message)
+        self.failed = failed
+        self.permanent = permanent
 
 
 class ServerLost(UpdateError):

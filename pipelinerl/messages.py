@@ -5,7 +5,7 @@ its report. Every message has a deterministic id, so that repeating it is a no-o
 
     trainer ── TrainerReady, StepDone, StepSkipped, OrdersEnded, Starving, Published, CanaryChecked, Checkpointed,
                CheckpointDelayed, TrainerStopped ──▶ controller
-    actor   ── GroupFailed, GroupOutdated, EvaluationDone, ActorAlive ──▶ controller
+    actor   ── GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive ──▶ controller
     controller ── Directive ──▶ trainer
 """
 
@@ -14,6 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+
+from inference_contract.errors import Persistence
 
 PROMPTS = "prompts"
 REPORTS = "reports"
@@ -99,8 +101,11 @@ class Starving(ControlMessage, frozen=True):
     held: list[int]
 
 
-class Published(ControlMessage, frozen=True):
-    """Outcome of a publication, engine by engine (base URL)."""
+class Published(Message, frozen=True):
+    """Outcome of a publication, engine by engine (base URL).
+
+    For those in `permanent`, no retry mends the reason in `failed`.
+    """
 
     epoch: int
     model_version: int
@@ -109,13 +114,15 @@ class Published(ControlMessage, frozen=True):
     failed: dict[str, str]
     send_s: float
     total_s: float
+    permanent: list[str] = []
 
 
 class CanaryChecked(ControlMessage, frozen=True):
     """What became of the engines that had to prove the weights just published to them (base URL).
 
     `worst` holds, of those that did, the largest difference between their log-probs and the trainer's, in nats;
-    `mismatched` says how the others' answers were wrong, `failed` why there was none.
+    `mismatched` says how the others' answers were wrong, `failed` why there was none; for those in `permanent` no retry
+    mends that.
     """
 
     epoch: int
@@ -124,6 +131,7 @@ class CanaryChecked(ControlMessage, frozen=True):
     worst: dict[str, float]
     mismatched: dict[str, str] = {}
     failed: dict[str, str] = {}
+    permanent: list[str] = []
 
 
 class Checkpointed(ControlMessage, frozen=True):
@@ -150,13 +158,14 @@ class TrainerStopped(ControlMessage, frozen=True):
     model_version: int
 
 
-class GroupFailed(ControlMessage, frozen=True):
-    """An order cannot be completed; it will not be tried again."""
+class GroupFailed(Message, frozen=True):
+    """An order cannot be completed; it will not be tried again. `persistence` says whether another would be."""
 
     order_id: str
     index: int
     purpose: str
     reason: str
+    persistence: Persistence = Persistence.TRANSIENT
 
 
 class GroupOutdated(ControlMessage, frozen=True):
@@ -168,7 +177,19 @@ class GroupOutdated(ControlMessage, frozen=True):
     current: int
 
 
-class EvaluationDone(ControlMessage, frozen=True):
+class GroupHandedOver(Message, frozen=True):
+    """An engine failed, or was taken out, while it sampled a group; another has ended it.
+
+    Of the group's tokens, `tokens_kept` are the first engine's; `tokens_resampled` came from it and could not be used.
+    """
+
+    order_id: str
+    index: int
+    tokens_kept: int
+    tokens_resampled: int
+
+
+class EvaluationDone(Message, frozen=True):
     """The samples of one held-out problem: how many have a verdict, and how many are right.
 
     The versions are those of the oldest and the newest of all their tokens, `epoch` the oldest that began one.
@@ -184,13 +205,20 @@ class EvaluationDone(ControlMessage, frozen=True):
     epoch: int = 0
 
 
-class ActorAlive(ControlMessage, frozen=True):
-    """An actor's heartbeat."""
+class ActorAlive(Message, frozen=True):
+    """An actor's heartbeat.
+
+    `judged` counts verdicts that say something of an answer; since the last of them `unjudged_in_a_row` have not, and
+    `unjudged_reason` is the newest reason, behind its domain.
+    """
 
     name: str
     groups_in_flight: int
     groups_done: int
     retries: int
+    judged: int = 0
+    unjudged_in_a_row: int = 0
+    unjudged_reason: str = ""
 
 
 class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,12 +263,13 @@ Report = (
     | TrainerStopped
     | GroupFailed
     | GroupOutdated
+    | GroupHandedOver
     | EvaluationDone
     | ActorAlive
 )
 
 #: Reports that an actor makes; the others are the trainer's.
-FROM_ACTORS = (GroupFailed, GroupOutdated, EvaluationDone, ActorAlive)
+FROM_ACTORS = (GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive)
 
 _REPORTS = msgspec.msgpack.Decoder(Report)
 _DIRECTIVES = msgspec.msgpack.Decoder(Directive)

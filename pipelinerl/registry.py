@@ -48,6 +48,12 @@ ENGINES: Final[Mapping[str, RegistryEntry]] = {
 #: Engines that stand for a server that somebody runs (`engine.servers`).
 SERVER_ENGINES: Final = frozenset({"vllm_server", "sglang_server"})
 
+#: Engines and trainers whose process computes on the host alone, whatever GPUs there are.
+ON_THE_HOST: Final = SERVER_ENGINES | {"bigram"}
+
+#: Engines that know options of their own (`engine.options`), with what refuses those that the recipe sets elsewhere.
+ENGINES_WITH_OPTIONS: Final[Mapping[str, str]] = {"vllm": "pipelinerl.engines.external.vllm.options:check_names"}
+
 #: A class without arguments that satisfies `Trainer`.
 TRAINERS: Final[Mapping[str, RegistryEntry]] = {
     "torch": RegistryEntry("pipelinerl.trainers.torch.trainer:TorchTrainer", ("torch", "transformers", "accelerate")),

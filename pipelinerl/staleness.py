@@ -1,4 +1,4 @@
-"""The two staleness bounds of RLAX §4.2, j and k, as pure arithmetic on versions.
+"""The two staleness bounds of RLAX §3.1, j and k, as pure arithmetic on versions.
 
 j (`inference_reload_staleness`): an engine reloads when current − loaded ≥ j.
 k (`trainer_acceptance_staleness`): a rollout may train the step that produces version v + 1 iff

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipelinerl.system.addresses import address_towards
+from tests.open_sessions import left_open
 
 #: Read when JAX is first used in a process: as many CPU devices, so that meshes can be tried, and machine code that is
 #: quicker to make than to run, since a test runs a program a few times only.
@@ -20,14 +21,23 @@ os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-#: Where single tests take minutes: these begin first, and the short ones fill the gaps between them and their ends.
-_LONG = ("tests/end_to_end/", "tests/faults/", "tests/trainers/", "tests/engines/")
+#: Where single tests take minutes: these begin first, and the short ones fill the gaps between them and their ends. The
+#: longest file is the first, since nothing shares its tests out.
+_LONG = ("tests/end_to_end/test_live_run.py", "tests/end_to_end/", "tests/faults/", "tests/trainers/", "tests/engines/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files in the order in which processes beside each other are done soonest."""
     ranks = {place: rank for rank, place in enumerate(_LONG)}
     items.sort(key=lambda item: min((ranks[p] for p in _LONG if item.nodeid.startswith(p)), default=len(_LONG)))
+
+
+@pytest.fixture(autouse=True)
+def closed_sessions() -> Iterator[None]:
+    """A test fails that leaves an HTTP session open, and says who opened it."""
+    yield
+    openers = left_open()
+    assert not openers, "an HTTP session was left open by " + "\n".join(openers)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from pipelinerl.messages import (
     Directive,
     EvaluationDone,
     GroupFailed,
+    GroupHandedOver,
     GroupOutdated,
     OrdersEnded,
     Published,
@@ -127,6 +128,10 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
     (
         GroupOutdated(order_id="prompt-000007", index=7, oldest=2, current=6),
         {"order_id": "prompt-000007", "index": 7, "oldest": 2, "current": 6},
+    ),
+    (
+        GroupHandedOver(order_id="prompt-000007", index=7, tokens_kept=90, tokens_resampled=8),
+        {"order_id": "prompt-000007", "index": 7, "tokens_kept": 90, "tokens_resampled": 8},
     ),
     (
         EvaluationDone(

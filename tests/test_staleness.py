@@ -1,4 +1,4 @@
-"""The bounds j and k as RLAX §4.2 defines them, each boundary from both sides."""
+"""The bounds j and k as RLAX §3.1 defines them, each boundary from both sides."""
 
 from __future__ import annotations
 

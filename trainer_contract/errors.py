@@ -5,7 +5,8 @@
     ├── BatchError          a micro-batch breaks the layout that `types.MicroBatch` promises
     ├── StateError          a saved state, or weights that were given, are missing, damaged or of another model
     ├── ProtocolError       verbs called in an order that has no meaning (optimizer_step without backward)
-    └── NonFiniteError      loss, gradient or log-probs are not finite; nothing was applied
+    ├── NonFiniteError      loss, gradient or log-probs are not finite; nothing was applied
+    └── RankError           a process that holds a part of the trainer died, hangs or failed: start all of them again
 
 To add one: subclass the nearest parent and add the line above.
 """
@@ -33,3 +34,7 @@ class ProtocolError(TrainerError):
 
 class NonFiniteError(TrainerError):
     """A loss, gradient or log-prob is not finite; the step was not applied."""
+
+
+class RankError(TrainerError):
+    """A process of a trainer of several is lost; the trainer is not used again, and goes on from its checkpoint."""

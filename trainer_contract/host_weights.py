@@ -19,7 +19,7 @@ from trainer_contract.types import HostWeights, ParameterInfo
 
 def copied(weights: Iterable[tuple[str, Any]]) -> HostWeights:
     """A copy of what `Trainer.gather_weights` yields, which shares no memory with the trainer."""
-    return {name: _bytes_of(array) for name, array in weights}
+    return {name: np.array(bytes_of(array)) for name, array in weights}
 
 
 def check_weights(weights: HostWeights, layout: Sequence[ParameterInfo]) -> None:
@@ -46,11 +46,9 @@ def num_bytes(info: ParameterInfo) -> int:
     return prod(info.shape) * (2 if info.dtype == "bfloat16" else np.dtype(info.dtype).itemsize)
 
 
-def _bytes_of(array: Any) -> NDArray[np.uint8]:
-    """Flat bytes of a numpy array, of a torch tensor on any device, or of anything with DLPack."""
+def bytes_of(array: Any) -> NDArray[np.uint8]:
+    """Flat bytes of a numpy array, a torch tensor on any device, or anything with DLPack; not copied on the host."""
     if hasattr(array, "detach"):
         flat = array.detach().cpu().contiguous().flatten()
-        host = flat.view(dtype=flat.new_empty(0).byte().dtype).numpy()
-    else:
-        host = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return np.array(host)
+        return np.asarray(flat.view(dtype=flat.new_empty(0).byte().dtype).numpy())
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,19 @@ class Head(StrEnum):
     """The return to be expected from there on: the same architecture with a scalar in place of the output layer."""
 
 
+class HeadMeasure(StrEnum):
+    """What a policy head can tell of the whole distribution π(·|s_t) that token t was chosen from, at its temperature.
+
+    An objective that names one in `needs` finds it among its columns, f32 [T], differentiable as the log-probs are. It
+    costs no pass: the logits are there. A trainer that cannot measure it refuses the objective with SpecError.
+    """
+
+    MEAN_LOGPROB = "vocab_mean_logprobs"
+    """(1/V) Σ_a log π(a|s_t)."""
+    ENTROPY = "vocab_entropies"
+    """−Σ_a π(a|s_t) log π(a|s_t)."""
+
+
 class HeadPrecision(StrEnum):
     """Arithmetic of the output layer, which engine and trainer share."""
 
@@ -50,6 +63,14 @@ class Device(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class WeightDType(StrEnum):
+    """What weights are kept in, in a model directory, on their way to engines, or in an engine."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +98,13 @@ class TrainerSpec:
     device: Device = Device.AUTO
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     gradient_checkpointing: bool = False
+    gather_dtype: WeightDType | None = None
+    """Of what `gather_weights` yields, and so of what engines are sent; None takes the model directory's."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of one backend alone, such as its mesh; one that a backend does not know it refuses, never ignores."""
     restore_from: Path | None = None
+    memory_share: float | None = None
+    """Most of each GPU's memory that the process takes, in (0, 1]; None sets no bound. On a CPU it takes none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +175,8 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns it cannot do without: any of `old_logprobs`, `ref_logprobs`, `values`, `returns`."""
+        """Optional columns it cannot do without: any of `old_logprobs`, `ref_logprobs`, `values`, `returns`, which
+        come with the micro-batch, and of `HeadMeasure`, which the trainer adds."""
         ...
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
@@ -160,6 +186,20 @@ class Objective(Protocol):
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
         """Closed form of d loss / d predictions, [T]: for backends without automatic differentiation, and for tests."""
         ...
+
+
+@runtime_checkable
+class MeasuringObjective(Protocol):
+    """What an `Objective` that may need a `HeadMeasure` has besides."""
+
+    def measure_gradients(self, predictions: Any, columns: Columns, /) -> Mapping[HeadMeasure, Any]:
+        """Closed form of d loss / d measure, [T], of each measure in `needs`; beside `prediction_gradient`."""
+        ...
+
+
+def measures_of(objective: Objective) -> tuple[HeadMeasure, ...]:
+    """The measures that an objective needs, in the order of `HeadMeasure`."""
+    return tuple(measure for measure in HeadMeasure if measure in objective.needs)
 
 
 #: All parameters in host memory, by name: of each the bytes u8 [n], in the dtype of `weight_layout` and in C order.

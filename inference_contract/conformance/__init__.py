@@ -22,6 +22,7 @@ import httpx
 
 from inference_contract.conformance import (
     chat_checks,
+    continuation_checks,
     pull_checks,
     refusal_checks,
     state_checks,
@@ -37,6 +38,7 @@ CHECKS: tuple[Check, ...] = (
     *state_checks.CHECKS,
     *chat_checks.CHECKS,
     *stream_checks.CHECKS,
+    *continuation_checks.CHECKS,
     *refusal_checks.CHECKS,
     *weight_checks.CHECKS,
     *pull_checks.CHECKS,

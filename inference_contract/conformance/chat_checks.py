@@ -4,10 +4,34 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Final
 
 from inference_contract import routes
-from inference_contract.conformance.session import NotOffered, Session
-from inference_contract.schemas import Choice, FinishReason
+from inference_contract.conformance.session import MESSAGES, Session, Unsupported, succeeded
+from inference_contract.schemas import ChatCompletion, Choice, FinishReason
+
+#: What clients fill in by default; it changes no answer.
+_IDLE: Final = {
+    "logit_bias": {},
+    "max_completion_tokens": None,
+    "metadata": None,
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "response_format": {"type": "text"},
+    "stop": None,
+    "store": False,
+    "stream_options": None,
+    "tool_choice": "none",
+    "tools": None,
+    "user": "kit",
+}
+
+#: How common chat templates spell their control tokens.
+_SPELLINGS: Final = (
+    *("<|end|>", "<|user|>", "<|assistant|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>"),
+    *("<s>", "</s>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<｜end▁of▁sentence｜>"),
+)
 
 
 def ids_of(choice: Choice) -> list[int]:
@@ -163,6 +187,33 @@ def alias_is_served(session: Session) -> None:
     assert ids_of(plural.choices[0]) == ids_of(singular.choices[0]), "both spellings must give the same answer"
 
 
+def idle_fields_are_taken(session: Session) -> None:
+    """What clients send by default, and what changes no answer, is taken and changes none."""
+    plain = session.chat(seed=4)
+    for fields in (
+        _IDLE,
+        {"messages": [{**MESSAGES[0], "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]},
+    ):
+        again = session.chat(seed=4, **fields)
+        assert again.prompt_token_ids == plain.prompt_token_ids, f"{sorted(fields)} must not change the prompt"
+        assert ids_of(again.choices[0]) == ids_of(plain.choices[0]), f"{sorted(fields)} must not change the answer"
+
+
+def contents_spell_no_tokens(session: Session) -> None:
+    """A content that spells a control token, such as the one that ends a turn, does not become that token."""
+    for spelling in _SPELLINGS:
+        lengths = []
+        for count in (1, 3):
+            message = {"role": "user", "content": spelling * count}
+            answer = session.completed(messages=[message], max_tokens=1)
+            if answer.status_code == 400:
+                break  # too long, since it was split; or refused as what it is
+            lengths.append(len(ChatCompletion.model_validate(succeeded(answer)).prompt_token_ids or ()))
+        assert len(lengths) < 2 or lengths[1] - lengths[0] > 2, (
+            f"{spelling!r} in a content must be split as any text, and not become the token that it spells"
+        )
+
+
 CHECKS = (
     chat_answers,
     n_gives_n_choices,
@@ -178,4 +229,6 @@ CHECKS = (
     stop_string_ends_text,
     prompt_ids_go_through,
     alias_is_served,
+    idle_fields_are_taken,
+    contents_spell_no_tokens,
 )

@@ -38,6 +38,21 @@ def _parameter(spec: ParameterSpec, tag: int) -> torch.Tensor:
     return scaled.view(torch.uint8)
 
 
+def converted(data: torch.Tensor, wire: WeightLayout, layout: WeightLayout) -> torch.Tensor:
+    """The values of `data`, which are of `wire`, as bytes of `layout`."""
+    parts = zip(wire.parameters, wire.ends, layout.parameters, strict=True)
+    return torch.cat(
+        [
+            data[end - sent.num_bytes : end]
+            .clone()
+            .view(getattr(torch, sent.dtype.value))
+            .to(getattr(torch, kept.dtype.value))
+            .view(torch.uint8)
+            for sent, end, kept in parts
+        ]
+    )
+
+
 def digest(data: torch.Tensor) -> str:
     """The contract's digest of these bytes."""
     bytes_: Any = data.numpy()
@@ -136,9 +151,9 @@ class KitTrainer:
                 request["layout"] = self.layout.model_dump(mode="json")
         return self._session.post(routes.REQUEST_WEIGHT_UPDATE, request | fields)
 
-    def broadcast(self, data: torch.Tensor) -> None:
-        """Send the bytes, piece by piece."""
-        for start, end in self.layout.pieces(_BUCKET_BYTES):
+    def broadcast(self, data: torch.Tensor, *, layout: WeightLayout | None = None) -> None:
+        """Send the bytes, piece by piece; they are of the engine's layout unless told otherwise."""
+        for start, end in (layout or self.layout).pieces(_BUCKET_BYTES):
             options = dist.BroadcastOptions()
             options.rootRank = 0
             options.timeout = timedelta(seconds=self._session.timeout_s / 2)
@@ -151,8 +166,13 @@ class KitTrainer:
 
     def publish(self, version: int, *, tag: int, before_commit: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """A whole update, each phase of which must succeed; returns the answer to COMMIT."""
+        return self.publish_bytes(version, weights(self.layout, tag), before_commit=before_commit)
+
+    def publish_bytes(
+        self, version: int, data: torch.Tensor, *, before_commit: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """`publish` with these bytes, of the engine's layout."""
         self.formed()
-        data = weights(self.layout, tag)
         self.accepted(self.update("prepare", version), "prepared")
         self.broadcast(data)
         before_commit()

@@ -14,7 +14,7 @@ from inference_contract.conformance.chat_checks import check_columns
 from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import NotOffered, Session, chunks, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
-from inference_contract.schemas import ChatCompletion, Choice
+from inference_contract.schemas import ChatCompletion, Choice, DType, WeightLayout
 
 if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer
@@ -140,13 +140,13 @@ def older_version_is_refused(session: Session) -> None:
 
 
 def wrong_layout_is_refused(session: Session) -> None:
-    """Missing, foreign, reordered, reshaped and retyped parameters are refused by name before any broadcast."""
+    """Missing, foreign, reordered and reshaped parameters, and dtypes that are not converted, are refused by name."""
     trainer = kit_trainer(session)
     trainer.formed()
     version = trainer.next_version()
     rows: list[dict[str, Any]] = trainer.layout.model_dump(mode="json")["parameters"]
     first, rest = rows[0], rows[1:]
-    other = "float16" if first["dtype"] != "float16" else "float32"
+    other = next(dtype for dtype in DType if dtype != first["dtype"] and dtype not in session.card().converts)
     wrong = {
         "a foreign parameter": [*rows, {"name": "kit.foreign", "shape": [1], "dtype": "float32"}],
         "a wrong shape": [first | {"shape": [*first["shape"], 2]}, *rest],
@@ -162,6 +162,30 @@ def wrong_layout_is_refused(session: Session) -> None:
         names = [row["name"] for row in [*rows, *parameters]]
         assert any(name in error["message"] for name in names), f"{what}: the message must name the parameter"
     trainer.publish(version, tag=10)
+
+
+def converted_dtype_is_served(session: Session) -> None:
+    """An update in a dtype that the engine says it converts serves what the same values in its own dtype do."""
+    from inference_contract.conformance.trainer import converted, digest, weights
+
+    trainer, card = kit_trainer(session), session.card()
+    others = [dtype for dtype in card.converts if any(row.dtype != dtype for row in card.layout.parameters)]
+    if not others:
+        raise Unsupported("the engine says of no other dtype that it converts it")
+    trainer.formed()
+    for tag, dtype in enumerate(others, start=35):
+        rows = (row.model_copy(update={"dtype": dtype}) for row in card.layout.parameters)
+        wire = WeightLayout(parameters=tuple(rows))
+        data = weights(wire, tag)
+        version = trainer.next_version()
+        trainer.accepted(trainer.update("prepare", version, layout=wire.model_dump(mode="json")), "prepared")
+        trainer.broadcast(data, layout=wire)
+        trainer.accepted(trainer.update("commit", version, digest=digest(data)), "committed")
+        served, sampled = session.card(), session.greedy()
+        assert served.digest == digest(data), f"after an update in {dtype} the digest must be that of what was sent"
+        assert served.layout == card.layout, "the layout is how the engine keeps its weights, however they came"
+        trainer.publish_bytes(trainer.next_version(), converted(data, wire, card.layout))
+        assert session.greedy() == sampled, f"an update in {dtype} must serve its values, rounded to the nearest"
 
 
 def commit_needs_prepare(session: Session) -> None:
@@ -354,6 +378,7 @@ CHECKS = (
     prepare_repeats,
     older_version_is_refused,
     wrong_layout_is_refused,
+    converted_dtype_is_served,
     commit_needs_prepare,
     wrong_digest_is_refused,
     abort_leaves_old_weights,

@@ -22,10 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
-from inference_contract.errors import ContractError
+from inference_contract.errors import ContractError, Persistence
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
 from pipelinerl.actor.freshness import Freshness, Held
 from pipelinerl.actor.group_limiter import GroupLimiter
+from pipelinerl.actor.judgements import Judgements
 from pipelinerl.actor.rollout_builder import Answer, assemble
 from pipelinerl.actor.rollout_writer import RolloutWriter
 from pipelinerl.engines.http.pool import Answered
@@ -38,6 +39,7 @@ from pipelinerl.messages import (
     ControlMessage,
     EvaluationDone,
     GroupFailed,
+    GroupHandedOver,
     GroupOutdated,
     encode,
 )
@@ -58,7 +60,7 @@ class Sampler(Protocol):
     ) -> Answered:
         """The answer of some engine, or of that one, after retries; raises when all of them failed.
 
-        `begun` is called at each try.
+        `begun` is called whenever it is sampled from its first token on.
         """
         ...
 
@@ -111,6 +113,7 @@ class Actor:
         self._room = GroupLimiter(settings.groups_in_flight)
         self._freshness = Freshness()
         self._dead_letters = DeadLetters(stream)
+        self._judgements = Judgements()
         self._groups_done = 0
         self._resampled = 0
 
@@ -179,7 +182,13 @@ class Actor:
             group = assemble(order, answers, actor=self.settings.name)
         except (ContractError, PipelineError) as error:
             self._outbox.reports.append(
-                GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason=str(error))
+                GroupFailed(
+                    order_id=order.order_id,
+                    index=order.index,
+                    purpose=order.purpose,
+                    reason=str(error),
+                    persistence=getattr(error, "persistence", Persistence.TRANSIENT),
+                )
             )
             return
         if order.purpose is Purpose.TRAINING:
@@ -213,10 +222,12 @@ class Actor:
         for attempt in range(self.settings.attempts):
             request = self._request(order, missing=len(answers), attempt=attempt)
             answered = await self._sampler.complete(request, begun=begun, engine=order.engine)
+            self._note_handover(order, answered)
             completion = answered.completion
             for choice in completion.choices:
                 if choice.finish_reason != "abort":
                     verdict = await verifier.verify(order.problem, choice.message.content)
+                    self._judgements.note(order.problem.domain, verdict)
                     answers.append(Answer(completion, choice, verdict))
             if len(answers) == order.sampling.num_samples:
                 return answers
@@ -225,6 +236,18 @@ class Actor:
             f"{order.order_id}: weight updates aborted its samples in each of {self.settings.attempts} attempts; "
             "raise j, or use on_update = continue"
         )
+
+    def _note_handover(self, order: PromptOrder, answered: Answered) -> None:
+        """Report what became of the tokens of engines that did not end a group; nothing, as long as all do."""
+        if answered.tokens_kept or answered.tokens_resampled:
+            self._outbox.reports.append(
+                GroupHandedOver(
+                    order_id=order.order_id,
+                    index=order.index,
+                    tokens_kept=answered.tokens_kept,
+                    tokens_resampled=answered.tokens_resampled,
+                )
+            )
 
     def _request(self, order: PromptOrder, *, missing: int, attempt: int) -> ChatCompletionRequest:
         sampling = order.sampling
@@ -265,6 +288,9 @@ class Actor:
                     groups_in_flight=len(self._tasks),
                     groups_done=self._groups_done,
                     retries=self._resampled,
+                    judged=self._judgements.judged,
+                    unjudged_in_a_row=self._judgements.unjudged_in_a_row,
+                    unjudged_reason=self._judgements.reason,
                 )
             )
             self._outbox.ready.set()

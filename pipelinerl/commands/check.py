@@ -14,12 +14,16 @@ from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
-from pipelinerl.models.checkpoint import check_directory, check_weights, model_type
+from pipelinerl.models.checkpoint import check_directory, check_weights, model_type, weight_files
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.objective.contradictions import doubts
+from pipelinerl.objective.explain import differing, slot_lines
+from pipelinerl.objective.presets import preset_of, resolve
+from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.problem_sources import held_out_problems, training_problems
 from pipelinerl.roles.process import Identity
-from pipelinerl.roles.wiring import knobs_of, objective_of, servers_of
+from pipelinerl.roles.wiring import check_engine_options, knobs_of, objective_of, servers_of, setting_of
 from pipelinerl.system.storage import Storage
 from pipelinerl.training.step.forward_passes import OldLogprobs
 from pipelinerl.types import Outcome
@@ -41,10 +45,12 @@ def refuse(config: RunConfig) -> None:
             Storage(location)
     registry.find("engine.type", registry.ENGINES, config.engine.type)
     servers_of(config)
+    check_engine_options(config)
     registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
     if config.trainer.options and config.trainer.type not in registry.TRAINERS_WITH_OPTIONS:
         told = ", ".join(config.trainer.options)
         raise RecipeError(f"trainer.type {config.trainer.type!r} knows no options, got {told}; remove them")
+    dtypes_of(config)
     objective_of(config)
     _check_other_models(config)
     knobs_of(config)
@@ -74,12 +80,19 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     tokenizer = ChatTokenizer.load(config.model.resolved)
     yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
     build_engine(_of_nobody(config))
-    yield "engine", f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each"
-    yield "trainer", f"{config.trainer.type}, {config.trainer.precision}"
+    dtypes = dtypes_of(config)
+    slow = _slow(config, dtypes)
+    yield (
+        "engine",
+        (
+            f"{config.engine.count} × {config.engine.type}, {config.engine.slots} slots each, in {dtypes.engine}"
+            + (f"; {slow}" if slow else "")
+        ),
+    )
+    yield "trainer", f"{config.trainer.type}, {config.trainer.precision}, sends {dtypes.wire}"
     if lacking := list(_not_here(config)):
         yield "elsewhere", f"this machine has no GPU, which the recipe asks for: {', '.join(lacking)}"
-    needs = objective_of(config).passes
-    yield "objective", f"needs {', '.join(sorted(needs)) or 'nothing beyond the rollouts'}"
+    yield from _objective_findings(config)
     knobs = knobs_of(config)
     yield "staleness", f"j = {knobs.j}, k = {knobs.k:g}"
     if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
@@ -95,11 +108,33 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield name, _look_at(mixture, count, tokenizer, room=config.engine.context_length - answer)
 
 
+def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The slots as they are resolved, where they differ from the preset's, and what is likely not meant."""
+    objective, name = objective_of(config), preset_of(config.objective)
+    needs = ", ".join(sorted(objective.passes | objective.needs)) or "nothing beyond the rollouts"
+    others = differing(objective, resolve(name, max_tokens=config.sampling.max_tokens))
+    yield "objective", f"{name}{', changed in ' + ', '.join(others) if others else ''}; needs {needs}"
+    for line in slot_lines(objective):
+        told = f"  ({name} has {others[line.slot]})" if line.slot in others else ""
+        yield "objective", f"{line.slot} = {line.kind}{told}"
+    for sentence in doubts(objective, setting_of(config)):
+        yield "warning", f"objective.{sentence}"
+
+
 def _of_nobody(config: RunConfig) -> Identity:
     """An engine's process that is not going to be."""
     return Identity(
         config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
     )
+
+
+def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
+    """What this machine's CPU makes slow, where vLLM was built for it; of another machine nothing is known here."""
+    if config.engine.type != "vllm":
+        return None
+    from pipelinerl.engines.external.vllm.engine import slow_on_cpu
+
+    return slow_on_cpu(dtypes.engine)
 
 
 def _not_here(config: RunConfig) -> Iterator[str]:
@@ -118,7 +153,7 @@ def _not_here(config: RunConfig) -> Iterator[str]:
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:
     """What old log-probs at the sampling weights take: k versions may train, and one in j is published."""
-    each = sum(file.stat().st_size for file in config.model.resolved.glob("*.safetensors")) / 2**20
+    each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
     versions = math.ceil(knobs.k / knobs.j)
     return (
         f"{versions} versions of the weights, {versions * each:,.0f} MiB of the trainer's host memory and of each "

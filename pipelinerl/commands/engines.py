@@ -48,9 +48,7 @@ def joined(remote: Remote, which: str, *, logs: Path, within_s: float = _JOIN_S)
     Raises:
         UserError: it was expelled, or cannot be had; DeadlineError: it has not come in time.
     """
-    engine = _until(
-        remote, which, lambda engine: engine.serves or engine.state == "expelled", within_s, "serve", f"; see {logs}"
-    )
+    engine = _until(remote, which, lambda engine: engine.serves or engine.state == "expelled", within_s, "serve", logs)
     if engine.state == "expelled":
         raise UserError(f"{which} was expelled: {engine.last_error}")
     return engine
@@ -58,12 +56,13 @@ def joined(remote: Remote, which: str, *, logs: Path, within_s: float = _JOIN_S)
 
 def gone(remote: Remote, which: str, *, within_s: float) -> EngineStatus:
     """Wait until the engine is out; raises DeadlineError when it is not in time."""
-    return _until(remote, which, lambda engine: engine.state == "expelled", within_s, "be out", "")
+    return _until(remote, which, lambda engine: engine.state == "expelled", within_s, "be out", None)
 
 
 def _until(
-    remote: Remote, which: str, reached: Callable[[EngineStatus], bool], within_s: float, what: str, hint: str
+    remote: Remote, which: str, reached: Callable[[EngineStatus], bool], within_s: float, what: str, logs: Path | None
 ) -> EngineStatus:
+    hint = "" if logs is None else f"; see {logs}"
     deadline = time.monotonic() + within_s
     lifecycle = "not heard of"
     while time.monotonic() < deadline:
@@ -74,9 +73,17 @@ def _until(
                 if reached(engine):
                     return engine
         if lifecycle == "not heard of" and which in status.to_stop:
-            raise UserError(f"{which} did not come, and the run goes on without it{hint}")
+            raise UserError(f"{which} did not come, and the run goes on without it{_last_word(which, logs)}{hint}")
         time.sleep(_POLL_S)
     raise DeadlineError(f"{which} should {what} within {within_s:g} s, and is {lifecycle}{hint}")
+
+
+def _last_word(which: str, logs: Path | None) -> str:
+    """The sentence with which its log ends, if it does, and is here: what a user can mend."""
+    log = None if logs is None else logs / f"{which}.log"
+    lines = log.read_text(errors="replace").splitlines() if log is not None and log.is_file() else []
+    sentence = lines[-1].removeprefix("pipelinerl: ") if lines else ""
+    return f": {sentence}" if lines and sentence != lines[-1] else ""
 
 
 def _row(name: str, type: str, lifecycle: str, version: str, running: str, waiting: str, rate: str, url: str) -> str:

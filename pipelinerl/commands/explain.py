@@ -74,15 +74,15 @@ def show(
         UserError: the choice is neither, a file is no such file, or lacks a column that the objective reads; the step
             is not recorded, or its rollouts are not kept any more.
     """
-    given, no_signal = _objective_of(choice, overrides)
-    objective, preset = resolve(given), PRESETS[preset_of(given)]
-    changed = objective != preset.objective
+    given, no_signal, max_tokens = _objective_of(choice, overrides)
+    objective, preset = resolve(given, max_tokens=max_tokens), PRESETS[preset_of(given)]
+    changed = objective != resolve(preset_of(given), max_tokens=max_tokens)
     console.print(f"[bold]{preset_of(given)}[/]{' with changes' if changed else ''}: {preset.source}", highlight=False)
     if preset.note:
         console.print(preset.note, highlight=False)
     console.print(f"\n{FORMULA}\n", highlight=False, markup=False)
     console.print(_slots(objective))
-    passes = [f"{name} ({COSTS[name]})" for name in sorted(objective.passes)]
+    passes = [f"{name} ({COSTS[name]})" for name in sorted(objective.passes | objective.needs)]
     console.print("\nneeds " + ("; ".join(passes) or "nothing but the step's own forward and backward pass"))
     console.print(f"groups whose rewards are all equal: {no_signal}")
     if files:
@@ -116,12 +116,12 @@ def read(path: Path, group: int = 0) -> list[ScoredRollout]:
     return [_of_json(entry, f"{path}: rollouts.{number}", group) for number, entry in enumerate(entries)]
 
 
-def _objective_of(choice: str, overrides: Sequence[str]) -> tuple[str | dict[str, Any], NoSignal]:
-    """What `resolve` reads, and what becomes of groups without signal."""
+def _objective_of(choice: str, overrides: Sequence[str]) -> tuple[str | dict[str, Any], NoSignal, int | None]:
+    """What `resolve` reads, what becomes of groups without signal, and the most tokens of an answer if it is said."""
     if choice in PRESETS:
         if overrides:
             raise UserError(f"{choice} is a preset, and {overrides[0]} changes a recipe; name a recipe instead")
-        return choice, no_signal_of(choice)
+        return choice, no_signal_of(choice), None
     shipped = sorted(path.stem for path in recipes.RECIPES.glob("*.toml"))
     if choice not in shipped and not Path(choice).is_file():
         raise UserError(
@@ -129,7 +129,8 @@ def _objective_of(choice: str, overrides: Sequence[str]) -> tuple[str | dict[str
             f"one of {', '.join(shipped)}"
         )
     config = recipes.load(choice, overrides)
-    return config.objective, config.training.no_signal or no_signal_of(config.objective)
+    no_signal = config.training.no_signal or no_signal_of(config.objective)
+    return config.objective, no_signal, config.sampling.max_tokens
 
 
 def _slots(objective: PolicyObjective) -> Table:

@@ -24,6 +24,7 @@ from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles.workers import started
 from pipelinerl.training.checkpoints import checkpoint
+from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.replay import COMPARED, RecordedStep, Replay, ReplayedStep
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 
@@ -87,7 +88,7 @@ def _other(config: RunConfig, preset: str) -> PolicyObjective:
     Raises:
         UserError: there is none of that name, or the run has not kept what it needs.
     """
-    chosen = resolve(preset)
+    chosen = resolve(preset, max_tokens=config.sampling.max_tokens)
     lacking = sorted((chosen.passes - objective_of(config).passes) & _OTHER_WEIGHTS)
     if lacking:
         raise UserError(f"{preset} needs {' and '.join(lacking)}, for which this run has no weights; choose another")
@@ -100,7 +101,7 @@ def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
     return steps[version]
 
 
-def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, checkpoint.TrainingState]:
+def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, TrainingState]:
     """The newest whole checkpoint before the step; the run's own beginning where nothing was trimmed yet."""
     for path in reversed(checkpoints_of(config, run_dir).all()):
         try:
@@ -110,7 +111,7 @@ def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Pat
             continue
         if state.model_version < step:
             return path, state
-    return None, checkpoint.TrainingState(model_version=0, epoch=0, offsets={}, ledger={}, controller={})
+    return None, TrainingState(model_version=0, epoch=0, offsets={}, ledger={}, controller={})
 
 
 def _verdict(replayed: ReplayedStep) -> str:

@@ -1,8 +1,9 @@
 """`RunConfig`: a run, as a TOML recipe. Read once, resolved, validated, frozen.
 
 A recipe may begin with `base = "other.toml"` (a path beside it, or the name of a shipped recipe) and change only what
-differs. Overrides `section.key=value` come last. Every error names the path of the field; types are never guessed: text
-is no number, `true` is no 1, and no number is infinite but k.
+differs. Overrides `section.key=value` come last; `config_layers` says what a change leaves of the layers below. Every
+error names the path of the field; types are never guessed: text is no number, `true` is no 1, and no number is infinite
+but k.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from inference_contract.schemas import Backend, Transport
+from pipelinerl import registry
+from pipelinerl.config.layers import merged, overridden
 from pipelinerl.config.learning import (
     CriticSection,
     KLControlSection,
@@ -145,6 +148,19 @@ class RunConfig(Section):
         """Groups that make a step."""
         return self.training.rollouts_per_step // self.sampling.group_size
 
+    def gpus_of_engine(self, type: str | None = None) -> int:
+        """How many GPUs an engine takes (of another type than the recipe's) where there are any."""
+        on_host = self.engine.device is Device.CPU or (type or self.engine.type) in registry.ON_THE_HOST
+        return 0 if on_host else self.engine.devices
+
+    @property
+    def gpus_of_trainer(self) -> int:
+        """How many GPUs the trainer takes where there are any: one, or what its mesh is made of."""
+        if self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST:
+            return 0
+        mesh = self.trainer.options.get("mesh", {})  # the JAX trainer's, which checks it
+        return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1
+
     @property
     def servers_to_start(self) -> int:
         """Parameter servers that the launcher starts: where weights are pulled, and none is named."""
@@ -163,10 +179,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         RecipeError: with the path of the field, what was expected and what came.
     """
-    table = _read(_locate(str(recipe), beside=None))
-    for override in overrides:
-        _apply(table, override)
-    return parse(table)
+    return parse(overridden(_read(_locate(str(recipe), beside=None)), overrides))
 
 
 def parse(table: Mapping[str, Any]) -> RunConfig:
@@ -205,37 +218,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = table.pop("base", None)
     if base is None:
         return table
-    return _merge(_read(_locate(str(base), beside=path), (*above, path.resolve())), table)
-
-
-def _merge(base: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in change.items():
-        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both_tables else value
-    return merged
-
-
-def _apply(table: dict[str, Any], override: str) -> None:
-    path, separator, text = override.partition("=")
-    if not separator or not path.strip():
-        raise RecipeError(f"an override must read section.key=value, got {override!r}")
-    *sections, key = path.strip().split(".")
-    node = table
-    for section in sections:
-        child = node.setdefault(section, {})
-        if not isinstance(child, dict):
-            raise RecipeError(f"{path.strip()}: {section} is not a table")
-        node = child
-    node[key] = _literal(text.strip())
-
-
-def _literal(text: str) -> Any:
-    """A TOML value, or the text itself when it is not one, so that shells need no double quoting."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    return merged(_read(_locate(str(base), beside=path), (*above, path.resolve())), table)
 
 
 def _sentences(error: ValidationError) -> str:

@@ -14,7 +14,7 @@ from pipelinerl.controller.state.knobs import COLDEST, HOTTEST
 from pipelinerl.engines.options import WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
-from trainer_contract.types import Device, HeadPrecision, Precision
+from trainer_contract.types import Device, HeadPrecision, Precision, WeightDType
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 
@@ -36,6 +36,8 @@ class RunSection(Section):
     """End early once an evaluation reaches this held-out accuracy."""
     stall_s: float = Field(default=120.0, gt=0)
     """When nothing has got on for so long, an event and the controller's log say what the run waits for."""
+    engine_timeout_s: float = Field(default=300.0, gt=0)
+    """The run ends, its state saved, when no engine has been alive for so long."""
 
 
 class ModelSection(Section):
@@ -52,6 +54,13 @@ class ModelSection(Section):
         return MODELS / name if name != self.path else Path(self.path).expanduser()
 
 
+#: Above 0 and at most 1.
+MemoryShare = Annotated[float, Field(gt=0, le=1)]
+
+#: Places in the list of the GPUs that the run may use.
+DeviceIndices = tuple[Annotated[int, Field(ge=0)], ...]
+
+
 class EngineSection(Section):
     """Inference servers."""
 
@@ -60,7 +69,8 @@ class EngineSection(Section):
     slots: int = Field(default=128, ge=1)
     max_waiting: int = Field(default=4096, ge=1)
     context_length: int = Field(default=512, ge=2)
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto"] | WeightDType = "auto"
+    """Of weights, cache and arithmetic; `auto` is the model directory's."""
     weights: WeightFormat = WeightFormat.NATIVE
     """How linear layers are kept: as they come, or quantised (`int8`)."""
     device: Device = Device.AUTO
@@ -68,16 +78,25 @@ class EngineSection(Section):
     """How many devices share one engine's model (types jax and vllm)."""
     servers: tuple[BaseUrl, ...] = ()
     """Base URLs of the servers that engines of the types vllm_server and sglang_server stand for, one for each."""
+    memory_share: MemoryShare | None = None
+    """Most of each GPU's memory that one engine takes; by default what `launch/placement.py` divides, or all."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of this type of engine alone, which checks them: for vllm, fields of its `AsyncEngineArgs`."""
     on_update: OnUpdate = OnUpdate.CONTINUE
 
 
 class ActorSection(Section):
-    """Loops around the engines."""
+    """Loops around the engines.
+
+    What an engine samples reaches the actor every `stream_interval_s`, so that another can go on with it; with 0 an
+    answer comes when it is whole, and an engine that dies takes what it had with it.
+    """
 
     count: int = Field(default=1, ge=1)
     groups_in_flight: int = Field(default=32, ge=1)
     attempts: int = Field(default=4, ge=1)
     timeout_s: float = Field(default=300.0, gt=0)
+    stream_interval_s: float = Field(default=1.0, ge=0, le=3600)
 
 
 class SamplingSection(Section):
@@ -118,10 +137,12 @@ class TrainerSection(Section):
     micro_batch_tokens: int = Field(default=16384, ge=2)
     options: dict[str, Any] = Field(default_factory=dict)
     """Of this type of trainer alone, which checks them: for jax, `mesh` and what else `JaxOptions` lists."""
+    memory_share: MemoryShare | None = None
+    """Most of each GPU's memory that the trainer takes, as `engine.memory_share`."""
 
 
 class StalenessSection(Section):
-    """The bounds j and k (RLAX §4.2), by preset or by number."""
+    """The bounds j and k (RLAX §3.1), by preset or by number."""
 
     preset: str | None = None
     j: int | None = None
@@ -223,6 +244,8 @@ class WeightsSection(Section):
     """What carries a broadcast: gloo by way of the hosts' memory, nccl from GPU to GPU, each of which is one rank's."""
     host: Annotated[str, Field(min_length=1)] | None = None
     """Address of the trainer's machine at which engines meet for a broadcast; by default the one that faces them."""
+    dtype: WeightDType | None = None
+    """In which they travel, whatever an engine keeps them in; by default the model directory's."""
     timeout_s: float = Field(default=120.0, gt=0, le=3600)
     """Longest that a publication may take. An engine that is not reached within it gets the next one."""
 
@@ -265,6 +288,10 @@ class LaunchSection(Section):
 
     threads: int = Field(default=1, ge=1)
     pin: Literal["auto", "none"] = "auto"
+    engine_devices: tuple[DeviceIndices, ...] = ()
+    """GPUs of each engine, such as [[0, 1], [2, 3]]; by default the first, apart from the trainer's."""
+    trainer_devices: DeviceIndices = ()
+    """GPUs of the trainer; by default the last."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     restarts: int = Field(default=3, ge=0)
     grace_s: float = Field(default=5.0, gt=0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.errors import ModelError
 from pipelinerl.weights.pull import PullSource
@@ -37,6 +39,8 @@ class EngineOptions:
         head_precision: of the output layer; the trainer's must be the same.
         device: `auto`, `cpu` or `cuda`.
         devices: how many of them share one engine's model.
+        memory_share: most of each GPU's memory that the engine takes; None sets no bound. On a CPU it takes none.
+        options: of this engine type alone, for the library that computes.
         threads: CPU threads for the model; None leaves the library's default.
         seed: keys the noise of requests that name no seed.
         pull: fetches weights from parameter servers; None does not offer the transport `pull`.
@@ -53,6 +57,8 @@ class EngineOptions:
     head_precision: HeadPrecision = HeadPrecision.MODEL
     device: str = "auto"
     devices: int = 1
+    memory_share: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     threads: int | None = None
     seed: int = 0
     pull: PullSource | None = None
@@ -62,3 +68,15 @@ class EngineOptions:
         """Raise `ModelError` if the model is to be shared by several devices, which `engine` cannot."""
         if self.devices != 1:
             raise ModelError(f"{engine} runs its model on one device, got engine.devices={self.devices}; say 1")
+
+    def check_no_options(self, engine: str) -> None:
+        """Raise `ModelError` if there are options for a library that `engine` does not drive."""
+        if self.options:
+            raise ModelError(f"{engine} knows no options, got engine.options {', '.join(self.options)}; remove them")
+
+    def check_no_memory_share(self, engine: str) -> None:
+        """Raise `ModelError` if a GPU's memory is bounded, which `engine` takes nothing of."""
+        if self.memory_share is not None:
+            raise ModelError(
+                f"{engine} takes no GPU's memory, got engine.memory_share={self.memory_share:g}; leave it out"
+            )

@@ -9,17 +9,21 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from trainer_contract.types import WeightDType
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: Longest header that safetensors itself reads, in bytes.
+_LONGEST_HEADER: Final = 100_000_000
 DTypeName = Literal["float32", "bfloat16", "float16"]
 #: What is loaded: the language model, or its layers alone, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]
@@ -34,6 +38,11 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
     if not path.is_dir():
         raise ModelError(f"expected a model directory at {path}, found nothing there; give the path of a local one")
     weights = sorted(path.glob("*.safetensors"))
+    if not weights and (pickled := sorted(path.glob("pytorch_model*.bin"))):
+        raise ModelError(
+            f"{path} has its weights in {pickled[0].name} alone, a pickle, which may run code and is not read; save "
+            "them as safetensors: transformers' AutoModelForCausalLM.from_pretrained(…).save_pretrained(…) does it"
+        )
     missing = [name for name in needs if not (path / name).is_file()]
     if not weights:
         missing.append("*.safetensors")
@@ -53,6 +62,67 @@ def model_type(path: Path) -> str:
         raise ModelError(
             f"{path / 'config.json'} must be a JSON object that names a model_type; copy it again"
         ) from None
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that hold the model's weights: those of the index, or the one, or whatever safetensors there are.
+
+    Others may lie beside them, such as the same weights once more in their maker's own format.
+
+    Raises:
+        ModelError: the index is damaged, or names a file that is not there.
+    """
+    index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
+    if not index.is_file():
+        return [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{index} must be a JSON object with a weight_map; copy it again") from None
+    if absent := [name for name in names if not (path / name).is_file()]:
+        raise ModelError(f"{path} lacks {', '.join(absent)}, which its index names; copy the model again")
+    return [path / name for name in names]
+
+
+def model_dtype(path: Path) -> WeightDType:
+    """What the directory keeps its weights in: as config.json says, or else what most bytes of its files are of.
+
+    Some parameters may be kept in another; whoever loads the model makes all of them of this one.
+
+    Raises:
+        ModelError: it is something that weights are not served in, such as eight bits; or nothing can be read.
+    """
+    try:
+        table = json.loads((path / "config.json").read_text())
+        text = table.get("text_config") or {}
+        named = [part.get(key) for part in (table, text) for key in ("dtype", "torch_dtype")]
+        said = next((str(name).removeprefix("torch.") for name in named if name), None) or _stored_dtype(path)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path / 'config.json'} must be a JSON object: {error}; copy it again") from None
+    try:
+        return WeightDType(said)
+    except ValueError:
+        raise ModelError(
+            f"{path} keeps its weights in {said}; expected {', '.join(WeightDType)}: save the model in one of these"
+        ) from None
+
+
+def _stored_dtype(path: Path) -> str:
+    """The dtype of most bytes, by the headers of the files alone: eight bytes of length, then JSON."""
+    sizes: Counter[str] = Counter()
+    for file in weight_files(path):
+        try:
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    start, end = tensor["data_offsets"]
+                    sizes[tensor["dtype"]] += end - start
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{file} is no safetensors file: {error}; copy it again") from None
+    code = max(sizes, key=lambda each: sizes[each], default="F32")
+    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(code, code)
 
 
 def vocab_size(path: Path) -> int | None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import model_dtype
 
 #: Stands for the layer's number in names.
 LAYER: Final = "model.layers.*."
@@ -187,7 +188,7 @@ def _parsed(table: Mapping[str, Any], *, where: Path) -> DecoderConfig:
         output_bias=attention_bias,
         mlp_bias=bool(table.get("mlp_bias", False)) and model_type == "llama",
         qk_norm=qk_norm,
-        dtype=str(table.get("dtype") or table.get("torch_dtype") or "float32"),
+        dtype=str(model_dtype(where.parent)),
     )
 
 

@@ -1,17 +1,21 @@
 """`ChatTokenizer`: the tokenizer of a model directory, with its chat template. Read from disk, never from the network.
 
-Promises that decoding is exact (special tokens are shown, nothing is cleaned up), and that the incremental detokenizer
-emits whole characters only, whose concatenation equals decoding everything at once.
+The one place where text becomes tokens. Promises that a template may write control tokens and contents may not
+(`control_tokens`), and that a chat which spells none is encoded as the tokenizer's own `apply_chat_template` does it;
+that decoding is exact (special tokens are shown, nothing is cleaned up), and that the incremental detokenizer emits
+whole characters only, whose concatenation equals decoding everything at once.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from pipelinerl.errors import ModelError
+from pipelinerl.models.control_tokens import ContentGuard, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -84,22 +88,46 @@ class ChatTokenizer:
     def encode_chat(self, messages: Sequence[ChatTurn]) -> list[int]:
         """Token ids of the rendered conversation, the opening of the assistant's turn included.
 
-        Raises:
-            ModelError: the model has no chat template, or it refuses the messages.
-        """
-        from jinja2 import TemplateError
+        A control token that a content spells comes out as plain text.
 
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        except (ValueError, TemplateError) as error:
-            raise ModelError(f"the chat template cannot render {len(turns)} messages: {error}") from error
-        return self.encode(str(text))
+        Raises:
+            ModelError: the model has no chat template, it refuses the messages, or a spelling cannot be followed.
+        """
+        return self._contents.encode_chat([{"role": message.role, "content": message.content} for message in messages])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` as it is: role tokens in it are recognised, none are added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        """Token ids of `text` as the assistant's content: no control token that structures a chat comes out.
+
+        Raises:
+            ModelError: the text spells one and has no plain form.
+        """
+        return self._contents.encode_content(text, role="assistant")
+
+    @cached_property
+    def _contents(self) -> ContentGuard:
+        """Made when it is first needed, for it renders the template."""
+        tokenizer = self._tokenizer
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        try:
+            template = str(tokenizer.get_chat_template())
+        except ValueError:
+            template = ""  # then there are no chats to encode, only contents
+        return ContentGuard(
+            backend, template=template, render=self._render, ends=self._eos_token_ids, unknown=tokenizer.unk_token_id
+        )
+
+    def _render(self, turns: Sequence[Turn], opens: bool) -> str:
+        """The template's text; `opens` adds the opening of the assistant's turn."""
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(list(turns), add_generation_prompt=opens, tokenize=False)
+        except (ValueError, TemplateError) as error:
+            raise ModelError(f"the chat template cannot render {len(turns)} messages: {error}") from error
+        return str(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included."""

@@ -1,25 +1,34 @@
 """Log-probs of tokens from hidden states, in JAX: fp32 softmax, without ever holding all logits of a big vocabulary.
 
-Agrees with the definition in `logprobs`. Works on logits whose vocabulary is divided over devices: the token's logit is
-picked by comparison, not by an index into another device's part.
+Agrees with the definition in `logprobs`, also in the measures of the whole distribution. Works on logits whose
+vocabulary is divided over devices: the token's logit is picked by comparison, not by an index into another's part.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from trainer_contract.types import HeadMeasure
+
 #: Logits of one device held at once: 64 MiB in fp32. What fits is computed in one piece, without recomputation.
 LOGITS_AT_ONCE: Final = 2**24
 
 
-def token_logprobs(
-    hidden: Array, head: Array, token_ids: Array, temperatures: Array, *, logits_at_once: int = LOGITS_AT_ONCE
+def token_predictions(
+    hidden: Array,
+    head: Array,
+    token_ids: Array,
+    temperatures: Array,
+    *,
+    measures: tuple[HeadMeasure, ...] = (),
+    logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Array:
-    """Log-probs f32 [R, C] of the tokens that the hidden states predict.
+    """f32 [1 + M, R, C]: log-probs of the tokens that the hidden states predict, and M measures of their distributions.
 
     Beyond `logits_at_once` logits the work is done in pieces of columns, whose logits the backward pass computes again.
 
@@ -28,24 +37,37 @@ def token_logprobs(
         head: [V, D], the output embedding.
         token_ids: i32 [R, C]; the token at [r, c] is predicted by hidden[r, c].
         temperatures: f32 [R, C].
+        measures: computed only where they are asked for.
     """
     rows, columns, _ = hidden.shape
     pieces = 1
     while columns % (2 * pieces) == 0 and rows * (columns // pieces) * head.shape[0] > logits_at_once:
         pieces *= 2
+    compute = partial(_piece, measures)
     if pieces == 1:
-        return _piece(head, hidden, token_ids, temperatures)
+        return compute(head, hidden, token_ids, temperatures)
 
     def split(array: Array) -> Array:
         return jnp.moveaxis(array.reshape(rows, pieces, columns // pieces, *array.shape[2:]), 1, 0)
 
-    piece = jax.checkpoint(_piece, policy=jax.checkpoint_policies.nothing_saveable)
+    piece = jax.checkpoint(compute, policy=jax.checkpoint_policies.nothing_saveable)
     done = lax.map(lambda part: piece(head, *part), (split(hidden), split(token_ids), split(temperatures)))
-    return jnp.moveaxis(done, 0, 1).reshape(rows, columns)
+    return jnp.moveaxis(done, 0, 2).reshape(1 + len(measures), rows, columns)
 
 
-def _piece(head: Array, hidden: Array, token_ids: Array, temperatures: Array) -> Array:
+def _piece(
+    measures: tuple[HeadMeasure, ...], head: Array, hidden: Array, token_ids: Array, temperatures: Array
+) -> Array:
     logits = jnp.einsum("rcd,vd->rcv", hidden, head, preferred_element_type=jnp.float32)
     logits = logits / temperatures[..., None]
     chosen = token_ids[..., None] == jnp.arange(head.shape[0])
-    return jnp.where(chosen, logits, 0.0).sum(axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    logprobs = jnp.where(chosen, logits, 0.0).sum(axis=-1) - normaliser
+    return jnp.stack([logprobs, *(_measured(measure, logits, normaliser) for measure in measures)])
+
+
+def _measured(measure: HeadMeasure, logits: Array, normaliser: Array) -> Array:
+    if measure is HeadMeasure.MEAN_LOGPROB:
+        return logits.mean(axis=-1) - normaliser
+    logprobs = logits - normaliser[..., None]  # first, since the normaliser less Σ π·logits would cancel
+    return -(jnp.exp(logprobs) * logprobs).sum(axis=-1)

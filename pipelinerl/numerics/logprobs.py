@@ -1,7 +1,7 @@
 """Log-probs of tokens from logits: the definition, in numpy, in the precision of the logits.
 
 log π(token) = z[token] − logsumexp(z), z = logits / temperature, the temperature applied once. `torch_logprobs`
-computes the same from hidden states without holding all logits at once.
+computes the same from hidden states without holding all logits at once. So with the measures of a whole distribution.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from trainer_contract.types import HeadMeasure
 
 Floats = NDArray[np.floating[Any]]
 
@@ -24,3 +26,18 @@ def log_softmax(logits: Floats, temperatures: Floats) -> Floats:
 def token_logprobs(logits: Floats, token_ids: NDArray[np.integer], temperatures: Floats) -> Floats:
     """Log-probs [N] of `token_ids` [N] under logits [N, V] at temperatures [N]."""
     return np.asarray(log_softmax(logits, temperatures)[np.arange(len(token_ids)), token_ids])
+
+
+def measured(measure: HeadMeasure, logprobs: Floats) -> Floats:
+    """The measure [N] of distributions with log-probs [N, V]."""
+    if measure is HeadMeasure.MEAN_LOGPROB:
+        return np.asarray(logprobs.mean(axis=-1))
+    return np.asarray(-(np.exp(logprobs) * logprobs).sum(axis=-1))
+
+
+def measure_slopes(measure: HeadMeasure, logprobs: Floats) -> Floats:
+    """d measure / dz, [N, V], z = logits/temperature: 1/V − π of the mean log-prob, −π(log π + H) of the entropy."""
+    probabilities = np.exp(logprobs)
+    if measure is HeadMeasure.MEAN_LOGPROB:
+        return np.asarray(1.0 / logprobs.shape[-1] - probabilities)
+    return np.asarray(-probabilities * (logprobs + measured(measure, logprobs)[:, None]))

@@ -16,6 +16,8 @@ from typing import Final, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelinerl.objective.tokens import column_of
+
 Ints = NDArray[np.integer]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -64,7 +66,8 @@ class Scale(StrEnum):
 
     NONE = "none"
     STD = "std"
-    """Standard deviation of the group (that of the population, divisor G) + `epsilon`. GRPO."""
+    """Standard deviation of the group + `epsilon`. GRPO. That of the population: the divisor is G (ddof 0), where
+    torch's own `std` divides by G − 1 and gives √((G − 1)/G) of these advantages."""
     BATCH = "batch"
     """The difference is normalised over the batch's tokens: `whitened`. REINFORCE++, Eq. 12."""
 
@@ -89,8 +92,8 @@ class GroupRelative:
         others = {Baseline.NONE: "", Baseline.MEAN: " − mean_g R", Baseline.LEAVE_ONE_OUT: " − mean_{g∖i} R"}
         difference = f"R_i{others[self.baseline]}"
         if self.scale is Scale.BATCH:
-            return f"whiten_batch({difference})"
-        return f"({difference}) / (std_g R + {self.epsilon:g})" if self.scale is Scale.STD else difference
+            return f"whiten_batch({difference}){_DDOF}"
+        return f"({difference}) / (std_g R + {self.epsilon:g}){_DDOF}" if self.scale is Scale.STD else difference
 
     def advantages(
         self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
@@ -143,7 +146,7 @@ class GroupFiltered:
     @property
     def formula(self) -> str:
         """As `Advantage`."""
-        return f"1[i ∈ S]·(R_i − mean_S R) / (std_S R + {self.epsilon:g}),  S = the {self.keep} by {self.metric}"
+        return f"1[i ∈ S]·(R_i − mean_S R) / (std_S R + {self.epsilon:g}),  S = the {self.keep} by {self.metric}{_DDOF}"
 
     def advantages(
         self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
@@ -245,16 +248,19 @@ class GAE:
 
         The TD(λ) return; `groups` is there so that both methods are called alike.
         """
-        values = np.asarray(columns["values"], np.float64)
+        values = np.asarray(column_of(columns, "values"), np.float64)
         return self._raw(rewards, lengths, valid, columns) + values * np.repeat(valid, lengths)
 
     def _raw(self, rewards: Floats, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]) -> Floats:
-        values = np.asarray(columns["values"], np.float64)
+        values = np.asarray(column_of(columns, "values"), np.float64)
         following = np.append(values[1:], 0.0)[: values.size]
         following[ends_of(lengths)] = 0.0
         surprise = token_rewards(rewards, lengths, valid, self.kl, columns) + self.discount * following - values
         return discounted(surprise, lengths, self.discount * self.trace) * np.repeat(valid, lengths)
 
+
+#: Which standard deviation is meant.
+_DDOF: Final = ",  std with ddof 0"
 
 _KL_COLUMNS: Final = frozenset({"old_logprobs", "ref_logprobs"})
 
@@ -275,7 +281,9 @@ def token_rewards(rewards: Floats, lengths: Ints, valid: Bools, kl: float, colum
     """r [N]: the reward at the last token of each judged rollout, less kl·(log π_old − log π_ref) at every token."""
     earned = np.zeros(int(lengths.sum()))
     earned[ends_of(lengths)] = np.where(valid, rewards, 0.0)[lengths > 0]
-    return earned - kl * (columns["old_logprobs"] - columns["ref_logprobs"]) if kl else earned
+    if not kl:
+        return earned
+    return np.asarray(earned - kl * (column_of(columns, "old_logprobs") - column_of(columns, "ref_logprobs")))
 
 
 def discounted(amounts: Floats, lengths: Ints, factor: float) -> Floats:
@@ -289,7 +297,7 @@ def discounted(amounts: Floats, lengths: Ints, factor: float) -> Floats:
 
 
 def whitened(amounts: Floats, judged: Bools, epsilon: float) -> Floats:
-    """(a − mean) / (std + epsilon) over the tokens that are judged, [N]; 0 elsewhere."""
+    """(a − mean) / (std + epsilon) over the tokens that are judged, [N]; 0 elsewhere. std has ddof 0."""
     if not judged.any():
         return np.zeros_like(amounts)
     mean, deviation = amounts[judged].mean(), amounts[judged].std()
@@ -297,7 +305,7 @@ def whitened(amounts: Floats, judged: Bools, epsilon: float) -> Floats:
 
 
 def _whitening(text: str, whitening: Whitening) -> str:
-    return f"whiten_batch({text})" if whitening is Whitening.BATCH else text
+    return f"whiten_batch({text}){_DDOF}" if whitening is Whitening.BATCH else text
 
 
 def _reward_formula(kl: float) -> str:

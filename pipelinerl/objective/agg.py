@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelinerl.errors import UserError
+
 Ints = NDArray[np.integer]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
+
+
+class Length(StrEnum):
+    """A length that the run says, not the algorithm."""
+
+    MAX_TOKENS = "max_tokens"
+    """L_max: the most tokens that an answer may have, `sampling.max_tokens`."""
 
 
 class Aggregation(Protocol):
@@ -96,15 +106,22 @@ class Sequences:
     `length` 1 is PipelineRL's normalisation (the number of sequences alone), `length` = L_max is Dr. GRPO's.
     """
 
-    length: float = 1.0
+    length: float | Length = 1.0
 
     @property
     def formula(self) -> str:
         """As `Aggregation`."""
+        if isinstance(self.length, Length):
+            return "1/(B·L_max)"
         return "1/B" if self.length == 1.0 else f"1/(B·{self.length:g})"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """See `Aggregation`."""
+        if isinstance(self.length, Length):
+            raise UserError(
+                f"agg.length is {self.length}, the most tokens of an answer, which a recipe says (sampling.max_tokens) "
+                "and nobody has said here; give max_tokens, or a number as agg.length"
+            )
         counted = valid & (lengths > 0)
         return _inverse(np.full(lengths.shape, self.length * counted.sum()), counted)
 

@@ -1,7 +1,8 @@
 """The named algorithms: one entry each, five slots with the paper and the equation they come from.
 
-Where a paper and RLAX's appendix A differ, the paper is followed and the note says so. What depends on a run (L_max, a
-cap, β) has a default that a recipe changes. No preset but those whose entry says so costs a forward pass.
+Where a paper and RLAX's appendix A differ, the paper is followed and the note says so. RLAX's sections and equations
+are numbered as in its English text. What depends on a run (L_max, a cap, β) has a default that a recipe changes. No
+preset but those whose entry says so costs a forward pass.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from pipelinerl.objective.adv import (
     Scale,
     Whitening,
 )
-from pipelinerl.objective.agg import Aggregation, Batch, Group, Sequences, Trajectory
+from pipelinerl.objective.agg import Aggregation, Batch, Group, Length, Sequences, Trajectory
 from pipelinerl.objective.grad1 import ClippedRatio, GeometricRatio, LogProb, PolicyTerm, SequenceRatio
-from pipelinerl.objective.grad2 import CappedRatio, Estimator, KLPenalty, NoRegularizer, Regularizer
+from pipelinerl.objective.grad2 import Estimator, KLPenalty, LogBarrier, NoRegularizer, Regularizer
 from pipelinerl.objective.is_weight import (
     ImportanceWeight,
     Outside,
@@ -71,14 +72,14 @@ def _slots(
 _SCORE_FUNCTION: Final[Mapping[str, Preset]] = {
     "reinforce": Preset(
         _slots(Sequences(), SequenceWeight(), _MEAN, LogProb()),
-        "Williams 1992; RLAX appendix A, from the objective of §1",
+        "Williams 1992; RLAX §2, Eq. 2, and appendix A",
         "Σ_t log π_θ(o_t) is log π_θ(o_i): the sum over tokens is the sequence's own term. The weight is the product "
         "of all ratios, without bounds.",
     ),
     "reinforce_token": Preset(
-        _slots(Sequences(length=256.0), TokenRatio(), _MEAN, LogProb()),
-        "RLAX (Apple 2025) appendix A, token-level REINFORCE",
-        "agg.length is L_max.",
+        _slots(Sequences(length=Length.MAX_TOKENS), TokenRatio(), _MEAN, LogProb()),
+        "RLAX (Apple 2025) appendix A, Eq. 9: token-level REINFORCE",
+        "agg.length is L_max: sampling.max_tokens, unless the recipe says a number.",
     ),
     "rloo": Preset(
         _slots(
@@ -94,13 +95,13 @@ _SCORE_FUNCTION: Final[Mapping[str, Preset]] = {
     ),
     "cispo": Preset(
         _slots(Group(), TokenRatio(high=5.0), GroupRelative(), LogProb()),
-        "MiniMax-M1 2025, Eq. 4 and 5",
+        "MiniMax-M1 2025, Eq. 4 and 5; RLAX appendix A, Eq. 10",
         "The paper sets no lower bound in effect (§3.1) and does not publish 1 + ε_high; 5 is ScaleRL's (2025) choice. "
         "is_weight.low and is_weight.high are the bounds.",
     ),
     "llamarl": Preset(
         _slots(Sequences(), TokenRatio(high=4.0), _MEAN, LogProb()),
-        "LlamaRL (Wu et al. 2025), AIPO: min(π_θ/μ, ρ)·A·∇log π_θ",
+        "LlamaRL (Wu et al. 2025), AIPO: min(π_θ/μ, ρ)·A·∇log π_θ; RLAX appendix A",
         "is_weight.high is ρ, for which the paper recommends 2 to 10.",
     ),
     "topr": Preset(
@@ -110,39 +111,40 @@ _SCORE_FUNCTION: Final[Mapping[str, Preset]] = {
         "baseline c), so that rewards of 0 and 1 have two signs. adv.baseline = 'none' takes the rewards as they are.",
     ),
     "agarwal": Preset(
-        _slots(Sequences(length=256.0), TokenRatio(), _MEAN, LogProb(), CappedRatio()),
-        "RLAX appendix A: token-level REINFORCE with GradTerm2 = min{r, ρ}, after Agarwal et al. 2021, Eq. 12",
-        "grad2.cap is ρ, grad2.beta its weight (1 as RLAX prints it); agg.length is L_max.",
+        _slots(Sequences(length=Length.MAX_TOKENS), TokenRatio(), _MEAN, LogProb(), LogBarrier()),
+        "Agarwal et al. 2021, Eq. 12: log barrier regularisation; RLAX appendix A, beside token-level REINFORCE",
+        "grad2.beta is λ, which the paper leaves open. RLAX prints min{r, ρ} as this term; that is LlamaRL's weight "
+        "(preset llamarl), and as a term to ascend it would favour whatever was sampled.",
     ),
 }
 
 _CLIPPED: Final[Mapping[str, Preset]] = {
     "ppo": Preset(
         _slots(Trajectory(), Unweighted(), GAE(), ClippedRatio()),
-        "Schulman et al. 2017, Eq. 7, with the advantages of Schulman et al. 2016, Eq. 16; RLAX Eq. 2",
+        "Schulman et al. 2017, Eq. 7, with the advantages of Schulman et al. 2016, Eq. 16; RLAX §2",
         "Needs a critic (values).",
     ),
     "grpo": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio()),
-        "DeepSeekMath (Shao et al. 2024), Eq. 3; RLAX Eq. 5, with β = 0",
+        "DeepSeekMath (Shao et al. 2024), Eq. 3; RLAX §4.2, Eq. 8, with β = 0",
         "grpo_kl is the same with the paper's penalty, which needs a reference.",
     ),
     "grpo_kl": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio(), KLPenalty()),
-        "DeepSeekMath (Shao et al. 2024), Eq. 3 and 4; RLAX Eq. 5",
+        "DeepSeekMath (Shao et al. 2024), Eq. 3 and 4; RLAX §4.2, Eq. 8",
         "Needs the reference's log-probs. K3 is of π_ref/π_θ as in Eq. 4, not of r_{i,t} as RLAX prints.",
     ),
     "dapo": Preset(
         _slots(Group(), Unweighted(), GroupRelative(), ClippedRatio(epsilon_high=0.28)),
-        "Yu et al. 2025, Eq. 8: clip-higher, token-level loss, dynamic sampling (§3.2)",
+        "Yu et al. 2025, Eq. 8: clip-higher, token-level loss, dynamic sampling (§3.2); RLAX §4.2",
         "Groups of equal rewards are dropped and replaced: training.no_signal = 'filter' unless the recipe says "
         "otherwise. Its overlong reward shaping (Eq. 13) is a domain's: see objective.reward.",
         NoSignal.FILTER,
     ),
     "dr_grpo": Preset(
-        _slots(Sequences(length=256.0), Unweighted(), _MEAN, ClippedRatio()),
-        "Liu et al. 2025, §3.2: neither length nor deviation divides",
-        "agg.length is L_max.",
+        _slots(Sequences(length=Length.MAX_TOKENS), Unweighted(), _MEAN, ClippedRatio()),
+        "Liu et al. 2025, §3.2: neither length nor deviation divides; RLAX §4.2",
+        "agg.length is L_max: sampling.max_tokens, unless the recipe says a number.",
     ),
     "gspo": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), SequenceRatio()),
@@ -167,7 +169,7 @@ _CLIPPED: Final[Mapping[str, Preset]] = {
             ClippedRatio(),
             KLPenalty(beta=0.001, estimator=Estimator.K2),
         ),
-        "Hu et al. 2025, REINFORCE++ with baseline, Eq. 11 and 12; RLAX §6.3",
+        "Hu et al. 2025, REINFORCE++ with baseline, Eq. 11 and 12; RLAX §4.2",
         "Needs the reference's log-probs. Without groups: adv = { kind = 'reward_to_go', kl = 0.001, whitening = "
         "'batch' } and grad2 = 'none' (Eq. 8 to 10).",
     ),

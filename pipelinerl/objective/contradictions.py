@@ -1,14 +1,20 @@
-"""Slots that have no meaning beside one another, or alone, each with the sentence that refuses it."""
+"""Slots that have no meaning beside one another, alone, or in a given run, each with the sentence that says so.
+
+What can never mean anything is refused: `contradictions`, and `without_effect` of a run's settings. What means
+something, but seldom what was meant, is a doubt, which `pipelinerl check` tells.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
 
-from pipelinerl.objective.adv import GAE, GroupFiltered, RewardToGo
-from pipelinerl.objective.agg import Sequences, Trajectory
+from pipelinerl.objective.adv import GAE, Baseline, GroupFiltered, GroupRelative, RewardToGo, Scale
+from pipelinerl.objective.agg import Length, Sequences, Trajectory
 from pipelinerl.objective.grad1 import ClippedRatio, GeometricRatio, Level, SequenceRatio
-from pipelinerl.objective.grad2 import CappedRatio
-from pipelinerl.objective.is_weight import SequenceWeight, TokenRatio, ToprWeight
+from pipelinerl.objective.grad2 import Estimator, KLPenalty
+from pipelinerl.objective.is_weight import SequenceWeight, TokenRatio, ToprWeight, Unweighted
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.tokens import Policy
 
@@ -32,12 +38,10 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
 
 
 def _of_ratios(objective: PolicyObjective) -> Iterator[str]:
-    weight, grad1, grad2 = objective.is_weight, objective.grad1, objective.grad2
-    over = grad1.over if isinstance(grad1, ClippedRatio | SequenceRatio | GeometricRatio) else None
+    weight = objective.is_weight
+    over = _over(objective)
     if over is Policy.CURRENT:
         yield "grad1.over must not be current: the ratio of a policy to itself is 1"
-    if isinstance(grad2, CappedRatio) and grad2.over is Policy.CURRENT:
-        yield "grad2.over must not be current: the ratio of a policy to itself is 1"
     if not isinstance(weight, TokenRatio | SequenceWeight | ToprWeight):
         return
     if weight.numerator is weight.denominator:
@@ -64,5 +68,75 @@ def _of_numbers(objective: PolicyObjective) -> Iterator[str]:
         yield f"adv.discount must be at most 1, got {adv.discount}"
     if isinstance(adv, GAE) and adv.trace > 1.0:
         yield f"adv.trace must be at most 1, got {adv.trace}"
-    if isinstance(agg, Sequences) and agg.length <= 0:
+    if isinstance(agg, Sequences) and not isinstance(agg.length, Length) and agg.length <= 0:
         yield f"agg.length must be positive, got {agg.length}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a run says that decides whether a slot does anything.
+
+    Attributes:
+        group_size: rollouts of each group.
+        max_tokens: the most tokens of an answer.
+        step_begins_at: policies with which the current one agrees when a step begins. A batch is one optimizer step, so
+            a ratio over one of them is 1 whenever it is looked at.
+    """
+
+    group_size: int
+    max_tokens: int
+    step_begins_at: frozenset[Policy] = frozenset()
+
+
+def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
+    """A sentence for each slot that would do nothing, or nothing that it is for; it begins with the slot."""
+    adv, size = objective.adv, setting.group_size
+    if isinstance(adv, GroupFiltered) and adv.keep >= size:
+        yield (
+            f"adv.keep ({adv.keep}) must be below sampling.group_size ({size}): as it is every rollout of a group is "
+            "kept, and nothing is filtered"
+        )
+    if isinstance(adv, GroupRelative) and size == 1:
+        if adv.baseline is not Baseline.NONE:
+            yield (
+                f"adv.baseline {adv.baseline} needs groups, and sampling.group_size is 1: every advantage would be 0; "
+                'raise it, or take adv = "reward_to_go" or adv.baseline = "none" with adv.scale = "none"'
+            )
+        elif adv.scale is Scale.STD:
+            yield (
+                "adv.scale std needs groups, and sampling.group_size is 1: the deviation of one reward is 0; raise it, "
+                'or take adv.scale = "batch" or "none"'
+            )
+
+
+def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
+    """A sentence for each slot that is unlikely to do what it is there for; it begins with the slot."""
+    agg, weight, grad2, over = objective.agg, objective.is_weight, objective.grad2, _over(objective)
+    if over in setting.step_begins_at:
+        yield (
+            f"grad1 clips π_θ/π_{over}, which is always 1 here: a batch is one optimizer step, and "
+            "training.old_logprobs = 'recompute' takes π_old from the weights that this step starts from; "
+            "'sampling_weights' makes it the policy that sampled, grad1.over = 'behavior' the sampler's word"
+        )
+    pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
+    if Policy.CURRENT in pair and pair & setting.step_begins_at:
+        yield "is_weight divides by the policy that the step starts from and is always 1; divide by behavior"
+    if isinstance(agg, Sequences) and agg.length not in (1.0, float(setting.max_tokens), Length.MAX_TOKENS):
+        yield (
+            f"agg.length is {agg.length:g}, and answers have at most sampling.max_tokens = {setting.max_tokens}: the "
+            f"loss is {setting.max_tokens / agg.length:.3g} times what agg.length = 'max_tokens' makes it"
+        )
+    if (
+        isinstance(grad2, KLPenalty)
+        and grad2.beta
+        and grad2.estimator is Estimator.K1
+        and isinstance(weight, Unweighted)
+    ):
+        yield "grad2.estimator k1 has no gradient in expectation unless weights are beside it; take k3, k2, or adv.kl"
+
+
+def _over(objective: PolicyObjective) -> Policy | None:
+    """The policy that the ratio in grad1 divides by, if there is one."""
+    grad1 = objective.grad1
+    return grad1.over if isinstance(grad1, ClippedRatio | SequenceRatio | GeometricRatio) else None

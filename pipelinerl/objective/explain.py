@@ -23,8 +23,10 @@ COSTS: Final[Mapping[str, str]] = {
     "old_logprobs": "a forward pass of the trainer, at the weights that the step starts from",
     "ref_logprobs": "a frozen reference, and a forward pass of it",
     "values": "a critic: its forward pass, and a training step of its own",
+    "vocab_mean_logprobs": "no pass: a sum over the vocabulary in the output layer",
+    "vocab_entropies": "no pass: a sum over the vocabulary in the output layer",
 }
-"""What an optional column costs a step."""
+"""What an optional column, or a measure of the output layer, costs a step."""
 
 
 class SlotLine(NamedTuple):
@@ -45,6 +47,12 @@ def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
         needs = tuple(sorted(getattr(value, "needs", ())))
         lines.append(SlotLine(slot, f"{table['kind']}({fields})" if fields else table["kind"], value.formula, needs))
     return lines
+
+
+def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, str]:
+    """The slots in which an objective differs from a preset, each with the preset's kind and fields."""
+    pairs = zip(slot_lines(objective), slot_lines(preset), strict=True)
+    return {ours.slot: theirs.kind for ours, theirs in pairs if ours.kind != theirs.kind}
 
 
 @final
@@ -79,7 +87,8 @@ class TokenFactors(NamedTuple):
         agg, is_weight, adv: the values of those slots.
         kept: False where clipping leaves it without gradient from grad1.
         truncated: whether the importance weight was cut.
-        multiplier: dJ / d log π_θ(token), all in all; with a ratio of sequences, through every token of the rollout.
+        multiplier: dJ / d log π_θ(token), all in all; with a ratio of sequences, through every token of the rollout. A
+            term that reads the whole distribution (`log_barrier`, `exact_entropy`) is not part of it.
     """
 
     rollout: int

@@ -91,7 +91,7 @@ class LogProb:
 @final
 @dataclass(frozen=True, slots=True)
 class ClippedRatio:
-    """M·r with r = π_θ/π_over: PPO's clipped surrogate as a gradient mask (RLAX §6, MiniMax-M1 Eq. 7).
+    """M·r with r = π_θ/π_over: PPO's clipped surrogate as a gradient mask (RLAX §4.2, Eq. 7; MiniMax-M1 Eq. 7).
 
     M is 0 where clip(r, 1 − epsilon_low, 1 + epsilon_high)·A < r·A, that is, where A > 0 and r > 1 + epsilon_high, or
     A < 0 and r < 1 − epsilon_low: the gradient is that of PPO's min (Schulman et al. 2017, Eq. 7) exactly. `over` is
@@ -120,8 +120,7 @@ class ClippedRatio:
 
     def value(self, tokens: Tokens) -> Array:
         """M·r, [T]."""
-        ratio = tokens.ratio(Policy.CURRENT, self.over)
-        return ratio * self._kept(tokens, ratio)
+        return _masked_exp(tokens, *self._masked(tokens))
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """cotangent·M·r, since dr/d log π_θ = r."""
@@ -129,10 +128,12 @@ class ClippedRatio:
 
     def clipped(self, tokens: Tokens) -> Array:
         """Where M = 0."""
-        return self._kept(tokens, tokens.ratio(Policy.CURRENT, self.over)) == 0.0
+        return self._masked(tokens)[1] == 0.0
 
-    def _kept(self, tokens: Tokens, ratio: Array) -> Array:
-        return _kept(tokens, ratio, 1.0 - self.epsilon_low, 1.0 + self.epsilon_high)
+    def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
+        """log r and M."""
+        difference = tokens.log_ratio(Policy.CURRENT, self.over)
+        return difference, _kept(tokens, difference, *_logs(self.epsilon_low, self.epsilon_high))
 
 
 @final
@@ -165,8 +166,7 @@ class SequenceRatio:
 
     def value(self, tokens: Tokens) -> Array:
         """M·s, [T]."""
-        ratio = self._ratio(tokens)
-        return ratio * self._kept(tokens, ratio)
+        return _masked_exp(tokens, *self._masked(tokens))
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """Σ_{t' in i} cotangent_t'·M_t'·s_i / |o_i|, to every sampled token of the rollout."""
@@ -174,13 +174,12 @@ class SequenceRatio:
 
     def clipped(self, tokens: Tokens) -> Array:
         """Where M = 0."""
-        return self._kept(tokens, self._ratio(tokens)) == 0.0
+        return self._masked(tokens)[1] == 0.0
 
-    def _ratio(self, tokens: Tokens) -> Array:
-        return tokens.xp.exp(tokens.segment_mean(tokens.log_ratio(Policy.CURRENT, self.over)))
-
-    def _kept(self, tokens: Tokens, ratio: Array) -> Array:
-        return _kept(tokens, ratio, 1.0 - self.epsilon_low, 1.0 + self.epsilon_high)
+    def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
+        """log s and M."""
+        mean = tokens.segment_mean(tokens.log_ratio(Policy.CURRENT, self.over))
+        return mean, _kept(tokens, mean, *_logs(self.epsilon_low, self.epsilon_high))
 
 
 @final
@@ -218,7 +217,7 @@ class GeometricRatio:
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         bounded = tokens.xp.clip(stop_gradient(difference), -self.epsilon_low, self.epsilon_high)
         kept = self._kept(tokens, difference)
-        return tokens.xp.exp(tokens.segment_mean(difference * kept + bounded * (1.0 - kept)))
+        return tokens.exp(tokens.segment_mean(tokens.xp.where(kept != 0.0, difference, bounded)))
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """Σ_{t' in i} cotangent_t'·value_i / |o_i|, to every sampled token of the rollout that is not clipped."""
@@ -241,14 +240,30 @@ KINDS: Final[Mapping[str, type[PolicyTerm]]] = {
 }
 
 
-def _kept(tokens: Tokens, amount: Array, low: float, high: float) -> Array:
-    """M [T]: 0 where clip(amount)·A < amount·A, so that PPO's min takes the clipped side, else 1. No gradient.
+#: Log-ratios beyond it are clipped by any bound that clips at all; it keeps their excess finite.
+_FAR: Final = 1e4
 
-    In numbers instead of truth values, which CPUs and automatic differentiation handle at a fraction of the speed.
+
+def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
+    """M [T]: 0 where clip(r)·A < r·A, so that PPO's min takes the clipped side, else 1. No gradient.
+
+    Of log-ratios and the logs of the bounds, since ratios overflow. In numbers instead of truth values, which CPUs
+    handle at a fraction of the speed.
     """
-    fixed, xp = stop_gradient(amount), tokens.xp
+    xp = tokens.xp
+    fixed = xp.clip(stop_gradient(difference), -_FAR, _FAR)
     excess = (fixed - xp.clip(fixed, low, high)) * tokens.advantages
     return 1.0 - xp.clip(xp.sign(excess), 0.0, 1.0)
+
+
+def _masked_exp(tokens: Tokens, difference: Array, kept: Array) -> Array:
+    """M·e^difference, [T]. Where M is 0 nothing is exponentiated: the gradient of 0·∞ would be NaN."""
+    return tokens.exp(tokens.xp.where(kept != 0.0, difference, 0.0)) * kept
+
+
+def _logs(epsilon_low: float, epsilon_high: float) -> tuple[float, float]:
+    """log(1 − epsilon_low) and log(1 + epsilon_high)."""
+    return (math.log1p(-epsilon_low) if epsilon_low < 1.0 else -math.inf), math.log1p(epsilon_high)
 
 
 def _mask(ratio: str, low: float, high: float) -> str:

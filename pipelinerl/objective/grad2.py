@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol, final
+from typing import Final, Protocol, final, runtime_checkable
 
 from pipelinerl.arrays import Array
-from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
+from pipelinerl.objective.tokens import Policy, Tokens, columns_of
+from trainer_contract.types import HeadMeasure
 
 
 class Regularizer(Protocol):
@@ -30,6 +31,20 @@ class Regularizer(Protocol):
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """d(Σ_t cotangent_t · value_t) / d logprobs, [T]; the cotangent is 0 outside the mask."""
+        ...
+
+
+@runtime_checkable
+class DistributionTerm(Protocol):
+    """What a `Regularizer` of the whole distribution at each token has besides: it reads one measure of it."""
+
+    @property
+    def measure(self) -> HeadMeasure:
+        """The measure, which is in `needs`."""
+        ...
+
+    def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """d(Σ_t cotangent_t · value_t) / d measure, [T]."""
         ...
 
 
@@ -104,7 +119,7 @@ class KLPenalty:
             return beta * difference
         if self.estimator is Estimator.K2:
             return -beta * 0.5 * difference * difference
-        return -beta * (tokens.xp.expm1(difference) - difference)
+        return -beta * (tokens.expm1(difference) - difference)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """−beta (K1), beta·d (K2) or beta·(e^d − 1) (K3), times the cotangent: d falls as log π_θ rises."""
@@ -114,7 +129,7 @@ class KLPenalty:
         if self.estimator is Estimator.K1:
             return -beta * cotangent
         difference = tokens.log_ratio(Policy.REFERENCE, Policy.CURRENT)
-        slope = difference if self.estimator is Estimator.K2 else tokens.xp.expm1(difference)
+        slope = difference if self.estimator is Estimator.K2 else tokens.expm1(difference)
         return beta * slope * cotangent
 
     def _coefficient(self, tokens: Tokens) -> Array | float:
@@ -155,39 +170,82 @@ class EntropyBonus:
 
 @final
 @dataclass(frozen=True, slots=True)
-class CappedRatio:
-    """beta·min(r, cap) with r = π_θ/π_over: RLAX's reading of Agarwal et al. 2021, Eq. 12 (RLAX appendix A).
+class ExactEntropy:
+    """beta·H(π_θ(·|s_t)), over the whole vocabulary: what `EntropyBonus` estimates from one token of it."""
 
-    It lifts what was sampled, but no token beyond `cap` times the probability it was sampled with.
-    """
+    beta: float = 0.001
 
-    beta: float = 1.0
-    cap: float = 2.0
-    over: Policy = Policy.BEHAVIOR
+    @property
+    def measure(self) -> HeadMeasure:
+        """The entropy."""
+        return HeadMeasure.ENTROPY
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
-        return columns_of(self.over)
+        """Its measure."""
+        return frozenset({self.measure})
 
     @property
     def formula(self) -> str:
         """As `Regularizer`."""
-        return f"{self.beta:g}·min(π_θ/{SYMBOLS[self.over]}, {self.cap:g})"
+        return f"{self.beta:g}·H(π_θ(·|s_t))"
 
     def value(self, tokens: Tokens) -> Array:
-        """beta·min(r, cap), [T]."""
-        return self.beta * tokens.xp.clip(tokens.ratio(Policy.CURRENT, self.over), None, self.cap)
+        """beta·H, [T]."""
+        return self.beta * tokens.column(self.measure)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """beta·r where r < cap, else 0, times the cotangent."""
-        ratio = tokens.ratio(Policy.CURRENT, self.over)
-        return self.beta * tokens.xp.where(ratio < self.cap, ratio, 0.0) * cotangent
+        """0, [T]: the sampled token's log-prob is no argument of it."""
+        return tokens.xp.zeros_like(cotangent)
+
+    def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """beta, times the cotangent."""
+        return self.beta * cotangent
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LogBarrier:
+    """beta·(1/|A|) Σ_a log π_θ(a|s_t): the log barrier of Agarwal et al. 2021, Eq. 12, with beta for their λ.
+
+    It is −beta·KL(uniform ‖ π_θ(·|s_t)) up to a constant, so it grows without bound as any token of the vocabulary
+    loses its probability. The paper's 1/|S| Σ_s is the mean over states, for which the batch's tokens stand.
+    """
+
+    beta: float = 0.001
+
+    @property
+    def measure(self) -> HeadMeasure:
+        """The mean log-prob."""
+        return HeadMeasure.MEAN_LOGPROB
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Its measure."""
+        return frozenset({self.measure})
+
+    @property
+    def formula(self) -> str:
+        """As `Regularizer`."""
+        return f"{self.beta:g}·(1/|A|)·Σ_a log π_θ(a|s_t)"
+
+    def value(self, tokens: Tokens) -> Array:
+        """beta times the mean log-prob, [T]."""
+        return self.beta * tokens.column(self.measure)
+
+    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """0, [T]: the sampled token's log-prob is an argument of it only as one of the vocabulary's."""
+        return tokens.xp.zeros_like(cotangent)
+
+    def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """beta, times the cotangent."""
+        return self.beta * cotangent
 
 
 KINDS: Final[Mapping[str, type[Regularizer]]] = {
     "none": NoRegularizer,
     "kl": KLPenalty,
     "entropy": EntropyBonus,
-    "capped_ratio": CappedRatio,
+    "exact_entropy": ExactEntropy,
+    "log_barrier": LogBarrier,
 }

@@ -10,6 +10,7 @@ split into micro-batches, to order and to sharding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -17,10 +18,10 @@ from pipelinerl.arrays import Array, stop_gradient
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.agg import Aggregation
 from pipelinerl.objective.grad1 import PolicyTerm
-from pipelinerl.objective.grad2 import NoRegularizer, Regularizer
+from pipelinerl.objective.grad2 import DistributionTerm, NoRegularizer, Regularizer
 from pipelinerl.objective.is_weight import ImportanceWeight, Unweighted
 from pipelinerl.objective.tokens import Tokens
-from trainer_contract.types import Columns
+from trainer_contract.types import Columns, HeadMeasure
 
 
 @final
@@ -30,7 +31,9 @@ class PolicyObjective:
 
     Columns [T] that `evaluate` and `prediction_gradient` read: `loss_mask`, `advantages`, `weights`,
     `behavior_logprobs`, `segment_ids`, the number `num_segments`, and whatever `needs` names. Positions outside the
-    mask may be left out of all of them: the result is the same.
+    mask may be left out of all of them, or hold anything, NaN included: the result is the same. A token whose weight,
+    advantage or clip makes it 0 is 0 whatever its ratio is, also beyond what the dtype can hold; one that counts and
+    overflows makes the loss infinite, for whoever guards the step to find.
     """
 
     agg: Aggregation
@@ -46,8 +49,8 @@ class PolicyObjective:
 
     @property
     def passes(self) -> frozenset[str]:
-        """The optional columns that a step must have computed: `needs`, and those of the advantages."""
-        return self.needs | self.adv.needs
+        """The optional columns that a step must have computed: of `needs` and of the advantages, less the measures."""
+        return (self.needs | self.adv.needs) - frozenset(HeadMeasure)
 
     @property
     def zero_advantage_is_idle(self) -> bool:
@@ -63,20 +66,41 @@ class PolicyObjective:
         """
         tokens = Tokens.of(logprobs, columns)
         outer = self._outer(tokens)
-        steered = ((outer * tokens.advantages) * self.grad1.value(tokens)).sum()
-        return -steered if self._is_free else -(steered + (outer * self.grad2.value(tokens)).sum())
+        steer, term = self._steered(tokens, outer)
+        steered = (steer * term).sum()
+        if self._is_free:
+            return -steered
+        return -(steered + (outer * self.grad2.value(tokens.counting(outer))).sum())
 
     def prediction_gradient(self, logprobs: Array, columns: Columns) -> Array:
         """d loss / d logprobs, [T], in closed form."""
         tokens = Tokens.of(logprobs, columns)
         outer = self._outer(tokens)
-        steered = self.grad1.pullback(tokens, outer * tokens.advantages)
-        return -steered if self._is_free else -(steered + self.grad2.pullback(tokens, outer))
+        steer, _ = self._steered(tokens, outer)
+        steered = self.grad1.pullback(tokens.counting(steer), steer)
+        return -steered if self._is_free else -(steered + self.grad2.pullback(tokens.counting(outer), outer))
+
+    def measure_gradients(self, logprobs: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
+        """d loss / d measure, [T], in closed form, of the measure that `grad2` is a function of, if it is."""
+        if not isinstance(self.grad2, DistributionTerm):
+            return {}
+        tokens = Tokens.of(logprobs, columns)
+        return {self.grad2.measure: -self.grad2.measure_pullback(tokens, self._outer(tokens))}
 
     @property
     def _is_free(self) -> bool:
         """Is there no regularisation, so that nothing need be computed for it?"""
         return isinstance(self.grad2, NoRegularizer)
+
+    def _steered(self, tokens: Tokens, outer: Array) -> tuple[Array, Array]:
+        """agg · is_weight · adv and grad1, [T] each. Where one of the factors is 0 an infinite weight is left out."""
+        if isinstance(self.is_weight, Unweighted):
+            steer = outer * tokens.advantages
+            return steer, self.grad1.value(tokens.counting(steer))
+        xp, advantages = tokens.xp, tokens.advantages
+        steer = xp.where(advantages == 0, 0.0, outer) * advantages
+        term = self.grad1.value(tokens.counting(steer))
+        return xp.where(xp.isinf(steer) & (term == 0), 0.0, steer), term
 
     def _outer(self, tokens: Tokens) -> Array:
         """sg[agg · is_weight], [T]."""

@@ -13,6 +13,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from enum import StrEnum
+from types import UnionType
 from typing import Any, Final
 
 from pipelinerl.errors import RecipeError
@@ -32,8 +33,13 @@ SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {
 }
 
 
-def resolve(choice: str | Mapping[str, Any], *, path: str = "objective") -> PolicyObjective:
+def resolve(
+    choice: str | Mapping[str, Any], *, path: str = "objective", max_tokens: int | None = None
+) -> PolicyObjective:
     """The algorithm of a preset's name or of a recipe table (see above).
+
+    Args:
+        max_tokens: the most tokens that the run samples for an answer, for an `agg.length` that says so.
 
     Raises:
         RecipeError: an unknown preset, slot, kind or field, a value of the wrong type, or slots that have no meaning
@@ -47,7 +53,13 @@ def resolve(choice: str | Mapping[str, Any], *, path: str = "objective") -> Poli
     objective = dataclasses.replace(base, **changes)
     for sentence in contradictions(objective):
         raise RecipeError(f"{path}.{sentence}")
-    return objective
+    return objective if max_tokens is None else _with_length(objective, max_tokens)
+
+
+def _with_length(objective: PolicyObjective, max_tokens: int) -> PolicyObjective:
+    if not (isinstance(objective.agg, agg.Sequences) and objective.agg.length is agg.Length.MAX_TOKENS):
+        return objective
+    return dataclasses.replace(objective, agg=agg.Sequences(length=float(max_tokens)))
 
 
 def preset_of(choice: str | Mapping[str, Any]) -> Any:
@@ -89,8 +101,11 @@ def _slot(kinds: Mapping[str, type[Any]], current: Any, choice: Any, path: str) 
     return dataclasses.replace(start, **{n: _convert(v, types[n], f"{path}.{n}") for n, v in fields.items()})
 
 
-def _convert(value: Any, wanted: type[Any], path: str) -> Any:
-    """A TOML value as a field's type: a number, or one of an enum's words."""
+def _convert(value: Any, wanted: Any, path: str) -> Any:
+    """A TOML value as a field's type: a number, or one of an enum's words, or either."""
+    if isinstance(wanted, UnionType):
+        words = next(kind for kind in typing.get_args(wanted) if issubclass(kind, StrEnum))
+        return _convert(value, words if isinstance(value, str) else float, path)
     if issubclass(wanted, StrEnum):
         return _entry({str(member): member for member in wanted}, value, path)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:

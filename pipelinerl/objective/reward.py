@@ -37,7 +37,7 @@ class RewardShaping:
         overlong_tokens: L_max of DAPO's soft overlong punishment (Yu et al. 2025, Eq. 13); 0 for none. A rollout of
             more than L_max − overlong_margin sampled tokens loses up to 1, linearly, and beyond L_max it loses 1.
         overlong_margin: L_cache, the tokens over which the punishment grows.
-        mean, std: what is subtracted, and divided by (with `epsilon`). Group mean and batch deviation is ROLL's
+        mean, std: what is subtracted, and divided by (with `epsilon`; ddof 0). Group mean and batch deviation is ROLL's
             reinforce++ baseline.
         low, high: bounds of the result.
         scale: factor, last.

@@ -1,19 +1,21 @@
 """`Tokens`: what the slots of an objective read: columns of one array library, as nothing outside the loss mask.
 
-A log-ratio is 0 and a log-prob is 0 outside the mask, whatever the columns hold there, so a slot needs no thought for
-padding or prompts. Advantages and weights are 0 there by the contract. A column is read, and blanked, when a slot asks
-for it and not before.
+Log-ratios, log-probs, advantages and weights are 0 outside the mask, whatever the columns hold there, NaN and infinity
+included, so a slot needs no thought for padding or prompts. A column is read, and blanked, when a slot asks for it and
+not before; one that is not there is a `ColumnError`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import ModuleType
-from typing import Final, final
+from typing import Any, Final, final
 
 from pipelinerl.arrays import Array, namespace, segment_sum
-from trainer_contract.types import Columns
+from pipelinerl.errors import ColumnError
+from trainer_contract.types import Columns, HeadMeasure
 
 
 class Policy(StrEnum):
@@ -35,6 +37,40 @@ SYMBOLS: Final = {Policy.CURRENT: "π_θ", Policy.OLD: "π_old", Policy.BEHAVIOR
 """How formulas write a policy."""
 
 
+_HEAD: Final = "the trainer's output layer, from the logits that it has"
+
+COMPUTED_BY: Final[Mapping[str, str]] = {
+    "behavior_logprobs": "the sampler, as it samples",
+    "old_logprobs": "a forward pass of the trainer before the step; training.old_logprobs says at which weights",
+    "ref_logprobs": "a forward pass of a frozen reference",
+    "values": "a forward pass of a critic",
+    "returns": "the advantage estimator gae, from values",
+    "advantages": "the slot adv, on the whole batch",
+    "weights": "the slot agg, on the whole batch",
+    "loss_mask": "packing",
+    "segment_ids": "packing",
+    "num_segments": "packing",
+    **{str(measure): _HEAD for measure in HeadMeasure},
+}
+"""Who computes a column."""
+
+
+def column_of(columns: Mapping[str, Any], name: str) -> Any:
+    """The column of that name.
+
+    Raises:
+        ColumnError: there is none; says who computes it.
+    """
+    column = columns.get(name)
+    if column is None:
+        given = ", ".join(sorted(key for key, value in columns.items() if value is not None)) or "none"
+        raise ColumnError(
+            f"the objective reads the column {name}, which is not among those given ({given}); it is computed by "
+            f"{COMPUTED_BY[name]}: give it, or take slots that do not read it"
+        )
+    return column
+
+
 def columns_of(*policies: Policy) -> frozenset[str]:
     """Optional columns of a micro-batch that hold the log-probs of `policies`; the sampler's are always there."""
     return frozenset(_COLUMNS[policy] for policy in policies if policy in (Policy.OLD, Policy.REFERENCE))
@@ -50,17 +86,23 @@ class Tokens:
         inside: bool, where a token trains.
         current: log-probs, differentiable where the library differentiates; anything outside the mask.
         columns: named as the fields of `MicroBatch`.
+        live: bool, where a term counts at all, so that it may overflow nowhere else; None stands for everywhere.
     """
 
     xp: ModuleType
     inside: Array
     current: Array
     columns: Columns
+    live: Array | None = None
 
     @classmethod
     def of(cls, logprobs: Array, columns: Columns) -> Tokens:
         """Of current log-probs and the columns of a micro-batch, in one array library."""
-        return cls(namespace(logprobs), columns["loss_mask"], logprobs, columns)
+        return cls(namespace(logprobs), column_of(columns, "loss_mask"), logprobs, columns)
+
+    def counting(self, factors: Array) -> Tokens:
+        """The same for a term that is multiplied by `factors` [T]: what is multiplied by 0 counts as 0, not as NaN."""
+        return replace(self, live=factors != 0)
 
     @property
     def logprobs(self) -> Array:
@@ -70,12 +112,12 @@ class Tokens:
     @property
     def advantages(self) -> Array:
         """Of each token; 0 outside the mask."""
-        return self.columns["advantages"]
+        return self.column("advantages")
 
     @property
     def weights(self) -> Array:
         """The aggregation's, of each token; 0 outside the mask."""
-        return self.columns["weights"]
+        return self.column("weights")
 
     @property
     def mask(self) -> Array:
@@ -86,18 +128,30 @@ class Tokens:
         """The column, 0 outside the mask."""
         return self.xp.where(self.inside, column, 0.0)
 
+    def column(self, name: str) -> Array:
+        """The column of that name, 0 outside the mask. Raises ColumnError when there is none."""
+        return self.blanked(column_of(self.columns, name))
+
+    def exp(self, amounts: Array) -> Array:
+        """e^amounts, [T]; 1 where nothing counts."""
+        return self.xp.exp(self._counted(amounts))
+
+    def expm1(self, amounts: Array) -> Array:
+        """e^amounts − 1, [T]; 0 where nothing counts."""
+        return self.xp.expm1(self._counted(amounts))
+
     def log_ratio(self, numerator: Policy, denominator: Policy) -> Array:
         """log π_numerator − log π_denominator, [T]; 0 outside the mask."""
-        return self.blanked(self._of(numerator) - self._of(denominator))
+        return self._of(numerator) - self._of(denominator)
 
     def ratio(self, numerator: Policy, denominator: Policy) -> Array:
         """π_numerator / π_denominator, [T]; 1 outside the mask."""
-        return self.xp.exp(self.log_ratio(numerator, denominator))
+        return self.exp(self.log_ratio(numerator, denominator))
 
     def segment_total(self, amounts: Array) -> Array:
         """Σ of `amounts` [T] over the token's own rollout, which no micro-batch splits, [T]."""
-        segment_ids = self.columns["segment_ids"]
-        return segment_sum(amounts, segment_ids, self.columns["num_segments"])[segment_ids]
+        segment_ids = column_of(self.columns, "segment_ids")
+        return segment_sum(amounts, segment_ids, column_of(self.columns, "num_segments"))[segment_ids]
 
     def segment_mean(self, amounts: Array) -> Array:
         """Mean of `amounts` [T], which are 0 outside the mask, over the sampled tokens of the token's rollout, [T]."""
@@ -108,4 +162,7 @@ class Tokens:
         return self.xp.clip(self.segment_total(self.mask), 1.0, None)
 
     def _of(self, policy: Policy) -> Array:
-        return self.current if policy is Policy.CURRENT else self.columns[_COLUMNS[policy]]
+        return self.logprobs if policy is Policy.CURRENT else self.column(_COLUMNS[policy])
+
+    def _counted(self, amounts: Array) -> Array:
+        return amounts if self.live is None else self.xp.where(self.live, amounts, 0.0)

@@ -16,6 +16,7 @@ from typing import final
 import numpy as np
 
 from pipelinerl.arrays import Array, namespace
+from pipelinerl.objective.tokens import column_of
 from trainer_contract.types import Columns, Float32, MicroBatch
 
 
@@ -24,7 +25,8 @@ from trainer_contract.types import Columns, Float32, MicroBatch
 class ValueLoss:
     """Satisfies `trainer_contract.types.Objective`, for a value head. `clip` ε is in units of reward; inf is none.
 
-    Columns [T] that it reads: `loss_mask`, `weights`, `values`, `returns`. Positions outside the mask may be left out.
+    Columns [T] that it reads: `loss_mask`, `weights`, `values`, `returns`. Positions outside the mask may be left out,
+    or hold anything, NaN included.
     """
 
     clip: float = 0.2
@@ -39,28 +41,28 @@ class ValueLoss:
         xp = namespace(values)
         error, clipped = self._errors(values, columns)
         square = xp.where(error * error >= clipped * clipped, error * error, clipped * clipped)
-        return (0.5 * _inside(columns["weights"], columns) * square).sum()
+        return (0.5 * _inside(column_of(columns, "weights"), columns) * square).sum()
 
     def prediction_gradient(self, values: Array, columns: Columns, /) -> Array:
         """d loss / d values, [T]: w·(V − R), and 0 where the maximum is the clipped error, which knows no V."""
         xp = namespace(values)
         error, clipped = self._errors(values, columns)
         slope = xp.where(error * error >= clipped * clipped, error, xp.zeros_like(error))
-        return _inside(columns["weights"], columns) * slope
+        return _inside(column_of(columns, "weights"), columns) * slope
 
     def _errors(self, values: Array, columns: Columns) -> tuple[Array, Array]:
         """V − R, and the same of the clipped V; 0 outside the mask."""
-        error = _inside(values - columns["returns"], columns)
+        current, returns = _inside(values, columns), _inside(column_of(columns, "returns"), columns)
         if math.isinf(self.clip):
-            return error, error
-        old = columns["values"]
-        clipped = namespace(values).clip(values, old - self.clip, old + self.clip)
-        return error, _inside(clipped - columns["returns"], columns)
+            return current - returns, current - returns
+        old = _inside(column_of(columns, "values"), columns)
+        clipped = namespace(values).clip(current, old - self.clip, old + self.clip)
+        return current - returns, clipped - returns
 
 
 def _inside(column: Array, columns: Columns) -> Array:
     xp = namespace(column)
-    return xp.where(columns["loss_mask"], column, xp.zeros_like(column))
+    return xp.where(column_of(columns, "loss_mask"), column, xp.zeros_like(column))
 
 
 def value_statistics(micro_batches: Sequence[MicroBatch], values: Sequence[Float32]) -> dict[str, float]:

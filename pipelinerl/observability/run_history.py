@@ -43,7 +43,7 @@ class RunHistory:
     Attributes:
         steps: `step` events by rising step; evaluations, publications: likewise by model version.
         engines: `engines` events; knobs: `knobs` events; incidents: engines that joined or were lost, checkpoints.
-        started, finished: the first `run_started` and, where the run is over, the last `run_finished`.
+        started, finished: the first `run_started` and, where the run is over, the last `run_finished` or `run_failed`.
     """
 
     started: Event
@@ -132,7 +132,7 @@ def tell(events: Sequence[Event]) -> RunHistory:
         by_kind.setdefault(str(event["kind"]), []).append(event)
     # A resume writes another `run_started`: what finished before it was not the end.
     last_start = max((number for number, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
-    ends = [event for event in events[last_start + 1 :] if event["kind"] == "run_finished"]
+    ends = [event for event in events[last_start + 1 :] if event["kind"] in ("run_finished", "run_failed")]
     incidents = [
         e for e in events if e["kind"] in ("engine_joined", "engine_lost", "evaluation_restarted", "checkpoint")
     ]

@@ -58,7 +58,7 @@ async def run(identity: Identity) -> None:
 
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
-    pool = EnginePool(client, deadline_s=config.actor.timeout_s, min_epoch=1)
+    pool = EnginePool(client, deadline_s=config.actor.timeout_s, min_epoch=1, interval_s=config.actor.stream_interval_s)
     actor = Actor(
         ActorSettings(
             name=identity.name, groups_in_flight=config.actor.groups_in_flight, attempts=config.actor.attempts

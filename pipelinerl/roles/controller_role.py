@@ -33,7 +33,7 @@ from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, knobs_of
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.system.http_service import listen, serve_until, url_of
-from pipelinerl.training.checkpoints.checkpoint import TrainingState
+from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.types import Sampling
 
 #: How long it is looked whether a controller lives: at least one heartbeat of an actor that works for it.
@@ -92,6 +92,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
             hold_s=config.evaluation.hold_s,
         ),
         stall_s=config.run.stall_s,
+        engine_timeout_s=config.run.engine_timeout_s,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
     )

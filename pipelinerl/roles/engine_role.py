@@ -20,6 +20,7 @@ from pipelinerl import registry
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
+from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.system.addresses import LOOPBACK, address_towards
 from pipelinerl.system.http_service import listen, serve_until, url_of
@@ -44,11 +45,13 @@ def build_engine(identity: Identity) -> Engine:
             slots=config.engine.slots,
             max_waiting=config.engine.max_waiting,
             context_length=config.engine.context_length,
-            dtype=config.engine.dtype,
+            dtype=dtypes_of(config).engine.value,
             weights=config.engine.weights,
             head_precision=config.model.head_precision,
             device=config.engine.device.value,
             devices=config.engine.devices,
+            memory_share=config.engine.memory_share,
+            options=config.engine.options,
             threads=config.launch.threads,
             seed=config.run.seed,
             pull=WeightPuller(token=identity.token),

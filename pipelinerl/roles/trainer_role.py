@@ -8,6 +8,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.objective.presets import no_signal_of
+from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.problem_sources import training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, objective_of
@@ -18,11 +19,9 @@ from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.weights.broadcast.collective import offers
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.engine_control import EngineControl
-from pipelinerl.weights.layout import wire_layout
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploader
 from pipelinerl.weights.publisher import Publisher
-from trainer_contract.types import Precision
 
 
 async def run(identity: Identity) -> None:
@@ -38,7 +37,6 @@ async def run(identity: Identity) -> None:
     loop = TrainingLoop(
         loop_settings(config),
         step=workers.step(),
-        layout=wire_layout(workers.policy.weight_layout()),
         objective=objective,
         stream=stream,
         publisher=publisher_of(identity, client),
@@ -78,14 +76,11 @@ def publisher_of(identity: Identity, control: EngineControl) -> Publisher:
 
 
 def canary_of(config: RunConfig) -> Canary:
-    """The run's first problem, and the tolerance of the coarsest format that engine or trainer keeps weights in."""
+    """The run's first problem, and the tolerance of the coarsest format that weights have on their way."""
     problem = training_problems(config).problem(0)
-    engine = config.engine.weights if config.engine.weights in TOLERANCES else config.engine.dtype
-    trainer = "float32" if config.trainer.precision is Precision.FP32 else "bfloat16"
-    coarsest = max((engine, trainer), key=list(TOLERANCES).index)
     return Canary(
         messages=tuple(ChatMessage.model_construct(role=m.role, content=m.content) for m in problem.messages),
-        tolerance=TOLERANCES[coarsest],
+        tolerance=TOLERANCES[dtypes_of(config).coarsest(config)],
     )
 
 

@@ -9,9 +9,11 @@ from pipelinerl import registry
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.errors import RecipeError
+from pipelinerl.objective.contradictions import Setting, without_effect
 from pipelinerl.objective.kl_control import kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.reward import Over
 from pipelinerl.objective.tokens import Policy
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
@@ -40,15 +42,28 @@ def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
 
 
 def objective_of(config: RunConfig) -> PolicyObjective:
-    """The recipe's objective, whose passes have somebody to make them.
+    """The recipe's objective, whose passes have somebody to make them and whose slots do something in this run.
 
     Raises:
-        RecipeError: the trainer cannot make a pass; or a section is given for a pass that the objective does not need.
+        RecipeError: the trainer cannot make a pass; a section is given for a pass that the objective does not need; or
+            a slot would do nothing.
     """
-    objective = resolve(config.objective)
+    objective = resolve(config.objective, max_tokens=config.sampling.max_tokens)
     for sentence in _unsupported(config, objective):
         raise RecipeError(sentence)
+    for sentence in without_effect(objective, setting_of(config)):
+        raise RecipeError(f"objective.{sentence}")
     return objective
+
+
+def setting_of(config: RunConfig) -> Setting:
+    """What decides whether the objective's slots do anything in this run."""
+    recomputed = config.training.old_logprobs is OldLogprobs.RECOMPUTE
+    return Setting(
+        group_size=config.sampling.group_size,
+        max_tokens=config.sampling.max_tokens,
+        step_begins_at=frozenset({Policy.OLD} if recomputed else ()),
+    )
 
 
 def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]:
@@ -58,6 +73,12 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
             f"objective needs a critic, and trainer.type {config.trainer.type!r} has no value head; "
             f"use {' or '.join(sorted(registry.VALUE_HEADS))}"
         )
+    for domain in config.domains:
+        if domain.reward is not None and domain.reward.mean is Over.GROUP and config.sampling.group_size == 1:
+            yield (
+                f"domains.{domain.name}.reward.mean group needs groups, and sampling.group_size is 1: every reward "
+                'would be 0; raise it, or take mean = "batch"'
+            )
     if config.critic is not None and "values" not in passes:
         yield "critic: the objective reads no values; remove the section, or take an objective such as ppo"
     if config.reference is not None and "ref_logprobs" not in passes:
@@ -111,3 +132,22 @@ def servers_of(config: RunConfig) -> tuple[str, ...]:
             'say engine.servers=["http://host:port"]'
         )
     return section.servers
+
+
+def check_engine_options(config: RunConfig) -> None:
+    """Look at the names in `engine.options`; which of them the engine's library has is seen when the engine is made.
+
+    Raises:
+        RecipeError: the engine's type takes none, or one is set by the recipe elsewhere.
+    """
+    options, chosen = config.engine.options, config.engine.type
+    if not options:
+        return
+    if chosen in registry.SERVER_ENGINES:
+        raise RecipeError(
+            f"engine.options {', '.join(options)} would not reach a server that runs already; start the server with "
+            "them, and leave them out"
+        )
+    if chosen not in registry.ENGINES_WITH_OPTIONS:
+        raise RecipeError(f"engine.type {chosen!r} knows no options, got {', '.join(options)}; remove them")
+    registry.resolve(registry.ENGINES_WITH_OPTIONS[chosen])(options)

@@ -100,7 +100,9 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
         head_precision=config.model.head_precision,
         device=config.trainer.device,
         gradient_checkpointing=config.trainer.gradient_checkpointing,
+        gather_dtype=config.weights.dtype,
         options=config.trainer.options,
+        memory_share=config.trainer.memory_share,
         optimizer=OptimizerSpec(
             betas=config.optimizer.betas,
             eps=config.optimizer.eps,

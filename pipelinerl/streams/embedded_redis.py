@@ -180,14 +180,16 @@ class EmbeddedRedis:
         return self._process.pid
 
     def start(self) -> Self:
-        """Start and wait until it answers; a no-op while it runs.
+        """Start and wait until it answers; a no-op while it does.
+
+        One that was killed a moment ago is still there, and answers no more: its end is waited for.
 
         Raises:
             UserError: there is no server program.
             AddressError: its port was taken meanwhile, or no free one was found.
             DeadlineError: it did not answer in time; the end of its log is in the message.
         """
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self._port is not None and self._answers(self._process, self._port):
             return self
         ports = [self._port] if self._port is not None else [self._choose_port() for _ in range(_PORT_ATTEMPTS)]
         for port in ports:
@@ -226,21 +228,27 @@ class EmbeddedRedis:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_EXEC_WITH_PARENT), str(os.getpid()), *argv], stdin=subprocess.DEVNULL
         )
+        if self._answers(self._process, port):
+            return True
+        said = _end_of(log, written)
+        if "in use" in said:
+            return False
+        raise UserError(f"the embedded stream server ended as it started: {said or 'it said nothing'}")
+
+    def _answers(self, process: subprocess.Popen[bytes], port: int) -> bool:
+        """Wait until it answers, or has ended; True when it answers. Raises `DeadlineError`, and it is stopped then."""
         url, deadline = server_url(self._directory, port), time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                said = _end_of(log, written)
-                if "in use" in said:
-                    return False
-                raise UserError(f"the embedded stream server ended as it started: {said or 'it said nothing'}")
+        while process.poll() is None:
             if answers(url, timeout_s=0.2):
                 return True
+            if time.monotonic() > deadline:
+                self.stop()
+                raise DeadlineError(
+                    f"the embedded stream server did not answer on port {port} for {self._timeout_s:g} s; "
+                    f"its log ends with: {_end_of(self._directory / 'log', 0)}"
+                )
             time.sleep(0.01)
-        self.stop()
-        raise DeadlineError(
-            f"the embedded stream server did not answer on port {port} for {self._timeout_s:g} s; "
-            f"its log ends with: {_end_of(log, written)}"
-        )
+        return False
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -1,100 +1,111 @@
-"""`Conversation`: the trainer's side of its talk with the controller: what it reports, asks, hears and obeys.
+"""`ControllerLink`: the trainer's side of its exchange with the controller.
 
-The trainer reports and the controller directs. A question is a report that has an answer: it is put again until the
+The trainer reports and the controller directs. A question is a report that has an answer: it is sent again until the
 answer has come, since the server may have lost either. A directive counts when it is the answer that is awaited, or
-answers nobody; one of a later epoch ends this trainer, one of an earlier epoch is not heard.
+answers nobody; one of a later epoch ends this trainer, one of an earlier epoch is ignored.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Final, final
 
 from pipelinerl.errors import DeadlineError, FencedError
 from pipelinerl.messages import EPOCHS, REPORTS, ControlMessage, Directive, StepDone, StepSkipped, TrainerReady, encode
 from pipelinerl.streams.stream import Stream, parse_id
+from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 
-#: What is silent for longer is asked, or told, again.
-PATIENCE_S: Final = 5.0
+#: A report that has had no effect for so long is sent again.
+RESEND_S: Final = 5.0
+#: The longest that one read waits for its first entry.
+_BLOCK_S: Final = 1.0
 
 
 @final
-class Conversation:
-    """One trainer's, from its first question to its last report."""
+class ControllerLink:
+    """Sends one trainer's reports and yields the directives that come back, on which the trainer acts.
 
-    def __init__(self, stream: Stream, *, deadline_s: float, obey: Callable[[Directive], Awaitable[None]]) -> None:
-        """`obey` does what a directive says; `current` is that directive already."""
+    Rollouts come with them, since one read waits for both: whichever comes first wakes the trainer.
+    """
+
+    def __init__(self, stream: Stream, reader: RolloutReader, *, deadline_s: float) -> None:
+        """`deadline_s` bounds the wait for an answer."""
         self._stream = stream
+        self._reader = reader
         self._deadline_s = deadline_s
-        self._obey = obey
         self._directive: Directive | None = None
+        self._awaited = ""
 
     @property
     def current(self) -> Directive:
         """The last directive that counted."""
-        assert self._directive is not None, "the loop obeys a directive before anything else"
+        assert self._directive is not None, "the trainer waits for the answer to TrainerReady before anything else"
         return self._directive
 
-    async def report(self, message: ControlMessage) -> None:
-        """Tell the controller."""
+    async def report(self, message: Message) -> None:
+        """Send a report that has no answer."""
         await self._stream.append(REPORTS, [encode(message)])
 
-    async def ask(
-        self, question: TrainerReady | StepDone | StepSkipped, read: Callable[..., Awaitable[list[Directive]]]
-    ) -> None:
-        """Report, and again every few seconds (the server may have lost it, or its answer), until it is answered.
-
-        The answer is obeyed, and so is what was said unasked, in its order.
+    async def wait_for_answer(self, question: TrainerReady | StepDone | StepSkipped) -> AsyncIterator[Arrivals]:
+        """Report, again every `RESEND_S`, and yield what is read until the answer is among it.
 
         Raises:
-            DeadlineError: nobody answers.
+            DeadlineError: the controller does not answer.
             FencedError: another trainer has taken over.
         """
         deadline = time.monotonic() + self._deadline_s
         asked_at = float("-inf")
+        self._awaited = question.report_id
         while (now := time.monotonic()) < deadline:
-            if now - asked_at >= PATIENCE_S:
+            if now - asked_at >= RESEND_S:
                 await self.report(question)
                 asked_at = now
-            awaited = question.report_id
-            for directive in await read(block_s=1.0):
-                if await self.hear(directive, awaited):
-                    awaited = ""
-            if not awaited:
+            yield await self.read()
+            if not self._awaited:
                 return
         raise DeadlineError(
             f"the trainer waited {self._deadline_s:.0f} s for the controller to answer {question.report_id}; "
             "is the controller running, with an engine that has joined?"
         )
 
-    async def raise_if_fenced(self) -> None:
-        """Asked of the stream server before each write that it cannot refuse by itself.
+    async def read(self) -> Arrivals:
+        """What has come, waiting up to a second for it: rollouts, and those directives that count, in their order.
+
+        Before the first directive rollouts are left unread, since it says which weights they may come from.
 
         Raises:
-            FencedError: a later epoch has begun.
+            FencedError: a directive is meant for a trainer that came after this one.
+        """
+        if self._directive is None:
+            arrivals = Arrivals([], await self._reader.read_directives(block_s=_BLOCK_S))
+        else:
+            arrivals = await self._reader.read(block_s=_BLOCK_S)
+        return replace(arrivals, directives=[directive for directive in arrivals.directives if self._apply(directive)])
+
+    async def raise_if_fenced(self) -> None:
+        """Ask the stream server, before each write that it cannot refuse by itself, whether a later epoch has begun.
+
+        Raises:
+            FencedError: it has.
         """
         newest, _ = parse_id(await self._stream.last_id(EPOCHS))
         self._check(newest)
 
-    async def hear(self, directive: Directive, awaited: str = "") -> bool:
-        """Obey a directive that answers `awaited`, or that answers nobody; True when it was the answer.
-
-        Raises:
-            FencedError: it is meant for a trainer that came after this one.
-        """
-        before = self._directive
+    def _apply(self, directive: Directive) -> bool:
+        """Make a directive the current one, if it counts; returns whether it does."""
         self._check(directive.epoch)
-        questions = ("ready-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")
-        unasked = before is not None and not directive.answers.startswith(questions)
-        is_answer = directive.answers == awaited
-        if (is_answer or unasked) and (before is None or directive.epoch == before.epoch):
-            self._directive = directive
-            await self._obey(directive)
-        return is_answer
+        before, is_answer = self._directive, directive.answers == self._awaited
+        answers = ("ready-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")
+        is_unasked = before is not None and not directive.answers.startswith(answers)
+        counts = (is_answer or is_unasked) and (before is None or directive.epoch == before.epoch)
+        if counts:
+            self._directive, self._awaited = directive, "" if is_answer else self._awaited
+        return counts
 
     def _check(self, epoch: int) -> None:
-        """Raise FencedError when that epoch is later than this trainer's."""
+        """Raises FencedError when that epoch is later than this trainer's."""
         if self._directive is not None and epoch > self._directive.epoch:
             raise FencedError(
                 f"epoch {epoch} has taken over from epoch {self._directive.epoch}: another trainer is running; this "

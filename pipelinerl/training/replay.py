@@ -18,7 +18,7 @@ from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.training.rollouts.admission import Lineage
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.step.adaptive import AdaptiveObjective
-from pipelinerl.training.step.finite_check import Poison
+from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 
@@ -50,7 +50,7 @@ def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[Rollout
     Raises:
         RecordError: one is not there any more.
     """
-    found = []
+    chosen = []
     for index in recorded.orders:
         copies = [group for group in groups.get(index, ()) if recorded.lineage.includes(group)]
         if not copies:
@@ -58,8 +58,8 @@ def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[Rollout
                 f"the group of order {index}, of step {recorded.version}, is not in the streams any more: rollouts are "
                 "kept from the oldest kept checkpoint on; raise checkpoint.keep to go back further"
             )
-        found.append(copies[0])
-    return found
+        chosen.append(copies[0])
+    return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +123,8 @@ class Replay:
             token_budget=self.token_budget,
             producing=recorded.version,
         )
-        accumulated = self.step.accumulate(batch, objective)
-        if isinstance(accumulated, Poison):
-            raise DivergedError(f"step {recorded.version}: {accumulated} is not finite")
-        figures = self.step.apply(accumulated, learning_rate=recorded.learning_rate)
-        if isinstance(figures, Poison):
-            raise DivergedError(f"step {recorded.version}: {figures} is not finite")
-        return batch.stats | figures
+        try:
+            accumulated = self.step.accumulate(batch, objective)
+            return batch.stats | self.step.apply(accumulated, learning_rate=recorded.learning_rate)
+        except NonFiniteStep as error:
+            raise DivergedError(f"step {recorded.version}: {error} is not finite") from error

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
-from inference_contract.errors import ContractError
+from inference_contract.errors import ContractError, Persistence
 from pipelinerl.errors import PipelineError
 
 T = TypeVar("T")
@@ -20,6 +20,15 @@ async def _guarded(call: Awaitable[T]) -> T | Failure:
         return await call
     except (ContractError, PipelineError) as error:
         return error
+
+
+def lasting(failures: Mapping[str, object]) -> set[str]:
+    """The engines, of those whose calls failed, for whom no retry mends it: they have said so."""
+    return {
+        url
+        for url, error in failures.items()
+        if isinstance(error, ContractError) and error.persistence is Persistence.PERMANENT
+    }
 
 
 async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict[str, T | Failure]:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from typing import Final
 
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 from pipelinerl.errors import UpdateError
 from trainer_contract.types import ParameterInfo
+
+#: What engines make into one another.
+_FLOATS: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+
+
+def converted_by(layout: WeightLayout) -> tuple[DType, ...]:
+    """Dtypes that an engine which keeps its weights as `layout` takes for them, too; see `torch_conversion`."""
+    return _FLOATS if all(parameter.dtype in _FLOATS for parameter in layout.parameters) else ()
 
 
 def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from inference_contract.schemas import OnUpdate, WeightLayout
+from pipelinerl.errors import ReachedNoEngine, UpdateError
 
 #: Full parameters in layout order; called once per attempt, since an attempt consumes it.
 WeightSource = Callable[[], Iterator[tuple[str, Any]]]
@@ -31,7 +32,10 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """Outcome per engine (base URL): `pauses_s` of those that serve the version now, `failed` with the reason."""
+    """Outcome per engine (base URL): `pauses_s` of those that serve the version now, `failed` with the reason.
+
+    For those in `permanent`, which have failed, no retry mends it.
+    """
 
     version: int
     epoch: int
@@ -40,10 +44,12 @@ class PublishReport:
     total_s: float
     pauses_s: Mapping[str, float]
     failed: Mapping[str, str]
+    permanent: frozenset[str] = frozenset()
 
     @classmethod
-    def failure(cls, publication: Publication, reason: str) -> Self:
+    def failure(cls, publication: Publication, error: UpdateError) -> Self:
         """The report of a publication that reached no engine."""
+        reasons = error.failed if isinstance(error, ReachedNoEngine) else {}
         return cls(
             version=publication.version,
             epoch=publication.epoch,
@@ -51,7 +57,8 @@ class PublishReport:
             send_s=0.0,
             total_s=0.0,
             pauses_s={},
-            failed=dict.fromkeys(publication.engines, reason),
+            failed=dict.fromkeys(publication.engines, str(error)) | dict(reasons),
+            permanent=error.permanent if isinstance(error, ReachedNoEngine) else frozenset(),
         )
 
 

@@ -25,6 +25,7 @@ from pipelinerl.messages import (
     Report,
     EvaluationDone,
     GroupFailed,
+    GroupHandedOver,
     GroupOutdated,
     decode_report,
 )
@@ -85,6 +86,7 @@ class ScriptedSampler:
     def __init__(self, script: Script = answers) -> None:
         self.script = script
         self.requests: list[ChatCompletionRequest] = []
+        self.handed_over = (0, 0)
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -98,7 +100,7 @@ class ScriptedSampler:
         answer = self.script(request)
         if isinstance(answer, Exception):
             raise answer
-        return Answered(answer, "http://engine")
+        return Answered(answer, "http://engine", *self.handed_over)
 
 
 @final
@@ -292,6 +294,28 @@ async def test_samples_that_an_update_aborted_are_sampled_anew() -> None:
     assert [rollout.verdict.reward for rollout in group.rollouts] == [1.0, 1.0, 0.0]
     assert [request.n for request in sampler.requests] == [3, 2]
     assert len({request.seed for request in sampler.requests}) == 2
+
+
+async def test_what_was_kept_of_an_engine_that_failed_is_reported_with_the_group() -> None:
+    watched, sampler = Watched(), ScriptedSampler()
+    sampler.handed_over = (40, 3)
+    async with working(watched, sampler):
+        await watched.order(order(7))
+
+        async def handed_over() -> list[GroupHandedOver]:
+            return await watched.reports(GroupHandedOver)
+
+        (report,) = await until(handed_over)
+    assert report == GroupHandedOver(order_id="prompt-000007", index=7, tokens_kept=40, tokens_resampled=3)
+
+
+async def test_a_group_that_one_engine_sampled_is_not_reported_as_handed_over() -> None:
+    watched, sampler = Watched(), ScriptedSampler()
+    async with working(watched, sampler):
+        await watched.order(order(7))
+        assert await until(lambda: none_of(watched.unacknowledged()))
+        assert await until(lambda: _reported(watched, lambda alive: alive.groups_done == 1))
+    assert not await watched.reports(GroupHandedOver)
 
 
 async def _reported(watched: Watched, right: Callable[[ActorAlive], bool]) -> bool:

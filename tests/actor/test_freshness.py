@@ -13,7 +13,7 @@ from pipelinerl.actor.freshness import Freshness, Held, can_be_fresh
 
 @given(st.integers(0, 50), st.integers(0, 50), st.one_of(st.integers(1, 20), st.just(math.inf)))
 def test_a_group_is_fresh_while_the_next_step_would_take_it(began: int, age: int, k: float) -> None:
-    """RLAX §4.2: (v + 1) − oldest ≤ k, and v only grows."""
+    """RLAX §3.1: (v + 1) − oldest ≤ k, and v only grows."""
     current = began + age
     assert can_be_fresh(began, current=current, k=k) == (age + 1 <= k)
     if not can_be_fresh(began, current=current, k=k):

@@ -18,7 +18,7 @@ from pipelinerl.config.recipe import MODELS, RECIPES, RunConfig, load, parse, to
 from pipelinerl.errors import ModelError, RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.registry import ENGINES
-from pipelinerl.roles.wiring import objective_of
+from pipelinerl.roles.wiring import check_engine_options, objective_of
 from tests.patience import PATIENCE_S
 
 SHIPPED = MODELS / "tiny_speller"
@@ -59,6 +59,7 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         ("critic.clip=0.5", "critic: the objective reads no values; remove the section"),
         ("parameter_server.copies=foo://x", "foo://x cannot be reached from here"),
         ("trainer.options.foo=1", "trainer.type 'torch' knows no options, got foo; remove them"),
+        ("engine.options.zzz=1", "engine.type 'torch' knows no options, got zzz; remove them"),
         ("reference.path=/r", "reference: the objective reads no ref_logprobs; remove the section"),
         ("kl_control.target=0.1", "kl_control: the objective has no KL term to control"),
         ("training.old_logprobs=behavior", "training.old_logprobs: the objective reads none; leave it out"),
@@ -68,6 +69,20 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
 def test_names_are_refused_in_no_time(override: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         refuse(load("tiny", [override]))
+
+
+def test_options_of_an_engine_are_refused_by_name() -> None:
+    server = ["engine.type=vllm_server", 'engine.servers=["http://127.0.0.1:9"]', "engine.options.block_size=16"]
+    with pytest.raises(
+        RecipeError, match=r"engine\.options block_size would not reach a server that runs already; start"
+    ):
+        refuse(load("tiny", server))
+    own = load("tiny", ["engine.type=vllm", "engine.options.max_model_len=16"])
+    with pytest.raises(
+        RecipeError, match=r"engine\.options\.max_model_len is set by engine\.context_length; leave it out"
+    ):
+        check_engine_options(own)
+    check_engine_options(load("tiny", ["engine.type=vllm", "engine.options.block_size=16"]))
 
 
 @pytest.mark.parametrize("part", ["reference", "critic"])
@@ -235,3 +250,48 @@ def test_every_problem_of_the_evaluation_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"the held_out split holds .* problems; ask for fewer"):
         list(findings(parse(table | {"evaluation": {"problems": 100}})))
     assert dict(findings(parse(table | {"evaluation": {"problems": 0}})))["held out"] == "no problems"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["objective=gfpo"], r"objective\.adv\.keep \(8\) must be below sampling\.group_size \(8\)"),
+        (["sampling.group_size=1"], r"objective\.adv\.baseline mean needs groups, and sampling\.group_size is 1"),
+    ],
+)
+def test_a_slot_that_can_do_nothing_is_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        refuse(load("tiny", overrides))
+
+
+def test_rewards_less_their_own_mean_are_refused() -> None:
+    config = with_domain(
+        source="reasoning_gym:spell_backward", verifier="reasoning_gym", reward={"mean": "group"}, parameters={}
+    )
+    lone = config.model_copy(update={"sampling": config.sampling.model_copy(update={"group_size": 1})})
+    objective = {"preset": "decoupled_ppo"}
+    with pytest.raises(RecipeError, match=r"domains\.d\.reward\.mean group needs groups"):
+        refuse(lone.model_copy(update={"objective": objective}))
+    refuse(config.model_copy(update={"objective": objective}))
+
+
+def objective_lines(*overrides: str) -> tuple[list[str], list[str]]:
+    """What `check` says of the objective, and what it warns of."""
+    found = list(findings(load("tiny", [*QUICK, *overrides])))
+    return [text for part, text in found if part == "objective"], [text for part, text in found if part == "warning"]
+
+
+def test_check_prints_the_slots_as_they_are_resolved_and_what_differs_from_the_preset() -> None:
+    (first, *slots), warnings = objective_lines()
+    assert first == "pipelinerl, changed in is_weight, adv, grad1; needs nothing beyond the rollouts"
+    assert [line.split(" = ")[0] for line in slots] == ["agg", "is_weight", "adv", "grad1", "grad2"]
+    assert slots[1].startswith("is_weight = one  (pipelinerl has token_ratio(")
+    assert slots[4] == "grad2 = none" and warnings == []
+    (first, *slots), (warning,) = objective_lines("objective.preset=ppo_tis")
+    assert first == "ppo_tis; needs old_logprobs" and "high = 2.0" in slots[1]
+    assert warning.startswith("objective.grad1 clips π_θ/π_old, which is always 1 here")
+    (first, *_), warnings = objective_lines("objective=dr_grpo", "objective.agg.length=256")
+    assert first == "dr_grpo, changed in agg; needs nothing beyond the rollouts"
+    assert [w.partition(",")[0] for w in warnings] == ["objective.agg.length is 256"]
+    (first, *slots), warnings = objective_lines("objective=agarwal")
+    assert first == "agarwal; needs vocab_mean_logprobs" and "length = 8.0" in slots[0] and warnings == []

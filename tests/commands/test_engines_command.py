@@ -154,6 +154,14 @@ def test_an_engine_that_cannot_be_had_is_not_waited_for(controller: Controller, 
     controller.stopped = ("engine-1",)
     with pytest.raises(UserError, match=r"engine-1 did not come, and the run goes on without it; see .*logs"):
         run(tmp_path, "add", "--type", "vllm")
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "engine-1.log"
+    log.write_text("much\npipelinerl: engine-1 takes 1 GPU, and too few are free\n")
+    with pytest.raises(UserError, match=r"goes on without it: engine-1 takes 1 GPU, and too few are free; see .*logs"):
+        run(tmp_path, "add", "--type", "vllm")
+    log.write_text("Traceback\nKeyError\n")
+    with pytest.raises(UserError, match=r"goes on without it; see .*logs"):
+        run(tmp_path, "add", "--type", "vllm")
 
 
 def test_who_does_not_come_or_go_is_named_with_its_standing(controller: Controller, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def test_every_preset_explains_itself(name: str) -> None:
     for slot in ("agg", "is_weight", "adv", "grad1", "grad2"):
         assert f"\n{slot}" in said
     assert f"groups whose rewards are all equal: {PRESETS[name].no_signal}" in said
-    if PRESETS[name].objective.passes:
-        assert all(f"{column} (" in said for column in PRESETS[name].objective.passes)
+    if columns := PRESETS[name].objective.passes | PRESETS[name].objective.needs:
+        assert all(f"{column} (" in said for column in columns)
     else:
         assert "needs nothing but" in said
 

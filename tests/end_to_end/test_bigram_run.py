@@ -36,13 +36,13 @@ from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import started
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.stream import Stream
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, TrainingState
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
+from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
-from pipelinerl.weights.layout import wire_layout
 from tests.fakes.served import in_thread
 
 STEPS = 30
@@ -143,7 +143,6 @@ async def run(
             kl=config.kl_control.controller if config.kl_control else None,
         ),
         step=workers.step(),
-        layout=wire_layout(workers.policy.weight_layout()),
         objective=objective,
         stream=stream,
         publisher=BroadcastPublisher(client),

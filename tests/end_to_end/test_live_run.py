@@ -1,8 +1,6 @@
 """Real runs in real processes: what they leave behind, how they stop and go on, and what survives kill -9.
 
-The runs are on-policy lockstep with the ratio over recomputed log-probs, so that on a CPU a run is a function of its
-seed: whatever happens to its processes, its curve must be bit by bit that of the run that nobody disturbed. (Log-probs
-of the sampler depend in their last bit on what else was decoded in the same forward pass, hence `over = old`.)
+Whatever happens to the processes of a lockstep run, its curve must be bit by bit that of the one nobody disturbed.
 """
 
 from __future__ import annotations
@@ -22,16 +20,8 @@ from launch.ports import free_ports, is_free
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from tests.fakes.live_run import CLI, LiveRun, launched, new_run, resumed
+from tests.fakes.undisturbed import LOCKSTEP, STEPS, undisturbed as undisturbed_run
 from tests.patience import PATIENCE_S
-
-STEPS = 12
-LOCKSTEP = (
-    f"run.steps={STEPS}",
-    "checkpoint.interval_steps=4",
-    "staleness.j=1",
-    "staleness.k=1",
-    "objective.grad1.over=old",
-)
 
 Curve = dict[int, tuple[float, ...]]
 
@@ -49,10 +39,7 @@ def assert_settled(run: LiveRun, *, steps: int) -> None:
     assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger
     assert ledger["trained"] == steps * 8, ledger
     assert sorted(curve(run)) == list(range(1, steps + 1))
-    deadline = time.monotonic() + 2
-    while run.alive() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not run.alive()
+    assert run.is_gone()
     assert all(is_free(int(event["url"].rpartition(":")[2])) for event in run.events("engine_joined"))
 
 
@@ -65,12 +52,9 @@ def command(*arguments: str, without: str = "") -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
+def undisturbed() -> LiveRun:
     """A lockstep run that ended by itself."""
-    directory = tmp_path_factory.mktemp("undisturbed") / "run"
-    with launched(new_run(directory, *LOCKSTEP), directory) as run:
-        assert run.end() == 0, run.story()
-    return run
+    return undisturbed_run()
 
 
 def test_a_run_completes_and_leaves_everything(undisturbed: LiveRun) -> None:
@@ -95,37 +79,31 @@ def test_any_kept_step_can_be_taken_again_to_the_bit(undisturbed: LiveRun) -> No
     assert "cispo" in command("replay", str(undisturbed.directory), "--step", "9", "--objective", "cispo")
 
 
-def test_ctrl_c_ends_within_seconds_and_the_resumed_run_is_the_undisturbed_one(
+def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one(
     tmp_path: Path, undisturbed: LiveRun
 ) -> None:
-    directory = tmp_path / "run"
-    with launched(new_run(directory, *LOCKSTEP), directory) as run:
+    """Three lives. Ctrl-C ends the first; then the machine is lost, its processes at once, and its disk after them."""
+    directory, location = tmp_path / "run", tmp_path / "location"
+    with launched(new_run(directory, *LOCKSTEP, f"checkpoint.location={location}"), directory) as run:
         run.until_step(6)
         run.launcher.send_signal(signal.SIGINT)
         began = time.monotonic()
         assert run.end() == 130, run.story()
-        assert time.monotonic() - began < 15, "8 s on a machine that has nothing else to do"
+        assert time.monotonic() - began < 40, "8 s on a machine that has nothing else to do"
         assert f"pipelinerl run --resume {directory}" in run.output
-        assert not run.alive()
+        assert run.is_gone()
     with launched(resumed(directory), directory) as run:
-        assert run.end() == 0, run.story()
-        assert_settled(run, steps=STEPS)
-    first, second = run.events("trainer_ready")
-    assert (first["epoch"], first["model_version"], second["epoch"]) == (1, 0, 2)
-    assert second["model_version"] in (4, 8)
-    assert curve(run) == curve(undisturbed)
-    elapsed = [event["elapsed_s"] for event in run.events()]
-    assert elapsed == sorted(elapsed), "one time line over both lives"
-
-
-def test_a_run_goes_on_from_its_location_when_nothing_else_is_left(tmp_path: Path, undisturbed: LiveRun) -> None:
-    """The machine is lost: its processes at once, then its disk with the run's directory and streams."""
-    directory, location = tmp_path / "run", tmp_path / "location"
-    with launched(new_run(directory, *LOCKSTEP, f"checkpoint.location={location}"), directory) as run:
-        run.until(lambda run: run.events("checkpoint"), "a checkpoint")
+        run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")
+        first, second = run.events("trainer_ready")
+        assert (first["epoch"], first["model_version"], second["epoch"]) == (1, 0, 2)
+        assert second["model_version"] in (4, 8)
+        run.until(lambda run: run.events()[-1]["kind"] == "step", "a step of the second life")
+        elapsed = [event["elapsed_s"] for event in run.events()]
+        assert elapsed == sorted(elapsed), "one time line over both lives"
         run.note_processes()
         run.launcher.kill()
         run.end()
+        assert run.is_gone()
     shutil.rmtree(directory)
     with launched(["--resume", f"file://{location}/run"], directory) as run:
         assert run.end() == 0, run.story()

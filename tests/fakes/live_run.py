@@ -28,18 +28,24 @@ SMALL = (
     "checkpoint.interval_steps=10",
     "training.rollouts_per_step=64",
 )
+_NOTE_EVERY_S = 0.5
 CLI = (sys.executable, "-m", "pipelinerl.cli")
 
 
 @final
 class LiveRun:
-    """One launcher and what it started. Made by `launched`."""
+    """One launcher and what it started. Made by `launched`; without a launcher, the run has ended."""
 
-    def __init__(self, launcher: subprocess.Popen[str], directory: Path, output: Path) -> None:
-        self.launcher = launcher
+    launcher: subprocess.Popen[str]
+
+    def __init__(self, launcher: subprocess.Popen[str] | None, directory: Path, output: Path) -> None:
+        if launcher is not None:
+            self.launcher = launcher
         self.directory = directory
         self._output = output
         self.seen: dict[int, psutil.Process] = {}
+        self._read: tuple[int, list[Event]] = 0, []
+        self._noted_at = 0.0
 
     @property
     def output(self) -> str:
@@ -49,8 +55,10 @@ class LiveRun:
     def events(self, kind: str | None = None) -> list[Event]:
         """The event log so far."""
         path = self.directory / "events.jsonl"
-        events = read_events(path) if path.is_file() else []
-        return [event for event in events if kind is None or event["kind"] == kind]
+        size = path.stat().st_size if path.is_file() else 0
+        if size != self._read[0]:
+            self._read = size, read_events(path)
+        return [event for event in (self._read[1] if size else []) if kind is None or event["kind"] == kind]
 
     def steps(self) -> list[int]:
         """Model versions made so far, in the order of the log."""
@@ -58,6 +66,7 @@ class LiveRun:
 
     def note_processes(self) -> dict[int, psutil.Process]:
         """Remember whatever the launcher runs now."""
+        self._noted_at = time.monotonic()
         with suppress(psutil.NoSuchProcess):
             self.seen |= {p.pid: p for p in psutil.Process(self.launcher.pid).children(recursive=True)}
         return self.seen
@@ -65,6 +74,18 @@ class LiveRun:
     def alive(self) -> list[psutil.Process]:
         """Processes of the run, of those ever noted, that live."""
         return [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def _note_now_and_then(self) -> None:
+        """While a test waits: to look at every process of the machine takes time from those that it waits for."""
+        if time.monotonic() - self._noted_at > _NOTE_EVERY_S:
+            self.note_processes()
+
+    def is_gone(self) -> bool:
+        """Has every process of the run, of those ever noted, ended? Those that are about to may take their time."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.alive()
 
     def role(self, name: str) -> psutil.Process:
         """The process of a role; the one that serves redis has become the server."""
@@ -82,7 +103,7 @@ class LiveRun:
         """Wait until `reached`; an end of the run before that is a failure."""
         deadline = time.monotonic() + timeout_s
         while not reached(self):
-            self.note_processes()
+            self._note_now_and_then()
             if self.launcher.poll() is not None:
                 raise AssertionError(f"the run ended before {what}:\n{self.story()}")
             if time.monotonic() > deadline:
@@ -97,7 +118,7 @@ class LiveRun:
         """Wait for the launcher; its exit status."""
         deadline = time.monotonic() + timeout_s
         while self.launcher.poll() is None:
-            self.note_processes()
+            self._note_now_and_then()
             if time.monotonic() > deadline:
                 raise AssertionError(f"the run did not end within {timeout_s:g} s:\n{self.story()}")
             time.sleep(0.05)

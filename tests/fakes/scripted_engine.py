@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -21,6 +22,7 @@ import numpy as np
 
 from inference_contract.errors import DigestMismatch, InvalidRequest, UnknownModel
 from inference_contract.schemas import (
+    AnswerPrefix,
     AssistantMessage,
     ChatCompletion,
     ChatCompletionChunk,
@@ -28,6 +30,7 @@ from inference_contract.schemas import (
     Choice,
     ChoiceLogprobs,
     ChunkChoice,
+    Continuation,
     Delta,
     DType,
     EngineMetrics,
@@ -51,6 +54,7 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import UpdateError
 from pipelinerl.system.http_service import listen, serve
+from pipelinerl.weights.layout import converted_by
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.pull import PullOrder, Shard
 
@@ -99,6 +103,17 @@ class Fault(StrEnum):
     COMMITS_ON_ABORT = "commits_on_abort"
     IGNORES_DRAIN = "ignores_drain"
     NEVER_FREES = "never_frees"
+    SPELLS_TOKENS = "spells_tokens"
+    REFUSES_DEFAULTS = "refuses_defaults"
+    FORGETS_PREFIX = "forgets_prefix"
+    REPEATS_PREFIX = "repeats_prefix"
+    RESTARTS_NOISE = "restarts_noise"
+    RENUMBERS_SAMPLES = "renumbers_samples"
+    COUNTS_LIMIT_ANEW = "counts_limit_anew"
+    STOPS_IN_NEW_TEXT_ONLY = "stops_in_new_text_only"
+    TAKES_ENDED_PREFIX = "takes_ended_prefix"
+    IGNORES_INTERVAL = "ignores_interval"
+    REINTERPRETS = "reinterprets"
 
 
 @dataclass(slots=True)
@@ -112,10 +127,13 @@ class _Sample:
     shown: int = 0
     told_end: bool = False
     reason: FinishReason | None = None
+    prefix: list[int] = field(default_factory=list)
+    fault: Fault = Fault.NONE
 
     def text(self, stops: tuple[str, ...]) -> tuple[str, bool]:
         """Its text, and whether a stop string ended it."""
-        whole = "".join(chr(97 + token) for token in self.tokens if token)
+        before = [] if self.fault is Fault.STOPS_IN_NEW_TEXT_ONLY else self.prefix
+        whole = "".join(chr(97 + token) for token in [*before, *self.tokens] if token)
         cuts = [whole.index(stop) for stop in stops if stop in whole]
         return (whole[: min(cuts)], True) if cuts else (whole, False)
 
@@ -180,7 +198,9 @@ class ScriptedEngine:
         return self._buffers[0 if self._fault is Fault.SERVES_STAGED else 1]
 
     def finish_staging(self) -> None:
-        return None
+        if self._fault is Fault.REINTERPRETS and self._receiver._wire not in (None, LAYOUT):
+            sent = self._receiver._unconverted
+            self._buffers[1][: len(sent)] = sent
 
     def serving(self) -> tuple[int, int]:
         return self._serving
@@ -230,6 +250,8 @@ class ScriptedEngine:
         if self._fault is Fault.FAILS_AT_LARGE_TOP_K and request.top_k > VOCAB:
             raise OverflowError("no such number of tokens")
         text = "".join(message.content for message in request.messages or ())
+        if self._fault is Fault.SPELLS_TOKENS:
+            text = text.replace("<|end|>", chr(VOCAB - 2))
         prompt = request.prompt_token_ids or [1 + ord(char) % (VOCAB - 1) for char in text]
         if self._fault is Fault.TRUNCATES_PROMPT:
             prompt = prompt[-8:]
@@ -244,9 +266,22 @@ class ScriptedEngine:
         if self._fault is Fault.NOISE_BY_BATCH:
             seed += request.n
         self._counts["prompt_tokens_total"] += len(prompt)
-        keys = rng.sample_keys(seed, request.n)
-        samples = [_Sample(index, keys[index : index + 1], prompt[-1]) for index in range(request.n)]
-        return prompt, samples, min(request.token_limit or room, room)
+        prefixes = request.prefixes or [AnswerPrefix(index=index, token_ids=[]) for index in range(request.n)]
+        limit = min(request.token_limit or room, room)
+        if self._fault is Fault.RENUMBERS_SAMPLES:
+            seed += len(prefixes) - 1 - prefixes[-1].index
+        return prompt, [self._begun(request, prompt, prefix, seed, limit) for prefix in prefixes], limit
+
+    def _begun(
+        self, request: ChatCompletionRequest, prompt: list[int], prefix: AnswerPrefix, seed: int, limit: int
+    ) -> _Sample:
+        index, given = prefix.index, prefix.token_ids
+        sample = _Sample(index, rng.sample_keys(seed, index + 1)[index:], [*prompt, *given][-1], fault=self._fault)
+        sample.prefix = [] if self._fault is Fault.FORGETS_PREFIX else given
+        ended = 0 in given or len(given) >= limit or sample.text(request.stop_strings)[1]
+        if ended and self._fault is not Fault.TAKES_ENDED_PREFIX:
+            raise InvalidRequest(f"sample {index} has ended", param="prefixes")
+        return sample
 
     def _step(self, request: ChatCompletionRequest, sample: _Sample, limit: int) -> None:
         weights = self._buffers[0].view(np.float32)
@@ -256,7 +291,8 @@ class ScriptedEngine:
             scaled[np.argsort(-scaled, kind="stable")[request.top_k :]] = -np.inf
         logp = scaled - scaled.max()
         logp -= np.log(np.exp(logp).sum())
-        noise = rng.uniform(sample.key, np.array([len(sample.tokens)]))[0]
+        before = 0 if self._fault is Fault.RESTARTS_NOISE else len(sample.prefix)
+        noise = rng.uniform(sample.key, np.array([before + len(sample.tokens)]))[0]
         greedy = request.temperature == 0.0
         token = int(np.argmax(logp) if greedy else np.searchsorted(np.cumsum(np.exp(logp)), noise).clip(0, VOCAB - 1))
         raw = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
@@ -268,7 +304,7 @@ class ScriptedEngine:
         self._counts["generated_tokens_total"] += self._fault is not Fault.COUNTS_NOTHING
         if token == 0 or sample.text(request.stop_strings)[1]:
             sample.reason = FinishReason.STOP
-        elif len(sample.tokens) >= limit:
+        elif len(sample.tokens) + (self._fault is not Fault.COUNTS_LIMIT_ANEW) * len(sample.prefix) >= limit:
             sample.reason = FinishReason.LENGTH
 
     async def _steps(self, request: ChatCompletionRequest, samples: list[_Sample], limit: int) -> AsyncIterator[None]:
@@ -308,6 +344,9 @@ class ScriptedEngine:
         rows = zip(sample.tokens[start:], sample.logprobs[start:], strict=True)
         return ChoiceLogprobs(content=[TokenLogprob(token=chr(97 + token), logprob=logprob) for token, logprob in rows])
 
+    def _told(self, sample: _Sample) -> list[int]:
+        return [*sample.prefix, *sample.tokens] if self._fault is Fault.REPEATS_PREFIX else sample.tokens
+
     async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
         prompt, samples, limit = self._samples(request)
         epoch, version = self._serving
@@ -324,7 +363,7 @@ class ScriptedEngine:
                     message=AssistantMessage(content=sample.text(request.stop_strings)[0]),
                     finish_reason=sample.reason or FinishReason.ABORT,
                     logprobs=self._logprobs(sample) if request.logprobs else None,
-                    token_ids=sample.tokens if ids else None,
+                    token_ids=self._told(sample) if ids else None,
                     token_logprobs=sample.logprobs if ids else None,
                     version_spans=self._spans(sample.versions) if ids else None,
                 )
@@ -345,24 +384,31 @@ class ScriptedEngine:
         if self._fault is Fault.STREAM_DIFFERS:
             for sample in samples:
                 sample.last = (sample.last + 1) % VOCAB
+        interval_s = request.stream_options.interval_s if request.stream_options else 0.0
+        opening, epoch, told_at = prompt if request.return_token_ids else None, self._serving[0], time.monotonic()
         try:
             async for _ in self._steps(request, samples, limit):
+                runs = any(sample.reason is None for sample in samples)
+                rare = interval_s and self._fault is not Fault.IGNORES_INTERVAL
+                if rare and runs and time.monotonic() < told_at + interval_s:
+                    continue
                 parts = [self._part(request, sample) for sample in samples if sample.shown < len(sample.tokens)]
                 ended = [self._end(request, sample) for sample in samples if sample.reason and not sample.told_end]
-                yield self._chunk([*parts, *ended])
+                yield self._chunk([*parts, *ended], epoch, opening=opening)
+                opening, told_at = None, time.monotonic()
         finally:
             if self._fault is Fault.NEVER_FREES:
                 self._abandoned.add(asyncio.create_task(self._rest(request, samples, limit)))
         if request.stream_options is not None and request.stream_options.include_usage:
             total = sum(len(sample.tokens) for sample in samples)
             usage = Usage(prompt_tokens=len(prompt), completion_tokens=total, total_tokens=len(prompt) + total)
-            yield self._chunk([], usage)
+            yield self._chunk([], epoch, usage)
 
     def _part(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
         start, sample.shown = sample.shown, len(sample.tokens)
         ids = request.return_token_ids
         # Text waits for the end when there are stop strings: then it is known how much of it stays.
-        early = not request.stop_strings or self._fault is Fault.STREAMS_STOP_STRING
+        early = not (request.stop_strings or sample.prefix) or self._fault is Fault.STREAMS_STOP_STRING
         text = "".join(chr(97 + token) for token in sample.tokens[start:] if token) if early else None
         return ChunkChoice(
             index=sample.index,
@@ -375,14 +421,22 @@ class ScriptedEngine:
 
     def _end(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
         sample.told_end = True
-        late = request.stop_strings and self._fault is not Fault.STREAMS_STOP_STRING
+        late = (request.stop_strings or sample.prefix) and self._fault is not Fault.STREAMS_STOP_STRING
         text = sample.text(request.stop_strings)[0] if late else None
         return ChunkChoice(index=sample.index, delta=Delta(content=text), finish_reason=sample.reason)
 
-    def _chunk(self, parts: list[ChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
-        epoch, version = self._serving
+    def _chunk(
+        self, parts: list[ChunkChoice], epoch: int, usage: Usage | None = None, *, opening: list[int] | None = None
+    ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
-            id="scripted-1", created=0, model="scripted", choices=parts, usage=usage, model_version=version, epoch=epoch
+            id="scripted-1",
+            created=0,
+            model="scripted",
+            choices=parts,
+            usage=usage,
+            prompt_token_ids=opening,
+            model_version=self._serving[1],
+            epoch=epoch,
         )
 
     # --- state ---------------------------------------------------------------------------------------------------
@@ -402,11 +456,17 @@ class ScriptedEngine:
             context_length=CONTEXT,
             layout=LAYOUT,
             layout_id=LAYOUT.layout_id,
+            converts=converted_by(LAYOUT),
             digest=self._receiver.digest,
         )
 
     def health(self) -> Health:
-        return Health(state=EngineState.READY, model_version=self._serving[1], epoch=self._serving[0])
+        return Health(
+            state=EngineState.READY,
+            model_version=self._serving[1],
+            epoch=self._serving[0],
+            continuation=Continuation.SAME_NOISE,
+        )
 
     def metrics(self) -> EngineMetrics:
         epoch, version = self._serving
@@ -418,12 +478,16 @@ def _known_fields(body: dict[str, Any]) -> dict[str, Any]:
     return {name: body[name] for name in body if name in ChatCompletionRequest.model_fields}
 
 
+def _refused_defaults(body: dict[str, Any]) -> dict[str, Any]:
+    return body | {f"{name}_": value for name, value in body.items() if value is None}
+
+
 def _clamped_top_k(body: dict[str, Any]) -> dict[str, Any]:
     return body | {"top_k": min(body["top_k"], VOCAB)}
 
 
 class Forgives:
-    """ASGI around the real server: `mends` takes out of a body what the schema would refuse."""
+    """ASGI around the real server: `mends` changes a body before the schema sees it."""
 
     def __init__(self, app: Any, mends: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._app = app
@@ -447,6 +511,8 @@ def application(fault: Fault = Fault.NONE, *, token: str | None = None, step_s: 
     app = create_app(ScriptedEngine(fault, step_s=step_s, token=token), token=token)
     if fault is Fault.DROPS_UNKNOWN_FIELDS:
         app.add_middleware(Forgives, mends=_known_fields)
+    if fault is Fault.REFUSES_DEFAULTS:
+        app.add_middleware(Forgives, mends=_refused_defaults)
     if fault is Fault.CLAMPS_TOP_K:
         app.add_middleware(Forgives, mends=_clamped_top_k)
     return app

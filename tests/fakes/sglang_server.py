@@ -168,7 +168,8 @@ class SglangServer:
     def _sample(self, sample: Sample, logits: torch.Tensor) -> None:
         params = sample.asked.sampling_params
         logprobs = torch.log_softmax(logits / (params.temperature or 1.0), -1)
-        noise = rng.generator(params.sampling_seed or 0, "fake sglang", len(sample.tokens)).gumbel(size=len(logits))
+        position = len(sample.asked.input_ids) + len(sample.tokens)
+        noise = rng.generator(params.sampling_seed or 0, "fake sglang", position).gumbel(size=len(logits))
         token = int((logprobs + (torch.from_numpy(noise) if params.temperature else 0)).argmax())
         sample.tokens.append(token)
         sample.logprobs.append(float(logprobs[token]))

@@ -37,7 +37,7 @@ from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import Entry, Stream
 from pipelinerl.training import loop
 from pipelinerl.training.checkpoints import checkpoint, fence as checkpoint_fence
-from pipelinerl.training.rollouts import admission, rollout_reader as intake
+from pipelinerl.training.rollouts import admission, rollout_reader
 from pipelinerl.types import Outcome, Problem, RolloutGroup, Verdict
 from pipelinerl.weights.broadcast import collective
 
@@ -187,7 +187,7 @@ class Mortal:
 
 
 @final
-class SharedIntake:
+class SharedReader:
     """Reads rollouts as a consumer group does, not by the checkpoint's offset. The base of both mutants.
 
     With `early`, what was handed out is acknowledged at once, and dies with the trainer. Without, it is acknowledged
@@ -197,17 +197,17 @@ class SharedIntake:
     early = True
 
     def __init__(self, stream: Stream, **offsets: Any) -> None:
-        self._orders = intake.RolloutReader(stream, offsets={})
+        self._directives = rollout_reader.RolloutReader(stream, offsets={})
         self._stream = stream
         self._held: list[Entry] = []
 
     async def start(self) -> None:
-        await self._orders.start()
+        await self._directives.start()
 
     async def read_directives(self, *, block_s: float) -> Any:
-        return await self._orders.read_directives(block_s=block_s)
+        return await self._directives.read_directives(block_s=block_s)
 
-    async def read(self, *, block_s: float) -> intake.Arrivals:
+    async def read(self, *, block_s: float) -> rollout_reader.Arrivals:
         groups = []
         for partition in await self._stream.streams(ROLLOUTS):
             entries = await self._stream.claim(
@@ -218,12 +218,12 @@ class SharedIntake:
             self._held += new
         if self.early:
             await self._acknowledge()
-        return intake.Arrivals(groups, await self._orders.read_directives(block_s=min(block_s, 0.05)))
+        return rollout_reader.Arrivals(groups, await self._directives.read_directives(block_s=min(block_s, 0.05)))
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
         return {}
 
-    async def trim(self, offsets: dict[str, str], **fence: Any) -> None:
+    async def trim(self, offsets: dict[str, str], epoch: int) -> None:
         if not self.early:
             await self._acknowledge()
 
@@ -234,13 +234,13 @@ class SharedIntake:
 
 
 def acknowledge_before_training() -> None:
-    loop.RolloutReader = SharedIntake  # type: ignore[misc,assignment]
+    loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
 
 
 def acknowledge_after_checkpoint() -> None:
     """And nobody remembers which orders have ended."""
-    SharedIntake.early = False
-    loop.RolloutReader = SharedIntake  # type: ignore[misc,assignment]
+    SharedReader.early = False
+    loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
     admission.ConsumedLedger.has = lambda self, index: False  # type: ignore[method-assign]
 
 

@@ -29,6 +29,7 @@ from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import decode_group, decode_message, encode_group, encode_message
 from pipelinerl.streams.stream import START, Entry, Stream, fresh_number
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+from tests.patience import PATIENCE_S
 
 PROMPTS, ROLLOUTS = "prompts", "rollouts:a0"
 IDLE_S = 0.05
@@ -189,7 +190,7 @@ class Run:
     num_orders: int
     disk: Disk = field(default_factory=Disk)
 
-    async def until_quiet(self, *, deadline_s: float = 60.0) -> tuple[int, int]:
+    async def until_quiet(self, *, deadline_s: float = PATIENCE_S) -> tuple[int, int]:
         """Run until all deaths have happened and nobody finds anything to do.
 
         Returns:

@@ -43,6 +43,17 @@ CAUGHT_BY = {
     Fault.COMMITS_ON_ABORT: "aborted_pull_leaves_old_weights",
     Fault.IGNORES_DRAIN: "drain_lets_samples_end",
     Fault.NEVER_FREES: "leaving_a_stream_frees_it",
+    Fault.SPELLS_TOKENS: "contents_spell_no_tokens",
+    Fault.REFUSES_DEFAULTS: "idle_fields_are_taken",
+    Fault.FORGETS_PREFIX: "greedy_answer_continues",
+    Fault.REPEATS_PREFIX: "greedy_answer_continues",
+    Fault.RESTARTS_NOISE: "sampled_answer_continues",
+    Fault.RENUMBERS_SAMPLES: "sampled_answer_continues",
+    Fault.COUNTS_LIMIT_ANEW: "prefix_counts_towards_max_tokens",
+    Fault.STOPS_IN_NEW_TEXT_ONLY: "stop_string_over_the_border",
+    Fault.TAKES_ENDED_PREFIX: "ended_prefix_is_refused",
+    Fault.IGNORES_INTERVAL: "rare_chunks_are_the_whole",
+    Fault.REINTERPRETS: "converted_dtype_is_served",
 }
 
 #: Checks that must fail for faults which another check is about.

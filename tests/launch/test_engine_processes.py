@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from launch.devices import Device, Devices
 from launch.engine_processes import EngineProcesses
-from launch.plan import Launch, OnExit, Plan, Ports
+from launch.placement import place
+from launch.plan import Launch, OnExit, Plan, Ports, processes_of
 from launch.ports import free_ports
+from launch.process import State
 from launch.supervisor import Supervisor
 from pipelinerl.config.recipe import parse
 from pipelinerl.observability.status import RequestedEngine, RunStatus
@@ -71,3 +74,85 @@ def test_the_controller_hears_of_an_engine_that_cannot_be_had_until_it_wants_it_
     for latest in (*[status("engine-1")] * 2, status("engine-1", to_stop=("engine-1",)), status()):
         staff.follow(latest)
     assert told == ["engine-1"] * 2
+
+
+def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, EngineProcesses, list[str], list[str]]:
+    """A launch on so many GPUs whose supervisor has begun nothing yet, and what is announced and given up."""
+    sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
+    config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
+    devices = Devices(tuple(Device(str(index)) for index in range(count)))
+    ports = Ports.of(config, range(5000, 5000 + Ports.count(config)))
+    launch = replace(LAUNCH, config=config, ports=ports, placement=place(config, devices))
+    announced: list[str] = []
+    given_up: list[str] = []
+    supervisor = Supervisor(processes_of(launch), tmp_path, announce=announced.append)
+    return supervisor, EngineProcesses(supervisor, launch, give_up=given_up.append), announced, given_up
+
+
+def wants(*names: str, to_stop: tuple[str, ...] = (), type: str = "torch") -> RunStatus:
+    return RunStatus(run="x", requested=tuple(RequestedEngine(name=name, type=type) for name in names), to_stop=to_stop)
+
+
+def seen_by(supervisor: Supervisor, name: str) -> str:
+    return supervisor._processes[name].spec.env["CUDA_VISIBLE_DEVICES"]
+
+
+def test_who_comes_later_gets_devices_that_are_free_and_gives_them_back(tmp_path: Path) -> None:
+    supervisor, staff, _, given_up = on_gpus(4, tmp_path)
+    staff.follow(wants("engine-1", "engine-2"))
+    assert [seen_by(supervisor, name) for name in ("engine-0", "engine-1", "engine-2", "trainer")] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # it never ran, and has ended at once
+    staff.follow(wants("engine-2", "engine-3", to_stop=("engine-1",)))
+    assert seen_by(supervisor, "engine-3") == "1"
+    assert given_up == []
+
+
+def test_an_engine_of_the_recipe_that_was_dismissed_leaves_its_device_to_the_next(tmp_path: Path) -> None:
+    supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
+    supervisor._processes["engine-0"].state = State.STOPPING  # as it does after a SIGTERM
+    staff.follow(wants("engine-1", to_stop=("engine-0",)))
+    assert not supervisor.knows("engine-1"), "it waits for the device that is being given back"
+    supervisor._processes["engine-0"].state = State.ENDED
+    staff.follow(wants("engine-1", to_stop=("engine-0",)))
+    assert seen_by(supervisor, "engine-1") == "0"
+    assert (announced, given_up) == (["starting engine-1"], [])
+
+
+def test_where_no_device_is_free_an_engine_is_refused_with_a_sentence_in_its_log(tmp_path: Path) -> None:
+    supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
+    for _ in range(2):
+        staff.follow(wants("engine-1"))
+    sentence = "engine-1 takes 1 GPU, and too few are free (GPU 0: engine-0; GPU 1: trainer); take an engine out first"
+    assert [text.startswith(f"the run goes on without engine-1: {sentence}") for text in announced] == [True]
+    assert (tmp_path / "logs" / "engine-1.log").read_text().startswith(f"pipelinerl: {sentence}")
+    assert given_up == ["engine-1"], "the controller is told until it wants it no more"
+    staff.follow(wants("engine-2", type="bigram"))
+    assert supervisor.knows("engine-2") and "CUDA_VISIBLE_DEVICES" not in supervisor._processes["engine-2"].spec.env
+
+
+def test_on_one_gpu_there_is_room_for_another_engine_where_the_recipes_shares_leave_it(tmp_path: Path) -> None:
+    supervisor, staff, _, given_up = on_gpus(1, tmp_path, memory_share=0.3)
+    staff.follow(wants("engine-1"))
+    assert seen_by(supervisor, "engine-1") == "0"
+    for _ in range(2):
+        staff.follow(wants("engine-1", "engine-2"))
+    assert given_up == ["engine-2"], "0.4 + 0.3 + 0.3 is all of it"
+
+
+def test_a_device_that_nobody_is_on_comes_before_one_that_has_room(tmp_path: Path) -> None:
+    supervisor, staff, _, _ = on_gpus(3, tmp_path, memory_share=0.3)  # engine-0 and the trainer are on 0 and 2
+    staff.follow(wants("engine-1"))
+    assert seen_by(supervisor, "engine-1") == "1"
+
+
+def test_an_engine_of_another_type_does_not_get_the_options_of_the_recipes(tmp_path: Path) -> None:
+    supervisor, staff, _, _ = on_gpus(4, tmp_path, type="vllm", options={"block_size": 32})
+    staff.follow(wants("engine-1"))
+    staff.follow(wants("engine-1", "engine-2", type="vllm"))
+    assert "engine.options={}" in supervisor._processes["engine-1"].spec.argv
+    assert "engine.options={}" not in supervisor._processes["engine-2"].spec.argv

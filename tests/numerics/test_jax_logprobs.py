@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipelinerl.numerics.jax_logprobs import token_logprobs
-from pipelinerl.numerics.logprobs import token_logprobs as definition
+from pipelinerl.numerics.jax_logprobs import token_predictions
+from pipelinerl.numerics.logprobs import log_softmax, measured, token_logprobs as definition
 from pipelinerl.rng import generator
+from trainer_contract.types import HeadMeasure
 
+MEASURES = tuple(HeadMeasure)
 R, C, D, V = 3, 16, 8, 21
 
 
@@ -20,15 +22,22 @@ def columns():
 def test_agrees_with_the_definition():
     hidden, head, tokens, temperatures = columns()
     expected = definition((hidden @ head.T).reshape(-1, V), tokens.ravel(), temperatures.ravel())
-    np.testing.assert_allclose(token_logprobs(hidden, head, tokens, temperatures).ravel(), expected, atol=1e-5)
+    (got,) = token_predictions(hidden, head, tokens, temperatures)
+    np.testing.assert_allclose(got.ravel(), expected, atol=1e-5)
+    got, *measures = token_predictions(hidden, head, tokens, temperatures, measures=MEASURES)
+    np.testing.assert_allclose(got.ravel(), expected, atol=1e-5)
+    distributions = log_softmax((hidden @ head.T).reshape(-1, V), temperatures.ravel())
+    for measure, row in zip(MEASURES, measures, strict=True):
+        np.testing.assert_allclose(row.ravel(), measured(measure, distributions), rtol=1e-5, atol=1e-5)
 
 
 def test_pieces_change_neither_value_nor_gradient():
     hidden, head, tokens, temperatures = columns()
-    cotangent = jnp.asarray(generator(1, "jax_logprobs").normal(size=(R, C)).astype(np.float32))
+    cotangent = jnp.asarray(generator(1, "jax_logprobs").normal(size=(3, R, C)).astype(np.float32))
 
     def loss(hidden, head, at_once):
-        return (token_logprobs(hidden, head, tokens, temperatures, logits_at_once=at_once) * cotangent).sum()
+        got = token_predictions(hidden, head, tokens, temperatures, measures=MEASURES, logits_at_once=at_once)
+        return (got * cotangent).sum()
 
     whole, pieces = (jax.value_and_grad(loss, argnums=(0, 1))(hidden, head, at_once) for at_once in (10**9, 4 * R * V))
     for ours, theirs in zip(jax.tree.leaves(pieces), jax.tree.leaves(whole), strict=True):

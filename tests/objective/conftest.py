@@ -5,7 +5,10 @@ import pytest
 
 from pipelinerl.rng import generator
 
-FLOATS = ("advantages", "weights", "behavior_logprobs", "old_logprobs", "ref_logprobs")
+FLOATS = (
+    "advantages", "weights", "behavior_logprobs", "old_logprobs", "ref_logprobs", "vocab_mean_logprobs",
+    "vocab_entropies",
+)  # fmt: skip
 
 
 @pytest.fixture

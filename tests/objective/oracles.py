@@ -25,6 +25,8 @@ class Sequence:
     old: list[float]
     ref: list[float]
     values: list[float]
+    everything: Tensor
+    """Current log-probs of the whole vocabulary at each token, [N, V]: variables of their own, beside theta."""
 
     def __len__(self) -> int:
         return len(self.mu)
@@ -117,14 +119,17 @@ def reinforce_token(groups: Groups) -> Tensor:
 
 
 def agarwal(groups: Groups) -> Tensor:
-    """Token-level REINFORCE, and sg[r]·min(r, 2) on every token."""
+    """Token-level REINFORCE, and sg[r]·(λ/|A|) Σ_a log π(a|s) in every state, λ = 0.001."""
     size = len(everyone(groups)) * 256.0
-    cap = torch.tensor(2.0, dtype=torch.float64)
-    return reinforce_token(groups) + per_token(
-        groups,
-        lambda group, one: size,
-        lambda group, one, t: token_ratio(one, t).detach() * torch.minimum(token_ratio(one, t), cap),
-    )
+
+    def barrier(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        actions = one.everything[t]
+        total = torch.zeros((), dtype=torch.float64)
+        for action in range(len(actions)):
+            total = total + actions[action]
+        return token_ratio(one, t).detach() * 0.001 * total / len(actions)
+
+    return reinforce_token(groups) + per_token(groups, lambda group, one: size, barrier)
 
 
 def pipelinerl(groups: Groups) -> Tensor:

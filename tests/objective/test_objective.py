@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from pipelinerl.errors import ColumnError
 from pipelinerl.objective import adv, agg, grad1, grad2, is_weight
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.tokens import Policy
+from pipelinerl.objective.tokens import COMPUTED_BY, Policy
 from tests.objective.libraries import as_torch, in_jax, in_numpy, in_torch
 
 WEIGHTS = (
@@ -39,8 +40,10 @@ REGULARIZERS = (
     grad2.KLPenalty(beta=0.3, estimator=grad2.Estimator.K1),
     grad2.KLPenalty(beta=0.0),
     grad2.EntropyBonus(beta=0.2),
-    grad2.CappedRatio(beta=0.2, cap=1.1, over=Policy.OLD),
+    grad2.ExactEntropy(beta=0.2),
+    grad2.LogBarrier(beta=0.2),
 )
+OPTIONAL = {"old_logprobs", "ref_logprobs", "vocab_mean_logprobs", "vocab_entropies"}
 OBJECTIVES = [
     PolicyObjective(agg=agg.Batch(), adv=adv.GroupRelative(), is_weight=w, grad1=g1, grad2=g2)
     for w, g1, g2 in itertools.product(WEIGHTS, STEERED, REGULARIZERS)
@@ -133,7 +136,7 @@ def test_what_lies_outside_the_mask_does_not_matter(objective, columns_of):
     dropped = objective.evaluate(logprobs[inside], select(columns, inside, num_segments=columns["num_segments"]))
     np.testing.assert_allclose(dropped, expected, rtol=1e-12)
     poison = _arrays(columns)
-    for name in ("behavior_logprobs", "old_logprobs", "ref_logprobs"):
+    for name in ("behavior_logprobs", *OPTIONAL):
         poison[name] = np.where(inside, columns[name], np.nan)
     variable = torch.from_numpy(np.where(inside, logprobs, -np.inf)).requires_grad_()
     loss = objective.evaluate(variable, as_torch(poison) | {"num_segments": columns["num_segments"]})
@@ -147,10 +150,10 @@ def test_what_lies_outside_the_mask_does_not_matter(objective, columns_of):
 def test_it_asks_for_exactly_the_columns_it_reads(columns_of):
     logprobs, columns = columns_of(5)
     for objective in OBJECTIVES:
-        offered = {k: v for k, v in columns.items() if k not in {"old_logprobs", "ref_logprobs"} - objective.needs}
+        offered = {k: v for k, v in columns.items() if k not in OPTIONAL - objective.needs}
         assert math.isfinite(objective.evaluate(logprobs, offered))
         for name in objective.needs:
-            with pytest.raises(KeyError):
+            with pytest.raises(ColumnError, match=f"reads the column {name}, .* it is computed by {COMPUTED_BY[name]}"):
                 objective.evaluate(logprobs, {k: v for k, v in offered.items() if k != name})
 
 
@@ -164,7 +167,7 @@ def _columns(seed, lengths):
     total = sum(lengths)
     mask = np.concatenate([np.arange(length) for length in lengths]) > 0
     logprobs = -draw.exponential(1.0, total)
-    names = ("behavior_logprobs", "old_logprobs", "ref_logprobs")
+    names = ("behavior_logprobs", *OPTIONAL)
     columns = {name: np.where(mask, logprobs + draw.normal(0, 0.5, total), 0.0) for name in names}
     columns |= {name: np.where(mask, draw.normal(size=total), 0.0) for name in ("advantages", "weights")}
     columns |= {"loss_mask": mask, "segment_ids": np.repeat(np.arange(len(lengths)), lengths)}

@@ -10,13 +10,16 @@ import torch
 
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.rng import generator
-from tests.objective.libraries import LIBRARIES, in_numpy, in_torch
+from tests.objective.libraries import LIBRARIES, as_torch, in_numpy, in_torch
 from tests.objective.oracles import ORACLES, Groups, Sequence
 
 GROUP_SIZE = 10
 PROMPT = 2
+VOCABULARY = 7
+MAX_TOKENS = 256
 SCORE_FUNCTIONS = {"reinforce", "rloo", "reinforce_token", "pipelinerl", "cispo", "llamarl", "topr", "agarwal"}
 CAPPED = {"cispo", "llamarl", "topr", "decoupled_ppo", "ppo_tis"}
 
@@ -36,6 +39,7 @@ def sampled(seed: int) -> Groups:
             old=old.tolist(),
             ref=(mu + draw.normal(0, 0.5, length)).tolist(),
             values=draw.normal(size=length).tolist(),
+            everything=torch.tensor(-draw.exponential(3.0, (length, VOCABULARY)), requires_grad=True),
         )
 
     return [[rollout() for _ in range(GROUP_SIZE)] for _ in range(2)]
@@ -55,6 +59,7 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
         "old_logprobs": joined([one.old for one in rollouts]),
         "ref_logprobs": joined([one.ref for one in rollouts]),
         "values": joined([one.values for one in rollouts]),
+        "vocab_mean_logprobs": joined([one.everything.detach().mean(dim=1) for one in rollouts]),
     }
     sampled_only["advantages"] = objective.adv.advantages(
         rewards=np.array([one.reward for one in rollouts]),
@@ -89,7 +94,7 @@ def test_every_preset_has_an_oracle() -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_gradient_is_that_of_the_papers_surrogate(name: str, library: str) -> None:
-    objective, groups = PRESETS[name].objective, sampled(5)
+    objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(5)
     logprobs, columns = packed(groups, objective)
     wanted = gradient_of(groups, name)
     loss, gradient = LIBRARIES[library](objective, logprobs, columns)
@@ -100,19 +105,46 @@ def test_the_gradient_is_that_of_the_papers_surrogate(name: str, library: str) -
     assert loss == pytest.approx(in_numpy(objective, logprobs, columns).loss, rel=0, abs=1e-10)
 
 
+def test_the_barriers_gradient_reaches_every_token_of_the_vocabulary() -> None:
+    """In closed form, and by torch's differentiation of the loss by the measure."""
+    objective, groups = resolve("agarwal", max_tokens=MAX_TOKENS), sampled(5)
+    logprobs, columns = packed(groups, objective)
+    gradient_of(groups, "agarwal")
+    wanted = np.concatenate([one.everything.grad.numpy() for group in groups for one in group])  # type: ignore[union-attr]
+    (closed,) = objective.measure_gradients(logprobs, columns).values()
+    mask = columns["loss_mask"]
+    np.testing.assert_allclose(np.repeat(closed[mask, None] / VOCABULARY, VOCABULARY, 1), wanted, rtol=0, atol=1e-12)
+    assert (closed[~mask] == 0).all() and np.abs(wanted).max() > 1e-8
+    tensors = as_torch(columns)
+    tensors["vocab_mean_logprobs"].requires_grad_()
+    objective.evaluate(torch.from_numpy(logprobs), tensors).backward()
+    np.testing.assert_allclose(tensors["vocab_mean_logprobs"].grad.numpy(), closed, rtol=0, atol=1e-12)
+
+
+def test_raising_the_least_likely_token_raises_the_barrier_and_min_of_ratio_and_cap_would_not() -> None:
+    """The barrier holds every token up; what stood here before lifted what had been sampled."""
+    objective = resolve("agarwal", max_tokens=MAX_TOKENS)
+    logprobs, columns = packed(sampled(5), objective)
+    mask = columns["loss_mask"]
+    unsteered = columns | {"advantages": np.zeros_like(columns["advantages"])}
+    assert (objective.prediction_gradient(logprobs, unsteered) == 0).all(), "no pull towards the sampler's tokens"
+    (closed,) = objective.measure_gradients(logprobs, unsteered).values()
+    assert (closed[mask] < 0).all(), "the loss falls as the mean over the vocabulary rises"
+
+
 @pytest.mark.parametrize(
     "name", ["reinforce", "reinforce_token", "rloo", "pipelinerl", "cispo", "llamarl", "topr", "agarwal", "gmpo"]
 )
 def test_where_nothing_is_masked_the_value_is_the_papers_too(name: str) -> None:
     """GMPO clips inside its product, so that its value is comparable as well."""
-    objective, groups = PRESETS[name].objective, sampled(6)
+    objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(6)
     logprobs, columns = packed(groups, objective)
     assert in_numpy(objective, logprobs, columns).loss == pytest.approx(-ORACLES[name](groups).item(), abs=1e-10)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_in_single_precision_the_split_and_the_order_of_rollouts_change_nothing(name: str) -> None:
-    objective = PRESETS[name].objective
+    objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(7), objective)
     narrow = {
         k: v.astype(np.float32) if isinstance(v, np.ndarray) and v.dtype == float else v for k, v in columns.items()
@@ -135,7 +167,7 @@ def test_in_single_precision_the_split_and_the_order_of_rollouts_change_nothing(
 @pytest.mark.parametrize("name", PRESETS)
 def test_clips_and_caps_act_on_these_rollouts(name: str) -> None:
     """Without this the comparisons above could pass on tokens that no bound concerns."""
-    objective = PRESETS[name].objective
+    objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)
     tokens = Tokens.of(logprobs, columns)
     clipped, truncated = objective.grad1.clipped(tokens), objective.is_weight.truncated(tokens)

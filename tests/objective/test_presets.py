@@ -4,10 +4,11 @@ import math
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pipelinerl.errors import RecipeError
-from pipelinerl.objective import adv, grad1, grad2, is_weight
+from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.objective import adv, agg, grad1, grad2, is_weight
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.presets import no_signal_of, resolve, to_table
 from pipelinerl.objective.signal import NoSignal
@@ -49,6 +50,17 @@ def test_slots_can_be_adjusted_and_replaced():
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_full_table_resolves_to_the_same_objective(name):
     assert resolve(to_table(PRESETS[name].objective)) == PRESETS[name].objective
+
+
+@pytest.mark.parametrize("name", ["reinforce_token", "dr_grpo", "agarwal"])
+def test_the_longest_answer_is_the_runs(name):
+    assert resolve(name).agg == agg.Sequences(length=agg.Length.MAX_TOKENS)
+    assert resolve(name, max_tokens=8).agg == agg.Sequences(length=8.0)
+    assert resolve({"preset": name, "agg": {"length": 256}}, max_tokens=8).agg == agg.Sequences(length=256.0)
+    assert resolve({"agg": {"kind": "sequences", "length": "max_tokens"}}, max_tokens=9).agg.length == 9.0
+    one = np.ones(1, int)
+    with pytest.raises(UserError, match=r"agg\.length is max_tokens, .* nobody has said here; give max_tokens"):
+        resolve(name).agg.token_weights(lengths=one, groups=one, valid=one.astype(bool))
 
 
 RECOMPUTED = {"old_logprobs"}
@@ -109,7 +121,6 @@ def test_an_entry_names_its_source_and_writes_its_formula(name):
         ({"is_weight": {"numerator": "behavior"}}, "is_weight divides behavior by itself"),
         ({"is_weight": {"low": 2, "high": 1}}, "is_weight.low must not exceed high, got 2.0 and 1.0"),
         ({"preset": "grpo", "grad1": {"over": "current"}}, "grad1.over must not be current"),
-        ({"preset": "agarwal", "grad2": {"over": "current"}}, "grad2.over must not be current"),
         ({"preset": "gfpo", "adv": {"keep": 1}}, "adv.keep must be at least 2, got 1"),
         ({"preset": "gfpo", "adv": {"keep": 2.5}}, "adv.keep must be a whole number, got 2.5"),
         ({"preset": "ppo", "adv": {"discount": 1.5}}, "adv.discount must be at most 1, got 1.5"),
@@ -132,12 +143,20 @@ def test_slots_without_meaning_are_refused_with_a_sentence(table, sentence):
             "objective.grad1.epsilon is unknown; expected one of kind, eps",
         ),
         ({"grad1": {"kind": "ppo"}}, "objective.grad1.kind must be one of logprob, clipped_ratio, .*; got 'ppo'"),
-        ({"grad2": "kl3"}, "objective.grad2.kind must be one of none, kl, entropy, capped_ratio; got 'kl3'"),
+        (
+            {"grad2": "kl3"},
+            "objective.grad2.kind must be one of none, kl, entropy, exact_entropy, log_barrier; got 'kl3'",
+        ),
         ({"grad2": {"kind": "kl", "beta": "0.1"}}, "objective.grad2.beta must be a number, got '0.1'"),
         ({"grad2": {"kind": "kl", "beta": True}}, "objective.grad2.beta must be a number, got True"),
         ({"grad2": {"kind": "kl", "beta": math.nan}}, "objective.grad2.beta must be a number, got nan"),
         ({"grad2": {"kind": "kl", "beta": -1}}, "objective.grad2.beta must not be negative, got -1"),
         ({"adv": {"scale": "variance"}}, "objective.adv.scale must be one of none, std, batch; got 'variance'"),
+        (
+            {"preset": "dr_grpo", "agg": {"length": "longest"}},
+            "objective.agg.length must be one of max_tokens; got 'longest'",
+        ),
+        ({"agg": {"length": True}}, "objective.agg.length must be a number, got True"),
         ({"agg": 3}, "objective.agg must be the name of a kind or a table, got 3"),
     ],
 )

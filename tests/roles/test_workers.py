@@ -16,15 +16,15 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import Workers, spec_of, started
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, TrainingState
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
+from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.step.adaptive import AdaptiveObjective
-from pipelinerl.training.step.finite_check import Poison
-from pipelinerl.training.step.train_step import Accumulated, TrainStep
+from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance.probes import weights_of
-from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, TrainerSpec
+from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, TrainerSpec, WeightDType
 
 VOCAB = 16
 
@@ -72,9 +72,7 @@ def steps(config: RunConfig, workers: Workers, objective: AdaptiveObjective, num
     for number in numbers:
         batch = build(groups(number), objective=objective.current, token_budget=20, producing=number + 1)
         found = step.accumulate(batch, objective.current)
-        assert isinstance(found, Accumulated)
         figures = step.apply(found, learning_rate=config.optimizer.learning_rate)
-        assert not isinstance(figures, Poison)
         told.append(figures | objective.observe(figures))
     return told
 
@@ -94,7 +92,7 @@ def test_a_resumed_run_continues_all_three_to_the_bit(config: RunConfig, tmp_pat
     objective = AdaptiveObjective(recipe, controller=config.kl_control.controller)
     before = steps(config, first, objective, range(3))
     assert len({figures["kl_coefficient"] for figures in before}) == 3, "the controller must move"
-    store.save(
+    captured = store.capture(
         TrainingState(
             model_version=3, epoch=1, offsets={}, ledger={}, controller={}, kl_coefficient=objective.coefficient
         ),
@@ -102,6 +100,7 @@ def test_a_resumed_run_continues_all_three_to_the_bit(config: RunConfig, tmp_pat
         weights=first.policy.gather_weights(),
         parts={"trainer": first.policy.save_state, "critic": first.critic.worker.save_state},
     )
+    store.commit(captured)
     undisturbed = steps(config, first, objective, range(3, 6)), weights(first)
     first.close()
 
@@ -126,6 +125,7 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
         run={"seed": 3},
         model={"path": "/a/model", "head_precision": "fp32"},
         trainer=trainer | {"options": {"mesh": 2}},
+        weights={"dtype": "bfloat16"},
         optimizer={"learning_rate": 0.01, "betas": [0.5, 0.6], "eps": 1e-3, "weight_decay": 0.7, "grad_clip": 0.8},
     )
     spec = spec_of(config, restore_from=Path("/a/state"))
@@ -137,6 +137,7 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
         device=Device.CUDA,
         optimizer=OptimizerSpec(betas=(0.5, 0.6), eps=1e-3, weight_decay=0.7, grad_clip=0.8),
         gradient_checkpointing=True,
+        gather_dtype=WeightDType.BFLOAT16,
         options={"mesh": 2},
         restore_from=Path("/a/state"),
     )
@@ -171,12 +172,13 @@ def saved(config: RunConfig, tmp_path: Path) -> Path:
     """A checkpoint of a run that has just begun."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
     workers = started(config, objective_of(config), checkpoint=None)
-    path = store.save(
+    captured = store.capture(
         TrainingState(model_version=0, epoch=1, offsets={}, ledger={}, controller={}),
         layout=workers.policy.weight_layout(),
         weights=workers.policy.gather_weights(),
         parts=workers.step().parts(),
     )
+    path = store.commit(captured)
     workers.close()
     return path
 
@@ -230,9 +232,7 @@ def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> l
             in_flight(number, oldest=max(0, number + 1 - k)), objective=objective, token_budget=40, producing=number + 1
         )
         found = step.accumulate(batch, objective)
-        assert isinstance(found, Accumulated)
         figures = step.apply(found, learning_rate=config.optimizer.learning_rate)
-        assert not isinstance(figures, Poison)
         told.append(figures)
     return told
 
@@ -257,7 +257,7 @@ def test_the_weights_of_the_last_versions_are_resumed_to_the_bit(sampling: RunCo
     lockstep(sampling, step, range(4), k=3)
     state = TrainingState(model_version=4, epoch=1, offsets={}, ledger={}, controller={})
     layout, weights = first.policy.weight_layout(), first.policy.gather_weights()
-    path = store.save(state, layout=layout, weights=weights, parts=step.parts())
+    path = store.commit(store.capture(state, layout=layout, weights=weights, parts=step.parts()))
     assert [file.name for file in sorted((path / "history").iterdir())] == [
         f"version-{version:06d}.safetensors" for version in (1, 2, 3)
     ]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -72,11 +73,23 @@ def test_a_restart_has_the_same_address_and_the_same_data(tmp_path: Path) -> Non
         client.xadd("s", {"p": b"kept"}, id="1-0")
         for end in (lambda: os.kill(server.pid, signal.SIGKILL), server.stop):
             end()
-            time.sleep(0.05)
             server.start()
             assert server.url == url
             assert client.xlen("s") == 1
     server.stop()
+
+
+def test_one_that_is_still_dying_is_no_server_that_runs(tmp_path: Path) -> None:
+    """On a busy machine a process is there for a while after its `kill -9`; here it is stopped until that comes."""
+    with EmbeddedRedis(tmp_path) as server:
+        dying = server.pid
+        os.kill(dying, signal.SIGSTOP)
+        death = Timer(0.5, os.kill, (dying, signal.SIGKILL))
+        death.start()
+        server.start()
+        death.join()
+        assert server.pid != dying
+        assert answers(server.url)
 
 
 def test_a_port_that_is_taken_meanwhile_is_exchanged(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
-from trainer_contract.conformance.probes import Subject
+from trainer_contract.conformance.probes import LINEAR, Subject
 from trainer_contract.errors import NonFiniteError, SpecError, StateError
-from trainer_contract.types import Head, LossStats, StepStats, TrainerSpec
+from trainer_contract.types import Head, LossStats, MeasuringObjective, StepStats, TrainerSpec, measures_of
 
 VOCAB = 16
 
@@ -131,6 +131,30 @@ def ascends(sound, batch, objective):
     return stats
 
 
+class WithoutMeasures:
+    """An objective whose gradients through measures nobody asks for."""
+
+    def __init__(self, objective):
+        self.needs, self.evaluate, self.prediction_gradient = (
+            objective.needs,
+            objective.evaluate,
+            objective.prediction_gradient,
+        )
+
+
+def drops_the_gradient_of_measures(sound, batch, objective):
+    return sound.backward(batch, WithoutMeasures(objective) if isinstance(objective, MeasuringObjective) else objective)
+
+
+def measures_without_temperature(sound, batch, objective):
+    plain = replace(batch, temperatures=np.ones_like(batch.temperatures))
+    return sound.backward(plain if measures_of(objective) else batch, objective)
+
+
+def measures_values(sound, batch, objective):
+    return sound.backward(batch, LINEAR if measures_of(objective) else objective)
+
+
 def swallows_nan(sound, batch, objective):
     try:
         return sound.backward(batch, objective)
@@ -235,6 +259,8 @@ BROKEN = [
     ("parts_equal_the_whole", {"backward": mean_over_the_micro_batch}),
     ("parts_equal_the_whole", {"backward": overwrites_the_gradient}),
     ("gradient_is_of_the_loss", {"backward": ascends}),
+    ("measures_are_of_the_whole_distribution", {"backward": drops_the_gradient_of_measures}),
+    ("measures_are_of_the_whole_distribution", {"backward": measures_without_temperature}),
     ("non_finite_is_refused", {"backward": swallows_nan}),
     ("non_finite_is_refused", {"backward": accumulates_before_it_refuses}),
     ("malformed_batches_are_refused", {"backward": checks_nothing}),
@@ -283,6 +309,7 @@ BROKEN_VALUES = [
     ("segments_are_independent", {"forward": leaking}),
     ("values_precede_their_tokens", {"forward": values_of_the_state_after}),
     ("values_precede_their_tokens", {"forward": tempered_values}),
+    ("value_heads_have_no_distribution", {"backward": measures_values}),
     ("state_continues_exactly", {"init_worker": forgets_the_moments}),
 ]
 

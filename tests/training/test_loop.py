@@ -41,7 +41,8 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, TrainingState
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
+from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import CanaryFindings, Forward
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate
@@ -50,7 +51,6 @@ from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
-from pipelinerl.weights.layout import wire_layout
 from pipelinerl.weights.publisher import Publication, PublishReport
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import MicroBatch, TrainerSpec
@@ -193,7 +193,6 @@ async def room(
             schedule=LearningRateSchedule(warmup_steps=warmup_steps, steps=9, shape="constant", final_fraction=0.0),
         ),
         step=TrainStep(passes=ForwardPasses(policy=trainer)),
-        layout=wire_layout(trainer.weight_layout()),
         objective=resolve("grpo"),
         stream=stream,
         publisher=engines,
@@ -416,6 +415,19 @@ async def test_a_poisoned_step_is_skipped_and_named_and_training_goes_on(tmp_pat
         await made.roll_out(4)
         await made.roll_out(5, poison=True)
         assert (await made.heard(StepSkipped, 2)).in_a_row == 1, "a step that was applied lies between"
+
+
+async def test_a_skipped_step_is_reported_after_the_publication_under_way(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        made.engines.gate.clear()
+        await made.begin(publish_to=[ENGINE])
+        await made.roll_out(0, 1, poison=True)
+        await asyncio.sleep(0.2)
+        assert not await made.reports(StepSkipped)
+        made.engines.gate.set()
+        await made.heard(StepSkipped)
+        kinds = [type(report) for report in await made.reports(object)]
+        assert kinds.index(Published) < kinds.index(StepSkipped)
 
 
 async def test_three_poisoned_steps_in_a_row_end_the_run_with_its_state_saved(tmp_path: Path) -> None:

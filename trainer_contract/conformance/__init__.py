@@ -22,6 +22,7 @@ import numpy as np
 
 from trainer_contract.conformance.forward_checks import FORWARD_AT
 from trainer_contract.conformance.head_checks import steps_may_stand_still, values_precede_their_tokens
+from trainer_contract.conformance.measure_checks import MEASURES, VALUE_MEASURES
 from trainer_contract.conformance.probes import (
     LINEAR,
     CheckUnsupported,
@@ -362,6 +363,7 @@ CHECKS: Final[tuple[Callable[[Subject, Path], None], ...]] = (
     forward_is_causal,
     forward_leaves_no_trace,
     *FORWARD_AT,
+    *MEASURES,
     loss_is_of_forward,
     gradient_is_of_the_loss,
     clipping_bounds_the_norm,
@@ -382,6 +384,7 @@ CHECKS: Final[tuple[Callable[[Subject, Path], None], ...]] = (
 
 #: For a subject with a value head.
 VALUE_CHECKS: Final = (
-    *(check for check in CHECKS if check is not forward_is_a_distribution),
+    *(check for check in CHECKS if check not in (forward_is_a_distribution, *MEASURES)),
+    *VALUE_MEASURES,
     values_precede_their_tokens,
 )

@@ -30,9 +30,10 @@ from pipelinerl.controller.decisions import engine_decisions, events as trainer_
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
+from pipelinerl.controller.decisions.giving_up import finish, give_up, refused
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.decisions.stall_diagnosis import progress_mark, waiting_for
-from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Record, Send
+from pipelinerl.controller.state.effects import Effect, IssuePrompts, Record, Send
 from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.inputs import AnyInput, KnobsPatched, ReportReceived, StopAsked, StreamsLost, Ticked
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
@@ -50,6 +51,7 @@ from pipelinerl.messages import (
     Directive,
     EvaluationDone,
     GroupFailed,
+    GroupHandedOver,
     GroupOutdated,
     OrdersEnded,
     Published,
@@ -93,7 +95,9 @@ class Controller:
             LedgerError: the trainer's account does not balance with ours.
         """
         effects = self._decide(given)
-        effects += self._evaluate(now=given.now)
+        if not self.state.failure:
+            effects += self._evaluate(now=given.now)
+        effects += give_up(self.state, self.settings, now=given.now)
         mark = progress_mark(self.state)
         if list(mark) != list(self.state.progress):
             self.state.progress, self.state.progressed_at, self.state.stall_told = mark, given.now, False
@@ -147,6 +151,8 @@ class Controller:
                 return self._group_failed(report, now=now)
             case GroupOutdated():
                 return self._group_outdated(report)
+            case GroupHandedOver():
+                return [trainer_news.handed_over(report)]
             case EvaluationDone():
                 return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
             case ActorAlive():
@@ -208,7 +214,7 @@ class Controller:
         return [Send(self._directive(f"reload-e{self.state.epoch}-{self.state.version}-m{key[1]}", publish=True))]
 
     def issue(self) -> list[Effect]:
-        """Prompt orders that can still be fresh at their earliest step (RLAX §4.2; pacing before dropping)."""
+        """Prompt orders that can still be fresh at their earliest step (RLAX §3.1; pacing before dropping)."""
         loaded = self.state.fleet.oldest_loaded()
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
@@ -274,7 +280,7 @@ class Controller:
         self.state.version = report.model_version
         self.state.account.update(report.consumed)
         self.state.stepped = report.consumed
-        self.state.last_step = report.stats
+        self.state.last_step, self.state.refused_groups = report.stats, 0
         effects: list[Effect] = [trainer_news.stepped(report)]
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
@@ -333,13 +339,14 @@ class Controller:
         return effects
 
     def _trainer_stopped(self) -> list[Effect]:
-        self.state.phase = RunPhase.FINISHING
-        return self._evaluator.want_last(self.state)
+        self.state.phase = Phase.FINISHING
+        return [] if self.state.failure else self._evaluator.want_last(self.state)
 
     def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
         if report.purpose == Purpose.EVALUATION:
             return self._evaluator.heard(self.state, report.order_id, report.index, None, now=now)
         self.state.account.fail(report.index)
+        refused(self.state, report)
         failed = Record("group_failed", {"order_id": report.order_id, "reason": report.reason})
         return [failed, *self.issue()]
 
@@ -354,8 +361,8 @@ class Controller:
         result = self._evaluator.closed(self.state)
         if result is not None:
             return effects + self._evaluated(result, now=now)
-        if self.state.phase is RunPhase.FINISHING and self.state.evaluation is None:
-            return effects + self._finish()  # nobody is left to be asked, or nothing is to be
+        if self.state.phase is Phase.FINISHING and self.state.evaluation is None:
+            return effects + finish(self.state, self.settings)  # nobody is left to be asked, or nothing is to be
         return effects
 
     def _evaluated(self, result: EvaluationResult, *, now: float) -> list[Effect]:
@@ -363,16 +370,12 @@ class Controller:
             self.state.training_since = now
         self.state.results.append(result)
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
-        if self.state.phase is RunPhase.FINISHING:
-            return effects + self._finish()
+        if self.state.phase is Phase.FINISHING:
+            return effects + finish(self.state, self.settings)
         target, reached = self.settings.until_accuracy, result.at_least
         if target is not None and reached is not None and reached >= target:
             effects += self.stop(f"held-out accuracy {reached:.3f} has reached {target:g}")
         return effects + self.reload_if_due() + self.issue()
-
-    def _finish(self) -> list[Effect]:
-        self.state.phase = RunPhase.FINISHED
-        return [Finish(self.ending or "stopped")]
 
     def _answer(self, report_id: str, *, publish: bool) -> Send:
         """The directive that a report asks for; the last is kept, since the trainer asks one question at a time."""

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from inference_contract.errors import Persistence
 from pipelinerl.controller.state.effects import Effect, Record
 from pipelinerl.controller.state.inputs import (
     EngineAnswered,
@@ -64,12 +65,7 @@ def published(state: RunState, report: Published) -> list[Effect]:
     """Who has weights now, and who failed to take them."""
     for url in report.pauses_s:
         state.fleet.on_published(url, report.model_version, membership=report.membership)
-    return [
-        effect
-        for url, reason in report.failed.items()
-        if state.fleet.publish_failed(url, reason, membership=report.membership)
-        for effect in _lost(url, reason)
-    ]
+    return _failed(state, report)
 
 
 def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> list[Effect]:
@@ -84,10 +80,7 @@ def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> lis
         if fleet.canary_failed(url, version, reason, membership=membership):
             told = {"url": url, "model_version": version, "reason": reason, "lifecycle": fleet.by_url[url].lifecycle}
             effects += [Record("engine_canary_failed", told), *_lost(url, reason)]
-    for url, reason in report.failed.items():
-        if fleet.publish_failed(url, reason, membership=membership):
-            effects += _lost(url, reason)
-    return effects
+    return effects + _failed(state, report)
 
 
 def overdue(state: RunState, *, now: float) -> list[Effect]:
@@ -122,6 +115,16 @@ def removal_reason(state: RunState, url: str) -> str:
 
 
 # --- details ---------------------------------------------------------------------------------------------------------
+
+
+def _failed(state: RunState, report: Published | CanaryChecked) -> list[Effect]:
+    """Who did not take the weights, or did not prove them; for some, no retry mends it."""
+    effects: list[Effect] = []
+    for url, reason in report.failed.items():
+        persistence = Persistence.PERMANENT if url in report.permanent else Persistence.TRANSIENT
+        if state.fleet.publish_failed(url, reason, membership=report.membership, persistence=persistence):
+            effects += _lost(url, reason)
+    return effects
 
 
 def _joined(url: str) -> list[Effect]:

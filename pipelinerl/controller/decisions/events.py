@@ -1,10 +1,10 @@
-"""What the trainer tells that asks for no decision: it becomes an event, and part of what the run's state says."""
+"""What is reported and asks for no decision: it becomes an event, and part of what the run's state says."""
 
 from __future__ import annotations
 
 from pipelinerl.controller.state.effects import Effect, Record
 from pipelinerl.controller.state.run_state import RunState
-from pipelinerl.messages import CheckpointDelayed, Checkpointed, Published, StepDone, StepSkipped
+from pipelinerl.messages import CheckpointDelayed, Checkpointed, GroupHandedOver, Published, StepDone, StepSkipped
 
 
 def stepped(report: StepDone) -> Record:
@@ -33,6 +33,12 @@ def published(state: RunState, report: Published) -> Record:
             "failed": report.failed,
         },
     )
+
+
+def handed_over(report: GroupHandedOver) -> Record:
+    """A group that one engine began and another has ended."""
+    told = {"order_id": report.order_id, "tokens_kept": report.tokens_kept}
+    return Record("group_handed_over", told | {"tokens_resampled": report.tokens_resampled})
 
 
 def checkpoint_told(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:

@@ -45,10 +45,10 @@ def _stage(state: RunState, now: float) -> str:
     if not state.fleet.members() and state.evaluation is not None and state.fleet.pinned():
         return f"{_unanswered(state)} answers of {state.evaluation.engine}, which evaluates and is the only engine left"
     if not state.fleet.members():
-        return f"an engine to join{_lost_engines(state)}"
+        return f"an engine to join{lost_engines(state)}"
     if state.pending_ready is not None:
-        return f"{', '.join(state.awaited)} to join{_lost_engines(state)}"
-    if state.phase is RunPhase.STARTING:
+        return f"{', '.join(state.awaited)} to join{lost_engines(state)}"
+    if state.phase is Phase.STARTING:
         return "the trainer to be ready"
     if not state.fleet.verified():
         return f"{_weights(state)}{_trainer(state, now)}"
@@ -117,6 +117,7 @@ def _trainer(state: RunState, now: float) -> str:
     return f"; the trainer's last word, {report}, came {now - heard:.0f} s ago" if now - heard > SILENT_S else ""
 
 
-def _lost_engines(state: RunState) -> str:
+def lost_engines(state: RunState) -> str:
+    """Engines that were there, and what became of them; begins with a semicolon."""
     dead = [record for record in state.fleet.records() if not record.lifecycle.is_alive]
     return "".join(f"; {record.url} is {record.lifecycle}: {record.last_error}" for record in dead)

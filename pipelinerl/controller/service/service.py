@@ -28,9 +28,10 @@ from inference_contract.errors import ContractError
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_watch import EngineWatch
+from pipelinerl.controller.decisions.giving_up import last_word
 from pipelinerl.controller.decisions.status import run_status
 from pipelinerl.controller.service.journal import Decision, Journal, Recovered
-from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Record, Send
+from pipelinerl.controller.state.effects import Effect, End, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs import (
     AnyInput,
@@ -44,8 +45,8 @@ from pipelinerl.controller.state.inputs import (
     StreamsLost,
     Ticked,
 )
-from pipelinerl.controller.state.run_state import RunPhase
-from pipelinerl.errors import PipelineError, RecordError
+from pipelinerl.controller.state.run_state import Phase
+from pipelinerl.errors import PipelineError, RecordError, RunFailed
 from pipelinerl.messages import EPOCHS, ORDERS, PROMPTS, REPORTS, decode_report, encode
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus
@@ -62,6 +63,10 @@ _DIRECTIVES_KEPT: Final = 64
 _IDLE_S: Final = 2.0
 #: More entries than a bounded stream holds.
 _ALL: Final = 2**31
+
+
+#: The event with which the log of a run ends.
+_LAST_WORDS: Final = {End.COMPLETED: "run_finished", End.FAILED: "run_failed"}
 
 
 class Start(StrEnum):
@@ -124,7 +129,7 @@ class ControllerService:
         self.finished = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until the run is over, which sets `finished`; raises what stops it before."""
+        """Serve until the run is over, which sets `finished`; raises what stops it before, or why it cannot go on."""
         found = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
         if found is None or found[1].state.launch != self.controller.state.launch:
             await self._begin()
@@ -138,6 +143,8 @@ class ControllerService:
                 raise self._broken
             for loop in loops:
                 loop.cancel()
+        if self.controller.state.failure:
+            raise RunFailed(self.controller.state.failure)
 
     async def perform(self, given: AnyInput) -> list[Effect]:
         """Decide on one input, carry the decision out and return it; decisions never overlap. Raises what `decide`
@@ -220,9 +227,9 @@ class ControllerService:
             told = isinstance(effect, Record | Finish) and written > 0
             written -= told
             await self._carry_out(effect, found.number, told=told)
-        if self.controller.state.phase is RunPhase.FINISHED:  # decided before the last decision, and perhaps cut off
-            told = self._events.count_recent(kind="run_finished") > 0
-            await self._carry_out(Finish(self.controller.ending or "stopped"), found.number, told=told)
+        if self.controller.state.phase is Phase.FINISHED:  # decided before the last decision, and perhaps cut off
+            told = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
+            await self._carry_out(last_word(self.controller.state, self.controller.settings), found.number, told=told)
             return
         log.warning("the controller is back and goes on at version %d", self.controller.state.version)
         self._record("controller_returned", {"model_version": self.controller.state.version})
@@ -340,10 +347,10 @@ class ControllerService:
                     log.warning("nothing has got on for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
                 if not told:
                     self._record(kind, {**fields, "decision": decision})
-            case Finish(reason):
+            case Finish(reason, end):
                 ledger = self.controller.state.account.ledger()
                 if not told:
-                    self._record("run_finished", {"reason": reason, "ledger": ledger, "decision": decision})
+                    self._record(_LAST_WORDS[end], {"reason": reason, "ledger": ledger, "decision": decision})
                 self.finished.set()
                 self._over.set()
 

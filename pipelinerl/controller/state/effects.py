@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from pipelinerl.messages import Directive
@@ -31,11 +32,21 @@ class Record:
     fields: dict[str, Any]
 
 
+class End(StrEnum):
+    """How a run ends."""
+
+    COMPLETED = "completed"
+    """By its recipe, or because somebody asked for it."""
+    FAILED = "failed"
+    """It cannot go on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
     """The run is over."""
 
     reason: str
+    end: End = End.COMPLETED
 
 
 Effect = IssuePrompts | Send | Record | Finish

@@ -36,6 +36,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, final
 
+from inference_contract.errors import Persistence
+
 
 class EngineLifecycle(StrEnum):
     """May this engine be given work?"""
@@ -88,6 +90,7 @@ class EngineRecord:
         failed_updates, failed_checks: since it last proved its weights; a proof that it did not give is of the first.
         draining_since, drain_by: when an operator asked, and how long what it has may run; on the controller's clock.
         to_stop: an operator took it out: whoever started its process may end it.
+        refuses: no retry mends why it was expelled; another life of it may.
         pinned: it is left out of publications, and out of what others may be given.
     """
 
@@ -104,6 +107,7 @@ class EngineRecord:
     draining_since: float = 0.0
     drain_by: float = 0.0
     to_stop: bool = False
+    refuses: bool = False
     pinned: bool = False
     last_error: str = ""
 
@@ -209,16 +213,18 @@ class Fleet:
         if self._was_member(url, membership):
             self._change(url, loaded=version)
 
-    def publish_failed(self, url: str, reason: str, *, membership: int) -> bool:
-        """The engine did not take an update, and is tried again once it answers, unless it failed too often.
+    def publish_failed(
+        self, url: str, reason: str, *, membership: int, persistence: Persistence = Persistence.TRANSIENT
+    ) -> bool:
+        """The engine did not take an update, and is tried again once it answers, unless it failed too often, or will.
 
         Not to ask it at once keeps one that died from disturbing the others' group.
         """
         if not self._was_member(url, membership):
             return False
-        failures = self.by_url[url].failed_updates + 1
-        self._change(url, failed_updates=failures)
-        return self._mark_dirty(url, reason, spent=failures >= self.updates_to_expulsion)
+        failures, lasts = self.by_url[url].failed_updates + 1, persistence is Persistence.PERMANENT
+        self._change(url, failed_updates=failures, refuses=lasts)
+        return self._mark_dirty(url, reason, spent=lasts or failures >= self.updates_to_expulsion)
 
     def on_verified(self, url: str, version: int, *, membership: int) -> bool:
         """The engine computes with `version` what the trainer does."""
@@ -238,8 +244,9 @@ class Fleet:
         if record is None or not self._was_member(url, membership) or record.lifecycle is not EngineLifecycle.JOINING:
             return False
         failures = record.failed_checks + 1
-        self._change(url, refused=version, failed_checks=failures)
-        return self._mark_dirty(url, reason, spent=failures >= self.checks_to_expulsion)
+        spent = failures >= self.checks_to_expulsion
+        self._change(url, refused=version, failed_checks=failures, refuses=spent)
+        return self._mark_dirty(url, reason, spent=spent)
 
     def pin(self, url: str) -> None:
         """A healthy engine keeps the weights it has."""

@@ -61,6 +61,9 @@ class RunState(msgspec.Struct, kw_only=True):
         evaluations_begun: how many, begun anew or not: the number of the last.
         evaluation_due: one that waits for weights to be served; postponed: a publication that waits for one to end.
         stop_reason, stop_sent: why the run is to end before its last step, and whether the trainer has been told.
+        failure, failing_since: why the run cannot go on, and since when that is known; see `giving_up.py`.
+        engineless_since: when the last engine went, or the run began without one; 0 while one is alive.
+        refused_groups, refused_reason: groups in a row whose prompts were refused for good, and why the last was.
         reload_asked: (epoch, membership) for which a publication between steps was asked last.
         resumed_account: of a checkpoint, until the trainer's own account arrives.
         stepped: the trainer's account as of the last step (or of its start): what ended since then was not trained.
@@ -95,6 +98,11 @@ class RunState(msgspec.Struct, kw_only=True):
     answers: dict[str, Directive] = {}
     stop_reason: str | None = None
     stop_sent: bool = False
+    failure: str = ""
+    failing_since: float = 0.0
+    engineless_since: float = 0.0
+    refused_groups: int = 0
+    refused_reason: str = ""
     reload_asked: tuple[int, int] = (-1, -1)
     resumed_account: dict[str, Any] | None = None
     stepped: ConsumedReport = ConsumedReport()

@@ -20,5 +20,7 @@ class ControllerSettings:
     evaluation: EvaluationPlan
     stall_s: float = 120.0
     """The watchdog speaks when nothing has got on for so long."""
+    engine_timeout_s: float = 300.0
+    """The run ends when no engine has been alive for so long."""
     checkpoint_interval_steps: int
     engines_expected: int

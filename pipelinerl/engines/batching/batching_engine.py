@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -20,6 +21,7 @@ from inference_contract.schemas import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChatMessage,
+    Continuation,
     EngineMetrics,
     EngineState,
     Health,
@@ -27,6 +29,7 @@ from inference_contract.schemas import (
     ModelCard,
     OnUpdate,
     ProcessGroupStatus,
+    StreamOptions,
     WeightLayout,
     WeightUpdateRequest,
     WeightUpdateResponse,
@@ -36,6 +39,7 @@ from pipelinerl.engines.batching import responses as answers
 from pipelinerl.engines.batching.decode_loop import DecodeLoop
 from pipelinerl.engines.batching.delivery import Delivery
 from pipelinerl.engines.batching.model_runner import ModelRunner
+from pipelinerl.engines.batching.request_checks import add_samples, room_after
 from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.scheduler import Scheduler
 from pipelinerl.engines.batching.sequence import Request
@@ -43,6 +47,7 @@ from pipelinerl.engines.batching.text import Detokenizer, TextWindow
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError
+from pipelinerl.weights.layout import converted_by
 from pipelinerl.weights.pull import PullSource
 
 
@@ -78,6 +83,7 @@ class BatchingSettings:
         seed: keys the noise of requests that name no seed.
         serving: (epoch, version) of the weights the engine starts with.
         stop_timeout_s: how long `close` waits for the decode thread.
+        continuation: whose noise the rest of an answer has that another engine began.
     """
 
     model_id: str
@@ -86,6 +92,7 @@ class BatchingSettings:
     seed: int = 0
     serving: tuple[int, int] = (0, 0)
     stop_timeout_s: float = 30.0
+    continuation: Continuation = Continuation.SAME_NOISE
 
 
 @final
@@ -156,7 +163,36 @@ class BatchingEngine:
         return answers.completion(request, work, self._settings.model_id, self._tokenizer)
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """Sample all choices and yield what is new as it comes. Closing the iterator frees what it held."""
+        """Sample all choices and yield what is new, as it comes or at intervals. Closing the iterator frees it."""
+        options = request.stream_options or StreamOptions()
+        chunks = self._at_intervals(request, options.interval_s) if options.interval_s else self._at_once(request)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    async def _at_intervals(
+        self, request: ChatCompletionRequest, interval_s: float
+    ) -> AsyncGenerator[ChatCompletionChunk]:
+        """Looks at what the loop's thread has sampled, which costs that thread nothing."""
+        work = self._work(request, streams=False)
+        news = answers.News(request, work, self._settings.model_id, self._tokenizer)
+        ended: asyncio.Future[Delivery] = self._events.create_future()
+        self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
+        try:
+            while not ended.done():
+                await asyncio.wait({ended}, timeout=interval_s)
+                chunk = news.take(all_of_it=ended.done())
+                if chunk is not None:
+                    yield chunk
+        finally:
+            self._forget(work)
+        error = ended.result().error
+        if error is not None:
+            raise error
+        if request.stream_options is not None and request.stream_options.include_usage:
+            yield answers.usage_chunk(request, work, self._settings.model_id, news.version)
+
+    async def _at_once(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
         work = self._work(request, streams=True)
         model = self._settings.model_id
         news: asyncio.Queue[Delivery] = asyncio.Queue()
@@ -188,7 +224,7 @@ class BatchingEngine:
         if asked.model is not None and asked.model != self._settings.model_id:
             raise UnknownModel(f"this engine serves {self._settings.model_id!r}, got {asked.model!r}", param="model")
         prompt = asked.prompt_token_ids or self._encoded(asked.messages or [])
-        room = _room(prompt, model, "prompt_token_ids" if asked.prompt_token_ids else "messages")
+        room = room_after(prompt, model, "prompt_token_ids" if asked.prompt_token_ids else "messages")
         number = next(self._numbers)
         work = Request(
             request_id=f"chatcmpl-{number}",
@@ -202,10 +238,14 @@ class BatchingEngine:
         )
         seed = asked.seed if asked.seed is not None else rng.key(self._settings.seed, "request", number)
         stops = asked.stop_strings
-        windows = [
-            TextWindow(self._tokenizer.detokenizer(), stops) if stops or streams else None for _ in range(asked.n)
-        ]
-        work.add_sequences(rng.sample_keys(seed, asked.n).tolist(), windows)
+        add_samples(
+            work,
+            asked,
+            seed=seed,
+            new_text=lambda: TextWindow(self._tokenizer.detokenizer(), stops) if stops or streams else None,
+            stop_ids=self._tokenizer.eos_token_ids,
+            vocab_size=model.vocab_size,
+        )
         return work
 
     def _encoded(self, messages: list[ChatMessage]) -> list[int]:
@@ -286,6 +326,7 @@ class BatchingEngine:
             context_length=model.context_length,
             layout=model.layout,
             layout_id=model.layout.layout_id,
+            converts=converted_by(model.layout),
             digest=self._receiver.digest,
         )
 
@@ -295,7 +336,7 @@ class BatchingEngine:
         if self._model is None or not self._loop.is_alive:
             state = EngineState.STOPPED
         epoch, version = self._loop.serving
-        return Health(state=state, model_version=version, epoch=epoch)
+        return Health(state=state, model_version=version, epoch=epoch, continuation=self._settings.continuation)
 
     def metrics(self) -> EngineMetrics:
         """Load and totals without waiting."""
@@ -337,21 +378,3 @@ def _decode_loop(settings: BatchingSettings, load: Callable[[], ModelRunner], st
         deliver=deliver,
         serving=settings.serving,
     )
-
-
-def _room(prompt: list[int], model: ServedModel, param: str) -> int:
-    """Tokens that may follow `prompt`. Raises `InvalidRequest` when there is none, or the prompt is no prompt."""
-    room = model.context_length - len(prompt)
-    if not prompt:
-        raise InvalidRequest("the prompt must have at least one token, got none", param=param)
-    if room < 1:
-        raise InvalidRequest(
-            f"the prompt must leave room for a token in the context of {model.context_length} tokens, it has "
-            f"{len(prompt)}; shorten it",
-            param=param,
-        )
-    lowest, highest = min(prompt), max(prompt)
-    if lowest < 0 or highest >= model.vocab_size:
-        wrong = lowest if lowest < 0 else highest
-        raise InvalidRequest(f"token ids must be in [0, {model.vocab_size}), got {wrong}", param=param)
-    return room

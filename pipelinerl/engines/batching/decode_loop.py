@@ -30,7 +30,7 @@ from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, aborted, 
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.scheduler import Admission, Moves, Scheduler
-from pipelinerl.engines.batching.sequence import Request, Sequence, extend
+from pipelinerl.engines.batching.sequence import Request, extend
 
 
 @dataclass(slots=True)
@@ -210,12 +210,12 @@ class DecodeLoop:
         self._runner.prefill([prefill for prefill in prefills if prefill.token_ids])
         epoch, version = self.serving
         for each in admissions:
-            prompt = each.request.prompt_token_ids
+            context = each.sequences[0].context
             if each.sibling is None:
-                self.totals.prompt_tokens += len(prompt)
-            elif len(prompt) > 1:
-                self._runner.copy_cache(each.sibling, each.rows, len(prompt) - 1)
-            if each.sequences[0].index == 0:
+                self.totals.prompt_tokens += len(context)
+            elif len(context) > 1:
+                self._runner.copy_cache(each.sibling, each.rows, len(context) - 1)
+            if each.sequences[0] is each.request.sequences[0]:
                 each.request.epoch = epoch
             for sequence in each.sequences:
                 sequence.mark_version(version)
@@ -311,7 +311,7 @@ class DecodeLoop:
             self._overwrite_nonfinite_cache([])  # the weights before may have been to blame
         if recomputes and running:
             rows = enumerate(running)
-            self._runner.prefill([Prefill(_before_next(sequence), [row]) for row, sequence in rows])
+            self._runner.prefill([Prefill(sequence.context[:-1], [row]) for row, sequence in rows])
         with self._changed:
             self._commit = None
         commit.pause_s.set_result(time.perf_counter() - start)
@@ -338,24 +338,21 @@ class DecodeLoop:
 
 
 def _prefill(admission: Admission) -> Prefill:
-    return Prefill(admission.request.prompt_token_ids[:-1], admission.rows)
-
-
-def _before_next(sequence: Sequence) -> list[int]:
-    """What the cache of a running sample holds: all but the last sampled token, which is fed next."""
-    return sequence.request.prompt_token_ids + sequence.token_ids[:-1]
+    """All but the last token, which is fed next."""
+    return Prefill(admission.sequences[0].context[:-1], admission.rows)
 
 
 def _row_states(admission: Admission) -> Iterable[RowState]:
     request = admission.request
-    prompt = request.prompt_token_ids
     for row, sequence in zip(admission.rows, admission.sequences, strict=True):
+        context = sequence.context
         yield RowState(
             row=row,
-            token_id=prompt[-1],
-            position=len(prompt) - 1,
+            token_id=context[-1],
+            position=len(context) - 1,
             noise_key=sequence.noise_key,
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
+            num_sampled=len(sequence.prefix),
         )

@@ -32,6 +32,7 @@ class RowState:
     Attributes:
         token_id: fed at the next step, at `position`; the cache holds everything before it.
         noise_key: u64 key of its noise; `pipelinerl.rng.uniform(noise_key, t)` is the noise of its t-th sampled token.
+        num_sampled: the t of its next token: how many of its answer were sampled before.
         temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token.
     """
 
@@ -42,6 +43,7 @@ class RowState:
     temperature: float
     top_p: float
     top_k: int
+    num_sampled: int = 0
 
 
 class ModelRunner(Protocol):
@@ -81,7 +83,7 @@ class ModelRunner(Protocol):
         ...
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set what the named rows feed next and how they sample, from their 0-th sampled token on."""
+        """Set what the named rows feed next and how they sample."""
         ...
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:

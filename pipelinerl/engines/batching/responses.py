@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Items
-from typing import Protocol
+from typing import Protocol, final
 
 from inference_contract.schemas import (
     AssistantMessage,
@@ -76,7 +76,7 @@ def _text(sequence: Sequence, decoder: Decoder) -> str:
     if sequence.text is not None:
         sequence.text.close()
         return sequence.text.text
-    token_ids = sequence.token_ids
+    token_ids = sequence.prefix + sequence.token_ids
     if token_ids and token_ids[-1] in decoder.eos_token_ids:
         token_ids = token_ids[:-1]
     return decoder.decode(token_ids)
@@ -95,7 +95,7 @@ def first_chunk(asked: ChatCompletionRequest, request: Request, model: str, vers
     choices = [
         ChunkChoice(index=sequence.index, delta=Delta(role="assistant", content="")) for sequence in request.sequences
     ]
-    return _chunk(asked, request, model, version, choices)
+    return _chunk(asked, request, model, version, choices, opens=True)
 
 
 def chunk(
@@ -117,9 +117,60 @@ def chunk(
     return _chunk(asked, request, model, token.version, [choice])
 
 
+@final
+class News:
+    """What there is to tell of a request of which nothing was told since the last time; read beside the loop's thread.
+
+    The text of a choice comes with its end.
+    """
+
+    def __init__(self, asked: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> None:
+        self.version = 0
+        self._asked = asked
+        self._request = request
+        self._model = model
+        self._decoder = decoder
+        self._told = [0] * len(request.sequences)
+        self._ended = [False] * len(request.sequences)
+        self._opened = False
+
+    def take(self, *, all_of_it: bool) -> ChatCompletionChunk | None:
+        """The next chunk; None when there is nothing new. `all_of_it`: nothing is sampled any more."""
+        choices = []
+        for place, sequence in enumerate(self._request.sequences):
+            start, (reason, end) = self._told[place], sequence.certain()
+            if all_of_it:
+                end = len(sequence.token_ids)
+            if end == start and (reason is None or self._ended[place]):
+                continue
+            self._told[place], self._ended[place] = end, reason is not None
+            self.version = max(self.version, sequence.newest_version)
+            choices.append(self._part(sequence, start, end, reason))
+        if not choices:
+            return None
+        opens, self._opened = not self._opened, True
+        return _chunk(self._asked, self._request, self._model, self.version, choices, opens=opens)
+
+    def _part(self, sequence: Sequence, start: int, end: int, reason: FinishReason | None) -> ChunkChoice:
+        token_ids, logprobs = sequence.token_ids[start:end], sequence.logprobs[start:end]
+        returned = self._asked.return_token_ids
+        delta = Delta(
+            role="assistant" if start == 0 else None, content=_text(sequence, self._decoder) if reason else None
+        )
+        return ChunkChoice.model_construct(  # what is right by its making is not checked, token by token
+            index=sequence.index,
+            delta=delta,
+            finish_reason=reason,
+            logprobs=_logprobs(token_ids, logprobs, self._decoder) if self._asked.logprobs else None,
+            token_ids=token_ids if returned else None,
+            token_logprobs=logprobs if returned else None,
+            version_spans=sequence.spans(start, end) if returned else None,
+        )
+
+
 def usage_chunk(asked: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
     """Ends a stream whose `stream_options` ask for usage."""
-    return _chunk(asked, request, model, version, [], usage(request))
+    return _chunk(asked, request, model, version, [], used=usage(request))
 
 
 def _chunk(
@@ -128,16 +179,17 @@ def _chunk(
     model: str,
     version: int,
     choices: list[ChunkChoice],
+    *,
     used: Usage | None = None,
+    opens: bool = False,
 ) -> ChatCompletionChunk:
-    opens = asked.return_token_ids and any(choice.delta.role is not None for choice in choices)
     return ChatCompletionChunk(
         id=request.request_id,
         created=int(time.time()),
         model=model,
         choices=choices,
         usage=used,
-        prompt_token_ids=request.prompt_token_ids if opens else None,
+        prompt_token_ids=request.prompt_token_ids if opens and asked.return_token_ids else None,
         model_version=version,
         epoch=request.epoch,
     )

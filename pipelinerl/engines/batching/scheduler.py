@@ -4,7 +4,8 @@
 
 Sequences join and leave at every decode step. The samples of a request that are admitted together share one prefill;
 one that joins later, because the rows were full, takes the prompt's cache from a sibling that still runs, if the
-weights that serve have computed it. When rows end, the last rows move into the holes, so the batch stays dense; each
+weights that serve have computed it. Samples that another engine began follow tokens of their own, and are admitted
+one by one. When rows end, the last rows move into the holes, so the batch stays dense; each
 move has a distinct source and target.
 """
 
@@ -101,7 +102,7 @@ class Scheduler:
         while self._waiting and len(self.running) < self._slots:
             request = self._waiting[0]
             sibling = self._sibling(request) if request.started else None
-            cost = len(request.prompt_token_ids) if sibling is None else 0
+            cost = len(request.sequences[request.started].context) if sibling is None else 0
             if admissions and cost > budget:
                 break
             budget -= cost
@@ -138,6 +139,8 @@ class Scheduler:
         return list(requests.values())
 
     def _sibling(self, request: Request) -> int | None:
+        if not request.shares_prompt:
+            return None
         rows = enumerate(self.running)
         return next(
             (row for row, sequence in rows if sequence.request is request and sequence.prompt_cache_is_current), None
@@ -145,7 +148,8 @@ class Scheduler:
 
     def _start(self, request: Request, sibling: int | None) -> Admission:
         first_row = len(self.running)
-        count = min(self._slots - first_row, len(request.sequences) - request.started)
+        left = len(request.sequences) - request.started
+        count = min(self._slots - first_row, left) if request.shares_prompt else 1
         sequences = request.sequences[request.started : request.started + count]
         request.started += count
         self.num_waiting -= count

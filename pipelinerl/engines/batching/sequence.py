@@ -6,11 +6,10 @@ the weights that really sampled its tokens. Versions are kept as marks, one per 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import final
 
-from inference_contract.schemas import FinishReason, Span
+from inference_contract.schemas import AnswerPrefix, FinishReason, Span
 from pipelinerl.engines.batching.text import TextWindow
 
 
@@ -19,12 +18,16 @@ from pipelinerl.engines.batching.text import TextWindow
 class Sequence:
     """One of the `n` samples of a request. `noise_key` makes its noise independent of the batch it runs in.
 
-    `prompt_cache_is_current`: have the weights that serve computed the cache of its prompt, so that a sibling may take it?
+    `prefix` holds the tokens of the answer that another engine has sampled; all else speaks of those sampled here, of
+    which there may be `token_limit`. `prompt_cache_is_current`: have the weights that serve computed the cache of its prompt, so
+    that a sibling may take it?
     """
 
     request: Request
     index: int
     noise_key: int
+    token_limit: int
+    prefix: list[int] = field(default_factory=list)
     text: TextWindow | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -37,10 +40,32 @@ class Sequence:
         if not self._marks or self._marks[-1][0] != version:
             self._marks.append((version, len(self.token_ids)))
 
-    def spans(self) -> list[Span]:
-        """(model_version, num_tokens), run-length, oldest first; they sum to the number of tokens."""
-        ends = [start for _, start in self._marks[1:]] + [len(self.token_ids)]
-        return [(version, end - start) for (version, start), end in zip(self._marks, ends, strict=True) if end > start]
+    def spans(self, start: int = 0, end: int | None = None) -> list[Span]:
+        """(model_version, num_tokens), run-length, of tokens [start, end), by default of all; they sum to their number.
+
+        Tokens that are there keep their marks, so any thread may ask.
+        """
+        upto = len(self.token_ids) if end is None else end
+        marks = list(self._marks)
+        nexts = [at for _, at in marks[1:]] + [upto]
+        counted = (
+            (version, min(following, upto) - max(at, start))
+            for (version, at), following in zip(marks, nexts, strict=True)
+        )
+        return [(version, count) for version, count in counted if count > 0]
+
+    def certain(self) -> tuple[FinishReason | None, int]:
+        """Why it has ended, if it has, and how many tokens any thread may read together with their log-probs.
+
+        Of a sample that runs the last one is left out: it may be about to end it, which is told together with it.
+        """
+        reason = self.finish_reason  # read first: nothing is sampled after it
+        return reason, max(len(self.logprobs) - (reason is None), 0)
+
+    @property
+    def context(self) -> list[int]:
+        """Everything that the next token follows: prompt, prefix, and what was sampled."""
+        return self.request.prompt_token_ids + self.prefix + self.token_ids
 
     @property
     def newest_version(self) -> int:
@@ -57,7 +82,7 @@ class Sequence:
 class Request:
     """One chat completion under way: a prompt that its samples share.
 
-    `token_limit` is the most tokens to sample per choice, already cut to the context. `epoch` is that of the weights
+    `token_limit` is the most tokens of a choice, already cut to the context. `epoch` is that of the weights
     that began it. `unfinished` counts samples without a finish reason. Of what waits, the lowest
     `priority` begins first.
     """
@@ -76,11 +101,27 @@ class Request:
     cancelled: bool = False
     epoch: int = 0
 
-    def add_sequences(self, noise_keys: Iterable[int], texts: Iterable[TextWindow | None]) -> None:
-        """Create the samples."""
-        for index, (key, text) in enumerate(zip(noise_keys, texts, strict=True)):
-            self.sequences.append(Sequence(request=self, index=index, noise_key=key, text=text))
-        self.unfinished = len(self.sequences)
+    def add_sequence(
+        self, noise_key: int, text: TextWindow | None = None, *, prefix: AnswerPrefix | None = None
+    ) -> None:
+        """One more sample: the next, or that of which another engine has sampled `prefix`."""
+        given = AnswerPrefix(index=len(self.sequences), token_ids=[]) if prefix is None else prefix
+        self.sequences.append(
+            Sequence(
+                request=self,
+                index=given.index,
+                noise_key=noise_key,
+                token_limit=self.token_limit - len(given.token_ids),
+                prefix=given.token_ids,
+                text=text,
+            )
+        )
+        self.unfinished += 1
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Do its samples follow the same tokens?"""
+        return not any(sequence.prefix for sequence in self.sequences)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -102,7 +143,7 @@ def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float],
         sequence.logprobs.append(logprobs[row])
         if token_id in stop_ids or (sequence.text is not None and sequence.text.push(token_id)):
             sequence.finish_reason = FinishReason.STOP
-        elif len(sampled) >= sequence.request.token_limit:
+        elif len(sampled) >= sequence.token_limit:
             sequence.finish_reason = FinishReason.LENGTH
         else:
             continue

@@ -57,6 +57,8 @@ def from_options(options: EngineOptions) -> Engine:
             f"with {options.weights} weights"
         )
     options.check_one_device("the bigram engine")
+    options.check_no_options("the bigram engine")
+    options.check_no_memory_share("the bigram engine")
     return build(
         BigramEngineSettings(
             model_path=options.model_path,
@@ -97,7 +99,7 @@ class BigramRunner:
         for state in states:
             self._rows[state.row] = state
             self._feeds[state.row] = state.token_id
-            self._num_sampled[state.row] = 0
+            self._num_sampled[state.row] = state.num_sampled
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move whole rows."""

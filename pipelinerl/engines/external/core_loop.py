@@ -73,7 +73,7 @@ class CoreLoop:
         self._turn = asyncio.Lock()  # of whoever pauses the core
         self._core: EngineCore
         self._events: asyncio.AbstractEventLoop
-        self._main: asyncio.Task[None]
+        self._stepping: asyncio.Task[None] | None = None  # takes the core's steps; None before and after that
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
 
     # --- called from the engine's event loop ---------------------------------------------------------------------
@@ -84,11 +84,11 @@ class CoreLoop:
         return self._ready
 
     def stop(self, timeout_s: float) -> bool:
-        """End the core and the thread; False when they have not ended in time."""
+        """End the core and the thread; False when they have not ended in time. Stopping twice is a no-op."""
         with self._guard:
             self._stopping = True
-            if self._thread.is_alive() and self._ready.done():
-                self._events.call_soon_threadsafe(self._main.cancel)
+            if self._stepping is not None:  # so its event loop is open: `_end`, which takes the guard, comes before
+                self._events.call_soon_threadsafe(self._interrupt)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -156,15 +156,15 @@ class CoreLoop:
 
     async def _serve(self) -> None:
         self._events = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        assert task is not None
-        self._main = task
         try:
             self._core, model = await self._start_core()
         except BaseException as error:  # handed to whoever waits for `start`, whatever it is
+            self._end()
             self._ready.set_exception(error)
             return
         self._slots = model.slots
+        with self._guard:
+            self._stepping = asyncio.current_task()
         self._ready.set_result(model)
         try:
             while not self._stopping:
@@ -175,9 +175,15 @@ class CoreLoop:
             self._end()  # now: to close what is half dead takes long
             await self._core.close()
 
+    def _interrupt(self) -> None:
+        """Wake the task that waits for a step; once it closes the core, it is left alone: half closed, a core leaks."""
+        if self._stepping is not None:
+            self._stepping.cancel()
+
     def _end(self) -> None:
         with self._guard:
             self._stopping = True
+            self._stepping = None
             requests, self._requests, self._num_open = list(self._requests.values()), {}, 0
         stopped = EngineStopped("the engine closed while it worked on this request; send it to another one")
         if requests:
@@ -200,6 +206,7 @@ class CoreLoop:
         request.epoch, version = self.serving
         self.totals.prompt_tokens += len(request.prompt_token_ids)
         for sequence in request.sequences:
+            self.totals.prompt_tokens += len(sequence.prefix)
             sequence.mark_version(version)
             self._open[sample_id(sequence)] = sequence
         self._send(self._begin(request))

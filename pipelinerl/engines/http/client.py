@@ -7,6 +7,8 @@ back, is an `EngineUnreachable` that names the URL and the call. Every call has 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Final, Self, TypeVar, final
 
@@ -14,9 +16,10 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from inference_contract import routes
-from inference_contract.errors import from_wire, has_error_shape
+from inference_contract.errors import ContractError, from_wire, has_error_shape
 from inference_contract.schemas import (
     ChatCompletion,
+    ChatCompletionChunk,
     ChatCompletionRequest,
     Health,
     InitProcessGroupRequest,
@@ -34,6 +37,9 @@ _GRACE_S: Final = 1.0
 _CONNECT_S: Final = 5.0
 #: Idle connections live shorter than the server's (`http_service.KEEP_ALIVE_S`), so that it is the client that closes.
 _KEEP_ALIVE_S: Final = 30.0
+_DATA: Final = b"data: "
+_DONE: Final = b"[DONE]"
+_EVENT_END: Final = b"\n\n"
 
 
 @final
@@ -72,6 +78,24 @@ class EngineClient:
         """POST /v1/chat/completions, not streamed; cancelling it cancels it on the engine."""
         body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
         return await self._call(url, routes.CHAT_COMPLETIONS, ChatCompletion, self._chat_timeout_s, body)
+
+    async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
+        """POST /v1/chat/completions, streamed: the chunks as they come; closing the iterator cancels it on the engine.
+
+        Raises:
+            ContractError: the engine refused, or failed in the middle.
+            EngineUnreachable: it cannot be reached, or the stream broke off.
+        """
+        path, timeout_s = routes.CHAT_COMPLETIONS, self._chat_timeout_s
+        body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
+        try:
+            async with self._request("POST", url + path, timeout_s, body) as response:
+                if response.status != 200:
+                    raise _refusal(f"POST {url}{path}", response.status, await response.read())
+                async for event in _events(response.content):
+                    yield _chunk(event, f"{url}{path}")
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise _unreachable(f"POST {url}{path}", error, timeout_s) from error
 
     async def health(self, url: str) -> Health:
         """GET /health."""
@@ -130,26 +154,21 @@ class EngineClient:
             EngineUnreachable: no answer, or none in time; or a failure that is not told in the contract's shape, which
                 a server that is ending sends, or a proxy in front of one that has ended.
         """
-        patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         method = "GET" if body is None else "POST"
         try:
-            async with self._opened().request(
-                method, url + path, data=body, timeout=patience, allow_redirects=False
-            ) as response:
+            async with self._request(method, url + path, timeout_s, body) as response:
                 status, content = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a name that no resolver takes
-            # A connection that does not come about counts as refused, whatever the network did with it.
-            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
-                what = f"had no answer within {timeout_s:g} s"
-            else:
-                what = f"failed: {str(error) or type(error).__name__}; is the engine running?"
-            raise EngineUnreachable(f"{method} {url}{path} {what}") from error
+            raise _unreachable(f"{method} {url}{path}", error, timeout_s) from error
         if status == 200:
             return content
-        answer = _decoded(content)
-        if status >= 500 and not has_error_shape(answer):
-            raise EngineUnreachable(f"{method} {url}{path} failed: HTTP {status} without the contract's error")
-        raise from_wire(status, answer)
+        raise _refusal(f"{method} {url}{path}", status, content)
+
+    def _request(
+        self, method: str, url: str, timeout_s: float, body: bytes | None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
+        return self._opened().request(method, url, data=body, timeout=patience, allow_redirects=False)
 
     def _opened(self) -> aiohttp.ClientSession:
         # Made by the first call, for it belongs to the event loop in which it is made.
@@ -159,6 +178,49 @@ class EngineClient:
                 connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
             )
         return self._session
+
+
+def _unreachable(call: str, error: Exception, timeout_s: float) -> EngineUnreachable:
+    """A connection that does not come about counts as refused, whatever the network did with it."""
+    if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
+        return EngineUnreachable(f"{call} had no answer within {timeout_s:g} s")
+    return EngineUnreachable(f"{call} failed: {str(error) or type(error).__name__}; is the engine running?")
+
+
+def _refusal(call: str, status: int, content: bytes) -> ContractError | EngineUnreachable:
+    """What an answer other than 200 says."""
+    answer = _decoded(content)
+    if status >= 500 and not has_error_shape(answer):
+        return EngineUnreachable(f"{call} failed: HTTP {status} without the contract's error")
+    return from_wire(status, answer)
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
+    """The data of server-sent events, up to `[DONE]`; an event may be of any length."""
+    rest, done = b"", False
+    async for piece in content.iter_any():
+        *events, rest = (rest + piece).split(_EVENT_END)
+        for event in events:
+            data = event.removeprefix(_DATA)
+            if data == _DONE:
+                done = True
+            else:
+                yield data
+    if not done:
+        raise aiohttp.ClientPayloadError("the stream ended before data: [DONE]")
+
+
+def _chunk(data: bytes, path: str) -> ChatCompletionChunk:
+    """A chunk of a stream; what the engine says instead is raised."""
+    try:
+        return ChatCompletionChunk.model_validate_json(data)
+    except ValidationError:
+        answer = _decoded(data)
+        if has_error_shape(answer):
+            raise from_wire(500, answer) from None
+        raise EngineUnreachable(
+            f"{path} must stream chunks of a chat completion. Is it an engine of this contract?"
+        ) from None
 
 
 def _decoded(content: bytes) -> object:

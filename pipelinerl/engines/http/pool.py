@@ -1,7 +1,11 @@
 """`EnginePool`: one chat completion from whichever engine has least to do, surviving engines that come and go.
 
 Promises: a request is tried until it is answered or its deadline passes, on another engine if there is one, with the
-same seed, so an answer does not depend on how often it was tried. An engine that refuses the request itself is not
+same seed, so an answer does not depend on how often it was tried. What an engine has sampled when it fails, or is taken
+out, is kept as far as it has come, and another engine goes on with it (`partial_answer.py`): answers come in parts, so
+that they are here when an engine dies without a word. Engines that know nothing of that are asked for whole answers,
+from the beginning each time; so is one that refuses to go on, or whose weights are of another epoch. An engine that
+refuses the request itself is not
 asked for it again, and others are, since engines of one run may differ; once all that serve have refused it, that is
 raised. All samples of a request are one engine's, which computes their prompt once. What runs at an engine that is no
 longer part of the run is handed over: cancelled there and tried elsewhere. An engine that let a request's deadline pass
@@ -18,12 +22,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, Dirty, EngineStopped, Overloaded
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from inference_contract.schemas import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Continuation,
+    Health,
+)
+from pipelinerl.engines.http.partial_answer import PartialAnswer
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 
 #: Refusals that say something about the engine's state, not about the request.
@@ -40,13 +52,27 @@ class ChatClient(Protocol):
         """One whole completion."""
         ...
 
+    def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
+        """One completion in chunks."""
+        ...
+
+    async def health(self, url: str) -> Health:
+        """What the engine offers."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A completion and the engine it came from."""
+    """A completion and the engine that ended it.
+
+    `tokens_kept` of it are of engines that failed or were taken out before; `tokens_resampled` of such came as well,
+    and could not be gone on with.
+    """
 
     completion: ChatCompletion
     url: str
+    tokens_kept: int = 0
+    tokens_resampled: int = 0
 
 
 def cost(request: ChatCompletionRequest) -> int:
@@ -78,6 +104,7 @@ class EnginePool:
         deadline_s: float = 600.0,
         suspect_s: float = 2.0,
         min_epoch: int = 0,
+        interval_s: float = 1.0,
     ) -> None:
         """
         Args:
@@ -85,11 +112,14 @@ class EnginePool:
             suspect_s: how long an engine is avoided after it failed, or let a deadline pass.
             min_epoch: what weights of an earlier epoch have sampled is no answer. In a run, 1: an engine that answers
                 with epoch 0 has restarted, and serves what it was started with until it is given weights again.
+            interval_s: how often what an engine has sampled comes; 0: when the answer is whole, and not before.
         """
         self._client = client
         self._deadline_s = deadline_s
         self._suspect_s = suspect_s
         self._min_epoch = min_epoch
+        self._interval_s = interval_s
+        self._offers: dict[str, Continuation] = {}
         self._serving: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()  # those that serve, and those that end what they have
         self._outstanding: Counter[str] = Counter()  # of every engine at which something runs, whatever its standing
@@ -113,13 +143,15 @@ class EnginePool:
                 if not scope.expired():
                     scope.reschedule(asyncio.get_running_loop().time())
         self._suspect_until = {url: at for url, at in self._suspect_until.items() if url in self._serving}
+        self._offers = {url: offer for url, offer in self._offers.items() if url in self._known}
         self._changed.set()
 
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None] = lambda: None, engine: str = ""
     ) -> Answered:
-        """Answer `request`; give it a seed, or each try draws its own noise. `begun` is called at each try.
+        """Answer `request`; give it a seed, or each try draws its own noise.
 
+        `begun` is called whenever an engine is asked from the beginning, and not when it goes on with what there is.
         With `engine` (base URL), by that one alone, which is left to such requests while there are any.
 
         Raises:
@@ -128,24 +160,32 @@ class EnginePool:
             DeadlineError: no engine answered in time; the message names the last failure.
         """
         deadline = time.monotonic() + self._deadline_s
-        pause_s, last = _FIRST_PAUSE_S, "no engine is known"
+        pause_s, last, asked = _FIRST_PAUSE_S, "no engine is known", ""
         refused: dict[str, ContractError] = {}
+        answer = PartialAnswer(request, interval_s=self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
+            if answer.is_whole:  # the stream broke off at its very end
+                return Answered(answer.completion(), asked, answer.tokens_kept, answer.tokens_resampled)
             url = pick(self._choice(engine, refused), self._suspect_until, now=time.monotonic())
             if url is None:
                 await self._change(min(pause_s, remaining))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            begun()
+            continued, asked = answer.num_tokens > 0, url
             try:
                 self._named[engine] += 1
                 async with asyncio.timeout(remaining) as scope:
-                    return Answered(await self._tried(url, request, scope), url)
+                    completion = await self._tried(url, request, answer, begun, scope)
+                    return Answered(completion, url, answer.tokens_kept, answer.tokens_resampled)
             except _ELSEWHERE as error:
                 last = f"{url}: {error}"
+                self._offers.pop(url, None)
                 self._suspect_until[url] = time.monotonic() + _suspicion(error, self._suspect_s, pause_s)
             except ContractError as error:
-                last, refused[url] = f"{url}: {error}", error
+                last = f"{url}: {error}"
+                answer.forget()
+                if not continued:
+                    refused[url] = error
             except TimeoutError:
                 if url in self._known:
                     last = f"{url} had not answered after {remaining:.1f} s"
@@ -154,6 +194,7 @@ class EnginePool:
                     last = f"{url} was taken out while it worked"
             finally:
                 self._named[engine] -= 1
+                answer.hand_over()
         known = ", ".join(sorted(self._serving)) or "none"
         raise DeadlineError(
             f"no engine completed the request within {self._deadline_s:g} s (engines: {known}); last: {last}"
@@ -172,18 +213,54 @@ class EnginePool:
             raise type(error)(f"{url}: {error.message}", param=error.param) from error
         return {url: self._outstanding[url] for url in able if url not in refused and (engine or not self._named[url])}
 
-    async def _tried(self, url: str, request: ChatCompletionRequest, scope: asyncio.Timeout) -> ChatCompletion:
+    async def _tried(
+        self,
+        url: str,
+        request: ChatCompletionRequest,
+        answer: PartialAnswer,
+        begun: Callable[[], None],
+        scope: asyncio.Timeout,
+    ) -> ChatCompletion:
         tokens = cost(request)
         self._outstanding[url] += tokens
         self._running.setdefault(url, set()).add(scope)
         try:
+            if await self._comes_in_parts(url, request):
+                return await self._in_parts(url, answer, begun)
+            answer.forget()
+            begun()
             completion = await self._client.chat(url, request)
         finally:
             self._running.get(url, set()).discard(scope)
             self._outstanding[url] -= tokens
-        if completion.epoch < self._min_epoch:
-            raise Dirty(f"it serves weights of epoch {completion.epoch}, not those of this run: has it restarted?")
+        self._check_epoch(completion.epoch)
         return completion
+
+    async def _comes_in_parts(self, url: str, request: ChatCompletionRequest) -> bool:
+        if not self._interval_s or not request.return_token_ids:
+            return False
+        if url not in self._offers:
+            self._offers[url] = (await self._client.health(url)).continuation
+        return self._offers[url] is not Continuation.NONE
+
+    async def _in_parts(self, url: str, answer: PartialAnswer, begun: Callable[[], None]) -> ChatCompletion:
+        while True:
+            if not answer.num_tokens:
+                begun()
+            async with aclosing(self._client.stream(url, answer.rest())) as chunks:
+                async for chunk in chunks:
+                    self._check_epoch(chunk.epoch)
+                    if not answer.take(chunk, url=url):
+                        break
+                else:
+                    if not answer.is_whole:
+                        raise EngineUnreachable(f"{url} ended a stream before all of its choices had ended")
+                    return answer.completion()
+            answer.forget()  # weights of another epoch would go on with it
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self._min_epoch:
+            raise Dirty(f"it serves weights of epoch {epoch}, not those of this run: has it restarted?")
 
     async def _change(self, timeout_s: float) -> None:
         self._changed.clear()

@@ -151,6 +151,8 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     param = ".".join(str(part) for part in first["loc"]) or None
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
     said = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        said = "this engine does not know it, or not with this value, and would ignore it; leave it out"
     return InvalidRequest(f"{param or 'body'}: {said}{more}", param=param)
 
 

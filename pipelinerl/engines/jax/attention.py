@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
-from pipelinerl.models.jax_decoder import grouped_attention
+from pipelinerl.models.jax.decoder import grouped_attention
 
 #: The kernel's blocks: a prompt that they do not divide takes the plain way.
 _BLOCK: Final = 128

@@ -29,7 +29,8 @@ from pipelinerl.engines.jax.weights import JaxWeights
 from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter, read_config
-from pipelinerl.models.jax_checkpoint import load_weights
+from pipelinerl.models.jax import memory as jax_memory
+from pipelinerl.models.jax.checkpoint import load_weights
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.weights.pull import PullSource
 
@@ -61,6 +62,7 @@ class JaxEngineSettings:
         context_length: most tokens of a sequence, prompt included; None takes the model's.
         cache_bytes: most memory for keys and values; None for whatever slots and context need.
         devices: how many share the model, heads and vocabulary divided among them.
+        memory_share: most of each GPU's memory, which JAX reserves; None for three quarters.
     """
 
     model_path: Path
@@ -71,6 +73,7 @@ class JaxEngineSettings:
     dtype: JaxDType = JaxDType.FLOAT32
     device: JaxDevice = JaxDevice.AUTO
     devices: int = 1
+    memory_share: float | None = None
 
 
 def build(settings: JaxEngineSettings, *, pull: PullSource | None = None) -> Engine:
@@ -91,6 +94,7 @@ def from_options(options: EngineOptions) -> Engine:
     """
     if options.weights is not WeightFormat.NATIVE:
         raise ModelError(f"a JAX engine serves native weights, got {options.weights}; use engine.type torch")
+    options.check_no_options("the JAX engine")
     if options.threads is not None:  # XLA reads it once, when the process first computes something
         os.environ.setdefault("NPROC", str(options.threads))
     return build(
@@ -102,6 +106,7 @@ def from_options(options: EngineOptions) -> Engine:
             dtype=JaxDType(options.dtype),
             device=JaxDevice(options.device),
             devices=options.devices,
+            memory_share=options.memory_share,
         ),
         pull=options.pull,
     )
@@ -147,6 +152,7 @@ _PLATFORM: Final = {JaxDevice.AUTO: None, JaxDevice.CPU: "cpu", JaxDevice.CUDA: 
 
 def _mesh(settings: JaxEngineSettings, config: DecoderConfig) -> Mesh:
     """The first devices of this process, along one axis."""
+    jax_memory.bound(settings.memory_share)
     try:
         found = jax.local_devices(backend=_PLATFORM[settings.device])
     except RuntimeError as error:

@@ -23,7 +23,7 @@ from jax.sharding import Sharding
 
 from pipelinerl.engines.jax.attention import PromptAttention
 from pipelinerl.models.decoder_config import DecoderConfig
-from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, output_embedding
+from pipelinerl.models.jax.decoder import grouped_attention, hidden_states, output_embedding
 
 Weights = Mapping[str, Array]
 

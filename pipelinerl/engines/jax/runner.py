@@ -62,7 +62,7 @@ class JaxRunner:
         rows = [state.row for state in states]
         self._feeds[rows] = [state.token_id for state in states]
         self._positions[rows] = [state.position for state in states]
-        self._num_sampled[rows] = 0
+        self._num_sampled[rows] = [state.num_sampled for state in states]
         self._noise_keys[rows] = [state.noise_key for state in states]
         self._temperature[rows] = [state.temperature for state in states]
         self._top_p[rows] = [state.top_p for state in states]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter
-from pipelinerl.models.jax_checkpoint import export_order
+from pipelinerl.models.jax.checkpoint import export_order
 
 
 def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:

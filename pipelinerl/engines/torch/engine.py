@@ -47,6 +47,7 @@ class TorchEngineSettings:
         slots: sequences that run at once.
         context_length: most tokens of a sequence, prompt included; None takes the model's.
         cache_bytes: most memory for keys and values; None for whatever slots and context need.
+        memory_share: most of the GPU's memory for this process; None for all of it.
         weights: how linear layers are kept; cache and the arithmetic between them are in `dtype` all the same.
         head_precision: of the output layer.
         threads: CPU threads of the decode thread; None leaves torch's default.
@@ -62,6 +63,7 @@ class TorchEngineSettings:
     weights: WeightFormat = WeightFormat.NATIVE
     head_precision: HeadPrecision = HeadPrecision.MODEL
     device: EngineDevice = EngineDevice.AUTO
+    memory_share: float | None = None
     threads: int | None = None
     forward: ForwardKind = ForwardKind.AUTO
 
@@ -79,6 +81,7 @@ def build(settings: TorchEngineSettings, *, pull: PullSource | None = None) -> E
 def from_options(options: EngineOptions) -> Engine:
     """The engine that a recipe describes."""
     options.check_one_device("the torch engine")
+    options.check_no_options("the torch engine")
     return build(
         TorchEngineSettings(
             model_path=options.model_path,
@@ -89,6 +92,7 @@ def from_options(options: EngineOptions) -> Engine:
             weights=options.weights,
             head_precision=options.head_precision,
             device=EngineDevice(options.device),
+            memory_share=options.memory_share,
             threads=options.threads,
         ),
         pull=options.pull,
@@ -105,6 +109,9 @@ def load_runner(settings: TorchEngineSettings) -> TorchRunner:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device, dtype = _device(settings.device), getattr(torch, settings.dtype.value)
+    share = settings.memory_share if device.type == "cuda" else None
+    if share is not None:  # the process fails before a neighbour on the GPU does
+        torch.cuda.set_per_process_memory_fraction(share)
     model = load_for_decoding(settings.model_path, dtype=settings.dtype.value, device=device)
     config: Any = model.config
     text = config.get_text_config()
@@ -115,10 +122,11 @@ def load_runner(settings: TorchEngineSettings) -> TorchRunner:
             f"context_length must be at most the {longest} positions of {settings.model_path}, got {context}"
         )
     needed = CacheShape.of(text, slots=settings.slots, context=context).num_bytes(dtype)
-    if settings.cache_bytes is not None and needed > settings.cache_bytes:
+    allowed = settings.cache_bytes if share is None else _bytes_left(share)
+    if allowed is not None and needed > allowed:
         raise ModelError(
-            f"{settings.slots} slots of {context} tokens need {needed} bytes of cache, allowed are "
-            f"{settings.cache_bytes}; lower slots or context_length"
+            f"{settings.slots} slots of {context} tokens need {needed} bytes of cache, allowed are {allowed}; lower "
+            "slots or context_length"
         )
     if settings.head_precision is HeadPrecision.FP32:
         torch_head.to_fp32(model, served=dtype)
@@ -133,3 +141,8 @@ def _device(device: EngineDevice) -> torch.device:
     if device is EngineDevice.AUTO:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device.value)
+
+
+def _bytes_left(share: float) -> int:
+    """What the share leaves beside the model."""
+    return int(share * torch.cuda.get_device_properties(0).total_memory) - torch.cuda.memory_allocated()

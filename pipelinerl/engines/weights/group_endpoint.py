@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol, final
 
+import numpy as np
+
 from inference_contract.schemas import Backend, InitProcessGroupRequest
 
 
@@ -36,6 +38,14 @@ class EndpointFactory(Protocol):
         """Can groups of `backend` bring bytes into `staging`?"""
         ...
 
+    def buffer(self, staging: Any, num_bytes: int) -> Any:
+        """Flat uint8 [num_bytes] beside `staging`, for bytes that are no weights of the model's yet.
+
+        Raises:
+            InvalidRequest: there is no room for so many.
+        """
+        ...
+
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
         """Take the endpoint; blocks until every rank has come.
 
@@ -52,6 +62,12 @@ class _InProcess:
     def reaches(self, backend: Backend, staging: Any) -> bool:
         """NCCL carries bytes from device to device."""
         return backend is not Backend.NCCL or str(getattr(staging, "device", "cpu")).startswith("cuda")
+
+    def buffer(self, staging: Any, num_bytes: int) -> Any:
+        """Of the same kind, on the same device."""
+        if isinstance(staging, np.ndarray):
+            return np.empty(num_bytes, np.uint8)
+        return staging.new_empty(num_bytes)
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
         """See `EndpointFactory`."""

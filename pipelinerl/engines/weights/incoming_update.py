@@ -1,4 +1,4 @@
-"""`IncomingUpdate`: the bytes of one update on their way into an engine's staging buffer, broadcast to it or pulled by it.
+"""`IncomingUpdate`: the bytes of one update on their way into a buffer of an engine's, broadcast to it or pulled by it.
 
 They come on a thread of their own, are hashed as they come, and end whatever the other side does: a pull by the
 deadline of its PREPARE, a broadcast once no piece has come for as long. `give_up` ends them earlier: a pull within
@@ -18,12 +18,20 @@ from inference_contract.schemas import WeightLayout, WeightUpdateRequest
 from inference_contract.weights import cut
 from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
 from pipelinerl.engines.weights.group_member import GroupMember
-from pipelinerl.engines.weights.weight_target import WeightTarget
 from pipelinerl.errors import PipelineError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.layout import describe_bucket
 from pipelinerl.weights.pull import PullOrder, PullSource, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Inlet:
+    """Where the bytes of an update arrive, what they are, and what is called once all of them have come."""
+
+    layout: WeightLayout
+    buffer: Any
+    finish: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +89,18 @@ class IncomingUpdate:
         return self.received.done() and self.received.exception() is not None
 
     @classmethod
-    def by_broadcast(cls, request: WeightUpdateRequest, target: WeightTarget, member: GroupMember) -> Self:
+    def by_broadcast(cls, request: WeightUpdateRequest, inlet: Inlet, member: GroupMember) -> Self:
         """Receive from rank 0 of the group that is joined."""
-        endpoint, layout, staging = member.endpoint(), target.layout, target.staging()
-        progress = _Progress(layout.num_bytes)
-        received = _started(request, target, lambda: _broadcast(endpoint, request, layout, staging, progress))
+        endpoint, progress = member.endpoint(), _Progress(inlet.layout.num_bytes)
+        received = _started(request, inlet, lambda: _broadcast(endpoint, request, inlet.layout, inlet.buffer, progress))
         return cls(request, "rank 0", "rank 0 of its group to send or leave", received, member.leave, progress)
 
     @classmethod
-    def by_pull(cls, request: WeightUpdateRequest, target: WeightTarget, source: PullSource) -> Self:
+    def by_pull(cls, request: WeightUpdateRequest, inlet: Inlet, source: PullSource) -> Self:
         """Fetch from the parameter servers that the request names."""
-        given_up, progress, staging = threading.Event(), _Progress(target.layout.num_bytes), target.staging()
+        given_up, progress = threading.Event(), _Progress(inlet.layout.num_bytes)
         groups = request.shards or (request.sources or (),)
-        ranges = target.layout.shards(len(groups), request.bucket_bytes)
+        ranges = inlet.layout.shards(len(groups), request.bucket_bytes)
         order = PullOrder(
             shards=tuple(Shard(sources, tuple(held)) for sources, held in zip(groups, ranges, strict=True)),
             epoch=request.epoch,
@@ -102,14 +109,14 @@ class IncomingUpdate:
             deadline=time.monotonic() + request.timeout_s,
             given_up=given_up,
         )
-        received = _started(request, target, lambda: _pulled(source, order, staging, progress))
+        received = _started(request, inlet, lambda: _pulled(source, order, inlet.buffer, progress))
         return cls(request, "the parameter server", "its pull to end", received, given_up.set, progress)
 
 
-def _started(request: WeightUpdateRequest, target: WeightTarget, bring: Callable[[], Received]) -> Future[Received]:
+def _started(request: WeightUpdateRequest, inlet: Inlet, bring: Callable[[], Received]) -> Future[Received]:
     def whole() -> Received:
         received = bring()
-        target.finish_staging()
+        inlet.finish()
         return received
 
     return in_background(f"receive-{request.epoch}.{request.version}", whole)

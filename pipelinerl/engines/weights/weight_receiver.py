@@ -1,12 +1,14 @@
 """`WeightReceiver`: the engine's side of a weight update, for any engine that offers a `WeightTarget`.
 
     PREPARE ─ check manifest ─▶ armed: a thread receives into the staging buffer and finishes it, decode goes on
+              (other dtypes than the engine's come into a buffer of their own first, and are converted there)
     COMMIT  ─ wait for the bytes ─ compare digests ─▶ target.commit: the swap, between two decode steps
     ABORT   ─▶ what was staged is dropped
 
 Promises: nothing is refused after a collective was entered that could have been refused before it; the weights that
-serve are not touched until every byte has come and the digest agrees; a failed update leaves the old weights serving
-and the next one works. The engine is *dirty* only if `target.commit` itself broke off with an unknown error.
+serve are not touched until every byte has come and the digest, which is of the bytes that travel, agrees; a failed
+update leaves the old weights serving and the next one works. The engine is *dirty* only if `target.commit` itself broke
+off with an unknown error.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -21,7 +23,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import final
+from typing import Any, final
 
 from inference_contract.errors import (
     ContractError,
@@ -41,14 +43,16 @@ from inference_contract.schemas import (
     Transport,
     UpdatePhase,
     UpdateStatus,
+    WeightLayout,
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.group_member import GroupMember, as_contract
-from pipelinerl.engines.weights.incoming_update import IncomingUpdate, Received
+from pipelinerl.engines.weights.incoming_update import IncomingUpdate, Inlet, Received
 from pipelinerl.engines.weights.weight_target import WeightTarget
 from pipelinerl.system.background import settled
+from pipelinerl.weights.layout import converted_by
 from pipelinerl.weights.pull import PullSource
 
 
@@ -114,6 +118,9 @@ class WeightReceiver:
         self._epoch = 0
         self._arming = asyncio.Lock()
         self._digest: str | None = None
+        #: What the trainer sends, once it has said so; of it alone a bare `layout_id` may remind this engine.
+        self._wire: WeightLayout | None = None
+        self._unconverted: Any = None
         self._dirty: str | None = None
         self._totals = ReceiverTotals()
 
@@ -173,7 +180,7 @@ class WeightReceiver:
                 return self._abort(request)
 
     async def _prepare(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        self._check_layout(request)
+        wire = self._checked_layout(request)
         if self._serves(request):
             return self._answer(UpdateStatus.ALREADY_SERVING)
         self._check_transport(request)
@@ -189,7 +196,7 @@ class WeightReceiver:
             self._drop()
             await self._end_of_receive(update, request.timeout_s)
             self._check_transport(request)  # the group may have been left with what was dropped, or meanwhile
-        self._update = self._armed(request)
+        self._update = self._armed(request, self._inlet(wire))
         return self._answer(UpdateStatus.PREPARED)
 
     def _take_over(self, request: WeightUpdateRequest) -> None:
@@ -207,16 +214,38 @@ class WeightReceiver:
             self._drop()
         self._epoch = request.epoch
 
-    def _check_layout(self, request: WeightUpdateRequest) -> None:
-        ours = self._target.layout
-        if request.layout is not None:
-            difference = ours.difference(request.layout)
-            if difference is not None:
-                raise LayoutMismatch(f"the update does not fit the model: {difference}", param="layout")
-        elif request.layout_id != ours.layout_id:
-            raise NotPrepared(
-                f"layout_id {request.layout_id!r} is not known here; send the full layout", param="layout_id"
-            )
+    def _checked_layout(self, request: WeightUpdateRequest) -> WeightLayout:
+        """What the update carries: the model's parameters, in dtypes that can be converted into the model's."""
+        ours, sent = self._target.layout, request.layout
+        if sent is None:
+            known = {layout.layout_id: layout for layout in (ours, self._wire) if layout is not None}
+            if request.layout_id not in known:
+                raise NotPrepared(
+                    f"layout_id {request.layout_id!r} is not known here; send the full layout", param="layout_id"
+                )
+            return known[request.layout_id]
+        difference = ours.difference(sent, converted=converted_by(ours))
+        if difference is not None:
+            raise LayoutMismatch(f"the update does not fit the model: {difference}", param="layout")
+        self._wire = sent
+        return sent
+
+    def _inlet(self, wire: WeightLayout) -> Inlet:
+        """Where it arrives: in the staging buffer itself, unless its dtypes are others than the model's."""
+        target, ours = self._target, self._target.layout
+        if wire.layout_id == ours.layout_id:
+            return Inlet(ours, target.staging(), target.finish_staging)
+        if self._unconverted is None or len(self._unconverted) != wire.num_bytes:
+            self._unconverted = self._endpoints.buffer(target.staging(), wire.num_bytes)
+        sent = self._unconverted
+
+        def finish() -> None:
+            from pipelinerl.weights.torch_conversion import convert
+
+            convert(sent, wire, into=target.staging(), layout=ours)
+            target.finish_staging()
+
+        return Inlet(wire, sent, finish)
 
     def _check_transport(self, request: WeightUpdateRequest) -> None:
         if request.transport is not Transport.PULL:
@@ -245,10 +274,10 @@ class WeightReceiver:
                 f"the dropped update {_named(update.request)} still waits for {update.incoming.unblock}"
             )
 
-    def _armed(self, request: WeightUpdateRequest) -> _Update:
+    def _armed(self, request: WeightUpdateRequest, inlet: Inlet) -> _Update:
         if request.transport is Transport.PULL and self._pull is not None:
-            return _Update(IncomingUpdate.by_pull(request, self._target, self._pull))
-        return _Update(IncomingUpdate.by_broadcast(request, self._target, self._member))
+            return _Update(IncomingUpdate.by_pull(request, inlet, self._pull))
+        return _Update(IncomingUpdate.by_broadcast(request, inlet, self._member))
 
     async def _commit(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
         update = self._update

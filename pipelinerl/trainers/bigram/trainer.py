@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
-from pipelinerl.numerics.logprobs import log_softmax
+from pipelinerl.numerics.logprobs import log_softmax, measure_slopes, measured
 from trainer_contract.batch import check
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.host_weights import check_weights
@@ -29,6 +29,7 @@ from trainer_contract.types import (
     Head,
     HostWeights,
     LossStats,
+    MeasuringObjective,
     MicroBatch,
     Objective,
     OptimizerSpec,
@@ -36,6 +37,8 @@ from trainer_contract.types import (
     Precision,
     StepStats,
     TrainerSpec,
+    WeightDType,
+    measures_of,
 )
 
 Float64 = NDArray[np.float64]
@@ -80,8 +83,12 @@ class BigramTrainer:
         """Load the table from `spec.model_path`, or table and moments from `spec.restore_from`."""
         if spec.device is Device.CUDA or spec.precision is not Precision.FP32:
             raise SpecError(f"the bigram trainer runs on the CPU in fp32, got {spec.device} in {spec.precision}")
+        if spec.gather_dtype not in (None, WeightDType.FLOAT32):
+            raise SpecError(f"the bigram trainer gathers float32, got {spec.gather_dtype}; leave out weights.dtype")
         if spec.options:
             raise SpecError(f"the bigram trainer knows no options, got {', '.join(spec.options)}; remove them")
+        if spec.memory_share is not None:
+            raise SpecError("memory_share is of a GPU's memory, and the bigram trainer uses none; leave it out")
         try:
             logits = BigramModel.load(spec.model_path).logits.astype(np.float64)
         except ModelError as error:
@@ -104,12 +111,14 @@ class BigramTrainer:
     def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
         """d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, g = d loss/d predictions.
 
-        With a value head d loss/d values[previous] = Σ_t g_t.
+        To which each measure m of the distribution adds Σ_t d loss/d m_t · dm_t/dz_t / temperature_t. With a value head
+        d loss/d values[previous] = Σ_t g_t.
         """
         worker, tokens = self._worker, micro_batch.token_ids
         check(micro_batch, vocab_size=len(worker.table), needs=objective.needs)
         where = np.flatnonzero(micro_batch.loss_mask)
-        (predictions, softmax), columns = _predict(worker, micro_batch, where), _columns(micro_batch, where)
+        predictions, distributions = _predict(worker, micro_batch, where)
+        columns = {**_columns(micro_batch, where), **_measures(objective, distributions)}
         loss = float(objective.evaluate(predictions, columns))
         if not math.isfinite(loss):
             raise NonFiniteError(
@@ -120,10 +129,14 @@ class BigramTrainer:
             worker.gradient = np.zeros_like(worker.table)
         with np.errstate(invalid="ignore", over="ignore"):  # what overflows here is refused by `optimizer_step`
             gradient = objective.prediction_gradient(predictions, columns)
-            if softmax is not None:
-                slope = gradient / micro_batch.temperatures[where]
-                gradient = -slope[:, None] * softmax
+            if distributions is not None:
+                temperatures = micro_batch.temperatures[where]
+                slope = gradient / temperatures
+                gradient = -slope[:, None] * np.exp(distributions)
                 gradient[np.arange(len(where)), tokens[where]] += slope
+                if isinstance(objective, MeasuringObjective):
+                    for measure, outer in objective.measure_gradients(predictions, columns).items():
+                        gradient += (outer / temperatures)[:, None] * measure_slopes(measure, distributions)
             np.add.at(worker.gradient, tokens[where - 1], gradient)
         evaluated = np.zeros(micro_batch.num_tokens, dtype=np.float32)
         evaluated[where] = predictions
@@ -187,12 +200,22 @@ def _forward(worker: _Worker, batch: MicroBatch) -> Float32:
 
 
 def _predict(worker: _Worker, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
-    """Predictions [N] of the tokens at `where`, and the distributions [N, V] that log-probs were taken from."""
+    """Predictions [N] of the tokens at `where`, and the log-probs [N, V] of the distributions they were taken from."""
     rows = worker.table[batch.token_ids[where - 1]]
     if worker.head is Head.VALUE:
         return rows, None
     logprobs = log_softmax(rows, batch.temperatures[where]).astype(np.float64, copy=False)
-    return logprobs[np.arange(len(where)), batch.token_ids[where]], np.exp(logprobs)
+    return logprobs[np.arange(len(where)), batch.token_ids[where]], logprobs
+
+
+def _measures(objective: Objective, distributions: Float64 | None) -> dict[str, Float64]:
+    """What the objective asks of the distributions with these log-probs [N, V]; a value head has none."""
+    asked = measures_of(objective)
+    if asked and distributions is None:
+        raise SpecError(f"a value head has no distribution to measure, asked for {', '.join(asked)}")
+    if distributions is None:
+        return {}
+    return {str(measure): measured(measure, distributions).astype(np.float64, copy=False) for measure in asked}
 
 
 def _restored(fresh: _Worker, path: Path) -> _Worker:

@@ -43,7 +43,7 @@ class MeshShape:
 
 
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """A mesh over the first devices; with several hosts it must take all of them.
+    """A mesh over the first devices; with several processes it must take all of theirs.
 
     Raises:
         SpecError: there are not enough, or they are not divided without rest.
@@ -52,7 +52,7 @@ def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     if len(devices) % wanted or (jax.process_count() > 1 and wanted != len(devices)):
         raise SpecError(
             f"options.mesh ({shape}) makes {wanted} devices, which must divide the {len(devices)} that jax finds "
-            "(and be all of them with several hosts); change the mesh"
+            "(and be all of them with several processes); change the mesh"
         )
     chosen = np.array(devices[:wanted]).reshape(shape.data, shape.fsdp, shape.tensor)
     return Mesh(chosen, ("data", "fsdp", "tensor"))
@@ -81,6 +81,11 @@ def of_parameter(mesh: Mesh, parameter: Parameter) -> NamedSharding:
 def gathered(mesh: Mesh, parameter: Parameter) -> NamedSharding:
     """Of one layer's parameter where it is used: whole along `fsdp`, divided along `tensor`."""
     return NamedSharding(mesh, P(*(axis if axis == "tensor" else None for axis in parameter.axes)))
+
+
+def everywhere(mesh: Mesh, value: np.ndarray[Any, Any]) -> jax.Array:
+    """The same value on every device of every process."""
+    return jax.make_array_from_callback(value.shape, NamedSharding(mesh, P()), value.__getitem__)
 
 
 def of_rows(mesh: Mesh) -> NamedSharding:

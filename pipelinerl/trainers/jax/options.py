@@ -4,7 +4,7 @@
 type = "jax"
 options.mesh = { data = 2, fsdp = 4, tensor = 2 }
 options.remat = "inference_matched"
-options.distributed = { coordinator = "host-0:8476", processes = 4, process = 0 }
+options.distributed = { coordinator = "10.0.0.1:8476", processes = 4, token_file = "/shared/token" }
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any, Final
 
 from pipelinerl.trainers.jax.mesh import MeshShape
 from trainer_contract.errors import SpecError
+
+#: Hosts at which nobody from elsewhere can connect.
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Remat(StrEnum):
@@ -32,16 +35,34 @@ class Remat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distributed:
-    """Arguments of `jax.distributed.initialize`; all None on a TPU pod or under Slurm, where jax finds them itself."""
+    """Several processes behind one trainer. The recipe is the same for all; `process` is each one's own.
 
-    coordinator: str | None = None
-    processes: int | None = None
-    process: int | None = None
+    Attributes:
+        coordinator: host:port at which process 0 listens for the others; the host is an address of process 0.
+        processes: how many, process 0 included.
+        process: 0 for `pipelinerl trainer`, 1 and above for `pipelinerl trainer-rank`.
+        token_file: {"token": …}, the same for all; must be given unless the coordinator's host is loopback.
+        timeout_s: a verb, compilation included, or the meeting at the start may take so long.
+        silence_s: a process of which nothing is heard for so long is lost.
+    """
+
+    coordinator: str
+    processes: int
+    process: int = 0
+    token_file: str | None = None
+    timeout_s: int = 1800
+    silence_s: int = 60
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JaxOptions:
-    """`distributed` None is one host."""
+    """`distributed` None is one process."""
 
     mesh: MeshShape
     remat: Remat = Remat.NONE
@@ -70,11 +91,24 @@ class JaxOptions:
 def _distributed(given: Any) -> Distributed:
     where: Final = "options.distributed"
     table = _table(given, Distributed, where)
-    coordinator = table.get("coordinator")
-    if coordinator is not None and not isinstance(coordinator, str):
+    if missing := [name for name in ("coordinator", "processes") if name not in table]:
+        raise SpecError(
+            f'{where} must have {" and ".join(missing)}, as in {{ coordinator = "10.0.0.1:8476", processes = 2 }}'
+        )
+    coordinator, token_file = table["coordinator"], table.get("token_file")
+    host, _, port = coordinator.rpartition(":") if isinstance(coordinator, str) else ("", "", "")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise SpecError(f"{where}.coordinator must be host:port, got {coordinator!r}")
-    numbers = {name: _whole(table[name], f"{where}.{name}", least=0) for name in table if name != "coordinator"}
-    return Distributed(coordinator=coordinator, **numbers)
+    if token_file is not None and not isinstance(token_file, str):
+        raise SpecError(f"{where}.token_file must be a path, got {token_file!r}")
+    least = {"processes": 2, "process": 0, "timeout_s": 1, "silence_s": 1}
+    numbers = {name: _whole(table[name], f"{where}.{name}", least=least[name]) for name in least if name in table}
+    distributed = Distributed(coordinator=coordinator, token_file=token_file, **numbers)
+    if distributed.process >= distributed.processes:
+        raise SpecError(f"{where}.process must be below processes={distributed.processes}, got {distributed.process}")
+    if token_file is None and host not in _LOOPBACK:
+        raise SpecError(f"{where}.token_file must be given where coordinator is not loopback, got {coordinator!r}")
+    return distributed
 
 
 def _table(value: Any, kind: type[Any], where: str) -> Mapping[str, Any]:

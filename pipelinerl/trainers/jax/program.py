@@ -18,12 +18,12 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from pipelinerl.models.decoder_config import LAYER, DecoderConfig
-from pipelinerl.models.jax_decoder import hidden_states, output_embedding
-from pipelinerl.numerics.jax_logprobs import LOGITS_AT_ONCE, token_logprobs
+from pipelinerl.models.jax.decoder import hidden_states, output_embedding
+from pipelinerl.numerics.jax_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.jax import mesh as jax_mesh
 from pipelinerl.trainers.jax.options import Remat
 from pipelinerl.trainers.jax.segments import PADDING, attention_within
-from trainer_contract.types import HeadPrecision, Objective, OptimizerSpec
+from trainer_contract.types import HeadMeasure, HeadPrecision, Objective, OptimizerSpec, measures_of
 
 Weights = dict[str, Array]
 #: Columns of a micro-batch by name, [R, C].
@@ -88,6 +88,11 @@ class TrainerProgram:
 @partial(jax.jit, static_argnums=0)
 def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Array:
     """Log-probs f32 [R, C] of the tokens at their temperatures; 0 at segment starts and on padding."""
+    return predictions(program, (), weights, columns)[0]
+
+
+def predictions(program: Program, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns) -> Array:
+    """f32 [1 + M, R, C]: `logprobs`, and the M measures of the distributions they are of; 0 in the same places."""
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     with jax.default_matmul_precision("float32"):  # on a TPU fp32 would else be multiplied in bf16; bf16 stays bf16
         hidden, _ = hidden_states(
@@ -99,7 +104,8 @@ def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Arr
             fetch=program.fetch,
             wrap=program.wrap,
         )
-        head = partial(token_logprobs, logits_at_once=program.logits_at_once * program.mesh.size)
+        at_once = program.logits_at_once * program.mesh.size
+        head = partial(token_predictions, measures=measures, logits_at_once=at_once)
         ahead = program.replayed(head)(
             hidden,
             program.output_layer(weights),
@@ -107,7 +113,7 @@ def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Arr
             jnp.roll(columns["temperatures"], -1, axis=1),
         )
     predicted = (positions > 0) & (segments != PADDING)
-    return jnp.where(predicted, jnp.roll(ahead, 1, axis=1), 0.0)
+    return jnp.where(predicted, jnp.roll(ahead, 1, axis=2), 0.0)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -119,14 +125,15 @@ def accumulate(
     A loss that is not finite adds nothing.
     """
 
-    inside = columns["loss_mask"]
+    inside, measures = columns["loss_mask"], measures_of(objective)
 
     def loss_of(weights: Weights) -> tuple[Array, Array]:
-        current = jnp.where(inside, logprobs(program, weights, columns), 0.0)
+        current, *measured = jnp.where(inside, predictions(program, measures, weights, columns), 0.0)
         flat = {name: jnp.where(inside, column, 0).reshape(-1) for name, column in columns.items()}
         # What lies outside the mask, padding included, counts as zeros in segment 0. There are never more segments than
         # tokens, and one number for each shape keeps it from being compiled once for each number of segments.
         flat["loss_mask"] = inside.reshape(-1)
+        flat |= {name: column.reshape(-1) for name, column in zip(measures, measured, strict=True)}
         return objective.evaluate(current.reshape(-1), flat | {"num_segments": current.size}), current
 
     (loss, evaluated), added = jax.value_and_grad(loss_of, has_aux=True)(weights)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from pipelinerl.models.jax_decoder import grouped_attention
+from pipelinerl.models.jax.decoder import grouped_attention
 
 #: SharedMemory id of padding: it attends to padding alone.
 PADDING: Final = -1

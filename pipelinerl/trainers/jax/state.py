@@ -3,7 +3,7 @@
     trainer.json                          format, model_version, architecture, mesh
     arrays/<weights|mean|square>/<name>/  zarr 3: one file for each part of the array, with a CRC-32C of its own
 
-Each host writes the parts that lie on its devices and reads the parts that it needs, so nothing is ever whole on one
+Each process writes the parts that lie on its devices and reads the parts that it needs, so nothing is ever whole on one
 host, and the mesh that restores need not be the one that saved. A part that is missing, cut short or altered is an
 error, never zeros. Durability, and the rename that makes a checkpoint appear, are the caller's.
 """
@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -66,8 +67,8 @@ class JaxSavedState:
         return jax.make_array_from_single_device_arrays(wanted.shape, sharding, placed)
 
 
-def save(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int) -> None:
-    """Write the state below the existing directory `path`; with several hosts, a shared one."""
+def save_parts(path: Path, arrays: Kinds) -> None:
+    """Write the parts that lie on this process below the existing directory `path`, which several share."""
     writing = [
         write
         for kind, named in arrays.items()
@@ -76,16 +77,26 @@ def save(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int
     ]
     for write in writing:
         write.result()
-    if jax.process_index() == 0:
-        sharding = next(iter(arrays["weights"].values())).sharding
-        mesh = dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {}
-        record = {
-            "format": _FORMAT,
-            "model_version": model_version,
-            "architecture": _architecture(config),
-            "mesh": mesh,
-        }
-        (path / "trainer.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def save_record(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int) -> None:
+    """Say what the state is, once every process has written its parts: without the record there is no state.
+
+    Raises:
+        StateError: not all parts are seen here: the processes do not write to one file system.
+    """
+    for kind, named in arrays.items():
+        for name, array in named.items():
+            _raise_if_parts_lack(path, kind, name, array)
+    sharding = next(iter(arrays["weights"].values())).sharding
+    mesh = dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {}
+    record = {
+        "format": _FORMAT,
+        "model_version": model_version,
+        "architecture": _architecture(config),
+        "mesh": mesh,
+    }
+    (path / "trainer.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def load(path: Path, *, expected: DecoderConfig) -> JaxSavedState:
@@ -124,12 +135,29 @@ def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutu
     return [store[part.index].write(np.asarray(part.data)) for part in array.addressable_shards if part.replica_id == 0]
 
 
+def _raise_if_parts_lack(path: Path, kind: str, name: str, array: jax.Array) -> None:
+    if array.is_fully_addressable:
+        return  # this process wrote them itself
+    expected = prod(array.shape) // prod(array.sharding.shard_shape(array.shape))
+    found = sum(1 for file in (_folder(path, kind, name) / "c").rglob("*") if file.is_file())
+    if found != expected:
+        raise StateError(
+            f"the trainer state in {path} must have {expected} parts of {kind}/{name}, and rank 0 sees {found}; "
+            "put the run's directory on a file system that every host mounts alike"
+        )
+
+
+def _folder(path: Path, kind: str, name: str) -> Path:
+    return path.absolute() / "arrays" / kind / name.replace(".*", "")
+
+
 def _spec(path: Path, kind: str, name: str) -> dict[str, Any]:
-    folder = path.absolute() / "arrays" / kind / name.replace(".*", "")
+    # Whoever makes a checkpoint durable syncs the files of its own host: another must do so with its parts itself.
+    synced = jax.process_index() != 0
     return {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{folder}/"},
-        "context": {"file_io_sync": False},
+        "kvstore": {"driver": "file", "path": f"{_folder(path, kind, name)}/"},
+        "context": {"file_io_sync": synced},
         "metadata": {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]},
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,

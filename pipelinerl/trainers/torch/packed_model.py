@@ -17,9 +17,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import Part, load_model
-from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_logprobs
+from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.torch.segments import IMPLEMENTATION, SegmentPlan
 from trainer_contract.errors import SpecError
+from trainer_contract.types import HeadMeasure
 
 #: Relative differences that the probe accepts: rounding, far below what a leak between segments causes.
 _PROBE_TOLERANCE: Final = 1e-3
@@ -34,8 +35,15 @@ class PackedModel(nn.Module):
         self.model = model
         self._logits_at_once = logits_at_once
 
-    def forward(self, token_ids: Tensor, segments: SegmentPlan, where: Tensor, temperatures: Tensor | None) -> Tensor:
-        """Log-probs f32 [N] of the tokens at `where`.
+    def forward(
+        self,
+        token_ids: Tensor,
+        segments: SegmentPlan,
+        where: Tensor,
+        temperatures: Tensor | None,
+        measures: tuple[HeadMeasure, ...] = (),
+    ) -> Tensor:
+        """f32 [1 + M, N]: log-probs of the tokens at `where`, and the M measures of the distributions they came from.
 
         Args:
             token_ids: i64 [2, T], the tokens and their positions.
@@ -44,12 +52,13 @@ class PackedModel(nn.Module):
             temperatures: f32 [N], or None for 1 everywhere.
         """
         hidden = hidden_states(self.model.base_model, token_ids, segments)
-        return token_logprobs(
+        return token_predictions(
             hidden.index_select(0, where - 1),
             self.model.get_output_embeddings(),
             token_ids[0].index_select(0, where),
             temperatures,
             vocab_size=self.model.config.get_text_config().vocab_size,
+            measures=measures,
             logits_at_once=self._logits_at_once,
         )
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from pipelinerl import rng
+from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import model_dtype
 from pipelinerl.numerics import torch_head
 from pipelinerl.trainers.torch import other_weights as torch_other_weights, state as torch_state
 from pipelinerl.trainers.torch.packed_model import PackedModel, load_config, load_for_training
@@ -32,6 +34,7 @@ from trainer_contract.types import (
     Device,
     Float32,
     Head,
+    HeadMeasure,
     HeadPrecision,
     HostWeights,
     LossStats,
@@ -42,6 +45,7 @@ from trainer_contract.types import (
     Precision,
     StepStats,
     TrainerSpec,
+    measures_of,
 )
 
 
@@ -105,7 +109,7 @@ class TorchTrainer:
             None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config, head=spec.head)
         )
         source = spec.model_path if saved is None else saved.model_path
-        gather_dtype = getattr(config, "dtype", None) or torch.float32
+        gather_dtype = _gather_dtype(spec)
         with torch_state.damage_is_state_error(saved):
             model = _load(source, spec, served=gather_dtype)
         model.to(accelerator.device)
@@ -133,7 +137,7 @@ class TorchTrainer:
         predictions = np.zeros(micro_batch.num_tokens, dtype=np.float32)
         if inside.any():
             with torch.no_grad():
-                predictions[inside] = _predictions(worker, micro_batch, inside).cpu().numpy()
+                predictions[inside] = _predictions(worker, micro_batch, inside)[0].cpu().numpy()
         if not np.isfinite(predictions).all():
             raise NonFiniteError("the model's predictions are not finite: its weights are broken, restore a checkpoint")
         return predictions
@@ -154,8 +158,10 @@ class TorchTrainer:
         if not inside.any():
             worker.has_gradient = True
             return LossStats(0.0, evaluated)
-        predictions = _predictions(worker, micro_batch, inside)
-        objective_loss: Tensor = objective.evaluate(predictions, _columns(micro_batch, inside, worker.device))
+        measures = measures_of(objective)
+        predictions, *measured = _predictions(worker, micro_batch, inside, measures)
+        columns = {**_columns(micro_batch, inside, worker.device), **dict(zip(measures, measured, strict=True))}
+        objective_loss: Tensor = objective.evaluate(predictions, columns)
         # One transfer for the loss and its predictions.
         host = torch.cat((objective_loss.detach().reshape(1).float(), predictions.detach().float())).cpu().numpy()
         loss, evaluated[inside] = float(host[0]), host[1:]
@@ -193,7 +199,7 @@ class TorchTrainer:
         self._worker.has_gradient = False
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Parameters in the model's order, in the dtype of the model directory: what an engine loaded from it holds."""
+        """Parameters in the model's order, in the dtype of the model directory unless the spec asks for another."""
         dtype = str(self._worker.gather_dtype).removeprefix("torch.")
         return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self._worker.own.items())
 
@@ -222,13 +228,25 @@ class TorchTrainer:
             self._state = None
 
 
+def _gather_dtype(spec: TrainerSpec) -> torch.dtype:
+    """The spec's, or the model directory's. Raises SpecError for a directory that says neither."""
+    try:
+        named = spec.gather_dtype or model_dtype(spec.model_path)
+    except ModelError as error:
+        raise SpecError(f"model_path: {error}") from error
+    return cast(torch.dtype, getattr(torch, named.value))
+
+
 def _accelerator(spec: TrainerSpec) -> Accelerator:
     if spec.device is Device.CUDA and not torch.cuda.is_available():
         raise SpecError("device is cuda, but torch finds no CUDA device; set device to auto or cpu")
     # accelerate keeps one state per process, which its trainers share, and refuses a second precision.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     precision = "bf16" if spec.precision is Precision.BF16 else "no"
-    return Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision)
+    accelerator = Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision)
+    if spec.memory_share is not None and accelerator.device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(spec.memory_share)
+    return accelerator
 
 
 def _adamw(model: torch.nn.Module, spec: OptimizerSpec) -> AdamW:
@@ -251,8 +269,10 @@ def _load(source: Path, spec: TrainerSpec, *, served: torch.dtype) -> PackedMode
     return PackedModel(model)
 
 
-def _predictions(worker: _Worker, batch: MicroBatch, inside: np.ndarray) -> Tensor:
-    """Current log-probs, or values, [N] of the tokens where `inside` [T] is True."""
+def _predictions(
+    worker: _Worker, batch: MicroBatch, inside: np.ndarray, measures: tuple[HeadMeasure, ...] = ()
+) -> Tensor:
+    """[1 + M, N]: current log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there."""
     device = worker.device
     temperatures = batch.temperatures[inside]
     return cast(
@@ -262,6 +282,7 @@ def _predictions(worker: _Worker, batch: MicroBatch, inside: np.ndarray) -> Tens
             SegmentPlan.of(batch.position_ids, device),
             torch.from_numpy(np.flatnonzero(inside)).to(device),
             None if (temperatures == 1.0).all() else torch.from_numpy(temperatures).to(device),
+            measures,
         ),
     )
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from pipelinerl.trainers.torch.packed_model import hidden_states, load_for_training, probe_packing, save_model
 from pipelinerl.trainers.torch.segments import SegmentPlan
 from trainer_contract.errors import SpecError
+from trainer_contract.types import HeadMeasure
 
 HEAD_FILE: Final = "value_head.safetensors"
 #: Names of the head's parameters begin so.
@@ -51,15 +52,27 @@ class PackedValueModel(nn.Module):
                 raise SpecError(f"{path / HEAD_FILE} does not fit the model beside it: {error}") from error
         return made
 
-    def forward(self, token_ids: Tensor, segments: SegmentPlan, where: Tensor, temperatures: Tensor | None) -> Tensor:
-        """Values f32 [N] of the states in which the tokens at `where` were chosen.
+    def forward(
+        self,
+        token_ids: Tensor,
+        segments: SegmentPlan,
+        where: Tensor,
+        temperatures: Tensor | None,
+        measures: tuple[HeadMeasure, ...] = (),
+    ) -> Tensor:
+        """Values f32 [1, N] of the states in which the tokens at `where` were chosen.
 
         Args as of `PackedModel.forward`; a value knows no temperature. The head is computed in fp32 always.
+
+        Raises:
+            SpecError: a measure is asked for: there is no distribution here.
         """
         del temperatures
+        if measures:
+            raise SpecError(f"a value head has no distribution to measure, asked for {', '.join(measures)}")
         hidden = hidden_states(self.model, token_ids, segments).index_select(0, where - 1)
         with torch.autocast(hidden.device.type, enabled=False):
-            return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)
+            return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None]
 
     def probe(self, device: torch.device) -> None:
         """Raises SpecError when the architecture cannot be packed."""

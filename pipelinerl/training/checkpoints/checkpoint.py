@@ -27,18 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import TensorSpec, serialize_file
-
 from pipelinerl.errors import CheckpointError
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.fence import CheckpointFence
 from pipelinerl.training.checkpoints.manifest import MANIFEST, Manifest, TrainingState, digest_of
 from pipelinerl.training.checkpoints.retention import Retention
+from pipelinerl.training.checkpoints.weight_file import write_weights
 from trainer_contract.types import ParameterInfo
-
-__all__ = ["Capture", "CheckpointStore", "TrainingState", "load"]
 
 log = logging.getLogger("pipelinerl")
 #: Below every version.
@@ -130,7 +125,7 @@ class CheckpointStore:
                 shutil.rmtree, temporary, ignore_errors=True
             )  # should the disk be full, others need the room
             temporary.mkdir(parents=True)
-            _write_safetensors(temporary / "model.safetensors", layout, weights)
+            write_weights(temporary / "model.safetensors", layout, weights)
             for name, save in parts.items():
                 (temporary / name).mkdir()
                 save(temporary / name)
@@ -172,17 +167,6 @@ class CheckpointStore:
         """Copy a checkpoint to the run's location, if it has one. Raises as `CheckpointCopies.save` does."""
         if self._copies is not None:
             self._copies.save(path)
-
-    def save(
-        self,
-        state: TrainingState,
-        *,
-        layout: Iterable[ParameterInfo],
-        weights: Iterable[tuple[str, Any]],
-        parts: Mapping[str, Callable[[Path], None]],
-    ) -> Path:
-        """Capture and commit; returns the checkpoint's directory once it is durable. Raises as they do."""
-        return self.commit(self.capture(state, layout=layout, weights=weights, parts=parts))
 
     def all(self) -> list[Path]:
         """Directories with a final name, oldest first."""
@@ -273,26 +257,6 @@ def _name(version: int) -> str:
 
 def _version(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _write_safetensors(path: Path, layout: Iterable[ParameterInfo], weights: Iterable[tuple[str, Any]]) -> None:
-    infos = {info.name: info for info in layout}
-    buffers = {name: _host_bytes(array) for name, array in weights}  # kept alive while their addresses are read
-    specs = {
-        name: TensorSpec(
-            dtype=infos[name].dtype, shape=infos[name].shape, data_ptr=buffer.ctypes.data, data_len=buffer.nbytes
-        )
-        for name, buffer in buffers.items()
-    }
-    serialize_file(specs, path, metadata={"format": "pt"})
-
-
-def _host_bytes(array: Any) -> NDArray[np.uint8]:
-    """The bytes of a numpy array, or of a tensor of a library that this file does not import; not a copy if on host."""
-    if hasattr(array, "detach"):
-        flat = array.detach().cpu().contiguous().flatten()
-        return np.asarray(flat.view(dtype=flat.new_empty(0).byte().dtype).numpy())
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _digests(directory: Path) -> dict[str, str]:

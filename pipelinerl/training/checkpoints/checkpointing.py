@@ -47,11 +47,11 @@ class Checkpointing:
         self,
         store: CheckpointStore,
         *,
-        report: Callable[[ControlMessage], Awaitable[None]],
-        trim: Callable[[dict[str, str]], Awaitable[None]],
+        report: Callable[[Message], Awaitable[None]],
+        trim: Callable[[dict[str, str], int], Awaitable[None]],
         deadline_s: float,
     ) -> None:
-        """`trim` is told, after each checkpoint, the stream positions before which nothing is read again."""
+        """`trim` is called after each checkpoint: nothing before these stream positions is read again, in its epoch."""
         self._store = store
         self._report = report
         self._trim = trim
@@ -107,7 +107,7 @@ class Checkpointing:
         captured = await capturing
         path = await self._insist(state, lambda: self._beside(lambda: self._store.commit(captured)))
         await self._insist(state, lambda: self._beside(lambda: self._store.copy(path)))
-        await self._trim(await self._beside(self._store.oldest_kept_offsets))
+        await self._trim(await self._beside(self._store.oldest_kept_offsets), state.epoch)
         await self._report(
             Checkpointed(epoch=state.epoch, model_version=state.model_version, path=str(path), stall_s=self._stall_s)
         )

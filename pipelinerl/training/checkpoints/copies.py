@@ -35,8 +35,6 @@ log = logging.getLogger("pipelinerl")
 _FOLDER: Final = re.compile(r"step-(\d+)-e(\d+)(?:-(\d+))?-[0-9a-f]{8}")
 #: Below it lie the files of the run itself.
 RUN: Final = "run"
-
-
 #: User and password of an address, as they stand before its host, and as redis-py takes them from its query.
 _USER_INFO: Final = re.compile(rb"""(?<=://)[^/?#\s"']*@""")
 _USER_QUERY: Final = re.compile(rb"""(?<=[?&])(?:username|password)=[^&#\s"']*&?""")

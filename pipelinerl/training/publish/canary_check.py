@@ -26,6 +26,7 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, Ch
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.training.rollouts.packing import alone
 from pipelinerl.types import Outcome, Priority, Rollout, Turn, Verdict, VersionSpan
+from pipelinerl.weights.fan_out import lasting
 from pipelinerl.weights.publisher import PublishReport
 from trainer_contract.errors import BatchError, NonFiniteError
 from trainer_contract.types import Float32, MicroBatch
@@ -81,11 +82,15 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class CanaryFindings:
-    """Of the engines that were asked, by URL: the largest difference in nats, why it is mismatched, why there is none."""
+    """Of the engines that were asked, by URL: the largest difference in nats, why it is mismatched, why there is none.
+
+    For those in `permanent` no retry mends that there is none.
+    """
 
     worst: dict[str, float] = field(default_factory=dict)
     mismatched: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    permanent: set[str] = field(default_factory=set)
 
 
 class CanaryEngines(Protocol):
@@ -135,6 +140,7 @@ class LogprobCanaryChecker:
             except TimeoutError:
                 findings.failed[url] = f"the canary had no answer within {self._canary.deadline_s:g} s"
             except (ContractError, EngineUnreachable) as error:
+                findings.permanent.update(lasting({url: error}))
                 findings.failed[url] = f"the canary was not answered: {error}"
 
         await asyncio.gather(*(one(url) for url in urls))

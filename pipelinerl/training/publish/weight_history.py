@@ -21,9 +21,10 @@ from types import MappingProxyType
 from typing import Final, Self, final
 
 import numpy as np
-from safetensors import SafetensorError, TensorSpec, deserialize, serialize_file
+from safetensors import SafetensorError, deserialize
 
 from pipelinerl.errors import CheckpointError, RecordError
+from pipelinerl.training.checkpoints.weight_file import write_weights
 from pipelinerl.types import RolloutGroup
 from trainer_contract.errors import StateError
 from trainer_contract.host_weights import check_weights, copied
@@ -126,16 +127,7 @@ class WeightHistory:
 
 def _save(layout: Sequence[ParameterInfo], held: Mapping[int, HostWeights], path: Path) -> None:
     for version, weights in held.items():
-        specs = {
-            info.name: TensorSpec(
-                dtype=info.dtype,
-                shape=info.shape,
-                data_ptr=weights[info.name].ctypes.data,
-                data_len=weights[info.name].nbytes,
-            )
-            for info in layout
-        }
-        serialize_file(specs, path / f"{_PREFIX}{version:06d}.safetensors", metadata={"format": "pt"})
+        write_weights(path / f"{_PREFIX}{version:06d}.safetensors", layout, weights.items())
 
 
 def _read(file: Path, layout: Iterable[ParameterInfo]) -> HostWeights:

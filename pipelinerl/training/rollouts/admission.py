@@ -83,19 +83,15 @@ class ConsumedLedger:
                 raise ValueError(f"order {index} ended twice; the second time as {fate}")
             self.beyond.add(index)
             self.counts[fate] += 1
-        self.advance()
+        while self.frontier in self.beyond:
+            self.beyond.remove(self.frontier)
+            self.frontier += 1
 
     def revise(self, indices: Iterable[int], *, before: Fate, after: Fate) -> None:
         """Orders that were settled as `before` ended as `after`, as it turned out."""
         number = len(list(indices))
         self.counts[before] -= number
         self.counts[after] += number
-
-    def advance(self) -> None:
-        """Move the frontier over what is contiguous."""
-        while self.frontier in self.beyond:
-            self.beyond.remove(self.frontier)
-            self.frontier += 1
 
     def to_record(self) -> dict[str, Any]:
         """Plain values, for a checkpoint or a report."""

@@ -79,13 +79,18 @@ class TrainBatch:
     stats: dict[str, float]
 
     @property
+    def orders(self) -> list[int]:
+        """The order indices of the groups."""
+        return [group.index for group in self.groups]
+
+    @property
     def micro_batches(self) -> list[MicroBatch]:
-        """As they were packed."""
+        """The micro-batches as `build` packed them, without the columns of forward passes."""
         return [packed.micro_batch for packed in self.packed]
 
-    def group_indices(self, number: int, segments: NDArray[np.integer]) -> list[int]:
-        """Order indices of the groups that these segments of micro-batch `number` belong to; ascending."""
-        members = np.array(self.packed[number].members)[segments]
+    def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
+        """Order indices, ascending, of the groups of these segments (by default all) of micro-batch `number`."""
+        members = np.array(self.packed[number].members)[slice(None) if segments is None else segments]
         return sorted({self.groups[group].index for group in self.scored.groups[members].tolist()})
 
     def with_advantages(self, adv: Advantage, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -95,11 +100,11 @@ class TrainBatch:
         """
         columns = {name: self._gathered(completed, name) for name in adv.needs}
         arguments = self.scored.arguments(columns)
-        found = {"advantages": adv.advantages(**arguments)}
+        computed = {"advantages": adv.advantages(**arguments)}
         if isinstance(adv, TeachesCritic):
-            found["returns"] = adv.returns(**arguments)
+            computed["returns"] = adv.returns(**arguments)
         return [
-            with_columns(batch, {name: _scattered(column, batch, rows) for name, column in found.items()})
+            with_columns(batch, {name: _scattered(column, batch, rows) for name, column in computed.items()})
             for batch, rows in zip(completed, self._rows(), strict=True)
         ]
 
@@ -130,7 +135,7 @@ def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardS
 
 def _scattered(column: Floats, batch: MicroBatch, rows: NDArray[np.intp]) -> NDArray[np.float32]:
     whole = np.zeros(batch.num_tokens, np.float32)
-    with np.errstate(over="ignore"):  # what is beyond fp32 becomes infinite, and the guard's to find
+    with np.errstate(over="ignore"):  # what is beyond fp32 becomes infinite, and `finite_check` finds it
         whole[batch.loss_mask] = column[rows]
     return whole
 
@@ -162,7 +167,7 @@ def build(
     scored = Scored(rewards=rewards, groups=index, lengths=lengths, valid=valid)
     weights = objective.agg.token_weights(lengths=lengths, groups=scored.groups, valid=valid)
     late = bool(objective.adv.needs)
-    with np.errstate(invalid="ignore", over="ignore"):  # rewards that are not finite are the guard's to find
+    with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` finds rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
     teaches = valid & np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])

@@ -58,7 +58,6 @@ class Batcher:
         self._teaches = teaches
         self._vocab_size = vocab_size
         self._waiting: dict[int, RolloutGroup] = {}
-        self.duplicates = 0
         self.stale_tokens = 0
         """Sampled tokens of the groups that were dropped as stale."""
         self._abandoned: list[int] = []
@@ -76,8 +75,8 @@ class Batcher:
     def offer(self, group: RolloutGroup) -> None:
         """Take a group that was read: keep it, or settle it as filtered, or drop it as a duplicate or as abandoned."""
         if self.ledger.has(group.index) or group.index in self._waiting:
-            self.duplicates += 1
-        elif not self.lineage.includes(group):
+            return
+        if not self.lineage.includes(group):
             self._abandoned.append(group.index)
         elif not is_judged(group) or (self._no_signal is NoSignal.FILTER and not has_signal(group)):
             self.ledger.settle([group.index], Fate.FILTERED)

@@ -102,7 +102,7 @@ def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:
     behavior = np.zeros(token_ids.shape[0], np.float32)
     behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in turns])
     advantages = np.zeros(token_ids.shape[0], np.float32)
-    with np.errstate(over="ignore"):  # what is beyond fp32 becomes infinite, and the guard's to find
+    with np.errstate(over="ignore"):  # what is beyond fp32 becomes infinite, and `finite_check` finds it
         advantages[loss_mask] = np.concatenate([member.advantages for member in members])
     versions = np.zeros(token_ids.shape[0], np.int32)
     spans = np.array([span for turn in turns for span in turn.spans], np.int32).reshape(-1, 2)

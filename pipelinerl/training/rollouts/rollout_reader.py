@@ -19,7 +19,7 @@ from pipelinerl.errors import RecordError
 from pipelinerl.messages import EPOCHS, ORDERS, ROLLOUTS, Directive, decode_directive
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_group
-from pipelinerl.streams.stream import START, Entry, Fence, Stream
+from pipelinerl.streams.stream import START, Entry, Fence, Stream, parse_id
 from pipelinerl.types import RolloutGroup
 
 #: A stream with one entry that names this server's data: offsets mean nothing on another's.
@@ -28,7 +28,7 @@ _IDENTITY: Final = "identity"
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What one read brought."""
+    """What one read brought, each in the order of its stream."""
 
     groups: list[RolloutGroup]
     directives: list[Directive]
@@ -36,21 +36,21 @@ class Arrivals:
 
 @final
 class RolloutReader:
-    """Reader over all rollout partitions and the order stream."""
+    """Reads all rollout partitions, and the controller's directives with them."""
 
     def __init__(self, stream: Stream, *, offsets: dict[str, str], rescan_s: float = 1.0) -> None:
         self._stream = stream
         self._dead_letters = DeadLetters(stream)
         self._offsets = dict(offsets)
         self._waiting: dict[str, dict[int, str]] = {}
-        self._orders_offset = START
+        self._directives_offset = START
         self._identity = ""
         self._rescan_s = rescan_s
         self._scanned_at = float("-inf")
 
     async def start(self) -> None:
-        """Skip directives that answered an earlier trainer; forget the offsets of a server that is gone."""
-        self._orders_offset = await self._stream.last_id(ORDERS)
+        """Skip directives that answered an earlier trainer; forget offsets that were saved with another server."""
+        self._directives_offset = await self._stream.last_id(ORDERS)
         await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # only the first ever is kept
         (identity,) = await self._stream.read({_IDENTITY: START}, count=1, block_s=1.0)
         if self._offsets.pop(_IDENTITY, None) != identity.payload.decode():
@@ -58,39 +58,40 @@ class RolloutReader:
         self._identity = identity.payload.decode()
 
     async def read(self, *, block_s: float, count: int = 256) -> Arrivals:
-        """What is new, waiting up to `block_s` for the first entry."""
+        """Read what is new, waiting up to `block_s` for the first entry."""
         await self._scan()
         entries = await self._stream.read(
-            {ORDERS: self._orders_offset, **self._offsets}, count=count, block_s=min(block_s, self._rescan_s)
+            {ORDERS: self._directives_offset, **self._offsets}, count=count, block_s=min(block_s, self._rescan_s)
         )
         groups: list[RolloutGroup] = []
         directives: list[Directive] = []
         for entry in entries:
             if entry.stream == ORDERS:
-                directives += await self._order(entry)
+                directives += await self._decoded(entry)
                 continue
             try:
-                groups.append(self._group(entry))
+                groups.append(self._decoded_group(entry))
             except RecordError as error:
                 await self._dead_letters.bury(entry, error)
         return Arrivals(groups, directives)
 
     async def read_directives(self, *, block_s: float) -> list[Directive]:
-        """New directives alone, while it is not known yet which rollouts may be read."""
-        entries = await self._stream.read({ORDERS: self._orders_offset}, count=16, block_s=block_s)
-        return [directive for entry in entries for directive in await self._order(entry)]
+        """Read new directives alone, while it is not known yet which rollouts may be read."""
+        entries = await self._stream.read({ORDERS: self._directives_offset}, count=16, block_s=block_s)
+        return [directive for entry in entries for directive in await self._decoded(entry)]
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
         """Offsets for a checkpoint; `is_waiting` tells whether the group of an order index still waits."""
         safe = dict(self._offsets)
         for partition, seen in self._waiting.items():
-            still = {index: entry_id for index, entry_id in seen.items() if is_waiting(index)}
-            self._waiting[partition] = still
-            if still:
-                safe[partition] = _before(min(still.values(), key=_number))
+            waiting = {index: entry_id for index, entry_id in seen.items() if is_waiting(index)}
+            self._waiting[partition] = waiting
+            if waiting:
+                first, _ = min(map(parse_id, waiting.values()))
+                safe[partition] = f"{first - 1}-0"
         return {_IDENTITY: self._identity, **safe}
 
-    async def trim(self, offsets: dict[str, str], *, epoch: int) -> None:
+    async def trim(self, offsets: dict[str, str], epoch: int) -> None:
         """Drop what no kept checkpoint would read again. Raises FencedError once a later epoch has begun."""
         if offsets.get(_IDENTITY) == self._identity:
             for partition in offsets.keys() - {_IDENTITY}:
@@ -103,26 +104,18 @@ class RolloutReader:
             for partition in await self._stream.streams(ROLLOUTS):
                 self._offsets.setdefault(partition, START)
 
-    async def _order(self, entry: Entry) -> list[Directive]:
-        """The directive of an entry, or none."""
-        self._orders_offset = entry.entry_id
+    async def _decoded(self, entry: Entry) -> list[Directive]:
+        """The directive of an entry; none where it cannot be read, which is buried."""
+        self._directives_offset = entry.entry_id
         try:
             return [decode_directive(entry.payload)]
         except msgspec.DecodeError as error:
             await self._dead_letters.bury(entry, RecordError(f"not a directive: {error}"))
             return []
 
-    def _group(self, entry: Entry) -> RolloutGroup:
+    def _decoded_group(self, entry: Entry) -> RolloutGroup:
         self._offsets[entry.stream] = entry.entry_id
         group = decode_group(entry.payload)
-        # Of two copies the first: the second may be dropped as a duplicate of it, and then must not stand for it.
+        # The first of two copies counts: the second may be dropped as its duplicate, and must not stand for it then.
         self._waiting.setdefault(entry.stream, {}).setdefault(group.index, entry.entry_id)
         return group
-
-
-def _number(entry_id: str) -> int:
-    return int(entry_id.split("-")[0])
-
-
-def _before(entry_id: str) -> str:
-    return f"{_number(entry_id) - 1}-0"

@@ -3,16 +3,17 @@
     forward passes ─▶ advantages on the whole batch ─▶ backward of policy and critic ─▶ both optimizer steps
 
 It blocks: the loop calls it on the trainer's thread, `accumulate` before the publication under way has ended and
-`apply` after it. What is not finite is answered with a `Poison`: no weight of the policy has changed then, and no
-gradient is left behind.
+`apply` after it. What is not finite raises `NonFiniteStep`: no weight of the policy has changed then, and no gradient
+is left behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import NoReturn, final
 
 import numpy as np
 
@@ -22,10 +23,10 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
 from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.training.rollouts.packing import with_columns
-from pipelinerl.training.step import finite_check as guard
+from pipelinerl.training.step import finite_check
 from pipelinerl.training.step.adaptive import KL_FIGURE
 from pipelinerl.training.step.critic import Critic
-from pipelinerl.training.step.finite_check import Poison
+from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.types import RolloutGroup
 from trainer_contract.errors import NonFiniteError
@@ -74,36 +75,37 @@ class TrainStep:
         """Is everything there that the passes over this group need?"""
         return self.passes.history is None or self.passes.history.covers(group)
 
-    def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated | Poison:
-        """Forward passes for the columns that are needed, advantages, then backward for each micro-batch."""
-        completed = self._completed(batch, objective)
-        if isinstance(completed, Poison):
-            return completed
-        losses = self._policy_backward(batch, objective, completed)
-        if isinstance(losses, Poison):
-            return self._discarded(losses)
-        value_losses = self._critic_backward(batch, completed)
-        if isinstance(value_losses, Poison):
-            return self._discarded(value_losses)
+    def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated:
+        """Forward passes for the columns that are needed, advantages, then backward for each micro-batch.
+
+        Raises:
+            NonFiniteStep: a column, loss or prediction is not finite.
+        """
+        with self._clean_on_failure():
+            completed = self._completed(batch, objective)
+            losses = self._policy_backward(batch, objective, completed)
+            value_losses = self._critic_backward(batch, completed)
         return Accumulated(
             batch=batch, objective=objective, micro_batches=completed, losses=losses, value_losses=value_losses
         )
 
-    def apply(self, accumulated: Accumulated, *, learning_rate: float) -> dict[str, float] | Poison:
-        """Both optimizer steps, the critic's first; returns their metrics."""
-        try:
-            values = self.critic.apply(accumulated.micro_batches, accumulated.value_losses) if self.critic else {}
-        except NonFiniteError:
-            return self._discarded(guard.everywhere(accumulated.batch, "critic's gradient"))
-        still = self._stands_still
-        try:
-            step = self._policy.optimizer_step(learning_rate=0.0 if still else learning_rate)
-        except NonFiniteError:
-            return self._discarded(self._blamed_for_gradient(accumulated))
-        losses, batches = accumulated.losses, [] if still else accumulated.micro_batches
+    def apply(self, accumulated: Accumulated, *, learning_rate: float) -> dict[str, float]:
+        """Both optimizer steps, the critic's first; returns their metrics.
+
+        Raises:
+            NonFiniteStep: a gradient is not finite.
+        """
+        losses, objective, still = accumulated.losses, accumulated.objective, self._stands_still
+        with self._clean_on_failure():
+            with finite_check.naming("critic's gradient", accumulated.batch.orders):
+                values = self.critic.apply(accumulated.micro_batches, accumulated.value_losses) if self.critic else {}
+            try:
+                step = self._policy.optimizer_step(learning_rate=0.0 if still else learning_rate)
+            except NonFiniteError:
+                _raise_cause_of_gradient(accumulated)
+        batches = [] if still else accumulated.micro_batches
         logprobs = [loss.predictions for loss in losses]
         tokens, sampled = trained_tokens(batches, logprobs), causes.sampled_tokens(batches, logprobs)
-        objective = accumulated.objective
         return {
             **statistics(objective, tokens),
             **causes.figures(sampled, held_version=step.model_version - 1, cuts=cuts(objective, tokens)),
@@ -120,28 +122,27 @@ class TrainStep:
     def _stands_still(self) -> bool:
         return self.critic is not None and self.critic.warms_up(self._policy.model_version)
 
-    def _completed(self, batch: TrainBatch, objective: PolicyObjective) -> list[MicroBatch] | Poison:
+    def _completed(self, batch: TrainBatch, objective: PolicyObjective) -> list[MicroBatch]:
         """The micro-batches with every column that policy and critic read."""
-        if poison := guard.in_rewards(batch):
-            return poison
+        finite_check.check_rewards(batch)
         needs = objective.passes | (self.critic.loss.needs if self.critic else frozenset())
         completed = batch.micro_batches
         for name, call in self.passes.plan(needs).items():
-            try:
+            with finite_check.naming(name, batch.orders):
                 columns = call(completed)
-            except NonFiniteError:
-                return guard.everywhere(batch, name)
             completed = [
                 with_columns(micro_batch, {name: column})
                 for micro_batch, column in zip(completed, columns, strict=True)
             ]
-        if objective.adv.needs and not (poison := guard.in_columns(batch, completed)):
+        finite_check.check_columns(batch, completed)
+        if objective.adv.needs:
             completed = batch.with_advantages(objective.adv, completed)
-        return guard.in_columns(batch, completed) or completed
+            finite_check.check_columns(batch, completed)
+        return completed
 
     def _policy_backward(
         self, batch: TrainBatch, objective: PolicyObjective, completed: list[MicroBatch]
-    ) -> list[LossStats] | Poison:
+    ) -> list[LossStats]:
         compiled, beta = as_column(objective)
         if self._stands_still:
             first = completed[0]
@@ -149,61 +150,55 @@ class TrainStep:
             return []
         losses = []
         for number, micro_batch in enumerate(completed):
-            given = (
-                micro_batch
-                if beta is None
-                else with_columns(micro_batch, {"kl_coefficients": np.full(micro_batch.num_tokens, beta, np.float32)})
-            )
+            column = {} if beta is None else {"kl_coefficients": np.full(micro_batch.num_tokens, beta, np.float32)}
             try:
-                loss = self._policy.backward(given, compiled)
+                loss = self._policy.backward(with_columns(micro_batch, column), compiled)
             except NonFiniteError:
-                return self._blamed_for_loss(batch, number, micro_batch, objective)
-            if poison := guard.in_predictions(batch, number, micro_batch, loss.predictions, what="logprobs"):
-                return poison
+                self._raise_cause_of_loss(batch, number, micro_batch, objective)
+            finite_check.check_predictions(batch, number, micro_batch, loss.predictions, what="logprobs")
             losses.append(loss)
         return losses
 
-    def _critic_backward(self, batch: TrainBatch, completed: list[MicroBatch]) -> list[LossStats] | Poison:
+    def _critic_backward(self, batch: TrainBatch, completed: list[MicroBatch]) -> list[LossStats]:
         if self.critic is None:
             return []
         losses = []
         for number, micro_batch in enumerate(self.critic.weighed(completed)):
             try:
                 loss = self.critic.worker.backward(micro_batch, self.critic.loss)
-            except NonFiniteError:
-                segments = np.arange(micro_batch.num_segments)
-                return Poison("value loss", batch.group_indices(number, segments))
-            if poison := guard.in_predictions(batch, number, micro_batch, loss.predictions, what="values"):
-                return poison
+            except NonFiniteError as error:
+                raise NonFiniteStep("value loss", batch.group_indices(number)) from error
+            finite_check.check_predictions(batch, number, micro_batch, loss.predictions, what="values")
             losses.append(loss)
         return losses
 
-    def _blamed_for_loss(
+    def _raise_cause_of_loss(
         self, batch: TrainBatch, number: int, micro_batch: MicroBatch, objective: PolicyObjective
-    ) -> Poison:
-        """The columns are sound, and yet the loss of this micro-batch is not finite."""
-        everyone = batch.group_indices(number, np.arange(micro_batch.num_segments))
-        try:
+    ) -> NoReturn:
+        """The columns of a micro-batch are finite and its loss is not: name a term of the objective, or the model."""
+        everyone = batch.group_indices(number)
+        with finite_check.naming("logprobs", everyone):
             logprobs = self._policy.forward(micro_batch)
-        except NonFiniteError:
-            return Poison("logprobs", everyone)
-        return guard.in_terms(batch, number, micro_batch, logprobs, objective) or Poison("loss", everyone)
+        finite_check.check_terms(batch, number, micro_batch, logprobs, objective)
+        raise NonFiniteStep("loss", everyone)
 
-    def _blamed_for_gradient(self, accumulated: Accumulated) -> Poison:
-        for number, (micro_batch, loss) in enumerate(
-            zip(accumulated.micro_batches, accumulated.losses, strict=False)  # no losses while the policy stands still
-        ):
-            found = guard.in_terms(accumulated.batch, number, micro_batch, loss.predictions, accumulated.objective)
-            if found:
-                return found
-        return guard.everywhere(accumulated.batch, "model's gradient")
+    @contextmanager
+    def _clean_on_failure(self) -> Iterator[None]:
+        """Leaves no gradient behind in a step that is skipped."""
+        try:
+            yield
+        except NonFiniteStep:
+            self._policy.discard_gradient()
+            if self.critic is not None:
+                self.critic.worker.discard_gradient()
+            raise
 
-    def _discarded(self, poison: Poison) -> Poison:
-        """Leave no gradient behind."""
-        self._policy.discard_gradient()
-        if self.critic is not None:
-            self.critic.worker.discard_gradient()
-        return poison
+
+def _raise_cause_of_gradient(accumulated: Accumulated) -> NoReturn:
+    batch, losses = accumulated.batch, accumulated.losses  # no losses while the policy stands still
+    for number, (micro_batch, loss) in enumerate(zip(accumulated.micro_batches, losses, strict=False)):
+        finite_check.check_terms(batch, number, micro_batch, loss.predictions, accumulated.objective)
+    raise NonFiniteStep("model's gradient", batch.orders)
 
 
 def _kl_reference(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:

@@ -34,13 +34,13 @@ from inference_contract.schemas import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
+from pipelinerl.errors import DeadlineError, PipelineError, ReachedNoEngine, UpdateError
 from pipelinerl.system.addresses import address_facing
 from pipelinerl.system.background import in_background, settled
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from pipelinerl.weights.broadcast.sender import WeightSender
 from pipelinerl.weights.engine_control import EngineControl, Preparation
-from pipelinerl.weights.fan_out import each, each_until_failure
+from pipelinerl.weights.fan_out import each, each_until_failure, lasting
 from pipelinerl.weights.publisher import Publication, PublishReport
 
 #: Generations rise with (epoch, membership, attempt), so a restarted trainer's are above its predecessor's.
@@ -75,6 +75,7 @@ class _Progress:
     broke: bool = False
     pauses_s: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    permanent: set[str] = field(default_factory=set)
 
     @property
     def remaining_s(self) -> float:
@@ -99,6 +100,7 @@ class _Progress:
             total_s=time.monotonic() - self.began,
             pauses_s=self.pauses_s,
             failed=self.failed,
+            permanent=frozenset(self.permanent & self.failed.keys()),
         )
 
 
@@ -149,7 +151,12 @@ class BroadcastPublisher:
                 if not settled_here:
                     self._leave()
             if targets and not progress.pauses_s:
-                raise UpdateError(f"weights {_version(publication)} reached no engine: {_listed(progress.failed)}")
+                report = progress.report()
+                raise ReachedNoEngine(
+                    f"weights {_version(publication)} reached no engine: {_listed(progress.failed)}",
+                    failed=report.failed,
+                    permanent=report.permanent,
+                )
             return progress.report()
 
     async def close(self) -> None:
@@ -198,6 +205,7 @@ class BroadcastPublisher:
             return self._group
         own.add_done_callback(_close_when_done)
         culprits = {url: error for url, error in failures.items() if not isinstance(error, _VICTIM)} or failures
+        progress.permanent |= lasting(culprits)
         progress.drop({url: f"did not join: {error}" for url, error in culprits.items()})
         if not failures:
             progress.drop(dict.fromkeys(members, f"rank 0 could not join: {own.exception() if own.done() else 'late'}"))
@@ -291,6 +299,7 @@ class BroadcastPublisher:
         for url in served:
             progress.pauses_s[url] = 0.0
             progress.digest = progress.digest or getattr(answers[url], "digest", None) or ""
+        progress.permanent |= lasting(errors)
         for url, error in errors.items():
             lost = isinstance(error, EngineStopped) or not isinstance(error, ContractError)
             progress.drop({url: f"{'was lost at prepare' if lost else 'refused'}: {error}"})
@@ -321,6 +330,7 @@ class BroadcastPublisher:
         progress.targets = list(errors)
         if errors:
             self._leave()
+        progress.permanent |= lasting(errors)
         # Gloo forwards along a tree: an engine behind one that died has missed the bytes and is tried again.
         missed = {url for url, error in errors.items() if isinstance(error, _VICTIM)}
         hopeless = len(missed) == len(answers) or time.monotonic() > progress.deadline

@@ -23,10 +23,10 @@ from typing import Any, Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, PeerLost
 from inference_contract.schemas import Transport, UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
-from pipelinerl.errors import DeadlineError, PipelineError, UpdateError
+from pipelinerl.errors import DeadlineError, PipelineError, ReachedNoEngine, UpdateError
 from pipelinerl.system.background import in_background, settled
 from pipelinerl.weights.engine_control import EngineControl, Preparation
-from pipelinerl.weights.fan_out import each
+from pipelinerl.weights.fan_out import each, lasting
 from pipelinerl.weights.parameter_server.retention import Key
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.weights.publisher import Publication, PublishReport
@@ -53,6 +53,7 @@ class _Progress:
     digest: str = ""
     pauses_s: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    permanent: set[str] = field(default_factory=set)
 
     @property
     def remaining_s(self) -> float:
@@ -67,6 +68,7 @@ class _Progress:
             total_s=time.monotonic() - self.began,
             pauses_s=self.pauses_s,
             failed=self.failed,
+            permanent=frozenset(self.permanent),
         )
 
 
@@ -98,7 +100,11 @@ class PullPublisher:
                 await self._confirm(progress)
             if targets and not progress.pauses_s:
                 reasons = "; ".join(f"{url} {reason}" for url, reason in progress.failed.items())
-                raise UpdateError(f"weights {publication.epoch}.{publication.version} reached no engine: {reasons}")
+                raise ReachedNoEngine(
+                    f"weights {publication.epoch}.{publication.version} reached no engine: {reasons}",
+                    failed=progress.failed,
+                    permanent=frozenset(progress.permanent),
+                )
             return progress.report()
 
     async def close(self) -> None:
@@ -142,6 +148,7 @@ class PullPublisher:
         answers = await each(
             progress.targets, lambda url: self._update(progress, uploaded, url, _turned(uploaded, order[url]))
         )
+        progress.permanent |= lasting(answers)
         again = []
         for url, answer in answers.items():
             if not isinstance(answer, Exception):

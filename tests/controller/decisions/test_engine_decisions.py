@@ -24,7 +24,7 @@ from pipelinerl.controller.state.inputs import (
     ReportReceived,
     Ticked,
 )
-from pipelinerl.messages import CanaryChecked, Directive, GroupOutdated, Published
+from pipelinerl.messages import CanaryChecked, Directive, GroupHandedOver, GroupOutdated, Published
 from tests.controller.world import ENGINE, World, controller
 
 NEW = "http://engine-1"
@@ -242,6 +242,17 @@ def test_a_suspect_gets_no_work_and_loses_none(run: World) -> None:
     assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([], [ENGINE])
     assert told(made, EngineAnswered(now=0.0, url=ENGINE)) == [("engine_back", {"url": ENGINE})]
     assert made.state.fleet.serving() == [ENGINE]
+
+
+def test_a_group_that_was_handed_over_is_an_event_and_changes_nothing(run: World) -> None:
+    before = run.controller.state.account.ledger()
+    (record,) = run.controller.handle(
+        GroupHandedOver(order_id="prompt-000003", index=3, tokens_kept=90, tokens_resampled=8), now=0.0
+    )
+    assert record == Record(
+        "group_handed_over", {"order_id": "prompt-000003", "tokens_kept": 90, "tokens_resampled": 8}
+    )
+    assert run.controller.state.account.ledger() == before
 
 
 def test_an_order_that_was_given_up_is_stale_and_another_is_issued(run: World) -> None:

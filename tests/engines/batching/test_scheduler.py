@@ -21,7 +21,8 @@ def _request(name: str, samples: int = 1, prompt: int = 3, priority: int = 0) ->
         streams=False,
         priority=priority,
     )
-    request.add_sequences(range(samples), [None] * samples)
+    for key in range(samples):
+        request.add_sequence(key)
     return request
 
 

@@ -48,6 +48,10 @@ def test_what_it_cannot_honour_is_refused(options: EngineOptions, wrong: dict[st
 
     with pytest.raises(ModelError, match="float32 on the cpu"):
         from_options(replace(options, **wrong))
+    with pytest.raises(ModelError, match=r"the bigram engine knows no options, got engine\.options block_size; remove"):
+        from_options(replace(options, options={"block_size": 1}))
+    with pytest.raises(ModelError, match=r"the bigram engine takes no GPU's memory, got engine\.memory_share=0\.5"):
+        from_options(replace(options, memory_share=0.5))
 
 
 def _sampled(noise: float, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> tuple[int, float]:

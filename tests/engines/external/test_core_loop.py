@@ -43,6 +43,7 @@ class ScriptedCore:
         self.refusal: ValueError | None = None
         self.may_close = threading.Event()
         self.may_close.set()
+        self.is_closed = False
 
     def check(self, request: Request) -> None:
         """Everything is let through."""
@@ -76,6 +77,7 @@ class ScriptedCore:
     async def close(self) -> None:
         while not self.may_close.is_set():
             await asyncio.sleep(0.002)
+        self.is_closed = True
 
 
 class Letters:
@@ -168,3 +170,38 @@ async def test_a_dead_core_is_missed_at_once_however_long_it_takes_to_close() ->
             await made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1]))
         assert made.engine.health().state is EngineState.STOPPED
         made.core.may_close.set()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
+async def test_a_core_that_is_being_closed_is_closed_to_the_end_however_often_it_is_stopped() -> None:
+    """What it holds, connections for one, would stay open."""
+    async with world() as made:
+        made.core.may_close.clear()
+        asked = await made.asked()
+        made.tell(RuntimeError("the core has died"))
+        with pytest.raises(EngineStopped):
+            await asyncio.wait_for(asked, PATIENCE_S)  # from here on it is closed
+        for _ in range(2):
+            assert not await asyncio.to_thread(made.loop.stop, 0.05)
+        assert not made.core.is_closed
+        made.core.may_close.set()
+        assert await asyncio.to_thread(made.loop.stop, PATIENCE_S)
+        assert made.core.is_closed
+
+
+async def test_a_loop_may_be_stopped_while_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its event loop is closed before the thread is gone; the thread is held between the two."""
+    ending, may_end = threading.Event(), threading.Event()
+
+    def hold(_: threading.ExceptHookArgs) -> None:
+        """Called by the thread with what it dies of, when all of its own work is done."""
+        ending.set()
+        may_end.wait(PATIENCE_S)
+
+    monkeypatch.setattr(threading, "excepthook", hold)
+    async with world() as made:
+        made.tell(RuntimeError("the core has died"))
+        assert await asyncio.to_thread(ending.wait, PATIENCE_S)
+        assert not await asyncio.to_thread(made.loop.stop, 0.05), "the thread is held"
+        may_end.set()
+        assert await asyncio.to_thread(made.loop.stop, PATIENCE_S)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, NotFinite, Overloaded
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Usage
+from inference_contract.schemas import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatMessage,
+    EngineState,
+    Health,
+    Usage,
+)
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.client import EngineClient
@@ -51,6 +59,13 @@ class Script:
         if isinstance(outcome, float):
             await asyncio.sleep(outcome)
         return ANSWER
+
+    async def health(self, url: str) -> Health:
+        return Health(state=EngineState.READY, model_version=0, epoch=0)
+
+    async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
+        raise AssertionError("it does not offer to go on with an answer")
+        yield  # a stream by its type
 
 
 def test_the_least_outstanding_tokens_win_and_ties_go_by_name() -> None:

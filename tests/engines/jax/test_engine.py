@@ -34,7 +34,7 @@ from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import read_config
-from pipelinerl.models.jax_checkpoint import load_weights
+from pipelinerl.models.jax.checkpoint import load_weights
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.gated_runner import GatedRunner
@@ -418,6 +418,11 @@ def test_what_it_cannot_serve_is_refused_in_one_sentence(settings: JaxEngineSett
         jax_engine.from_options(options)
     with pytest.raises(ModelError, match=r"the torch engine runs its model on one device, got engine\.devices=2"):
         torch_engine.from_options(replace(options, weights=WeightFormat.NATIVE, devices=2))
+    for engine, name in ((torch_engine, "torch"), (jax_engine, "JAX")):
+        with pytest.raises(
+            ModelError, match=rf"the {name} engine knows no options, got engine\.options zzz; remove them"
+        ):
+            engine.from_options(replace(options, weights=WeightFormat.NATIVE, options={"zzz": 1}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ModelError, match="'gpt2' is not known"):
         jax_engine.load_runner(replace(settings, model_path=tmp_path))

@@ -75,7 +75,7 @@ async def test_an_engine_from_options_chats(model_path: Path) -> None:
     card, metrics = engine.model_card(), engine.metrics()
     await engine.close()
     tokenizer = ChatTokenizer.load(model_path)
-    assert answer.prompt_token_ids == tokenizer.encode("<|user|>hello<|end|><|assistant|>")
+    assert tokenizer.decode(answer.prompt_token_ids or []) == "<|user|>hello<|end|><|assistant|>"
     assert len({tuple(choice.token_ids or []) for choice in answer.choices}) == 3
     assert (card.context_length, card.layout_id) == (64, card.layout.layout_id)
     assert (metrics.slots, metrics.weight_bytes) == (4, card.layout.num_bytes)
@@ -164,6 +164,21 @@ def test_a_cache_beyond_its_budget_is_refused_with_what_it_needs(settings: Torch
     load_runner(replace(settings, cache_bytes=needed))
     with pytest.raises(ModelError, match=f"8 slots of {CONTEXT} tokens need {needed} bytes"):
         load_runner(replace(settings, cache_bytes=needed - 1))
+
+
+def test_a_share_of_a_gpus_memory_bounds_nothing_on_a_cpu(settings: TorchEngineSettings) -> None:
+    """The launcher gives shares of the GPU that it sees, which a torch without CUDA does not use."""
+    load_runner(replace(settings, device=EngineDevice.CPU, memory_share=1e-9))
+
+
+@pytest.mark.gpu
+def test_the_cache_must_fit_the_share_of_the_gpus_memory(settings: TorchEngineSettings) -> None:
+    """And nothing of the process goes beyond it; the last line gives the memory back to the other tests."""
+    on_gpu = replace(settings, device=EngineDevice.CUDA)
+    load_runner(replace(on_gpu, memory_share=0.5))
+    with pytest.raises(ModelError, match=r"bytes of cache, allowed are -?\d+; lower slots or context_length"):
+        load_runner(replace(on_gpu, memory_share=0.5, slots=2**24))
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_a_context_beyond_the_models_is_refused(settings: TorchEngineSettings) -> None:

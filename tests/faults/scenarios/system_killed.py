@@ -11,26 +11,17 @@ import hashlib
 import os
 import signal
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from pipelinerl.rng import generator
 from tests.fakes.live_run import LiveRun, launched, new_run, resumed
+from tests.fakes.undisturbed import LOCKSTEP, STEPS, undisturbed
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(1)
 LONG = range(20)
 
-STEPS = 10
-LOCKSTEP = (
-    f"run.steps={STEPS}",
-    "checkpoint.interval_steps=3",
-    "staleness.j=1",
-    "staleness.k=1",
-    "objective.grad1.over=old",
-)
 FIGURES = ("loss", "grad_norm", "reward", "entropy", "tokens", "sampled_tokens", "orders")
 #: Of a run's own life, not of what it learned: the manifest names stream offsets, the copies of its log grow.
 NOT_COMPARED = ("manifest.json", "run/")
@@ -60,19 +51,10 @@ class Learned:
         )
 
 
-@cache
-def undisturbed() -> tuple[Learned, int]:
-    """What nobody disturbed comes to, and how many lines its event log has; made once for each process."""
-    directory = Path(mkdtemp(prefix="undisturbed-")) / "run"
-    with launched(new_run(directory, *LOCKSTEP), directory) as run:
-        assert run.end(300) == 0, run.story()
-    return Learned.by(run), len(run.events())
-
-
 def play(seed: int, directory: Path) -> Verdict:
     """One run that is killed whole and resumed."""
-    expected, lines = undisturbed()
-    at = int(generator(seed, "whole system").integers(1, lines))
+    expected = Learned.by(undisturbed())
+    at = int(generator(seed, "whole system").integers(1, len(undisturbed().events())))
     path = directory / "run"
     with launched(new_run(path, *LOCKSTEP), path) as run:
         run.until(lambda run: len(run.events()) >= at, f"line {at} of the event log", timeout_s=200)

@@ -67,5 +67,7 @@ def test_what_it_cannot_do_is_refused(path):
     for spec in ({"device": Device.CUDA}, {"precision": Precision.BF16}):
         with pytest.raises(SpecError, match="the bigram trainer runs on the CPU in fp32"):
             BigramTrainer().init_worker(TrainerSpec(model_path=path, **spec))
+    with pytest.raises(SpecError, match="memory_share is of a GPU's memory, and the bigram trainer uses none"):
+        BigramTrainer().init_worker(TrainerSpec(model_path=path, memory_share=0.4))
     with pytest.raises(ProtocolError, match="call init_worker first"):
         BigramTrainer().discard_gradient()

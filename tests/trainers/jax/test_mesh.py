@@ -4,9 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from pipelinerl.models.jax_checkpoint import export_weights, place_weights
+from pipelinerl.models.jax.checkpoint import place_weights
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.jax.trainer import JaxTrainer
+from tests.fakes.jax_weights import exported
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import Subject
 from trainer_contract.host_weights import copied
@@ -24,14 +25,10 @@ def started(path, mesh, **fields):
     return trainer
 
 
-def exported(trainer, arrays):
-    return {name: array.copy() for name, array in export_weights(trainer._worker.config, arrays, dtype=np.float32)}
-
-
 def stepped(trainer, batch):
     """Loss, gradient and norm of one step."""
     loss = trainer.backward(batch, OBJECTIVE).loss
-    gradient = exported(trainer, trainer._worker.gradient)
+    gradient = exported(trainer._worker.config, trainer._worker.gradient, dtype=np.float32)
     return loss, gradient, trainer.optimizer_step(learning_rate=1e-2).grad_norm
 
 
@@ -58,7 +55,7 @@ def test_other_weights_are_placed_as_the_trainers_own_are(model_path, micro_batc
     trainer, batch = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2}), micro_batch()
     before, expected = copied(trainer.gather_weights()), trainer.forward(batch)
     trainer._worker.weights = own = {name: 1.1 * array for name, array in trainer._worker.weights.items()}
-    placed = place_weights(trainer._worker.config, copied(trainer.gather_weights()), like=own)
+    placed = place_weights(trainer._worker.config, copied(trainer.gather_weights()).__getitem__, like=own)
     assert all(placed[name].sharding == own[name].sharding and (placed[name] == own[name]).all() for name in own)
     assert np.abs(trainer.forward(batch) - expected).max() > 1e-2
     assert trainer.forward_at([batch], before)[0].tobytes() == expected.tobytes()

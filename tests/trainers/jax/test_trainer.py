@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.models.jax_checkpoint import export_weights
 from pipelinerl.objective.kl_control import as_column, with_kl_coefficient
 from pipelinerl.objective.presets import resolve
-from pipelinerl.trainers.jax import program as jax_program, trainer as jax_trainer
+from pipelinerl.trainers.jax import program as jax_program, worker as jax_worker
 from pipelinerl.trainers.jax.segments import Rows
 from pipelinerl.trainers.jax.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes.jax_weights import exported
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import Subject
 from trainer_contract.errors import NonFiniteError, SpecError, StateError
@@ -25,6 +25,7 @@ from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, P
 
 VOCAB = 48
 OBJECTIVE = resolve("pipelinerl")
+JOINED = {"coordinator": "127.0.0.1:8476", "processes": 2}
 
 
 def spec_of(path, **fields):
@@ -41,7 +42,7 @@ def gradients(trainer):
     worker = trainer._worker
     if isinstance(trainer, TorchTrainer):
         return {name: parameter.grad.numpy().copy() for name, parameter in worker.named_parameters()}
-    return dict(export_weights(worker.config, worker.gradient, dtype=np.float32))
+    return exported(worker.config, worker.gradient, dtype=np.float32)
 
 
 def weights(trainer):
@@ -165,7 +166,7 @@ def test_the_gradients_forward_pass_is_inferences_to_the_bit(precision, model_pa
     """RLAX §5.1: it emits no residuals, within layers or the head, that would keep XLA from computing it in one way."""
     trainer, batch = started(model_path("qwen2"), gradient_checkpointing=True, precision=precision), micro_batch()
     worker, inside = trainer._worker, batch.loss_mask
-    _, columns = jax_trainer._laid_out(worker.program, batch)
+    _, columns = jax_worker.laid_out(worker.program, batch)
     forward = jax.make_jaxpr(jax_program.logprobs, static_argnums=0)(worker.program, worker.weights, columns)
     assert list(remats(forward.jaxpr)) == 2 * [jax.checkpoint_policies.nothing_saveable], "the layers, and the head"
     evaluated = trainer.backward(batch, OBJECTIVE).predictions[inside]
@@ -246,8 +247,12 @@ def test_an_altered_byte_of_a_state_is_found(model_path, tmp_path):
         ({"options": {"mesh": {"tensor": 4}}}, "tensor=4 does not divide the model's 2 key-value heads"),
         ({"options": {"mesh": {"fsdp": 5}}}, r"fsdp=5 does not divide the 32 of 'model.embed_tokens.weight'"),
         ({"options": {"mesh": {"data": 3}}}, "makes 3 devices, which must divide the"),
-        ({"options": {"distributed": {"process": -1}}}, "options.distributed.process must be a whole number"),
-        ({"options": {"distributed": {}}}, "options.distributed: the other hosts cannot be joined"),
+        ({"options": {"distributed": JOINED | {"process": -1}}}, "options.distributed.process must be a whole number"),
+        ({"options": {"distributed": {}}}, "options.distributed must have coordinator and processes, as in"),
+        ({"options": {"distributed": JOINED | {"coordinator": "here"}}}, "coordinator must be host:port, got 'here'"),
+        ({"options": {"distributed": JOINED | {"process": 2}}}, "process must be below processes=2, got 2"),
+        ({"options": {"distributed": JOINED | {"coordinator": "10.0.0.1:1"}}}, "token_file must be given where"),
+        ({"options": {"distributed": JOINED | {"process": 1}}}, "only rank 0 is a trainer; start `pipelinerl trainer-"),
         ({"head": Head.VALUE}, "trains policies, got the head value"),
         ({"device": Device.CUDA}, "device is cuda, but jax finds none"),
     ],

@@ -16,7 +16,8 @@ import pytest
 from pipelinerl.errors import CheckpointError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.training.checkpoints import checkpoint
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, TrainingState, load
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
+from pipelinerl.training.checkpoints.manifest import TrainingState
 from tests.fakes.checkpoints import capture, model_directory, save, state_of
 from trainer_contract.types import TrainerSpec
 
@@ -177,7 +178,7 @@ def test_a_full_disk_leaves_the_checkpoints_as_they_were(store: CheckpointStore)
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        store.save(state_of(4), layout=[], weights=[], parts={"trainer": full})
+        store.capture(state_of(4), layout=[], weights=[], parts={"trainer": full})
     assert latest(store) == state_of(2)
     assert latest(store) is not None and save(store, 4).name == "step-000004"
 
@@ -238,12 +239,13 @@ def test_transformers_loads_a_checkpoint_as_it_lies(tmp_path: Path) -> None:
     trainer = TorchTrainer()
     trainer.init_worker(TrainerSpec(model_path=SHIPPED))
     store = CheckpointStore(tmp_path, keep=1, model_directory=SHIPPED)
-    path = store.save(
+    captured = store.capture(
         state_of(0),
         layout=trainer.weight_layout(),
         weights=trainer.gather_weights(),
         parts={"trainer": trainer.save_state},
     )
+    path = store.commit(captured)
     trainer.close()
     loaded, original = (AutoModelForCausalLM.from_pretrained(p, local_files_only=True) for p in (path, SHIPPED))
     for (name, given), (other, expected) in zip(loaded.named_parameters(), original.named_parameters(), strict=True):

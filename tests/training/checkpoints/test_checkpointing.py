@@ -54,7 +54,8 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterat
     async def report(message: ControlMessage) -> None:
         told.append(message)
 
-    async def trim(offsets: dict[str, str]) -> None:
+    async def trim(offsets: dict[str, str], epoch: int) -> None:
+        assert epoch == state_of(1).epoch
         trimmed.append(offsets)
 
     saving = Checkpointing(store, report=report, trim=trim, deadline_s=deadline_s)

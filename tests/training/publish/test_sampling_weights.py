@@ -60,7 +60,6 @@ def step() -> TrainStep:
 
 def trained(step: TrainStep, groups: list[RolloutGroup], *, producing: int) -> None:
     found = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=producing), OBJECTIVE)
-    assert isinstance(found, Accumulated)
     step.apply(found, learning_rate=3e-3)
 
 
@@ -125,7 +124,6 @@ def in_flight(step: TrainStep, on_update: OnUpdate, *, samples: int) -> list[Rol
 
 def accumulated(step: TrainStep, groups: list[RolloutGroup]) -> Accumulated:
     found = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=VERSIONS), OBJECTIVE)
-    assert isinstance(found, Accumulated)
     step.passes.policy.discard_gradient()
     return found
 

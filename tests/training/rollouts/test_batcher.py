@@ -27,10 +27,12 @@ def test_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
     assert waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS) is None
     waiting.offer(group(0))
     waiting.offer(group(1))
+    assert waiting.waiting == [0, 1], "the copy of one that waits is dropped"
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
     assert taken is not None and [g.index for g in taken] == [0, 1]
     waiting.offer(group(1))
-    assert (waiting.num_waiting, waiting.duplicates, waiting.ledger.counts[Fate.TRAINED]) == (0, 2, 2)
+    assert (waiting.num_waiting, waiting.ledger.counts[Fate.TRAINED], waiting.ledger.frontier) == (0, 2, 2)
+    assert not waiting.take_abandoned(), "the copy of one that has ended is dropped, and not issued again"
 
 
 def test_the_freshest_go_first_whatever_the_order_of_arrival() -> None:
@@ -125,7 +127,7 @@ def test_a_skipped_step_turns_trained_into_filtered() -> None:
     assert (waiting.ledger.counts[Fate.TRAINED], waiting.ledger.counts[Fate.FILTERED]) == (0, 2)
     assert waiting.ledger.frontier == 2
     waiting.offer(taken[0])
-    assert (waiting.duplicates, waiting.num_waiting) == (1, 0), "they have ended"
+    assert (waiting.num_waiting, waiting.ledger.counts[Fate.FILTERED]) == (0, 2), "they have ended"
 
 
 def test_an_order_that_was_given_up_ends_unless_its_group_is_here() -> None:
@@ -137,4 +139,4 @@ def test_an_order_that_was_given_up_ends_unless_its_group_is_here() -> None:
     waiting.offer(group(2))
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
     assert taken is not None and [g.index for g in taken] == [0, 1]
-    assert (waiting.ledger.counts[Fate.STALE], waiting.duplicates, waiting.ledger.frontier) == (1, 1, 3)
+    assert (waiting.ledger.counts[Fate.STALE], waiting.num_waiting, waiting.ledger.frontier) == (1, 0, 3)

@@ -23,9 +23,9 @@ def stream() -> MemoryStream:
 
 
 async def started(stream: MemoryStream, offsets: dict[str, str] | None = None) -> RolloutReader:
-    intake = RolloutReader(stream, offsets=offsets or {}, rescan_s=0.0)
-    await intake.start()
-    return intake
+    reader = RolloutReader(stream, offsets=offsets or {}, rescan_s=0.0)
+    await reader.start()
+    return reader
 
 
 async def put(stream: MemoryStream, partition: str, *indices: int) -> None:
@@ -34,8 +34,8 @@ async def put(stream: MemoryStream, partition: str, *indices: int) -> None:
     await stream.append(partition, [encode_group(group(index)) for index in indices], first_id=first)
 
 
-async def indices(intake: RolloutReader) -> list[int]:
-    return [arrived.index for arrived in (await intake.read(block_s=0.0)).groups]
+async def indices(reader: RolloutReader) -> list[int]:
+    return [arrived.index for arrived in (await reader.read(block_s=0.0)).groups]
 
 
 def directive(answers: str) -> Directive:
@@ -51,19 +51,19 @@ def directive(answers: str) -> Directive:
     )
 
 
-def safe(intake: RolloutReader, untrained: Collection[int] = ()) -> dict[str, str]:
+def safe(reader: RolloutReader, untrained: Collection[int] = ()) -> dict[str, str]:
     """The offsets of a checkpoint at which the groups of `untrained` wait."""
-    return intake.safe_offsets(lambda index: index in untrained)
+    return reader.safe_offsets(lambda index: index in untrained)
 
 
 async def test_partitions_are_found_as_actors_come(stream: MemoryStream) -> None:
-    intake = await started(stream)
+    reader = await started(stream)
     await put(stream, A, 1)
-    assert await indices(intake) == [1]
+    assert await indices(reader) == [1]
     await put(stream, B, 2)
     await put(stream, A, 3)
-    assert sorted(await indices(intake)) == [2, 3]
-    assert await indices(intake) == []
+    assert sorted(await indices(reader)) == [2, 3]
+    assert await indices(reader) == []
 
 
 @pytest.mark.parametrize(
@@ -75,34 +75,34 @@ async def test_groups_that_wait_at_a_checkpoint_are_read_again(
 ) -> None:
     await put(stream, A, 1, 2, 3, 4)
     await put(stream, B, 11, 12)
-    intake = await started(stream)
-    assert sorted(await indices(intake)) == [1, 2, 3, 4, 11, 12]
-    saved = safe(intake, untrained)
+    reader = await started(stream)
+    assert sorted(await indices(reader)) == [1, 2, 3, 4, 11, 12]
+    saved = safe(reader, untrained)
     assert sorted(await indices(await started(stream, saved))) == again
 
 
 async def test_what_was_trained_since_the_last_checkpoint_no_longer_holds_the_offset(stream: MemoryStream) -> None:
     await put(stream, A, 1, 2)
-    intake = await started(stream)
-    await indices(intake)
-    assert safe(intake, (1,))[A] == START
-    assert safe(intake)[A] == await stream.last_id(A)
+    reader = await started(stream)
+    await indices(reader)
+    assert safe(reader, (1,))[A] == START
+    assert safe(reader)[A] == await stream.last_id(A)
 
 
 async def test_of_two_copies_of_a_group_neither_is_passed_over(stream: MemoryStream) -> None:
     """The first may wait, and the second be its duplicate; or weights that were abandoned have sampled the first."""
     await put(stream, A, 1, 2, 1)
-    intake = await started(stream)
-    await indices(intake)
-    saved = safe(intake, (1,))
+    reader = await started(stream)
+    await indices(reader)
+    saved = safe(reader, (1,))
     assert await indices(await started(stream, saved)) == [1, 2, 1]
 
 
 async def test_offsets_of_another_server_mean_nothing(stream: MemoryStream) -> None:
     await put(stream, A, 1)
-    intake = await started(stream)
-    await indices(intake)
-    saved = safe(intake)
+    reader = await started(stream)
+    await indices(reader)
+    saved = safe(reader)
     other = MemoryStream()
     await put(other, A, 5)
     moved = await started(other, saved)
@@ -114,39 +114,39 @@ async def test_offsets_of_another_server_mean_nothing(stream: MemoryStream) -> N
 
 async def test_trimming_drops_what_no_checkpoint_reads_again(stream: MemoryStream) -> None:
     await put(stream, A, 1, 2, 3)
-    intake = await started(stream)
-    await indices(intake)
-    saved = safe(intake, (3,))
-    await intake.trim(saved, epoch=1)
+    reader = await started(stream)
+    await indices(reader)
+    saved = safe(reader, (3,))
+    await reader.trim(saved, epoch=1)
     assert await indices(await started(stream, saved)) == [3]
     assert await stream.length(A) <= 2
-    await intake.trim({}, epoch=1)
+    await reader.trim({}, epoch=1)
     assert await indices(await started(stream, saved)) == [3]
 
 
 async def test_what_cannot_be_read_is_buried_and_passed_by(stream: MemoryStream) -> None:
     good = encode_group(group(2))
     await stream.append(A, [b"nonsense", good[:-1], good])
-    intake = await started(stream)
+    reader = await started(stream)
     await stream.append(ORDERS, [b"\xc1", encode(directive("ready-1"))])
-    arrived = await intake.read(block_s=0.0)
+    arrived = await reader.read(block_s=0.0)
     assert [arrived_group.index for arrived_group in arrived.groups] == [2]
     assert [order.answers for order in arrived.directives] == ["ready-1"]
     assert await stream.length(DEAD_LETTERS) == 3
-    saved = safe(intake)
+    saved = safe(reader)
     assert await indices(await started(stream, saved)) == []
 
 
 async def test_directives_of_an_earlier_life_are_not_heard(stream: MemoryStream) -> None:
     await stream.append(ORDERS, [encode(directive("ready-old"))])
-    intake = await started(stream)
+    reader = await started(stream)
     await stream.append(ORDERS, [encode(directive("ready-new"))])
-    assert [order.answers for order in await intake.read_directives(block_s=0.0)] == ["ready-new"]
-    assert (await intake.read(block_s=0.0)).directives == []
+    assert [order.answers for order in await reader.read_directives(block_s=0.0)] == ["ready-new"]
+    assert (await reader.read(block_s=0.0)).directives == []
 
 
 async def test_a_server_keeps_one_name(stream: MemoryStream) -> None:
     first, second = await started(stream), await started(stream)
-    names = [safe(intake)["identity"] for intake in (first, second)]
+    names = [safe(reader)["identity"] for reader in (first, second)]
     assert names[0] == names[1]
     assert len(await stream.read({"identity": START}, count=9, block_s=0)) == 1

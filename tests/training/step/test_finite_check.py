@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.step.critic import Critic
-from pipelinerl.training.step.finite_check import Poison
+from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.train_step import Accumulated, TrainStep
+from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.errors import NonFiniteError, ProtocolError
@@ -47,6 +49,14 @@ def groups(*, reward: float = 1.0, logprob: float = -1.5) -> list[RolloutGroup]:
         group(POISONED), rollouts=(rollout(reward=reward, logprob=logprob), rollout(reward=0.0, sampled=[5, 6, 1]))
     )
     return [group(4), bad, group(9)]
+
+
+@contextmanager
+def refused(what: str, groups: list[int]) -> Iterator[None]:
+    """What is within raises `NonFiniteStep` for this cause."""
+    with pytest.raises(NonFiniteStep) as caught:
+        yield
+    assert (caught.value.what, caught.value.groups) == (what, groups)
 
 
 class Overflowing:
@@ -82,13 +92,13 @@ def test_it_is_named_with_its_group(what: str, poisoned: dict[str, float], budge
     policy = worker(spec)
     step, objective = TrainStep(passes=ForwardPasses(policy=in_fp32(policy))), resolve("pipelinerl")
     batch = build(groups(**poisoned), objective=objective, token_budget=budget, producing=1)
-    assert step.accumulate(batch, objective) == Poison(what, [POISONED])
+    with refused(what, [POISONED]):
+        step.accumulate(batch, objective)
     with pytest.raises(ProtocolError):
         policy.optimizer_step(learning_rate=0.1)
     sound = build(groups(), objective=objective, token_budget=budget, producing=1)
-    found = step.accumulate(sound, objective)
-    assert isinstance(found, Accumulated)
-    assert not isinstance(step.apply(found, learning_rate=0.1), Poison), "and training goes on"
+    step.apply(step.accumulate(sound, objective), learning_rate=0.1)
+    assert policy.model_version == 1, "training goes on"
 
 
 @pytest.mark.parametrize("adv", [{"scale": "none"}, {"kind": "reward_to_go", "kl": 0.1}], ids=["early", "late"])
@@ -96,7 +106,8 @@ def test_an_advantage_beyond_fp32_is_named(adv: dict[str, Any], spec: TrainerSpe
     objective = resolve({"preset": "grpo", "adv": adv})
     step = TrainStep(passes=ForwardPasses(policy=worker(spec), reference=worker(spec)))
     batch = build(groups(reward=1e300), objective=objective, token_budget=1000, producing=1)
-    assert step.accumulate(batch, objective) == Poison("advantages", [POISONED])
+    with refused("advantages", [POISONED]):
+        step.accumulate(batch, objective)
 
 
 def in_fp32(policy: BigramTrainer) -> Trainer:
@@ -120,9 +131,8 @@ def test_a_gradient_that_overflows_is_named_after_the_loss(spec: TrainerSpec) ->
     before = worker(spec)
     batch = build(groups(), objective=objective, token_budget=1, producing=1)
     found = step.accumulate(batch, objective)
-    assert isinstance(found, Accumulated)
-    with np.errstate(all="ignore"):
-        assert step.apply(found, learning_rate=0.1) == Poison("loss gradient", [4])
+    with np.errstate(all="ignore"), refused("loss gradient", [4]):
+        step.apply(found, learning_rate=0.1)
     assert step.passes.policy.model_version == 0
     ((_, table),), ((_, untouched),) = step.passes.policy.gather_weights(), before.gather_weights()
     np.testing.assert_array_equal(table, untouched)
@@ -140,7 +150,8 @@ def test_a_worker_whose_weights_are_broken_is_named_by_its_column(role: str, col
     step = TrainStep(passes=ForwardPasses(policy=worker(spec), critic=values, reference=reference), critic=critic)
     objective = resolve({"preset": "ppo", "grad2": "kl"})
     batch = build(groups(), objective=objective, token_budget=1000, producing=1)
-    assert step.accumulate(batch, objective) == Poison(column, [4, POISONED, 9])
+    with refused(column, [4, POISONED, 9]):
+        step.accumulate(batch, objective)
 
 
 def test_a_policy_whose_weights_are_broken_is_named(spec: TrainerSpec) -> None:
@@ -148,9 +159,8 @@ def test_a_policy_whose_weights_are_broken_is_named(spec: TrainerSpec) -> None:
     spoil(policy)
     objective = resolve("pipelinerl")
     batch = build(groups(), objective=objective, token_budget=1000, producing=1)
-    assert TrainStep(passes=ForwardPasses(policy=policy)).accumulate(batch, objective) == Poison(
-        "logprobs", [4, POISONED, 9]
-    )
+    with refused("logprobs", [4, POISONED, 9]):
+        TrainStep(passes=ForwardPasses(policy=policy)).accumulate(batch, objective)
 
 
 def test_nothing_of_a_critic_is_applied_when_its_gradient_is_not_finite(spec: TrainerSpec) -> None:
@@ -159,9 +169,9 @@ def test_nothing_of_a_critic_is_applied_when_its_gradient_is_not_finite(spec: Tr
     step = TrainStep(passes=ForwardPasses(policy=policy, critic=values), critic=critic)
     objective = resolve("ppo")
     found = step.accumulate(build(groups(), objective=objective, token_budget=1000, producing=1), objective)
-    assert isinstance(found, Accumulated)
     values._state.gradient[0] = np.inf  # type: ignore[union-attr, index]
-    assert step.apply(found, learning_rate=0.1) == Poison("critic's gradient", [4, POISONED, 9])
+    with refused("critic's gradient", [4, POISONED, 9]):
+        step.apply(found, learning_rate=0.1)
     assert (policy.model_version, values.model_version) == (0, 0)
     for each in (policy, values):
         with pytest.raises(ProtocolError):
@@ -169,5 +179,5 @@ def test_nothing_of_a_critic_is_applied_when_its_gradient_is_not_finite(spec: Tr
 
 
 def test_the_sentence() -> None:
-    assert str(Poison("rewards", [3])) == "rewards of group 3"
-    assert str(Poison("is_weight", [3, 7])) == "is_weight of groups 3, 7"
+    assert str(NonFiniteStep("rewards", [3])) == "rewards of group 3"
+    assert str(NonFiniteStep("is_weight", [3, 7])) == "is_weight of groups 3, 7"

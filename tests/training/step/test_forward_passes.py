@@ -20,7 +20,7 @@ from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.rollouts.batch import TrainBatch, build
 from pipelinerl.training.rollouts.packing import prefixes
 from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
-from pipelinerl.training.step.train_step import Accumulated, TrainStep
+from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import Rollout, RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.trainer import Trainer
@@ -91,7 +91,6 @@ def practised(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, lis
         if version < steps:
             fresh = [replace(group(0), rollouts=(sampled(9, [(version, 5)]), sampled(8, [(version, 4)], reward=0.0)))]
             found = step.accumulate(in_one_batch(fresh, producing=version + 1), OBJECTIVE)
-            assert isinstance(found, Accumulated)
             step.apply(found, learning_rate=0.05)
     return step, predicted
 
@@ -101,7 +100,6 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(trainer: Tra
     step, predicted = practised(trainer, steps=2)
     batch = in_one_batch(mixed(), budget=budget)
     found = step.accumulate(batch, OBJECTIVE)
-    assert isinstance(found, Accumulated)
     compared = 0
     for packed, made in zip(batch.packed, found.micro_batches, strict=True):
         assert made.old_logprobs is not None and made.behavior_versions is not None
@@ -122,7 +120,6 @@ def test_in_lockstep_they_are_the_gradient_passs_own_predictions_to_the_bit(trai
     step, _ = practised(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
     found = step.accumulate(in_one_batch(fresh), OBJECTIVE)
-    assert isinstance(found, Accumulated)
     for made, loss in zip(found.micro_batches, found.losses, strict=True):
         assert made.old_logprobs is not None
         assert made.old_logprobs[made.loss_mask].tobytes() == loss.predictions[made.loss_mask].tobytes()

@@ -19,7 +19,6 @@ from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.rollouts.batch import build, learns_from_equals
 from pipelinerl.training.step.critic import Critic
-from pipelinerl.training.step.finite_check import Poison
 from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import Accumulated, TrainStep
@@ -106,9 +105,7 @@ def fitting(step: TrainStep, objective: PolicyObjective) -> TrainStep:
 
 def accumulated(step: TrainStep, objective: PolicyObjective, *, budget: int, of: Sequence[RolloutGroup]) -> Accumulated:
     batch = build(of, objective=objective, token_budget=budget, producing=1)
-    found = step.accumulate(batch, objective)
-    assert isinstance(found, Accumulated), found
-    return found
+    return step.accumulate(batch, objective)
 
 
 def weights(worker: Trainer | None) -> np.ndarray:
@@ -125,7 +122,6 @@ def test_no_packing_split_or_order_changes_the_gradient(choice: Any, spec: Train
         step = fitting(step_of(spec), objective)
         made = accumulated(step, objective, budget=budget, of=of)
         figures = step.apply(made, learning_rate=0.1)
-        assert not isinstance(figures, Poison)
         tables = [weights(worker) for worker in (step.passes.policy, step.critic and step.critic.worker) if worker]
         return tables, figures["grad_norm"], len(made.micro_batches)
 
@@ -145,7 +141,6 @@ def test_advantages_and_returns_equal_loops_over_rollouts(budget: int, spec: Tra
     step = step_of(spec)
     batch = build(groups(), objective=objective, token_budget=budget, producing=1)
     found = step.accumulate(batch, objective)
-    assert isinstance(found, Accumulated)
     raw: list[np.ndarray] = []
     for packed, micro_batch in zip(batch.packed, found.micro_batches, strict=True):
         ends = np.flatnonzero(np.diff(micro_batch.segment_ids, append=-1))
@@ -198,7 +193,6 @@ def test_while_the_critic_warms_up_the_policy_stands_still(spec: TrainerSpec) ->
     for version in (1, 2, 3):
         before = weights(step.passes.policy), weights(step.critic.worker)
         figures = step.apply(accumulated(step, objective, budget=30, of=groups()), learning_rate=0.1)
-        assert not isinstance(figures, Poison)
         assert step.passes.policy.model_version == version
         stands = np.array_equal(weights(step.passes.policy), before[0])
         assert (stands, figures["learning_rate"]) == ((True, 0.0) if version <= 2 else (False, 0.1))
@@ -214,7 +208,6 @@ def test_the_critics_rate_follows_its_own_schedule(spec: TrainerSpec) -> None:
     rates = []
     for _ in range(4):
         figures = scheduled.apply(accumulated(scheduled, objective, budget=30, of=groups()), learning_rate=0.3)
-        assert not isinstance(figures, Poison)
         rates.append((figures["value_learning_rate"], figures["learning_rate"]))
     assert rates == [(0.1 / 2, 0.3), (0.1, 0.3), (0.1, 0.3), (0.1 / 2, 0.3)]
 
@@ -225,7 +218,6 @@ def test_a_kl_coefficient_that_is_sent_as_a_column_changes_the_step_as_it_should
         objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta}})
         step = without_critic(step_of(spec))
         figures = step.apply(accumulated(step, objective, budget=30, of=groups()), learning_rate=0.1)
-        assert not isinstance(figures, Poison)
         norms.append(figures["grad_norm"])
     assert norms[0] < norms[1] < norms[2]
     assert norms[2] == pytest.approx(10 * norms[1], rel=0.5), "the penalty outweighs the rest"
@@ -238,7 +230,6 @@ def test_a_critic_learns_what_the_rollouts_earn(spec: TrainerSpec) -> None:
     errors = []
     for _ in range(40):
         figures = step.apply(accumulated(step, resolve("ppo"), budget=30, of=earning), learning_rate=0.1)
-        assert not isinstance(figures, Poison)
         errors.append(figures["value_error"])
     assert errors[0] > 0.5 and errors[-1] < 0.1
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from inference_contract.engine import Engine
-from inference_contract.schemas import WeightLayout
+from inference_contract.schemas import Continuation, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, label_of
@@ -34,19 +34,21 @@ def vllm_server(options: EngineOptions) -> Engine:
     """The vLLM server at `options.server`. Raises `ModelError` for what it cannot be asked."""
     from pipelinerl.engines.external.vllm.server_api import VllmServerApi
 
-    return _engine(options, VllmServerApi)
+    return _engine(options, VllmServerApi, Continuation.OWN_NOISE)
 
 
 def sglang_server(options: EngineOptions) -> Engine:
     """The SGLang server at `options.server`. Raises `ModelError` for what it cannot be asked."""
     from pipelinerl.engines.external.sglang.server_api import SglangServerApi
 
-    return _engine(options, SglangServerApi)
+    return _engine(options, SglangServerApi, Continuation.SAME_NOISE)
 
 
-def _engine(options: EngineOptions, speak: Speak) -> Engine:
+def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) -> Engine:
     if options.server is None:
         raise ModelError('this engine needs the server that it stands for; say engine.servers=["http://host:port"]')
+    options.check_no_options("the adapter of a server that you started with options of its own")
+    options.check_no_memory_share("the adapter of a server")
     if options.weights is not WeightFormat.NATIVE:
         raise ModelError(f"the server keeps weights as it was started to; leave out engine.weights={options.weights}")
     if options.head_precision is HeadPrecision.FP32 and options.dtype != "float32":
@@ -54,7 +56,9 @@ def _engine(options: EngineOptions, speak: Speak) -> Engine:
             f"the server computes the output layer in the model's dtype, {options.dtype}; say "
             "model.head_precision=model, for the trainer as well, or run both in float32"
         )
-    settings = BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed)
+    settings = BatchingSettings(
+        model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed, continuation=continuation
+    )
     tokenizer = ChatTokenizer.load(options.model_path)
 
     async def start_core() -> tuple[EngineCore, CoreModel]:

@@ -211,8 +211,8 @@ class ServerCore:
         tasks = [*self._following.values(), *([self._watching] if self._watching else [])]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         try:
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._api.close()
         except PipelineError:
             pass  # it is gone already

@@ -111,15 +111,16 @@ class SglangServerApi:
         request = sequence.request
         return {
             "rid": sample_id(sequence),
-            "input_ids": request.prompt_token_ids,
+            "input_ids": sequence.context,
             "stream": True,
             "return_logprob": True,
             "cache_salt": salt,
             "sampling_params": {
                 "temperature": request.temperature,
-                "max_new_tokens": request.token_limit,
+                "max_new_tokens": sequence.token_limit,
                 "stop_token_ids": sorted(stop_ids),
                 "ignore_eos": not stop_ids,  # with it SGLang takes no token for an end, not even those asked for
+                # It is hashed with a token's position in the whole sequence: a prefix changes no later noise.
                 "sampling_seed": sequence.noise_key % 2**31,
                 "skip_special_tokens": False,
             },

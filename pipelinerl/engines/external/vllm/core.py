@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Final, Self, final
 
+from pydantic import ValidationError
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -21,10 +25,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.executor import Executor
 
-from inference_contract.schemas import OnUpdate, WeightLayout
+from inference_contract.schemas import DType, OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, sample_id
-from pipelinerl.engines.external.vllm.limits import check_request
+from pipelinerl.engines.external.vllm.limits import check_request, seed_of
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.errors import ModelError
@@ -51,6 +55,8 @@ class CoreSettings:
         device: `cpu`, `cuda`, or `auto` for whatever the installed vLLM was built for.
         devices: how many share the model, by tensor parallelism.
         cache_bytes: memory for keys and values; None lets vLLM measure what the device has left.
+        memory_share: most of each device's memory, weights included; None leaves vLLM's own.
+        options: further fields of vLLM's `AsyncEngineArgs`, checked by `vllm_options`.
     """
 
     model_path: Path
@@ -60,6 +66,8 @@ class CoreSettings:
     device: str = "auto"
     devices: int = 1
     cache_bytes: int | None = None
+    memory_share: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
 
@@ -70,7 +78,7 @@ class VllmCore:
     Every method but `close` raises vLLM's `EngineDeadError` when the core's process has died.
     """
 
-    def __init__(self, client: Any, staged: SharedBytes, endpoints: WorkerEndpointFactory) -> None:
+    def __init__(self, client: Any, staged: Any, endpoints: WorkerEndpointFactory) -> None:
         self._client = client
         self._endpoints = endpoints
         self.staged = staged
@@ -82,6 +90,8 @@ class VllmCore:
         cls, settings: CoreSettings, layout: WeightLayout, serving: tuple[int, int], endpoints: WorkerEndpointFactory
     ) -> Self:
         """Start the core's process, which loads the model, and meet the worker that takes the engine's endpoint.
+
+        `layout` is what the core loads; behind it there is room for the same parameters as they travel.
 
         Blocks the event loop meanwhile.
 
@@ -97,12 +107,15 @@ class VllmCore:
             config = _arguments(settings).create_engine_config()
             _check_heads(config.model_config.get_head_size(), settings.model_path)
             client = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
-        except (ValueError, RuntimeError, OSError) as error:
-            raise ModelError(f"vLLM cannot serve {settings.model_path}: {str(error).partition(chr(10))[0]}") from error
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
+            raise ModelError(f"vLLM cannot serve {settings.model_path}: {_sentence(error)}") from error
         assert isinstance(client, AsyncMPClient)
-        with SharedBytes(layout.num_bytes) as staged, endpoints.accept_worker() as socket_path:
-            core = cls(client, staged, endpoints)
-            told = (str(staged.path), layout.model_dump_json(), os.getpid(), str(socket_path))
+        widest = sum(prod(parameter.shape) for parameter in layout.parameters) * DType.FLOAT32.itemsize
+        with SharedBytes(layout.num_bytes, further=widest) as staged, endpoints.accept_worker() as socket_path:
+            core = cls(client, staged.tensor, endpoints)
+            endpoints.lend(staged)
+            total = layout.num_bytes + widest
+            told = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path))
             sizes = await core._in_workers("pipelinerl_attach", *told)
         core.cache_bytes = sum(sizes)
         await client.set_weight_version_async(label_of(*serving))
@@ -186,8 +199,8 @@ def _order(sequence: Sequence, stop_ids: frozenset[int], salt: str) -> EngineCor
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        seed=sequence.noise_key,
-        max_tokens=request.token_limit,
+        seed=seed_of(sequence),
+        max_tokens=sequence.token_limit,
         stop_token_ids=sorted(stop_ids),
         logprobs=0,  # of the sampled token alone
         detokenize=False,
@@ -196,7 +209,7 @@ def _order(sequence: Sequence, stop_ids: frozenset[int], salt: str) -> EngineCor
     )
     return EngineCoreRequest(
         request_id=sample_id(sequence),
-        prompt_token_ids=request.prompt_token_ids,
+        prompt_token_ids=sequence.context,
         mm_features=None,
         sampling_params=params,
         pooling_params=None,
@@ -223,7 +236,9 @@ def _check_heads(head_dim: int, path: Path) -> None:
 
 
 def _arguments(settings: CoreSettings) -> AsyncEngineArgs:
-    return AsyncEngineArgs(
+    share = {} if settings.memory_share is None else {"gpu_memory_utilization": settings.memory_share}
+    ours = partial(
+        AsyncEngineArgs,
         model=str(settings.model_path),
         skip_tokenizer_init=True,
         dtype=settings.dtype,
@@ -244,3 +259,11 @@ def _arguments(settings: CoreSettings) -> AsyncEngineArgs:
         worker_extension_cls="pipelinerl.engines.external.vllm.worker.StagedWeights",
         disable_log_stats=True,
     )
+    return ours(**{**share, **settings.options})
+
+
+def _sentence(error: Exception) -> str:
+    """What vLLM has against its arguments, in one line."""
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+    return str(error).partition("\n")[0]

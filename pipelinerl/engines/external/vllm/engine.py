@@ -9,15 +9,18 @@ CUDA takes the same path but for the copy from the device, and has not been met 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 from typing import Any, Final
 
 from inference_contract.engine import Engine
-from inference_contract.schemas import Backend
+from inference_contract.schemas import Backend, Continuation
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
+from pipelinerl.engines.cpu_arithmetic import slow_here
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
+from pipelinerl.engines.external.vllm.options import check_fields, check_names, check_on_cpu
 from pipelinerl.engines.external.worker.torch_skeleton import skeleton
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.options import EngineOptions, WeightFormat
@@ -25,6 +28,8 @@ from pipelinerl.engines.torch.weights import layout_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from trainer_contract.types import HeadPrecision
+
+log = logging.getLogger("pipelinerl")
 
 #: The series whose client, weight versions and pause `vllm_core` is written for.
 SERIES: Final = "0.32."
@@ -46,8 +51,19 @@ def from_options(options: EngineOptions) -> Engine:
             f"the vLLM engine computes the output layer in the model's dtype, {options.dtype}; say "
             "model.head_precision=model, for the trainer as well, or engine.dtype=float32"
         )
+    check_names(options.options)
     check_version(_installed()[1])
-    settings = BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed)
+    if options.options:
+        _prepare_environment(options)  # vLLM reads it as it is imported
+        check_fields(options.options)
+    if _built_for_cpu():
+        check_on_cpu(options.options)
+    settings = BatchingSettings(
+        model_id=options.model_id,
+        max_waiting=options.max_waiting,
+        seed=options.seed,
+        continuation=Continuation.OWN_NOISE,  # vLLM reads a sample's generator from its beginning
+    )
     tokenizer = ChatTokenizer.load(options.model_path)
     endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO] if _built_for_cpu() else [Backend.GLOO, Backend.NCCL]))
     loop = loop_of(options, settings, tokenizer.eos_token_ids, endpoints)
@@ -74,12 +90,19 @@ def _built_for_cpu() -> bool:
     return "cpu" in "".join(_installed())
 
 
+def slow_on_cpu(dtype: str) -> str | None:
+    """Why the installed vLLM is slow in `dtype` on this machine; None when it is not, or runs on something else."""
+    return slow_here(dtype) if _built_for_cpu() else None
+
+
 def loop_of(
     options: EngineOptions, settings: BatchingSettings, stop_ids: frozenset[int], endpoints: WorkerEndpointFactory
 ) -> LoopBuilder:
     """Samples by a core of vLLM's, which is started with the loop; `stop_ids` end a sample."""
 
     async def start_core() -> tuple[EngineCore, CoreModel]:
+        if (slow := slow_on_cpu(options.dtype)) is not None:
+            log.warning(slow)
         model = skeleton(options)
         layout = layout_of(model)
         text: Any = model.config.get_text_config()
@@ -93,6 +116,8 @@ def loop_of(
             dtype=options.dtype,
             device=options.device,
             devices=options.devices,
+            memory_share=None if _built_for_cpu() else options.memory_share,  # of a GPU's memory, not the host's
+            options=options.options,
             cache_bytes=_cache_bytes(options, text) if _built_for_cpu() else None,
             seed=options.seed % 2**31,
         )
@@ -103,7 +128,7 @@ def loop_of(
             vocab_size=int(text.vocab_size),
             layout=layout,
             cache_bytes=core.cache_bytes,
-            staged=core.staged.tensor,
+            staged=core.staged,
         )
 
     return lambda deliver: CoreLoop(

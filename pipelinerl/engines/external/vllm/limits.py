@@ -1,11 +1,12 @@
-"""What vLLM does otherwise than it was asked for, so that a request for it is refused."""
+"""What vLLM does otherwise than the contract asks: what is refused for that, and the noise of a sample's rest."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from inference_contract.errors import InvalidRequest
-from pipelinerl.engines.batching.sequence import Request
+from pipelinerl import rng
+from pipelinerl.engines.batching.sequence import Request, Sequence
 
 #: vLLM 0.32 takes any temperature between this and 0 for this (`SamplingParams.__post_init__`).
 LEAST_TEMPERATURE: Final = 0.01
@@ -25,3 +26,12 @@ def check_request(request: Request) -> None:
             "0, which is greedy, or for more",
             param="temperature",
         )
+
+
+def seed_of(sequence: Sequence) -> int:
+    """The seed of a sample's generator, which vLLM reads from its beginning, wherever in the answer the sample begins.
+
+    One that another engine began is given another seed, or it would draw the noise of its first tokens again.
+    """
+    begun = len(sequence.prefix)
+    return rng.key(sequence.noise_key, "continued", begun) if begun else sequence.noise_key

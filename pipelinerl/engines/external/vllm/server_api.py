@@ -20,7 +20,7 @@ from pipelinerl.engines.external.engine_core import sample_id
 from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerModel
 from pipelinerl.engines.external.server.server_http import ServerHttp
 from pipelinerl.engines.external.vllm.engine import check_version
-from pipelinerl.engines.external.vllm.limits import check_request
+from pipelinerl.engines.external.vllm.limits import check_request, seed_of
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
 
@@ -93,7 +93,7 @@ class VllmServerApi:
         request = sequence.request
         return {
             "request_id": sample_id(sequence),
-            "token_ids": request.prompt_token_ids,
+            "token_ids": sequence.context,
             "stream": True,
             "cache_salt": salt,
             **({"priority": request.priority} if self._orders else {}),
@@ -101,8 +101,8 @@ class VllmServerApi:
                 "temperature": request.temperature,
                 "top_p": request.top_p,
                 "top_k": request.top_k,
-                "seed": sequence.noise_key,
-                "max_tokens": request.token_limit,
+                "seed": seed_of(sequence),
+                "max_tokens": sequence.token_limit,
                 "stop_token_ids": sorted(stop_ids),
                 "ignore_eos": True,
                 "logprobs": 0,  # of the sampled token alone

@@ -52,17 +52,17 @@ class StagedWeights:
     _pipelinerl_staging: Tensor
     _pipelinerl_layout: WeightLayout
 
-    def pipelinerl_attach(self, path: str, layout: str, owner: int, endpoints: str) -> int:
+    def pipelinerl_attach(self, path: str, num_bytes: int, layout: str, owner: int, endpoints: str) -> int:
         """Map the staging buffer; returns the bytes of this worker's cache of keys and values.
 
         Args:
-            path: name of the shared bytes. layout: `WeightLayout` in JSON, what they will hold.
+            path: name of the shared bytes. num_bytes: how many. layout: `WeightLayout` in JSON, what they begin with.
             owner: id of the process that serves the engine; this one ends with it, whatever ends it.
             endpoints: where the engine waits for the worker that takes its endpoint in the weight group, the first one.
         """
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         self._pipelinerl_layout = WeightLayout.model_validate_json(layout)
-        self._pipelinerl_staging = attach(Path(path), self._pipelinerl_layout.num_bytes)
+        self._pipelinerl_staging = attach(Path(path), num_bytes)
         if self.rank == 0:
             serve_endpoints(Path(endpoints), self._pipelinerl_staging, self.device)
         caches: list[Tensor] = self.model_runner.kv_caches

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Self, final
@@ -21,24 +22,33 @@ _MEMORY: Final = Path("/dev/shm")
 
 @final
 class SharedBytes:
-    """uint8 [num_bytes] in memory that others can map by `path`."""
+    """uint8 `tensor` [num_bytes] in memory that others can map by `path`, and `further` [further] behind it."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """Reserve the memory.
+    def __init__(self, num_bytes: int, *, further: int = 0) -> None:
+        """Reserve the memory, but for what is `further`: that takes none until `reserve`.
 
         Raises:
             OSError: there is not as much.
         """
         descriptor, path = tempfile.mkstemp(prefix="pipelinerl-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self.path = Path(path)
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
         with ExitStack() as undone:
             undone.callback(self.forget_name)
-            try:
-                os.posix_fallocate(descriptor, 0, num_bytes)
-            finally:
-                os.close(descriptor)
-            self.tensor = attach(self.path, num_bytes)
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            os.truncate(descriptor, num_bytes + further)
+            whole = attach(self.path, num_bytes + further)
+            self.tensor, self.further = whole[:num_bytes], whole[num_bytes:]
             undone.pop_all()
+
+    def reserve(self, num_bytes: int) -> None:
+        """Memory for the first of what is `further`; without it a write there may kill the process. Twice is a no-op.
+
+        Raises:
+            OSError: there is not as much.
+        """
+        os.posix_fallocate(self._descriptor, len(self.tensor), num_bytes)
 
     def forget_name(self) -> None:
         """Nobody else will attach. Twice is a no-op."""

@@ -26,13 +26,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
+from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import Backend, InitProcessGroupRequest
 from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
 from pipelinerl.errors import DeadlineError, UpdateError
 
 _ERRORS: Final = {"deadline": DeadlineError, "broke": UpdateError}
+
+
+class SharedRoom(Protocol):
+    """Memory that both map: `torch_shared_bytes.SharedBytes` behind its staging buffer."""
+
+    @property
+    def further(self) -> Any:
+        """Flat u8; a part that was not reserved must not be touched."""
+        ...
+
+    def reserve(self, num_bytes: int) -> None:
+        """The first `num_bytes` of it. Raises `OSError`: there is not as much."""
+        ...
 
 
 @final
@@ -42,6 +56,11 @@ class WorkerEndpointFactory:
     def __init__(self, backends: frozenset[Backend]) -> None:
         self._backends = backends
         self._line: socket.socket | None = None
+        self._shared: SharedRoom | None = None
+
+    def lend(self, shared: SharedRoom) -> None:
+        """Memory that the worker maps beside the staging buffer."""
+        self._shared = shared
 
     @contextmanager
     def accept_worker(self) -> Iterator[Path]:
@@ -71,6 +90,19 @@ class WorkerEndpointFactory:
     def reaches(self, backend: Backend, staging: Any) -> bool:
         """The worker's device decides, not the memory of the host."""
         return backend in self._backends
+
+    def buffer(self, staging: Any, num_bytes: int) -> Any:
+        """A part of what was lent: the worker writes to no other memory."""
+        assert self._shared is not None
+        try:
+            self._shared.reserve(num_bytes)
+        except OSError as error:
+            raise InvalidRequest(
+                f"weights that travel in another dtype than this engine's need {num_bytes} bytes of shared memory "
+                f"beside, which are not there: {error.strerror}; say weights.dtype as engine.dtype, or make room",
+                param="layout",
+            ) from error
+        return self._shared.further[:num_bytes]
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
         """See `EndpointFactory`."""

@@ -260,6 +260,8 @@ class TestRefusals:
         [
             ({"server": None}, "engine.servers"),
             ({"weights": WeightFormat.INT8}, "leave out engine.weights=int8"),
+            ({"options": {"block_size": 1}}, "started with options of its own knows no options, got engine.options bl"),
+            ({"memory_share": 0.5}, "the adapter of a server takes no GPU's memory, got engine.memory_share=0.5"),
         ],
     )
     @pytest.mark.parametrize("kind", ["sglang_server", "vllm_server"])
@@ -336,7 +338,7 @@ async def test_sglang_is_asked_to_end_a_sample_at_its_stop_tokens(sglang: Stock)
     request = Request(
         request_id="r", prompt_token_ids=[7], token_limit=8, temperature=0.0, top_p=1.0, top_k=0, streams=True
     )
-    request.add_sequences([0], [None])
+    request.add_sequence(0)
     http = ServerHttp(sglang.url)
     try:
         with SharedBytes(1) as nothing:

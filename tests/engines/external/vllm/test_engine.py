@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import Session, refused
 from inference_contract.conformance.trainer import weights
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import EngineState, FinishReason
+from inference_contract.schemas import EngineState, FinishReason, WeightLayout
+from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.external.vllm.engine import check_version, from_options
 from pipelinerl.engines.external.vllm.limits import check_request
-from pipelinerl.engines.http.server import create_app
+from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
+from pipelinerl.engines.http.engine_server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
-from pipelinerl.errors import ModelError
+from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES
 from pipelinerl.weights.parameter_server.download import WeightPuller
@@ -41,12 +43,15 @@ PROMPT = [7, 9, 11, 13, 15]
 #: Longer than a block of vLLM's cache, which is shared between requests while the weights are the same.
 LONG_PROMPT = [5 + place % 41 for place in range(200)]
 
+#: An engine starts in half a minute; beside much other work it took five.
+START_S = 600.0
+
 #: vLLM warns of much at import, and its engine core takes long to start on a busy machine.
 real = [
     pytest.mark.vllm,
     pytest.mark.skipif(not ENGINES["vllm"].installed, reason="vLLM is not installed; make test-vllm"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 
@@ -76,7 +81,7 @@ def _served(folder: Path, *, tied: bool, devices: int = 1) -> Iterator[Served]:
         devices=devices,
         pull=WeightPuller(token="secret"),
     )
-    with in_thread(create_app(from_options(options), token="secret"), starts_in_s=300.0) as url:
+    with in_thread(create_app(from_options(options), token="secret"), starts_in_s=START_S) as url:
         yield Served(url, model)
 
 
@@ -134,6 +139,24 @@ def test_what_it_cannot_do_is_refused_before_it_starts(options: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("max_num_seqs", r"engine\.options\.max_num_seqs is set by engine\.slots; leave it out"),
+        ("max_model_len", "is set by engine.context_length"),
+        ("tensor_parallel_size", "is set by engine.devices"),
+        ("gpu_memory_utilization", "is set by engine.memory_share"),
+        ("scheduling_policy", "is set by the engine, which samples by priority"),
+    ],
+)
+def test_options_that_the_recipe_sets_elsewhere_are_refused_by_name(name: str, says: str, tmp_path: Path) -> None:
+    options = EngineOptions(
+        model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, options={name: 1}
+    )
+    with pytest.raises(RecipeError, match=says):
+        from_options(options)
+
+
+@pytest.mark.parametrize(
     ("temperature", "refused"), [(0.0, False), (0.0099, True), (0.01, False), (2.0, False), (2.01, True)]
 )
 def test_temperatures_that_vllm_would_replace_are_refused(temperature: float, refused: bool) -> None:
@@ -151,6 +174,53 @@ def test_temperatures_that_vllm_would_replace_are_refused(temperature: float, re
 
 
 # --- with vLLM ---------------------------------------------------------------------------------------------------
+
+
+class TestOptions:
+    """What of `engine.options` and `engine.memory_share` vLLM itself is asked about; no engine is started."""
+
+    pytestmark = real
+
+    @pytest.mark.parametrize(
+        ("asked", "says"),
+        [
+            ({"options": {"enforce_eager": False}}, r"engine\.options\.enforce_eager is set by the engine on a CPU"),
+            (
+                {"options": {"block_sise": 32}},
+                r"block_sise is no field of vLLM's AsyncEngineArgs; did you mean block_s",
+            ),
+        ],
+    )
+    def test_refused(self, asked: dict[str, Any], says: str, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=says):
+            from_options(
+                EngineOptions(
+                    model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, **asked
+                )
+            )
+
+    async def test_they_reach_vllm(self) -> None:
+        from pipelinerl.engines.external.vllm import core as vllm_core
+
+        settings = vllm_core.CoreSettings(
+            model_path=MODELS / "tiny_speller_heads32",
+            slots=4,
+            context_length=64,
+            dtype="float32",
+            memory_share=0.4,
+            options={"block_size": 64, "max_logprobs": 7},
+        )
+        arguments = vllm_core._arguments(settings)
+        assert (arguments.block_size, arguments.max_logprobs) == (64, 7)
+        assert arguments.gpu_memory_utilization == 0.4
+        assert vllm_core._arguments(replace(settings, memory_share=None)).gpu_memory_utilization > 0.8, "vLLM's own"
+        for wrong in ({"block_size": "many"}, {"max_num_seqs": "x"}):
+            with pytest.raises(ModelError, match=r"vLLM cannot serve .*: [^\n]+$") as refused:
+                empty = WeightLayout(parameters=())
+                endpoints = WorkerEndpointFactory(frozenset())
+                await vllm_core.VllmCore.start(replace(settings, options=wrong), empty, (0, 0), endpoints)
+            if "block_size" in wrong:
+                assert "block_size: Input should be a valid integer" in str(refused.value)
 
 
 class TestReal:

@@ -17,11 +17,12 @@ import jax
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import weight_files
 from pipelinerl.models.decoder_config import HEAD, DecoderConfig, Parameter
-from trainer_contract.types import HostWeights
 
 Storage = Callable[[Parameter], Sharding]
 
@@ -39,9 +40,7 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
     """
     try:
         with ExitStack() as stack:
-            files = [
-                stack.enter_context(safe_open(str(file), framework="np")) for file in sorted(path.glob("*.safetensors"))
-            ]
+            files = [stack.enter_context(safe_open(str(file), framework="np")) for file in weight_files(path)]
             holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118
             _check(holder, config, path)
             return {
@@ -52,47 +51,55 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
         raise ModelError(f"the weights in {path} are damaged: {error}; copy them again") from error
 
 
-def export_weights(
-    config: DecoderConfig, weights: Mapping[str, jax.Array], *, dtype: Any
-) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """(name, host array) under Hugging Face's names, layer by layer; gathers and holds one parameter at a time.
+def export_weight(
+    weights: Mapping[str, jax.Array], parameter: Parameter, layer: int | None, *, dtype: Any
+) -> jax.Array:
+    """A parameter, of the layer if it is stacked, in `dtype`, whole on every device: no device holds more than one.
 
-    With several hosts every one must iterate, since gathering is collective.
+    Where the devices are of several processes each must call, since gathering is collective.
     """
-    for parameter, layer in export_order(config):
-        array = weights[parameter.name]
-        sharding = array.sharding
-        everywhere = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
-        gathered = _gathered(array, 0 if layer is None else layer, layer is not None, np.dtype(dtype), everywhere)
-        yield parameter.name_at(layer or 0), np.asarray(gathered.addressable_data(0))
+    array = weights[parameter.name]
+    sharding = array.sharding
+    everywhere = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
+    return _gathered(array, 0 if layer is None else layer, layer is not None, np.dtype(dtype), everywhere)
 
 
 def place_weights(
-    config: DecoderConfig, weights: HostWeights, *, like: Mapping[str, jax.Array]
+    config: DecoderConfig, read: Callable[[str], NDArray[np.uint8]], *, like: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Inverse of `export_weights`: host bytes in the dtype of the model directory, stacked, as arrays like `like`.
+    """Inverse of gathering: host bytes in `config.dtype`, stacked, as arrays like `like`.
 
     Each device is given its own part; dtype and sharding are those of `like`, so that programs compiled for it serve.
+    `read` gives a parameter's bytes by its name in a layer. It is called once for each, in one order, and the host
+    holds one such beside the parts of its own devices.
     """
     dtype = jax.numpy.dtype(config.dtype)
 
     def placed(parameter: Parameter) -> jax.Array:
-        model = like[parameter.name]
-        layers = [weights[name].view(dtype).reshape(parameter.shape) for name in parameter.names]
-
-        def part(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
-            assert index is not None
-            if parameter.layers is None:
-                return layers[0][index].astype(model.dtype)
-            return np.stack([layer[index[1:]].astype(model.dtype) for layer in layers[index[0]]])
-
-        return jax.make_array_from_callback(parameter.stacked_shape, model.sharding, part)
+        model, shape = like[parameter.name], parameter.stacked_shape
+        places = model.sharding.addressable_devices_indices_map(shape).values()
+        indices = {_key(index): index for index in places if index is not None}
+        part_shape = model.sharding.shard_shape(shape)
+        parts: dict[Any, np.ndarray[Any, Any]] = {key: np.empty(part_shape, model.dtype) for key in indices}
+        for layer, name in enumerate(parameter.names):
+            whole = read(name).view(dtype).reshape(parameter.shape)
+            for key, index in indices.items():
+                if parameter.layers is None:
+                    parts[key][...] = whole[index]
+                else:  # layers are never divided
+                    parts[key][layer] = whole[index[1:]]
+        return jax.make_array_from_callback(shape, model.sharding, lambda index: parts[_key(index or ())])
 
     return {parameter.name: placed(parameter) for parameter in config.parameters}
 
 
+def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
+    """A part's place as a key: Python 3.11 cannot hash slices."""
+    return tuple((part.start, part.stop) for part in index)
+
+
 def export_order(config: DecoderConfig) -> Iterator[tuple[Parameter, int | None]]:
-    """Every parameter with its layer, in the order of `export_weights`: embedding, layer by layer, norm, head."""
+    """Every parameter with its layer, in the order of `weight_layout`: embedding, layer by layer, norm, head."""
     first, *rest = (parameter for parameter in config.parameters if parameter.layers is None)
     stacked = [parameter for parameter in config.parameters if parameter.layers is not None]
     yield first, None

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import read_config
-from pipelinerl.models.jax_checkpoint import export_weights, load_weights
-from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, output_embedding
+from pipelinerl.models.jax.checkpoint import load_weights
+from pipelinerl.models.jax.decoder import grouped_attention, hidden_states, output_embedding
 from pipelinerl.rng import generator
+from tests.fakes.jax_weights import exported
 
 SIZES = {
     "vocab_size": 48,
@@ -86,11 +87,11 @@ def test_logprobs_are_hugging_faces(name, saved):
 def test_what_is_exported_is_what_was_saved(name, saved):
     model, path = saved(name)
     config, weights = loaded(path)
-    exported = dict(export_weights(config, weights, dtype=np.float32))
+    got = exported(config, weights, dtype=np.float32)
     parameters = dict(model.named_parameters())
-    assert exported.keys() == parameters.keys()
-    assert all(np.array_equal(exported[name], parameters[name].detach().numpy()) for name in exported)
-    layers = [name.split(".")[2] for name in exported if name.startswith("model.layers.")]
+    assert got.keys() == parameters.keys()
+    assert all(np.array_equal(got[name], parameters[name].detach().numpy()) for name in got)
+    layers = [name.split(".")[2] for name in got if name.startswith("model.layers.")]
     assert layers == sorted(layers), "layer by layer"
 
 
@@ -100,10 +101,10 @@ def test_files_in_several_shards_and_in_bfloat16(saved):
     assert len(list(path.glob("model-*.safetensors"))) > 1
     (path / "model.safetensors").unlink(missing_ok=True)
     config, weights = loaded(path)
-    exported = dict(export_weights(config, weights, dtype=jnp.dtype(config.dtype)))
-    assert config.dtype == "bfloat16" and {str(array.dtype) for array in exported.values()} == {"bfloat16"}
+    got = exported(config, weights, dtype=jnp.dtype(config.dtype))
+    assert config.dtype == "bfloat16" and {str(array.dtype) for array in got.values()} == {"bfloat16"}
     for name, parameter in model.named_parameters():
-        assert np.array_equal(exported[name].astype(np.float32), parameter.float().detach().numpy())
+        assert np.array_equal(got[name].astype(np.float32), parameter.float().detach().numpy())
 
 
 def test_a_tied_head_that_is_stored_again_is_the_embedding(saved):

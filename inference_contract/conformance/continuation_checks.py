@@ -1,0 +1,171 @@
+"""Checks of answers that go on where another engine stopped, and of streams whose chunks come rarely."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from inference_contract.conformance.chat_checks import check_columns, ids_of, stoppable
+from inference_contract.conformance.session import Session, Unsupported, chunks, refused
+from inference_contract.conformance.stream_checks import gathered
+from inference_contract.schemas import Choice, Continuation, FinishReason
+
+_LENGTH: Final = 12
+#: Seeds that are tried, until one gives answers long enough to be cut.
+_SEEDS: Final = 24
+
+
+def _offered(session: Session) -> Continuation:
+    """What the engine says that it does. Raises `Unsupported` if it begins every answer anew."""
+    offered = session.health().continuation
+    if offered is Continuation.NONE:
+        raise Unsupported("/health says continuation = none: answers that another engine began are sampled anew")
+    return offered
+
+
+def _long(session: Session, **asked: Any) -> tuple[int, list[Choice]]:
+    """A seed, and its three answers, of which the first and the last have at least four tokens."""
+    for seed in range(_SEEDS):
+        choices = session.chat(n=3, seed=seed, max_tokens=_LENGTH, **asked).choices
+        if min(len(ids_of(choices[0])), len(ids_of(choices[2]))) >= 4:
+            return seed, choices
+    raise Unsupported(f"none of {_SEEDS} seeds gives answers of four tokens, so that none can be cut")
+
+
+def _cut(first: Choice, last: Choice) -> tuple[list[dict[str, Any]], tuple[int, int]]:
+    """The prefixes of two samples, of different lengths, and those lengths."""
+    ends = 1, 2
+    prefixes = [
+        {"index": each.index, "token_ids": ids_of(each)[:end]} for each, end in zip((first, last), ends, strict=True)
+    ]
+    return prefixes, ends
+
+
+def _equal_rest(whole: Choice, rest: Choice, start: int) -> None:
+    """`rest` must be what follows token `start` of `whole`, with the text of the whole."""
+    assert rest.index == whole.index, f"the rest of choice {whole.index} must keep its index, got {rest.index}"
+    check_columns(rest)
+    expected, got = ids_of(whole)[start:], ids_of(rest)
+    assert got == expected, f"after {start} tokens of choice {whole.index} must come {expected}, got {got}"
+    assert rest.message.content == whole.message.content, (
+        f"the text must be that of the whole answer, {whole.message.content!r}, got {rest.message.content!r}"
+    )
+    assert rest.finish_reason is whole.finish_reason, (
+        f"finish_reason must be that of the whole answer, {whole.finish_reason}, got {rest.finish_reason}"
+    )
+
+
+def _continues(session: Session, **asked: Any) -> None:
+    seed, (first, second, last) = _long(session, **asked)
+    nothing = {"index": 1, "token_ids": []}
+    (begun,) = session.chat(n=1, seed=seed, max_tokens=_LENGTH, prefixes=[nothing], **asked).choices
+    _equal_rest(second, begun, 0)
+    prefixes, ends = _cut(first, last)
+    rest = session.chat(n=2, seed=seed, max_tokens=_LENGTH, prefixes=prefixes, **asked)
+    assert len(rest.choices) == 2, f"two prefixes must give two choices, got {len(rest.choices)}"
+    assert rest.usage.completion_tokens == sum(len(ids_of(each)) for each in rest.choices), "usage counts new tokens"
+    for whole, part, end in zip((first, last), rest.choices, ends, strict=True):
+        _equal_rest(whole, part, end)
+    streamed = gathered(session.stream(n=2, seed=seed, max_tokens=_LENGTH, prefixes=prefixes, **asked))
+    for whole, part, end in zip((first, last), streamed, ends, strict=True):
+        _equal_rest(whole, part, end)
+
+
+def greedy_answer_continues(session: Session) -> None:
+    """The rest of a greedy answer is what follows in the undisturbed one: tokens, text, end."""
+    _offered(session)
+    _continues(session, temperature=0.0)
+
+
+def sampled_answer_continues(session: Session) -> None:
+    """The rest of a sampled answer is what follows in the undisturbed one; with noise of its own, an answer as good."""
+    if _offered(session) is Continuation.SAME_NOISE:
+        _continues(session)
+        return
+    seed, (first, _, last) = _long(session)
+    prefixes, ends = _cut(first, last)
+    asked: dict[str, Any] = {"n": 2, "seed": seed, "max_tokens": _LENGTH, "prefixes": prefixes}
+    rest = session.chat(**asked).choices
+    assert [each.index for each in rest] == [0, 2], f"the rests of choices 0 and 2 must come, got {rest}"
+    for each, end in zip(rest, ends, strict=True):
+        check_columns(each)
+        count = len(ids_of(each))
+        assert 1 <= count <= _LENGTH - end, f"after {end} of {_LENGTH} tokens come at most the others, got {count}"
+    for one, two in zip(rest, session.chat(**asked).choices, strict=True):
+        assert ids_of(one) == ids_of(two), f"seed {seed} must repeat the rest of choice {one.index}"
+
+
+def prefix_counts_towards_max_tokens(session: Session) -> None:
+    """max_tokens bounds the whole answer, the prefix included."""
+    _offered(session)
+    seed, (first, *_) = _long(session)
+    prefixes = [{"index": 0, "token_ids": ids_of(first)[:2]}]
+    (rest,) = session.chat(n=1, seed=seed, max_tokens=3, prefixes=prefixes).choices
+    assert len(ids_of(rest)) == 1, f"max_tokens=3 leaves one token after two, got {len(ids_of(rest))}"
+    if rest.finish_reason is not FinishReason.STOP:
+        assert rest.finish_reason is FinishReason.LENGTH, f"finish_reason must be length, got {rest.finish_reason}"
+
+
+def stop_string_over_the_border(session: Session) -> None:
+    """A stop string that begins in the prefix and ends after it ends the answer, and is not in its text."""
+    # Noise of its own would make another text: greedy, there is one answer to cut, and prompts to choose from.
+    warmth = {"temperature": 0.0} if _offered(session) is Continuation.OWN_NOISE else {}
+    prompt = session.chat().prompt_token_ids or []
+    for number in range(_SEEDS):
+        found = _stopped(session, seed=number, prompt_token_ids=prompt[-1 - number % len(prompt) :], **warmth)
+        if found is not None:
+            _equal_rest(*found)
+            return
+    raise Unsupported(f"no answer of {_SEEDS} seeds can be cut within a stop string")
+
+
+def _stopped(session: Session, **asked: Any) -> tuple[Choice, Choice, int] | None:
+    """An answer that a stop string ends, its rest after all but its last token, and how many tokens those are."""
+    text = session.chat(**asked).choices[0].message.content
+    stop = text[1:3]
+    if len(stop) < 2 or "\ufffd" in text or stop in text[:2]:
+        return None
+    whole = session.chat(**asked, stop=stop).choices[0]
+    end = len(ids_of(whole)) - 1
+    if end < 1 or whole.finish_reason is not FinishReason.STOP:
+        return None
+    prefixes = [{"index": 0, "token_ids": ids_of(whole)[:end]}]
+    return whole, session.chat(**asked, stop=stop, prefixes=prefixes).choices[0], end
+
+
+def ended_prefix_is_refused(session: Session) -> None:
+    """A prefix that max_tokens or a stop string has ended already is refused, and so are indices that do not rise."""
+    _offered(session)
+    seed, text, stop = stoppable(session)
+    ids = ids_of(session.chat(seed=seed).choices[0])
+    twice = [{"index": 1, "token_ids": ids[:1]}] * 2
+    for asked in (
+        {"max_tokens": 2, "prefixes": [{"index": 0, "token_ids": ids[:2]}]},
+        {"stop": stop, "prefixes": [{"index": 0, "token_ids": ids[: len(text)]}]},
+        {"n": 2, "prefixes": twice},
+        {"n": 2, "prefixes": twice[:1]},
+    ):
+        refused(session.completed(seed=seed, **asked), 400, code="invalid_request_error")
+
+
+def rare_chunks_are_the_whole(session: Session) -> None:
+    """With `stream_options.interval_s` chunks come no more often, and amount to the same answer."""
+    _offered(session)
+    whole = session.chat(n=3, seed=9).choices
+    response = session.streamed(n=3, seed=9, stream_options={"interval_s": 3600.0})
+    came = list(chunks(response, response.iter_lines()))
+    assert len(came) == 1, f"with interval_s=3600 a short answer must come in one chunk, it came in {len(came)}"
+    assert came[0].prompt_token_ids, "with return_token_ids a stream must begin with prompt_token_ids"
+    for one, two in zip(whole, gathered(came), strict=True):
+        for name in ("message", "token_ids", "token_logprobs", "version_spans", "finish_reason"):
+            expected, got = getattr(one, name), getattr(two, name)
+            assert expected == got, f"choice {one.index}: the stream's {name} is {got}, answered whole it is {expected}"
+
+
+CHECKS = (
+    greedy_answer_continues,
+    sampled_answer_continues,
+    prefix_counts_towards_max_tokens,
+    stop_string_over_the_border,
+    ended_prefix_is_refused,
+    rare_chunks_are_the_whole,
+)

@@ -1,0 +1,165 @@
+"""Which GPUs a run may use, as a value: what the NVIDIA driver lists, narrowed by the user's CUDA_VISIBLE_DEVICES.
+
+No CUDA library is loaded: `nvidia-smi` is asked, or /proc/driver/nvidia is read where there is none. `read_devices` is
+pure. TPUs and other accelerators are not looked for; who may use them is the user's to say (docs/tpu.md).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import takewhile
+from pathlib import Path
+from typing import Final
+
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import UserError
+
+VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+
+#: The driver may have to wake the GPUs first, which takes seconds without its persistence mode.
+_DEADLINE_S: Final = 30.0
+_QUERY: Final = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
+_INSTANCES: Final = ("nvidia-smi", "-L")
+_PROC: Final = Path("/proc/driver/nvidia/gpus")
+
+
+class Origin(StrEnum):
+    """Who says which devices there are."""
+
+    DRIVER = "driver"
+    """The driver, which counts in the order of the PCI bus."""
+    VARIABLE = "variable"
+    """The user, by CUDA_VISIBLE_DEVICES."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU, or an instance of one, by the name that CUDA_VISIBLE_DEVICES has for it; its memory, where it is known."""
+
+    name: str
+    memory_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices that a run may use; a recipe speaks of them by their index here."""
+
+    each: tuple[Device, ...] = ()
+    origin: Origin = Origin.DRIVER
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    def label(self, index: int) -> str:
+        """What people call it, such as `GPU 1`, or `GPU 1 (MIG-…)` where CUDA has another name for it."""
+        name = self.each[index].name
+        return f"GPU {index}" if name == str(index) else f"GPU {index} ({name})"
+
+    def environment(self, indices: Sequence[int]) -> Mapping[str, str]:
+        """What shows these devices, and no other, to a process; nothing for a process that needs none."""
+        if not indices:
+            return {}
+        shown = {VARIABLE: ",".join(self.each[index].name for index in indices)}
+        # CUDA by itself counts the fastest first; the user's own indices keep the order that they were meant in.
+        return shown | ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.origin is Origin.DRIVER else {})
+
+
+def devices_for(config: RunConfig, environ: Mapping[str, str]) -> Devices:
+    """The devices of this machine that the run may use; not looked for when nothing in the recipe could use one.
+
+    Raises:
+        UserError: the driver does not answer in time, or CUDA_VISIBLE_DEVICES names what is not there.
+    """
+    if not (config.gpus_of_engine() or config.gpus_of_trainer):
+        return Devices()
+    try:
+        gpus = _answer(_QUERY)
+        instances = _answer(_INSTANCES) if "Enabled" in gpus else ""
+    except FileNotFoundError:
+        gpus, instances = "\n".join(_from_proc(_PROC)), ""
+    return read_devices(gpus, instances=instances, visible=environ.get(VARIABLE))
+
+
+def read_devices(gpus: str, *, instances: str = "", visible: str | None = None) -> Devices:
+    """The devices in what `nvidia-smi` answers.
+
+    Args:
+        gpus: a line for each GPU: index, UUID, MiB of memory, whether it is divided into instances (MIG).
+        instances: the answer of `nvidia-smi -L`, where a GPU is divided: its instances are then the devices.
+        visible: CUDA_VISIBLE_DEVICES, whose names are kept as they are; None when it is not set.
+
+    Raises:
+        UserError: `visible` names what is not there.
+    """
+    rows = [[field.strip() for field in line.split(",")] for line in gpus.splitlines() if line.strip()]
+    if visible is not None:
+        return Devices(tuple(_named(rows, visible)) if rows else (), Origin.VARIABLE)
+    found: list[Device] = []
+    for index, uuid, memory, mig in rows:
+        if mig == "Enabled":
+            found += [Device(name) for name in _instances_of(uuid, instances)]
+        else:
+            found.append(Device(index, _mebibytes(memory)))
+    return Devices(tuple(found))
+
+
+def _named(rows: list[list[str]], visible: str) -> Iterator[Device]:
+    """The devices that CUDA_VISIBLE_DEVICES names, up to the first that CUDA takes for none."""
+    sizes = {row[2] for row in rows}
+    for name in takewhile(_names_something, (part.strip() for part in visible.split(","))):
+        if name.startswith("MIG-"):
+            yield Device(name)
+            continue
+        if name.isdecimal():
+            # Which GPU an index means depends on CUDA_DEVICE_ORDER, so its memory is known where all have the same.
+            same = [row for row in rows if len(sizes) == 1 and row[3] != "Enabled"] if int(name) < len(rows) else None
+        else:
+            same = [row for row in rows if row[1].startswith(name)] or None
+        if same is None:
+            there = ", ".join(f"{row[0]} ({row[1]})" for row in rows)
+            raise UserError(f"{VARIABLE} names {name}, and this machine has the GPUs {there}; correct the variable")
+        yield Device(name, _mebibytes(same[0][2]) if same else None)
+
+
+def _names_something(name: str) -> bool:
+    return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
+
+
+def _instances_of(uuid: str, listing: str) -> list[str]:
+    """UUIDs of the instances of one GPU in `nvidia-smi -L`."""
+    names: list[str] = []
+    inside = False
+    for line in listing.splitlines():
+        if line.startswith("GPU "):
+            inside = uuid in line
+        elif inside and (name := re.search(r"UUID: (MIG-[^)]+)", line)):
+            names.append(name[1])
+    return names
+
+
+def _mebibytes(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def _answer(command: Sequence[str]) -> str:
+    """What it writes; nothing when it fails, as it does where there is no driver or no GPU."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{command[0]} did not answer within {_DEADLINE_S:g} s, so which GPUs there are is unknown; see why it "
+            "hangs, or set engine.device and trainer.device to cpu"
+        ) from None
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _from_proc(gpus: Path) -> Iterator[str]:
+    """Lines as `nvidia-smi` writes them, of the driver's own files, which know neither memory nor instances."""
+    folders = sorted(gpus.iterdir()) if gpus.is_dir() else []
+    for index, folder in enumerate(folders):  # named for their place on the PCI bus
+        uuid = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())
+        yield f"{index}, {uuid[1] if uuid else ''}, , "

@@ -1,0 +1,100 @@
+"""Layers of a recipe: a base, what a recipe changes of it, and the overrides of a command line, from below upward.
+
+A layer changes single keys of the layers below it. A choice that it makes anew it makes whole: where it names the
+objective's preset, nothing that a layer below said of the objective is left, and where it names a slot's kind, nothing
+of that slot. What the same layer says beside the name refines the choice, in any order.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pipelinerl.errors import RecipeError
+
+Path = tuple[str, ...]
+
+_OBJECTIVE: Final = "objective"
+_PRESET: Final = "preset"
+
+
+def merged(below: Mapping[str, Any], layer: Mapping[str, Any], path: Path = ()) -> dict[str, Any]:
+    """The tables `below` with those of a layer above them."""
+    result = dict(below)
+    for key, value in layer.items():
+        here = (*path, key)
+        old, new = _as_table(result.get(key), here), _as_table(value, here) if _selector(here) else value
+        chosen = isinstance(new, dict) and _selector(here) in new
+        both_tables = isinstance(old, dict) and isinstance(new, dict)
+        result[key] = merged(old, new, here) if both_tables and not chosen else value
+    return result
+
+
+def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tables with `section.key=value` overrides: one layer, in which a value replaces what was at its key.
+
+    Raises:
+        RecipeError: an override is no such text, or leads through a value that is no table.
+    """
+    changes = [_parsed(override) for override in overrides]
+    result = _copied(table)
+    for path, _ in changes:
+        if path[-1] == _selector(path[:-1]):
+            _forget(result, path[:-1])
+    for path, value in changes:
+        _put(result, path, value)
+    return result
+
+
+def _selector(path: Path) -> str | None:
+    """The key by which the table at this path makes a choice: `preset` of the objective, `kind` of one of its slots."""
+    if path == (_OBJECTIVE,):
+        return _PRESET
+    return "kind" if len(path) == 2 and path[0] == _OBJECTIVE and path[1] != _PRESET else None
+
+
+def _as_table(value: Any, path: Path) -> Any:
+    """A choice by its name alone is a table with nothing but the name."""
+    selector = _selector(path)
+    return {selector: value} if selector and isinstance(value, str) else value
+
+
+def _parsed(override: str) -> tuple[Path, Any]:
+    path, separator, text = override.partition("=")
+    if not separator or not path.strip():
+        raise RecipeError(f"an override must read section.key=value, got {override!r}")
+    keys, value = tuple(path.strip().split(".")), _literal(text.strip())
+    selector = _selector(keys)
+    return ((*keys, selector), value) if selector and isinstance(value, str) else (keys, value)
+
+
+def _literal(text: str) -> Any:
+    """A TOML value, or the text itself when it is not one, so that shells need no double quoting."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _copied(value: Any) -> Any:
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _forget(table: dict[str, Any], path: Path) -> None:
+    """Take out what is at this path, if anything is."""
+    node: Any = table
+    for key in path[:-1]:
+        node = node.get(key) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(path[-1], None)
+
+
+def _put(table: dict[str, Any], path: Path, value: Any) -> None:
+    node = table
+    for depth, section in enumerate(path[:-1], start=1):
+        child = node[section] = _as_table(node.get(section, {}), path[:depth])
+        if not isinstance(child, dict):
+            raise RecipeError(f"{'.'.join(path)}: {section} is not a table")
+        node = child
+    node[path[-1]] = value

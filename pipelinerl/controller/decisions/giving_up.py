@@ -1,0 +1,119 @@
+"""When a run cannot go on, and how it ends then: with its state saved, and one sentence that says why.
+
+    cause                                                       is known
+    every engine refuses for a reason that no retry mends       when the last of them has
+    no engine is alive                                          after `engine_timeout_s`
+    no answer gets a verdict                                    after a step's worth of answers in a row
+    every engine refuses every prompt for such a reason         after a step's worth of groups, eight at least
+
+Whether a reason lasts is said by who refuses (`inference_contract.errors.Persistence`), never guessed here. A trainer
+that trains is told to save what it has, and is waited for; it has `_SAVE_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from inference_contract.errors import Persistence
+from pipelinerl.controller.decisions.directives import directive, ending
+from pipelinerl.controller.decisions.stall_diagnosis import lost_engines
+from pipelinerl.controller.state.effects import Effect, End, Finish, Record, Send
+from pipelinerl.controller.state.fleet import EngineLifecycle
+from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.messages import GroupFailed
+
+#: How long a trainer may take to save its state.
+_SAVE_S: Final = 30.0
+#: Fewer groups may all have a prompt that is too long.
+_FEW_GROUPS: Final = 8
+
+
+def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> list[Effect]:
+    """What follows after a decision if the run cannot go on; called after each."""
+    if state.phase is Phase.FINISHED:
+        return []
+    if state.failure:
+        saved = state.phase is not Phase.TRAINING or now - state.failing_since > _SAVE_S
+        return finish(state, settings) if saved else []
+    state.engineless_since = 0.0 if _alive(state) else state.engineless_since or now
+    reason = next(_reasons(state, settings, now), None)
+    if reason is None:
+        return []
+    state.failure, state.failing_since = reason, now
+    told: list[Effect] = [Record("run_failing", {"reason": reason})]
+    if state.phase is not Phase.TRAINING:
+        return told + finish(state, settings)
+    state.stop_reason, state.stop_sent = reason, True
+    name = f"fail-e{state.epoch}-{state.version}"
+    return [*told, Send(directive(state, settings, answers=name, publish=False))]
+
+
+def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
+    """The run is over."""
+    state.phase = Phase.FINISHED
+    return [last_word(state, settings)]
+
+
+def last_word(state: RunState, settings: ControllerSettings) -> Finish:
+    """How a run that is over has ended."""
+    if state.failure:
+        return Finish(state.failure, End.FAILED)
+    return Finish(ending(state, settings) or "stopped")
+
+
+def refused(state: RunState, report: GroupFailed) -> None:
+    """Note a group that failed, whether that will last, and why."""
+    lasts = report.persistence is Persistence.PERMANENT
+    state.refused_groups = state.refused_groups + 1 if lasts else 0
+    state.refused_reason = report.reason
+
+
+# --- details ---------------------------------------------------------------------------------------------------------
+
+
+def _alive(state: RunState) -> bool:
+    return any(record.lifecycle.is_alive for record in state.fleet.records())
+
+
+def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
+    if state.phase is Phase.FINISHING:
+        return  # what is trained is saved; the last evaluation has bounds of its own
+    yield from _all_refuse(state, settings)
+    if state.engineless_since and now - state.engineless_since > settings.engine_timeout_s:
+        yield (
+            f"no engine has been there for {settings.engine_timeout_s:g} s (run.engine_timeout_s)"
+            f"{lost_engines(state)}; start one, or see the engines' logs"
+        )
+    yield from _no_verdicts(state, now)
+    if state.refused_groups >= max(state.knobs.groups_per_step, _FEW_GROUPS) and not _some_ended_well(state):
+        yield f"engines refuse the prompts of {state.refused_groups} groups in a row: {state.refused_reason}"
+
+
+def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
+    """No engine can come any more but by an operator's hand: each has come, and is out for good."""
+    records = [record for record in state.fleet.records() if not record.to_stop]
+    names = {record.name for record in records}
+    to_come = [hire for request in state.engine_requests if request.wanted and request.name not in names]
+    if to_come or len(state.fleet.records()) < settings.engines_expected:
+        return
+    refusals = [record for record in records if record.refuses]
+    if refusals and all(record.lifecycle is EngineLifecycle.EXPELLED for record in records):
+        said = "; ".join(f"{record.url} {record.last_error}" for record in refusals[:3])
+        yield f"no engine can serve this run: {said}"
+
+
+def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
+    """Every actor's verifiers have failed on whatever they were given of late."""
+    busy = [alive for alive in state.live_actors(now) if alive.judged or alive.unjudged_in_a_row]
+    unjudged = [alive for alive in busy if alive.unjudged_in_a_row]
+    count = sum(alive.unjudged_in_a_row for alive in unjudged)
+    if unjudged and len(unjudged) == len(busy) and count >= state.knobs.rollouts_per_step:
+        yield f"{count} answers in a row have no verdict; the last, of domain {unjudged[-1].unjudged_reason}"
+
+
+def _some_ended_well(state: RunState) -> bool:
+    """Has any group come to the trainer since the last step, if only to be filtered?"""
+    ledger, before = state.account.ledger(), state.stepped
+    return any(ledger[fate] > getattr(before, fate) for fate in ("filtered", "stale"))

@@ -1,0 +1,81 @@
+"""What of a chat request the model can sample: the room after its prompt, and the samples that it asks for.
+
+Promises: what is admitted has room for a token; and of an answer that another engine began, what has not ended: no
+token that ends a sample, no stop string, fewer tokens than the limit. Sample i has the noise of (seed, i), whichever
+samples are asked for with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from inference_contract.errors import InvalidRequest
+from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest
+from pipelinerl import rng
+from pipelinerl.engines.batching.sample_loop import ServedModel
+from pipelinerl.engines.batching.sequence import Request
+from pipelinerl.engines.batching.text import TextWindow
+
+
+def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
+    """Tokens that may follow `prompt`. Raises `InvalidRequest` when there is none, or the prompt is no prompt."""
+    room = model.context_length - len(prompt)
+    if not prompt:
+        raise InvalidRequest("the prompt must have at least one token, got none", param=param)
+    if room < 1:
+        raise InvalidRequest(
+            f"the prompt must leave room for a token in the context of {model.context_length} tokens, it has "
+            f"{len(prompt)}; shorten it",
+            param=param,
+        )
+    lowest, highest = min(prompt), max(prompt)
+    if lowest < 0 or highest >= model.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise InvalidRequest(f"token ids must be in [0, {model.vocab_size}), got {wrong}", param=param)
+    return room
+
+
+def add_samples(
+    work: Request,
+    asked: ChatCompletionRequest,
+    *,
+    seed: int,
+    new_text: Callable[[], TextWindow | None],
+    stop_ids: frozenset[int],
+    vocab_size: int,
+) -> None:
+    """Add the samples that are asked for to `work`; `new_text` makes the window of a sample that needs one.
+
+    Raises:
+        InvalidRequest: a prefix has ended already, or is none of this model's.
+    """
+    if asked.prefixes is None:
+        for key in rng.sample_keys(seed, asked.n).tolist():
+            work.add_sequence(key, new_text())
+        return
+    keys = rng.sample_keys(seed, asked.prefixes[-1].index + 1).tolist()
+    for place, prefix in enumerate(asked.prefixes):
+        text = new_text()
+        ended = _end_of(prefix, work.token_limit, text=text, stop_ids=stop_ids, vocab_size=vocab_size)
+        if ended:
+            raise InvalidRequest(
+                f"the prefix of sample {prefix.index} must be one that a token can follow, it {ended}",
+                param=f"prefixes.{place}.token_ids",
+            )
+        work.add_sequence(keys[prefix.index], text, prefix=prefix)
+
+
+def _end_of(
+    prefix: AnswerPrefix, token_limit: int, *, text: TextWindow | None, stop_ids: frozenset[int], vocab_size: int
+) -> str:
+    """Why no token can follow `prefix`, whose text is put into the window; "" when one can."""
+    token_ids = prefix.token_ids
+    if len(token_ids) >= token_limit:
+        return f"has {len(token_ids)} tokens of at most {token_limit}"
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        return f"has a token outside [0, {vocab_size})"
+    if not stop_ids.isdisjoint(token_ids):
+        return "has a token that ends a sample"
+    if text is not None and any(text.push(token_id) for token_id in token_ids):
+        return "has a stop string"
+    return ""

@@ -1,0 +1,155 @@
+"""`PartialAnswer`: a chat completion as it grows, which outlives the engines that sample it. Pure.
+
+    request ─▶ engine a: chunk, chunk, dies ─▶ `rest` ─▶ engine b: chunk, chunk, end ─▶ `completion`
+
+Promises: a token that came stays, with the log-prob and the version that it came with; what is asked of the next engine
+is what is missing, sample by sample, after the very prompt tokens that the first one used. Spans follow the tokens: an
+engine that goes on may serve an older version than the one before. An answer is of one epoch, that of the weights that
+began it: what is continued by another might join an abandoned line to its successor, so `take` refuses that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from inference_contract.schemas import (
+    AnswerPrefix,
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Choice,
+    ChunkChoice,
+    FinishReason,
+    Span,
+    StreamOptions,
+    Usage,
+)
+from pipelinerl.errors import EngineUnreachable
+
+
+@dataclass(slots=True)
+class _Sample:
+    """What has come of one sample."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+
+    def take(self, part: ChunkChoice, *, url: str) -> None:
+        token_ids, logprobs, spans = part.token_ids or [], part.token_logprobs or [], part.version_spans or []
+        if not len(token_ids) == len(logprobs) == sum(count for _, count in spans) or self.finish_reason is not None:
+            raise EngineUnreachable(
+                f"{url} must stream as many log-probs as tokens, spans over all of them, and nothing after an end; "
+                f"choice {part.index} came with {len(token_ids)} tokens, {len(logprobs)} log-probs and spans {spans}. "
+                "Run `pipelinerl conformance engine URL` against it"
+            )
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        for version, count in spans:
+            if self.spans and self.spans[-1][0] == version:
+                self.spans[-1] = version, self.spans[-1][1] + count
+            else:
+                self.spans.append((version, count))
+        self.text += part.delta.content or ""
+        self.finish_reason = part.finish_reason
+
+
+@final
+class PartialAnswer:
+    """The answer to `request` so far. It asks for chunks every `interval_s`."""
+
+    def __init__(self, request: ChatCompletionRequest, *, interval_s: float) -> None:
+        self._request = request
+        self._options = StreamOptions(interval_s=interval_s)
+        self._last: ChatCompletionChunk | None = None
+        self._prompt: list[int] | None = None
+        self._samples: dict[int, _Sample] = {index: _Sample() for index in range(request.n)}
+        self._handed_over = 0  # of the tokens, how many an engine sampled that does not work on it any more
+        self.tokens_kept = 0
+        """Of an answer's tokens, those of engines that did not end it."""
+        self.tokens_resampled = 0
+        """Tokens that came, and were given up."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have come."""
+        return sum(len(sample.token_ids) for sample in self._samples.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Has every sample ended?"""
+        return all(sample.finish_reason is not None for sample in self._samples.values())
+
+    def rest(self) -> ChatCompletionRequest:
+        """What is to be asked of the next engine: the whole request, or what is missing after all that has come.
+
+        What it has streamed of the text does not count: with its end comes the text of the whole answer.
+        """
+        changes: dict[str, object] = {"stream": True, "stream_options": self._options}
+        if self._prompt is not None:
+            missing = {index: sample for index, sample in self._samples.items() if sample.finish_reason is None}
+            for sample in missing.values():
+                sample.text = ""
+            prefixes = [AnswerPrefix(index=i, token_ids=list(sample.token_ids)) for i, sample in missing.items()]
+            changes |= {"messages": None, "prompt_token_ids": self._prompt, "n": len(missing), "prefixes": prefixes}
+        return self._request.model_copy(update=changes)
+
+    def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:
+        """Add what came from the engine at `url`; False if weights of another epoch than before have sampled it.
+
+        Raises:
+            EngineUnreachable: it is not what was asked for.
+        """
+        if self._last is not None and chunk.epoch != self._last.epoch:
+            return False
+        if self._prompt is None:
+            if chunk.prompt_token_ids is None:
+                raise EngineUnreachable(f"{url} must begin a stream with prompt_token_ids when return_token_ids is set")
+            self._prompt = chunk.prompt_token_ids
+        for part in chunk.choices:
+            if part.index not in self._samples:
+                raise EngineUnreachable(f"{url} was not asked for choice {part.index}, of which it streams")
+            self._samples[part.index].take(part, url=url)
+        self._last = chunk
+        return True
+
+    def hand_over(self) -> None:
+        """The engine that worked on it does not go on: what came of it is kept for the next."""
+        self.tokens_kept += self.num_tokens - self._handed_over
+        self._handed_over = self.num_tokens
+
+    def forget(self) -> None:
+        """Give up what came: the next engine begins anew."""
+        self.tokens_resampled += self.num_tokens
+        self.tokens_kept = self._handed_over = 0
+        self._samples = {index: _Sample() for index in self._samples}
+        self._last = self._prompt = None
+
+    def completion(self) -> ChatCompletion:
+        """The answer, as one engine would have given it; it must be whole."""
+        last, prompt, tokens = self._last, self._prompt, self.num_tokens
+        assert last is not None and prompt is not None
+        return ChatCompletion(
+            id=last.id,
+            created=last.created,
+            model=last.model,
+            choices=[
+                Choice.model_construct(
+                    index=index,
+                    message=AssistantMessage.model_construct(content=sample.text),
+                    finish_reason=sample.finish_reason,
+                    token_ids=sample.token_ids,
+                    token_logprobs=sample.logprobs,
+                    version_spans=sample.spans,
+                )
+                for index, sample in self._samples.items()
+            ],
+            usage=Usage(prompt_tokens=len(prompt), completion_tokens=tokens, total_tokens=len(prompt) + tokens),
+            prompt_token_ids=prompt,
+            model_version=max((version for s in self._samples.values() for version, _ in s.spans), default=0),
+            epoch=last.epoch,
+        )

@@ -1,0 +1,174 @@
+"""`policy_loss`: an algorithm's loss and gradient from arrays of numpy, torch or JAX, without the rest of the system.
+
+    from pipelinerl.objective import policy_loss
+
+    found = policy_loss("grpo", logprobs, rewards=rewards, groups=groups, mask=mask, behavior_logprobs=sampled)
+    found.loss.backward()               # torch; in JAX differentiate a function of logprobs that returns found.loss
+    found.gradient                      # d loss / d logprobs in closed form, in any of the three
+
+The batch is whole: advantages and weights are taken over all its rollouts, on the host, and the loss is evaluated in
+the library of the log-probs. Nothing is imported that the caller has not imported, but numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from pipelinerl.arrays import Array, namespace
+from pipelinerl.errors import UserError
+from pipelinerl.objective.explain import ScoredRollout
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.tokens import COMPUTED_BY
+
+#: Columns that a caller may give beside the log-probs.
+_COLUMNS: Final = tuple(name for name in COMPUTED_BY if name.endswith(("logprobs", "entropies")) or name == "values")
+
+
+class PolicyLoss(NamedTuple):
+    """What an objective makes of a batch.
+
+    Attributes:
+        loss: −J, a scalar of the library of the log-probs, differentiable where it differentiates.
+        gradient: d loss / d logprobs, [B, T], in closed form; without what flows through a measure of the head.
+        advantages: f64 [B, T], on the host.
+        weights: f64 [B, T], the aggregation's, on the host.
+    """
+
+    loss: Any
+    gradient: Any
+    advantages: np.ndarray
+    weights: np.ndarray
+
+
+def policy_loss(
+    objective: str | Mapping[str, Any] | PolicyObjective,
+    logprobs: Array,
+    *,
+    rewards: Any,
+    groups: Any = None,
+    mask: Any = None,
+    judged: Any = None,
+    max_tokens: int | None = None,
+    **columns: Any,
+) -> PolicyLoss:
+    """Loss and gradient of a batch of B rollouts, padded to T sampled tokens.
+
+    Args:
+        objective: a preset's name, a recipe's table (`{"preset": "grpo", "grad1": {"epsilon_high": 0.28}}`), or one
+            that was resolved.
+        logprobs: [B, T], the current policy's; the library and the dtype of the loss.
+        rewards: [B].
+        groups: integers [B], equal for the rollouts of one problem; left out, all are of one.
+        mask: bool [B, T], the tokens that the model sampled; left out, all are. Elsewhere columns may hold anything.
+        judged: bool [B], False where a verifier came to no verdict: such a rollout has no part; left out, all are.
+        max_tokens: L_max, for an `agg.length` that says so (`dr_grpo`).
+        columns: [B, T] each: `behavior_logprobs`, `old_logprobs`, `ref_logprobs`, `values`, `vocab_mean_logprobs`,
+            `vocab_entropies`; of the same library as the log-probs, or of numpy.
+
+    Raises:
+        ColumnError: the objective reads a column that is not given.
+        UserError: shapes do not fit, a column is unknown, or slots have no meaning beside one another.
+    """
+    chosen = objective if isinstance(objective, PolicyObjective) else resolve(_plain(objective), max_tokens=max_tokens)
+    _check_shapes(logprobs, columns, mask)
+    num_rollouts, width = logprobs.shape
+    inside = np.ones((num_rollouts, width), bool) if mask is None else _host(mask).astype(bool)
+    valid = _per_rollout("judged", True if judged is None else judged, num_rollouts).astype(bool) & inside.any(axis=1)
+    index = _per_rollout("groups", 0 if groups is None else groups, num_rollouts)
+    lengths = inside.sum(axis=1)
+    sampled = {name: _host(columns[name]).astype(np.float64)[inside] for name in chosen.adv.needs if name in columns}
+    flat = chosen.adv.advantages(
+        rewards=_per_rollout("rewards", rewards, num_rollouts).astype(np.float64),
+        groups=index,
+        lengths=lengths,
+        valid=valid,
+        columns=sampled,
+    )
+    advantages = np.zeros(inside.shape)
+    advantages[inside] = flat
+    weights = chosen.agg.token_weights(lengths=lengths, groups=index, valid=valid)[:, None] * inside
+    given = {name: _like(logprobs, column) for name, column in columns.items()}
+    given |= {"advantages": _like(logprobs, advantages), "weights": _like(logprobs, weights)}
+    table = {name: column.reshape(-1) for name, column in given.items()} | {
+        "loss_mask": _like(logprobs, inside & valid[:, None], exact=True).reshape(-1),
+        "segment_ids": _like(logprobs, np.repeat(np.arange(num_rollouts), width), exact=True),
+        "num_segments": num_rollouts,
+    }
+    current = logprobs.reshape(-1)
+    gradient = chosen.prediction_gradient(_detached(current), table)
+    return PolicyLoss(chosen.evaluate(current, table), gradient.reshape(inside.shape), advantages, weights)
+
+
+def rollouts_loss(
+    objective: str | Mapping[str, Any] | PolicyObjective,
+    rollouts: Sequence[ScoredRollout],
+    *,
+    max_tokens: int | None = None,
+) -> PolicyLoss:
+    """`policy_loss` of rollouts, in numpy float64, [B, T] with T the longest of them; 0 beyond a rollout's end.
+
+    Raises:
+        ColumnError, UserError: as of `policy_loss`.
+    """
+    width = max((len(one.tokens) for one in rollouts), default=0)
+    known = [name for name in ("logprobs", *_COLUMNS) if all(getattr(one, name, None) is not None for one in rollouts)]
+
+    def padded(name: str) -> np.ndarray:
+        return np.array([[*getattr(one, name), *[0.0] * (width - len(one.tokens))] for one in rollouts], np.float64)
+
+    columns = {name: padded(name) for name in known}
+    return policy_loss(
+        objective,
+        columns.pop("logprobs").reshape(len(rollouts), width),
+        rewards=[one.reward for one in rollouts],
+        groups=[one.group for one in rollouts],
+        mask=np.array([np.arange(width) < len(one.tokens) for one in rollouts]).reshape(len(rollouts), width),
+        judged=[one.judged for one in rollouts],
+        max_tokens=max_tokens,
+        **columns,
+    )
+
+
+def _plain(objective: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+    if not isinstance(objective, str | Mapping):
+        raise UserError(f"objective must be a preset's name, a table or a PolicyObjective, got {objective!r}")
+    return objective
+
+
+def _check_shapes(logprobs: Array, columns: Mapping[str, Any], mask: Any) -> None:
+    if len(logprobs.shape) != 2:
+        raise UserError(f"logprobs must be [B, T], rollouts by tokens, got the shape {tuple(logprobs.shape)}")
+    for name, column in {**columns, **({} if mask is None else {"mask": mask})}.items():
+        if name not in (*_COLUMNS, "mask"):
+            raise UserError(f"{name} is no column of an objective; expected any of {', '.join(_COLUMNS)}")
+        if tuple(np.shape(column)) != tuple(logprobs.shape):
+            raise UserError(f"{name} must have the shape of logprobs, {tuple(logprobs.shape)}, got {np.shape(column)}")
+
+
+def _per_rollout(name: str, values: Any, num_rollouts: int) -> np.ndarray:
+    array = _host(values)
+    if array.ndim and array.shape != (num_rollouts,):
+        raise UserError(f"{name} must have one entry for each of the {num_rollouts} rollouts, got {array.shape}")
+    return np.broadcast_to(array, (num_rollouts,))
+
+
+def _host(array: Any) -> np.ndarray:
+    """Any array as numpy's, without a gradient."""
+    return np.asarray(array.detach().cpu() if hasattr(array, "detach") else array)
+
+
+def _detached(array: Array) -> Array:
+    return array.detach() if hasattr(array, "detach") else array
+
+
+def _like(logprobs: Array, array: Any, *, exact: bool = False) -> Array:
+    """An array in the library, and on the device, of the log-probs; in their dtype, or `exact` in its own."""
+    xp = namespace(logprobs)
+    if xp.__name__ == "torch":
+        tensor = xp.as_tensor(array, device=logprobs.device)
+        return tensor if exact else tensor.to(logprobs.dtype)
+    return xp.asarray(array) if exact else xp.asarray(array, dtype=logprobs.dtype)

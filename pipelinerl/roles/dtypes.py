@@ -1,0 +1,60 @@
+"""`dtypes_of`: in what a run's weights lie in their directory, travel, and are kept by its engines.
+
+    trainer, fp32 ── weights.dtype ──▶ on the wire, which the digest is of ── engine.dtype, .weights ──▶ an engine
+
+Both default to the directory's. The receiver converts, so any float32, bfloat16 and float16 may meet; what would lose
+the run is refused here, in one sentence, and by the engine when it is given its first update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import RecipeError
+from pipelinerl.models.checkpoint import model_dtype
+from pipelinerl.training.publish.canary_check import TOLERANCES
+from trainer_contract.types import HeadPrecision, Precision, WeightDType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtypes:
+    """Of the model directory, on the wire, and in an engine."""
+
+    model: WeightDType
+    wire: WeightDType
+    engine: WeightDType
+
+    def coarsest(self, config: RunConfig) -> str:
+        """The coarsest format that weights have, or are computed with, between trainer and engine: of `TOLERANCES`."""
+        trainer = "float32" if config.trainer.precision is Precision.FP32 else "bfloat16"
+        formats = [trainer, self.wire.value, self.engine.value, config.engine.weights.value]
+        return max((each for each in formats if each in TOLERANCES), key=list(TOLERANCES).index)
+
+
+def dtypes_of(config: RunConfig) -> Dtypes:
+    """As the recipe and the model directory say.
+
+    Raises:
+        ModelError: the directory's dtype is none that weights are served in.
+        RecipeError: the combination makes no sense; the message says which key to change.
+    """
+    model = model_dtype(config.model.resolved)
+    wire = config.weights.dtype or model
+    engine = model if config.engine.dtype == "auto" else config.engine.dtype
+    if wire is WeightDType.FLOAT16 and model is not WeightDType.FLOAT16:
+        raise RecipeError(
+            f"weights.dtype must not be float16 for the weights of {config.model.resolved}, which are {model} and may "
+            "lie beyond its range; say bfloat16, or leave it out"
+        )
+    if config.trainer.type == "bigram" and (wire, model) != (WeightDType.FLOAT32, WeightDType.FLOAT32):
+        raise RecipeError(f"trainer.type 'bigram' gathers float32, got weights.dtype {wire}; leave it out")
+    if config.engine.type == "bigram" and engine is not WeightDType.FLOAT32:
+        raise RecipeError(f"engine.type 'bigram' computes in float32, got engine.dtype {engine}; leave it out")
+    rounds = wire is WeightDType.FLOAT32 and engine is not wire
+    if config.model.head_precision is HeadPrecision.FP32 and rounds:
+        raise RecipeError(
+            f"model.head_precision=fp32 has the trainer compute with the head that travels, in weights.dtype {wire}, "
+            f"and the engine would round it to engine.dtype {engine}; say weights.dtype={engine} or engine.dtype={wire}"
+        )
+    return Dtypes(model=model, wire=wire, engine=engine)

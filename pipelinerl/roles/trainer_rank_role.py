@@ -1,0 +1,59 @@
+"""The process of a trainer's rank above 0: it joins rank 0 (`pipelinerl trainer`) and obeys it until that ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Final, Never
+
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import RecipeError
+from pipelinerl.observability.logs import configure
+from trainer_contract.errors import RankError, SpecError, TrainerError
+
+_REFUSED: Final = 2
+_LOST: Final = 1
+
+
+def run(config: RunConfig, *, rank: int) -> Never:
+    """Follow rank 0, then end the process: with status 0 when rank 0 says that its work is done, 1 when it died, hangs
+    or failed, which another start may mend, and 2 when it cannot be joined.
+
+    It ends at once: JAX's own exit asks rank 0, which is gone by then, and aborts when that does not answer.
+
+    Raises:
+        RecipeError: the recipe's trainer is none of several processes, or has no such rank.
+    """
+    section = config.trainer
+    given = section.options.get("distributed")
+    if section.type != "jax" or not isinstance(given, Mapping):
+        raise RecipeError(
+            'trainer.type must be "jax" and trainer.options.distributed must be given for a trainer of several '
+            f"processes, got {section.type!r} and {given!r}; one process is started with `pipelinerl trainer` alone"
+        )
+    configure(run=config.run.name, role=f"trainer-rank-{rank}")
+    try:
+        _follow({**section.options, "distributed": {**given, "process": rank}})
+    except SpecError as error:
+        _leave(error, _REFUSED)
+    except RankError as error:
+        _leave(error, _LOST)
+    _leave(None, 0)
+
+
+def _follow(options: Mapping[str, Any]) -> None:
+    from pipelinerl.trainers.jax.follower import follow
+    from pipelinerl.trainers.jax.options import JaxOptions
+
+    distributed = JaxOptions.of(options, gradient_checkpointing=False).distributed
+    if distributed is None or distributed.process == 0:
+        raise SpecError("--rank must be 1 or above: rank 0 is `pipelinerl trainer`")
+    follow(distributed, say=print)
+
+
+def _leave(error: TrainerError | None, status: int) -> Never:
+    if error is not None:
+        print(f"pipelinerl: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(status)

@@ -1,0 +1,263 @@
+"""What rank 0 of a JAX trainer tells the others: the verbs of the trainer contract as msgpack, and the answers.
+
+Every value is plain data. What stands for a class (an objective and its slots) is named `module:Class`, and is made
+again only when it is a dataclass or an enum of the objective or of the trainer contract: nothing else can be named, and
+nothing in a command is ever run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum, StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from trainer_contract.errors import RankError, SpecError
+from trainer_contract.types import MicroBatch, Objective, TrainerSpec
+
+#: Where the classes of objectives may come from.
+_OBJECTIVES: Final = ("pipelinerl.objective.", "trainer_contract.")
+
+
+class Lane(StrEnum):
+    """Commands of one lane are executed in the order they were given, on every rank; lanes run beside each other."""
+
+    DEVICES = "devices"
+    """Whatever runs programs on the mesh: their order must be the same everywhere."""
+    FILES = "files"
+    """What only reads weights and writes files: it takes no time from the passes."""
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """A micro-batch: of each column its dtype and bytes."""
+
+    arrays: dict[str, tuple[str, bytes]]
+    num_segments: int
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """`init_worker` of the trainer `trainer`; one process may lead several (policy, reference)."""
+
+    trainer: int
+    spec: dict[str, Any]
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True):
+    """`forward`."""
+
+    trainer: int
+    batch: Columns
+
+
+class ForwardAt(msgspec.Struct, frozen=True, tag=True):
+    """`forward_at`; the weights follow on the devices."""
+
+    trainer: int
+    batches: list[Columns]
+
+
+class Backward(msgspec.Struct, frozen=True, tag=True):
+    """`backward`."""
+
+    trainer: int
+    batch: Columns
+    objective: Any
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """`optimizer_step`."""
+
+    trainer: int
+    learning_rate: float
+
+
+class Discard(msgspec.Struct, frozen=True, tag=True):
+    """`discard_gradient`."""
+
+    trainer: int
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """One parameter of `gather_weights`, by its place in the order of `weight_layout`."""
+
+    trainer: int
+    place: int
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """`save_state`: write the parts that lie on this rank below a directory that all ranks see."""
+
+    trainer: int
+    path: str
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """`close`."""
+
+    trainer: int
+
+
+Command = Start | Forward | ForwardAt | Backward | Step | Discard | Gather | Save | Close
+
+
+class Numbered(msgspec.Struct, frozen=True, tag=True):
+    """A command and the number that its answers carry."""
+
+    number: int
+    command: Command
+
+    @property
+    def lane(self) -> Lane:
+        """Where it is executed."""
+        return Lane.FILES if isinstance(self.command, Save) else Lane.DEVICES
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 ends: because its work is done, or for the `reason` given."""
+
+    reason: str = ""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """What a rank says when it has connected."""
+
+    rank: int
+    processes: int
+    token: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """All ranks are there; `port`, on the coordinator's host, is where JAX's own coordination service will be."""
+
+    port: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """This rank may not join."""
+
+    reason: str
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """A rank is done with a command; or `error`, a class of `trainer_contract.errors`, and its sentence."""
+
+    number: int
+    error: str = ""
+    sentence: str = ""
+
+
+Message = Numbered | End | Hello | Welcome | Refused | Answer
+_DECODER: Final = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """As msgpack."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Inverse of `encode`.
+
+    Raises:
+        RankError: it is no message of ours: the ranks run different versions of this program.
+    """
+    try:
+        return _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RankError(
+            f"a message between the trainer's ranks is not understood: {error}; install one version"
+        ) from error
+
+
+def encode_batch(batch: MicroBatch) -> Columns:
+    """The columns that are there."""
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    arrays = {name: (c.dtype.str, c.tobytes()) for name, c in columns.items() if isinstance(c, np.ndarray)}
+    return Columns(arrays, batch.num_segments)
+
+
+def decode_batch(columns: Columns) -> MicroBatch:
+    """Inverse of `encode_batch`; its arrays are read-only."""
+    arrays: dict[str, Any] = {name: np.frombuffer(data, dtype) for name, (dtype, data) in columns.arrays.items()}
+    return MicroBatch(num_segments=columns.num_segments, **arrays)
+
+
+def encode_spec(spec: TrainerSpec) -> dict[str, Any]:
+    """As plain values; the options but for `distributed`, of which each rank has its own."""
+    options = {name: value for name, value in spec.options.items() if name != "distributed"}
+    plain: dict[str, Any] = msgspec.to_builtins(spec, enc_hook=_plain_path)
+    return plain | {"options": options}
+
+
+def decode_spec(plain: Mapping[str, Any]) -> TrainerSpec:
+    """Inverse of `encode_spec`."""
+    return msgspec.convert(plain, TrainerSpec, dec_hook=lambda kind, value: kind(value))
+
+
+def _plain_path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value.absolute())
+    raise SpecError(f"options must be plain values to reach the other ranks, got {value!r}")
+
+
+def encode_objective(value: Any) -> Any:
+    """An objective, or a part of one, as plain values.
+
+    Raises:
+        SpecError: it is not made of frozen dataclasses and enums of the objective or the contract.
+    """
+    kind = type(value)
+    if isinstance(value, Enum) and _is_known(kind.__module__):
+        return {"class": _name(kind), "value": value.value}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, frozenset):
+        return {"set": sorted(encode_objective(each) for each in value)}
+    if isinstance(value, tuple):
+        return {"tuple": [encode_objective(each) for each in value]}
+    if is_dataclass(value) and _is_known(kind.__module__):
+        parts = {field.name: encode_objective(getattr(value, field.name)) for field in fields(value) if field.init}
+        return {"class": _name(kind), "fields": parts}
+    raise SpecError(
+        f"an objective that trains on several processes must be made of {' and '.join(_OBJECTIVES)}* alone, "
+        f"got {_name(kind)}; train on one process"
+    )
+
+
+def decode_objective(plain: Any) -> Objective:
+    """Inverse of `encode_objective`.
+
+    Raises:
+        RankError: it names what is no part of an objective.
+    """
+    decoded: Objective = _decoded(plain)
+    return decoded
+
+
+def _decoded(plain: Any) -> Any:
+    if not isinstance(plain, dict):
+        return plain
+    if "set" in plain:
+        return frozenset(_decoded(each) for each in plain["set"])
+    if "tuple" in plain:
+        return tuple(_decoded(each) for each in plain["tuple"])
+    module, _, name = plain["class"].partition(":")
+    found = getattr(importlib.import_module(module), name, None) if _is_known(module) else None
+    if isinstance(found, type) and issubclass(found, Enum) and "value" in plain:
+        return found(plain["value"])
+    if isinstance(found, type) and is_dataclass(found) and "fields" in plain:
+        return found(**{part: _decoded(value) for part, value in plain["fields"].items()})
+    raise RankError(f"rank 0 names {plain['class']!r}, which is no part of an objective here; install one version")
+
+
+def _is_known(module: str) -> bool:
+    return module.startswith(_OBJECTIVES)
+
+
+def _name(kind: type[Any]) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"

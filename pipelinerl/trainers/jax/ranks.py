@@ -1,0 +1,215 @@
+"""`Ranks`: how rank 0 of a JAX trainer makes all ranks execute a verb, and what becomes of it when one is lost.
+
+    who waits                     for what                      until                    unblocked by
+    the caller of a verb          rank 0's part, and answers    timeout_s                the ranks; a rank lost
+    a lane's thread               the next command              the process ends         the callers
+    the reader of a rank          its next message or beat      silence_s                that rank
+
+A command is sent, and rank 0's part of it executed, by the one thread of its lane, in the order in which callers came,
+so the programs of all threads reach the devices of every rank in one order. Promises: a verb returns when every rank
+has done its part; a rank that dies, hangs or fails is named in a `RankError`, which every later verb raises too, and
+the others are told to end. A computation that hangs in a collective is left to its daemon thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, final
+
+from pipelinerl.trainers.jax.channel import Channel
+from pipelinerl.trainers.jax.commands import Answer, Command, End, Lane, Numbered, decode, encode
+from pipelinerl.trainers.jax.options import Distributed
+from pipelinerl.trainers.jax.rendezvous import gather_ranks
+from trainer_contract.errors import RankError, SpecError, StateError, TrainerError
+
+T = TypeVar("T")
+#: A collective fails as soon as a peer is gone: so long it is waited for the reader that can name it.
+_NAMING_S: Final = 2.0
+#: After a rank was lost this process ends within so long, though a collective may hold JAX's own clean-up for ever.
+_LAST_S: Final = 60.0
+#: What another rank may find that rank 0 does not: files that are only there.
+_OTHERS_FIND: Final = {"SpecError": SpecError, "StateError": StateError}
+
+
+@final
+@dataclass(slots=True)
+class _Pending:
+    """A command under way: rank 0's part, and the answers of the others."""
+
+    numbered: Numbered
+    own: Callable[[], Any]
+    result: Future[Any] = field(default_factory=Future)
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    @property
+    def has_failed(self) -> bool:
+        """Did rank 0's part end with what is no finding of the verb?"""
+        return self.result.done() and not isinstance(self.result.exception(), TrainerError | None)
+
+
+@final
+class Ranks:
+    """The ranks above 0, as rank 0 has them."""
+
+    def __init__(self, channels: Mapping[int, Channel], *, timeout_s: float) -> None:
+        self._channels = channels
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._pending: dict[int, _Pending] = {}
+        self._given = 0
+        self._lost: RankError | None = None
+        self._lanes: dict[Lane, queue.SimpleQueue[_Pending]] = {lane: queue.SimpleQueue() for lane in Lane}
+        for lane in Lane:
+            threading.Thread(target=self._execute, args=(lane,), name=f"ranks-{lane}", daemon=True).start()
+        for rank, channel in channels.items():
+            threading.Thread(target=self._read, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
+
+    def together(self, command: Command, own: Callable[[], T]) -> T:
+        """Execute `command` on every other rank and `own`, rank 0's part of it, here; returns what `own` does.
+
+        Raises:
+            TrainerError: as `own` does, and every other rank with it; or as another rank, on whose host a file is not.
+            RankError: a rank was lost, now or before.
+        """
+        with self._changed:
+            self._raise_if_lost()
+            self._given += 1
+            pending = _Pending(Numbered(self._given, command), own)
+            self._pending[self._given] = pending
+            self._lanes[pending.numbered.lane].put(pending)
+            ended = self._changed.wait_for(lambda: self._has_ended(pending), timeout=self._timeout_s)
+            if pending.has_failed and pending.numbered.lane is Lane.DEVICES:
+                self._changed.wait_for(lambda: self._lost is not None, timeout=_NAMING_S)
+            del self._pending[pending.numbered.number]
+            self._raise_if_lost()
+        if not ended:
+            raise self._lose(RankError(self._late(pending)))
+        return self._outcome(pending)
+
+    def end(self) -> None:
+        """Tell the others that the work is done."""
+        with self._changed:
+            lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been sent home")
+        if lost is None:
+            self._dismiss(End())
+
+    def _outcome(self, pending: _Pending) -> Any:
+        verb = type(pending.numbered.command).__name__
+        error = pending.result.exception()
+        if pending.has_failed and pending.numbered.lane is Lane.DEVICES:
+            failed = RankError(
+                f"{verb} failed on rank 0: {error}; a rank or the network has died: start all ranks again"
+            )
+            raise self._lose(failed) from error
+        if error is not None:
+            raise error
+        for rank, answer in sorted(pending.answers.items()):
+            if answer.error:
+                kind = _OTHERS_FIND.get(answer.error)
+                if kind is not None:
+                    raise kind(f"rank {rank}: {answer.sentence}")
+                raise self._lose(RankError(f"rank {rank} failed in {verb}: {answer.sentence}; start all ranks again"))
+        return pending.result.result()
+
+    def _has_ended(self, pending: _Pending) -> bool:
+        everybody = pending.result.done() and len(pending.answers) == len(self._channels)
+        return self._lost is not None or pending.has_failed or everybody
+
+    def _late(self, pending: _Pending) -> str:
+        missing = [rank for rank in self._channels if rank not in pending.answers]
+        waits_for = [*([] if pending.result.done() else [0]), *missing]
+        return (
+            f"{type(pending.numbered.command).__name__} took more than options.distributed.timeout_s = "
+            f"{self._timeout_s:g} s: it waits for rank {', '.join(map(str, waits_for))}; start all ranks again"
+        )
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise RankError(str(self._lost)) from self._lost
+
+    def _lose(self, error: RankError) -> RankError:
+        """The first loss is the one that is told; what comes after follows from it."""
+        with self._changed:
+            if self._lost is not None:
+                return self._lost
+            self._lost = error
+            self._changed.notify_all()
+        self._dismiss(End(reason=f"rank 0 has given up: {error}"))
+        watchdog = threading.Timer(_LAST_S, _leave, args=(error,))
+        watchdog.daemon = True
+        watchdog.start()
+        return error
+
+    def _dismiss(self, end: End) -> None:
+        for channel in self._channels.values():
+            with suppress(RankError):  # it is the one that was lost, or it goes, too
+                channel.send(encode(end))
+            channel.close()
+
+    def _execute(self, lane: Lane) -> None:
+        while True:
+            pending = self._lanes[lane].get()
+            try:
+                message = encode(pending.numbered)
+                for channel in self._channels.values():
+                    channel.send(message)
+                result = pending.own()
+            except BaseException as error:  # handed to the caller, whatever it is
+                pending.result.set_exception(error)
+            else:
+                pending.result.set_result(result)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _read(self, rank: int, channel: Channel) -> None:
+        try:
+            while True:
+                answer = decode(channel.receive())
+                if not isinstance(answer, Answer):
+                    raise RankError(f"rank {rank} said {type(answer).__name__}, expected Answer; install one version")
+                with self._changed:
+                    pending = self._pending.get(answer.number)
+                    if pending is not None:
+                        pending.answers[rank] = answer
+                        self._changed.notify_all()
+        except RankError as error:
+            self._lose(
+                RankError(f"{error}; see its log, and start all ranks again: the run goes on from its checkpoint")
+            )
+
+
+_led: tuple[Distributed, Ranks] | None = None
+
+
+def lead(distributed: Distributed) -> Ranks:
+    """The ranks of this process, which is rank 0 of one JAX for as long as it lives; the first call waits for them.
+
+    Raises:
+        SpecError: they do not come; this process is another rank; or it leads others already.
+    """
+    global _led
+    if distributed.process != 0:
+        raise SpecError(
+            f"options.distributed.process is {distributed.process}, and only rank 0 is a trainer; start "
+            f"`pipelinerl trainer-rank --rank {distributed.process}` here"
+        )
+    if _led is None:
+        ranks = Ranks(gather_ranks(distributed), timeout_s=distributed.timeout_s)
+        atexit.register(ranks.end)  # after JAX's own hook, so that it is called before it
+        _led = (distributed, ranks)
+    if _led[0] != distributed:
+        raise SpecError("options.distributed must be the same for every trainer of a process; give them one recipe")
+    return _led[1]
+
+
+def _leave(error: RankError) -> None:
+    print(f"pipelinerl: the trainer ends without its ranks: {error}", file=sys.stderr, flush=True)
+    os._exit(1)

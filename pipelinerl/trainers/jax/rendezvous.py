@@ -1,0 +1,197 @@
+"""How the processes of a JAX trainer find one another: first by our own connections, then as one JAX.
+
+    rank 0                                          rank r
+    listens at options.distributed.coordinator      connects, again and again, until the deadline
+                                                    Hello(rank, processes, token)
+    has heard all: Welcome(port)  ───────────────▶
+    jax.distributed.initialize                      jax.distributed.initialize
+
+JAX ends the process with a C++ trace when a process is missing at its own rendezvous, so nobody enters that before all
+are known to be there. Whoever does not come, or may not, is named in one sentence within `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import socket
+import time
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from pipelinerl.trainers.jax.channel import Channel
+from pipelinerl.trainers.jax.commands import Hello, Refused, Welcome, decode, encode
+from pipelinerl.trainers.jax.options import Distributed
+from trainer_contract.errors import RankError, SpecError
+
+log = logging.getLogger("pipelinerl")
+
+#: Of a message from somebody who has not shown the token yet.
+_MOST_BYTES: Final = 4096
+_RETRY_S: Final = 0.1
+#: JAX's own limits end the process with a trace: they are longer than ours, which end it with a sentence.
+_JAX_PATIENCE: Final = 4
+_JAX_SHUTDOWN_S: Final = 10
+
+
+def gather_ranks(distributed: Distributed) -> dict[int, Channel]:
+    """As rank 0: wait for all others and become one JAX with them.
+
+    Raises:
+        SpecError: the address cannot be listened at, ranks are missing, or JAX was used in this process before.
+    """
+    _raise_if_late()
+    token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
+    host, port = distributed.address
+    try:
+        listener = socket.create_server((host, port), family=_family(host))
+    except OSError as error:
+        raise SpecError(
+            f"options.distributed.coordinator: rank 0 cannot listen at {distributed.coordinator} ({error}); it must be "
+            "an address of the host where `pipelinerl trainer` runs, and a free port"
+        ) from error
+    channels: dict[int, Channel] = {}
+    with listener:
+        while len(channels) < distributed.processes - 1:
+            left_s = deadline - time.monotonic()
+            listener.settimeout(max(left_s, _RETRY_S))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                raise _missing(distributed, channels) from None
+            _admit(connection, channels, distributed, token)
+    with socket.create_server((host, 0), family=_family(host)) as probe:
+        jax_port = int(probe.getsockname()[1])
+    for channel in channels.values():
+        channel.send(encode(Welcome(jax_port)))
+        channel.beat()
+    _initialize(distributed, rank=0, jax_port=jax_port)
+    return channels
+
+
+def join_rank0(distributed: Distributed) -> Channel:
+    """As another rank: connect to rank 0 and become one JAX with all.
+
+    Raises:
+        SpecError: rank 0 does not answer, or refuses this rank, or JAX was used in this process before.
+    """
+    _raise_if_late()
+    token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
+    connection = _connected(distributed, deadline)
+    left_s = max(deadline - time.monotonic(), 1.0)  # the others may come later: there is no beat yet
+    waiting = Channel(connection, peer="rank 0", silence_s=left_s)
+    waiting.send(encode(Hello(distributed.process, distributed.processes, token)))
+    try:
+        answer = decode(waiting.receive(most_bytes=_MOST_BYTES))
+    except RankError as error:
+        waiting.close()
+        raise SpecError(
+            f"options.distributed: rank 0 has not let rank {distributed.process} join: {error}; see its log"
+        ) from error
+    if not isinstance(answer, Welcome):
+        waiting.close()
+        reason = answer.reason if isinstance(answer, Refused) else f"it said {type(answer).__name__}"
+        raise SpecError(f"options.distributed: rank 0 refuses rank {distributed.process}: {reason}")
+    channel = Channel(connection, peer="rank 0", silence_s=distributed.silence_s)
+    channel.beat()
+    _initialize(distributed, rank=distributed.process, jax_port=answer.port)
+    return channel
+
+
+def _connected(distributed: Distributed, deadline: float) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(distributed.address, timeout=distributed.silence_s)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise SpecError(
+                    f"options.distributed: rank 0 does not answer at {distributed.coordinator} within "
+                    f"{distributed.timeout_s} s ({error}); start `pipelinerl trainer` there"
+                ) from error
+            time.sleep(_RETRY_S)
+
+
+def _admit(connection: socket.socket, channels: dict[int, Channel], distributed: Distributed, token: str) -> None:
+    """Take a rank in, or refuse it and go on: whoever it is, it must not keep the others waiting."""
+    channel = Channel(connection, peer="a rank that connects", silence_s=distributed.silence_s)
+    try:
+        hello = decode(channel.receive(most_bytes=_MOST_BYTES))
+        if not isinstance(hello, Hello):
+            raise RankError(f"it said {type(hello).__name__}, expected Hello")
+        if (reason := _objection(hello, channels, distributed, token)) is not None:
+            channel.send(encode(Refused(reason)))
+            raise RankError(reason)
+    except RankError as error:
+        log.warning("refused a process that would be a rank of the trainer: %s", error)
+        channel.close()
+        return
+    channels[hello.rank] = Channel(connection, peer=f"rank {hello.rank}", silence_s=distributed.silence_s)
+
+
+def _objection(hello: Hello, channels: dict[int, Channel], distributed: Distributed, token: str) -> str | None:
+    if not hmac.compare_digest(hello.token.encode(), token.encode()):
+        return "its token is another than that of token_file here; give all ranks the same file"
+    if hello.processes != distributed.processes or not 0 < hello.rank < distributed.processes:
+        return (
+            f"it is rank {hello.rank} of {hello.processes}, expected one of 1..{distributed.processes - 1} of "
+            f"{distributed.processes}; give all ranks the same recipe"
+        )
+    if hello.rank in channels:
+        return f"there is a rank {hello.rank} already; give each its own --rank"
+    return None
+
+
+def _missing(distributed: Distributed, channels: dict[int, Channel]) -> SpecError:
+    missing = sorted(set(range(1, distributed.processes)) - channels.keys())
+    named = ", ".join(map(str, missing))
+    sentence = (
+        f"options.distributed: rank {named} did not come to {distributed.coordinator} within "
+        f"{distributed.timeout_s} s; start `pipelinerl trainer-rank --rank {missing[0]}` on its host"
+    )
+    for channel in channels.values():
+        channel.close()
+    return SpecError(sentence)
+
+
+def _initialize(distributed: Distributed, *, rank: int, jax_port: int) -> None:
+    host = distributed.coordinator.rpartition(":")[0]
+    # A rank that died is found by the channels: JAX itself shall wait for none when a process ends.
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator_address=f"{host}:{jax_port}",
+            coordinator_bind_address=f"{host}:{jax_port}",
+            num_processes=distributed.processes,
+            process_id=rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=distributed.timeout_s,
+            heartbeat_timeout_seconds=_JAX_PATIENCE * distributed.silence_s,
+            shutdown_timeout_seconds=_JAX_SHUTDOWN_S,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise SpecError(f"options.distributed: the other processes cannot be joined: {error}") from error
+
+
+def _raise_if_late() -> None:
+    if jax.distributed.is_initialized():
+        raise SpecError("options.distributed: this process is one of several already; start another process")
+
+
+def _token(distributed: Distributed) -> str:
+    if distributed.token_file is None:
+        return ""
+    try:
+        token = json.loads(Path(distributed.token_file).read_text())["token"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(
+            f'options.distributed.token_file: {distributed.token_file} must hold {{"token": "…"}} ({error})'
+        ) from error
+    return str(token)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,215 @@
+"""`JaxWorker`: one process' part of a JAX trainer, the same code on every rank: its shards, and the programs over them.
+
+Every method but `save_parts` and `save_record` runs programs on the whole mesh: where it spans processes, each must
+call the same methods with the same arguments in the same order. What a method returns, and whether it raises, is then
+the same on every rank, since it is computed from arrays that all of them hold whole. `JaxTrainer` checks arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from numpy.typing import NDArray
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.decoder_config import DecoderConfig
+from pipelinerl.models.jax import memory as jax_memory
+from pipelinerl.models.jax.checkpoint import export_order, export_weight, load_weights, place_weights
+from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, state as jax_state
+from pipelinerl.trainers.jax.options import JaxOptions
+from pipelinerl.trainers.jax.program import Program, Weights
+from pipelinerl.trainers.jax.segments import PADDING, Rows
+from trainer_contract.errors import NonFiniteError, SpecError
+from trainer_contract.host_weights import num_bytes
+from trainer_contract.types import (
+    Device,
+    Float32,
+    HostWeights,
+    LossStats,
+    MicroBatch,
+    Objective,
+    OptimizerSpec,
+    ParameterInfo,
+    Precision,
+    StepStats,
+    TrainerSpec,
+)
+
+_PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda"}
+
+
+@final
+@dataclass(slots=True)
+class JaxWorker:
+    """`moments` is optax's state; `gradient` is None when nothing was accumulated."""
+
+    program: Program
+    optimizer: OptimizerSpec
+    weights: Weights
+    moments: Any
+    model_version: int
+    gradient: Weights | None = None
+
+    @classmethod
+    def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
+        """Load this process' shards of weights, or of weights and moments, as `Trainer.init_worker` says."""
+        program = Program(
+            config=config,
+            mesh=jax_mesh.build(options.mesh, _devices(spec)),
+            compute=jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32,
+            remat=options.remat,
+            head=spec.head_precision,
+        )
+        load = _loaded if spec.restore_from is None else _restored
+        return load(program, spec)
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model's."""
+        return self.program.config
+
+    def layout(self) -> tuple[ParameterInfo, ...]:
+        """Parameters layer by layer, in the dtype of the model directory: what an engine loaded from it holds."""
+        return tuple(
+            ParameterInfo(parameter.name_at(layer or 0), parameter.shape, self.config.dtype)
+            for parameter, layer in export_order(self.config)
+        )
+
+    def forward(self, batch: MicroBatch) -> Float32:
+        """`Trainer.forward`."""
+        return _forward(self.program, self.weights, batch)
+
+    def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
+        """`Trainer.forward_at` through the same programs: weights are their argument, so nothing is compiled anew.
+
+        `weights` is None on every rank but 0, which sends them over the mesh, one parameter of a layer at a time.
+        """
+        sizes = {info.name: num_bytes(info) for info in self.layout()}
+
+        def received(name: str) -> NDArray[np.uint8]:
+            own = np.zeros(sizes[name], np.uint8) if weights is None else weights[name]
+            if jax.process_count() == 1:
+                return own
+            sent: NDArray[np.uint8] = multihost_utils.broadcast_one_to_all(own)
+            return sent
+
+        other = place_weights(self.config, received, like=self.weights)
+        return [_forward(self.program, other, batch) for batch in batches]
+
+    def backward(self, batch: MicroBatch, objective: Objective) -> LossStats:
+        """Evaluate on the whole rows, in which padding counts as tokens outside the mask, and add the gradient."""
+        rows, columns = laid_out(self.program, batch)
+        so_far = jax_program.zeros(self.weights) if self.gradient is None else self.gradient
+        gradient, device_loss, logprobs = jax_program.accumulate(self.program, objective, self.weights, so_far, columns)
+        loss = float(device_loss)
+        if self.gradient is not None:
+            self.gradient = gradient  # the buffers of the one before are gone, whatever the loss
+        if not math.isfinite(loss):
+            raise NonFiniteError(
+                f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's "
+                "log-probs; nothing was accumulated from this micro-batch"
+            )
+        self.gradient = gradient
+        return LossStats(loss, rows.collect(_whole(logprobs)))
+
+    def optimizer_step(self, learning_rate: float) -> StepStats:
+        """Clip, apply, clear; refuses a gradient that is not finite."""
+        assert self.gradient is not None, "the trainer has checked that there is a gradient"
+        gradient, self.gradient = self.gradient, None
+        rate = np.float32(learning_rate)
+        stepped = jax_program.step(self.program, self.optimizer, self.weights, self.moments, gradient, rate)
+        self.weights, self.moments, norm = stepped.weights, stepped.moments, float(stepped.norm)
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+        self.model_version += 1
+        return StepStats(self.model_version, norm, learning_rate)
+
+    def gathered(self, place: int) -> jax.Array:
+        """The parameter at this place of the layout, whole on each device; of a layer, that layer's alone."""
+        parameter, layer = list(export_order(self.config))[place]
+        gathered = export_weight(self.weights, parameter, layer, dtype=jnp.dtype(self.config.dtype))
+        return gathered.block_until_ready()
+
+    def save_parts(self, path: Path) -> None:
+        """Write the shards of weights and moments that lie on this process. There is no random state."""
+        jax_state.save_parts(path, self._arrays())
+
+    def save_record(self, path: Path) -> None:
+        """Say what was saved, once every process has written its parts."""
+        jax_state.save_record(path, self._arrays(), config=self.config, model_version=self.model_version)
+
+    def _arrays(self) -> jax_state.Kinds:
+        adam = self.moments[0]
+        return dict(zip(jax_state.KINDS, (self.weights, adam.mu, adam.nu), strict=True))
+
+
+def laid_out(program: Program, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:
+    """The micro-batch as rows on the mesh, of which each process places its own."""
+    mesh = program.mesh
+    rows = Rows.of(batch.position_ids, multiple=mesh.shape["data"] * mesh.shape["fsdp"])
+    fills = {"segment_ids": PADDING, "temperatures": 1.0}
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    given = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+    spread = {name: rows.spread(column, fill=fills.get(name, 0)) for name, column in given.items()}
+    sharding = jax_mesh.of_rows(mesh)
+    if sharding.is_fully_addressable:
+        return rows, jax.device_put(spread, sharding)
+    return rows, {
+        name: jax.make_array_from_callback(rows.shape, sharding, column.__getitem__) for name, column in spread.items()
+    }
+
+
+def _whole(array: jax.Array) -> NDArray[Any]:
+    """The whole array on this host, wherever its parts lie; where it spans processes every one must call."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _forward(program: Program, weights: Weights, batch: MicroBatch) -> Float32:
+    rows, columns = laid_out(program, batch)
+    logprobs = rows.collect(_whole(jax_program.logprobs(program, weights, columns)))
+    if not np.isfinite(logprobs).all():
+        raise NonFiniteError("the model's log-probs are not finite: its weights are broken, restore a checkpoint")
+    return logprobs
+
+
+def _devices(spec: TrainerSpec) -> list[Any]:
+    """The devices of all processes."""
+    jax_memory.bound(spec.memory_share)
+    try:
+        return list(jax.devices(_PLATFORMS[spec.device]))
+    except RuntimeError as error:
+        raise SpecError(f"device is {spec.device}, but jax finds none: {error}; set device to auto or cpu") from error
+
+
+def _loaded(program: Program, spec: TrainerSpec) -> JaxWorker:
+    try:
+        weights = load_weights(spec.model_path, program.config, place=lambda p: jax_mesh.of_parameter(program.mesh, p))
+    except ModelError as error:
+        raise SpecError(f"model_path: {error}") from error
+    return JaxWorker(program, spec.optimizer, weights, jax_program.new_moments(program, spec.optimizer, weights), 0)
+
+
+def _restored(program: Program, spec: TrainerSpec) -> JaxWorker:
+    assert spec.restore_from is not None
+    saved = jax_state.load(spec.restore_from, expected=program.config)
+    parts = {
+        p.name: jax.ShapeDtypeStruct(p.stacked_shape, jnp.float32, sharding=jax_mesh.of_parameter(program.mesh, p))
+        for p in program.config.parameters
+    }
+    arrays = saved.restore(parts)
+    weights, mean, square = (arrays[kind] for kind in jax_state.KINDS)
+    adam, *others = jax.eval_shape(jax_program.adamw(program.config, spec.optimizer).init, weights)
+    count = jax_mesh.everywhere(program.mesh, np.asarray(saved.model_version, adam.count.dtype))
+    moments = (optax.ScaleByAdamState(count=count, mu=mean, nu=square), *others)
+    return JaxWorker(program, spec.optimizer, weights, moments, saved.model_version)

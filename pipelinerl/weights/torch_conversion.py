@@ -1,0 +1,58 @@
+"""`convert`: from the dtypes in which weights travel to those in which an engine keeps them (`layout.converted_by`).
+
+Values are rounded to the nearest. A finite one that float16 cannot hold, whose largest is 65,504, ends the update: as
+an infinity it would end every sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from inference_contract.errors import OutOfRange
+from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from pipelinerl.weights.broadcast.collective import shared_tensor
+
+#: Elements that are converted at once: what is made on the way stays small beside the model.
+_BLOCK: Final = 1 << 22
+
+
+def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -> None:
+    """Fill `into` u8 [layout.num_bytes] with the values of `sent` u8 [wire.num_bytes]: the same parameters in order.
+
+    Both are numpy, or torch on one device.
+
+    Raises:
+        OutOfRange: a finite value would become an infinity.
+    """
+    source, target = shared_tensor(sent), shared_tensor(into)
+    for (given, values), (kept, place) in zip(_parts(source, wire), _parts(target, layout), strict=True):
+        if given.dtype is kept.dtype:
+            place.copy_(values)
+            continue
+        old, new = given.dtype.itemsize, kept.dtype.itemsize
+        for start in range(0, values.numel() // old, _BLOCK):
+            block = _elements(values[start * old : (start + _BLOCK) * old], given)
+            made = block.to(getattr(torch, kept.dtype.value))
+            if kept.dtype is DType.FLOAT16 and bool((made.isinf() & block.isfinite()).any()):
+                largest = block[block.isfinite()].abs().max().item()
+                raise OutOfRange(
+                    f"parameter {kept.name!r} holds {largest:.4g}, beyond the 65504 of float16, in which this engine "
+                    "keeps its weights; say engine.dtype=bfloat16 or float32"
+                )
+            place[start * new : start * new + made.numel() * new].copy_(made.view(torch.uint8))
+
+
+def _parts(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[ParameterSpec, Tensor]]:
+    """Each parameter with its bytes, a flat part of `buffer`."""
+    for spec, end in zip(layout.parameters, layout.ends, strict=True):
+        yield spec, buffer[end - spec.num_bytes : end]
+
+
+def _elements(part: Tensor, spec: ParameterSpec) -> Tensor:
+    """Bytes as elements; those that do not begin on an element's boundary, in a layout of mixed dtypes, as a copy."""
+    aligned = part if part.storage_offset() % spec.dtype.itemsize == 0 else part.clone()
+    return aligned.view(getattr(torch, spec.dtype.value))

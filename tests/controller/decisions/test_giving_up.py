@@ -1,0 +1,201 @@
+"""A run that cannot go on ends, with one sentence: each cause by the controller's pure state."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from inference_contract.errors import Persistence
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.state.effects import End, Finish, Send
+from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
+from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, EngineTimedOut, ReportReceived, Ticked
+from pipelinerl.controller.state.run_state import Phase
+from pipelinerl.messages import ActorAlive, CanaryChecked, Directive, GroupFailed, Published, TrainerStopped
+from tests.controller.world import ENGINE, World, controller
+
+OTHER = "http://engine-1"
+REFUSAL = "refused: the update does not fit the model: parameter 'a' must have dtype float32, got int8"
+
+
+def begun() -> World:
+    """A run whose engine has joined and whose trainer is ready; no weights were published yet."""
+    made = World(controller(evaluation_problems=0), random.Random(0))
+    made.begin()
+    return made
+
+
+def serving() -> World:
+    made = begun()
+    made.publish()
+    assert made.controller.state.fleet.serving() == [ENGINE]
+    return made
+
+
+def heard(report: Any, now: float = 0.0) -> ReportReceived:
+    return ReportReceived(now=now, report=report, entry_id="1-0")
+
+
+def failed_to_publish(made: Controller, reasons: dict[str, str], *, permanent: list[str]) -> ReportReceived:
+    state = made.state
+    report = Published(
+        epoch=state.epoch,
+        model_version=state.version,
+        membership=state.fleet.membership,
+        pauses_s={},
+        failed=reasons,
+        permanent=permanent,
+        send_s=0.0,
+        total_s=0.0,
+    )
+    return heard(report)
+
+
+def ends(made: Controller, given: AnyInput) -> tuple[Directive | None, Finish | None]:
+    """The directive and the end that follow from an input."""
+    effects = made.decide(given)
+    sent = [effect.directive for effect in effects if isinstance(effect, Send) and effect.directive.stop]
+    return (sent[-1] if sent else None), next((effect for effect in effects if isinstance(effect, Finish)), None)
+
+
+def test_the_refusal_of_the_only_engine_ends_the_run_once_the_trainer_has_saved() -> None:
+    made = begun().controller
+    stop, finish = ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
+    assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.EXPELLED
+    assert finish is None and stop is not None and stop.checkpoint and stop.publish_to == []
+    _, finish = ends(made, heard(TrainerStopped(epoch=made.state.epoch, model_version=0)))
+    assert finish == Finish(f"no engine can serve this run: {ENGINE} {REFUSAL}", End.FAILED)
+    assert made.state.phase is Phase.FINISHED
+    assert ends(made, Ticked(now=1e6)) == (None, None), "it ends once"
+
+
+def test_a_trainer_that_does_not_answer_is_waited_for_within_a_minute() -> None:
+    made = begun().controller
+    ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
+    assert ends(made, Ticked(now=29.0)) == (None, None)
+    _, finish = ends(made, Ticked(now=31.0))
+    assert finish is not None and finish.end is End.FAILED
+
+
+def test_a_refusal_that_may_pass_does_not_end_the_run() -> None:
+    made = begun().controller
+    assert ends(made, failed_to_publish(made, {ENGINE: "was lost at prepare"}, permanent=[])) == (None, None)
+    assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.DIRTY and not made.state.failure
+
+
+def test_while_another_engine_may_serve_the_run_goes_on_without_the_one_that_refuses() -> None:
+    run = begun()
+    made = run.controller
+    run.give(EngineRegistered(now=0.0, url=OTHER))
+    assert ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE])) == (None, None)
+    stop, _ = ends(made, failed_to_publish(made, {OTHER: REFUSAL}, permanent=[OTHER]))
+    assert stop is not None and ENGINE in made.state.failure and OTHER in made.state.failure
+
+
+def test_a_new_life_of_an_engine_that_refused_is_heard() -> None:
+    run = begun()
+    made = run.controller
+    run.give(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
+    run.give(EngineRegistered(now=0.0, url=OTHER))
+    made.decide(failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
+    made.decide(EngineRegistered(now=1.0, url=ENGINE, incarnation="2"))
+    record = made.state.fleet.by_url[ENGINE]
+    assert (record.lifecycle, record.refuses) == (EngineLifecycle.JOINING, False)
+
+
+def test_an_engine_that_computes_otherwise_twice_ends_the_run() -> None:
+    made = begun().controller
+    for version in (0, 1):
+        made.state.fleet.by_url[ENGINE] = _joining(made)
+        state = made.state
+        state.fleet.on_published(ENGINE, version, membership=state.fleet.membership)
+        report = CanaryChecked(
+            epoch=state.epoch,
+            model_version=version,
+            membership=state.fleet.membership,
+            worst={},
+            mismatched={ENGINE: "another tokenizer"},
+        )
+        stop, _ = ends(made, heard(report))
+        assert (stop is not None) is (version == 1)
+    assert made.state.failure.endswith("another tokenizer")
+
+
+def _joining(made: Controller) -> EngineRecord:
+    return replace(made.state.fleet.by_url[ENGINE], lifecycle=EngineLifecycle.JOINING)
+
+
+def test_no_engine_within_the_stated_time() -> None:
+    made = controller()
+    assert ends(made, Ticked(now=10.0)) == (None, None)
+    assert ends(made, Ticked(now=309.0)) == (None, None)
+    _, finish = ends(made, Ticked(now=311.0))
+    assert finish is not None and finish.end is End.FAILED
+    assert finish.reason.startswith("no engine has been there for 300 s (run.engine_timeout_s)")
+
+
+def test_the_clock_of_missing_engines_begins_when_the_last_one_goes_and_stops_when_one_comes() -> None:
+    made = serving().controller
+    made.decide(EngineRegistered(now=1000.0, url=ENGINE, incarnation="1"))
+    made.decide(EngineTimedOut(now=1001.0, url=ENGINE, reason="no answer"))
+    assert ends(made, Ticked(now=1300.0)) == (None, None)
+    made.decide(EngineRegistered(now=1300.5, url=ENGINE, incarnation="2"))
+    assert ends(made, Ticked(now=1400.0)) == (None, None)
+    made.decide(EngineTimedOut(now=1400.0, url=ENGINE, reason="no answer"))
+    stop, _ = ends(made, Ticked(now=1701.0))
+    assert stop is not None and f"{ENGINE} is dead: no answer" in made.state.failure
+
+
+def beat(name: str, *, judged: int = 0, unjudged: int = 0) -> ActorAlive:
+    reason = "d: verifier_error: its metadata lacks 'task'" if unjudged else ""
+    return ActorAlive(
+        name=name,
+        groups_in_flight=1,
+        groups_done=1,
+        retries=0,
+        judged=judged,
+        unjudged_in_a_row=unjudged,
+        unjudged_reason=reason,
+    )
+
+
+def test_a_verifier_that_always_fails_ends_the_run_after_a_steps_worth_of_answers() -> None:
+    made = serving().controller
+    assert ends(made, heard(beat("a", unjudged=3))) == (None, None)
+    stop, _ = ends(made, heard(beat("a", unjudged=4)))
+    assert stop is not None
+    assert made.state.failure == "4 answers in a row have no verdict; the last, of domain " + (
+        "d: verifier_error: its metadata lacks 'task'"
+    )
+
+
+def test_a_verifier_that_works_for_another_actor_does_not() -> None:
+    made = serving().controller
+    made.decide(heard(beat("b", judged=1)))
+    assert ends(made, heard(beat("a", unjudged=400))) == (None, None)
+
+
+def refused_group(index: int, persistence: Persistence) -> ReportReceived:
+    return heard(
+        GroupFailed(
+            order_id=f"prompt-{index:06d}",
+            index=index,
+            purpose="training",
+            reason="no template",
+            persistence=persistence,
+        )
+    )
+
+
+@pytest.mark.parametrize(("persistence", "over"), [(Persistence.PERMANENT, True), (Persistence.TRANSIENT, False)])
+def test_prompts_that_every_engine_refuses_for_good_end_the_run(persistence: Persistence, over: bool) -> None:
+    run = serving()
+    made = run.controller
+    for index in run.issued[:7]:
+        assert ends(made, refused_group(index, persistence)) == (None, None)
+    stop, _ = ends(made, refused_group(run.issued[7], persistence))
+    assert (stop is not None) is over
+    assert made.state.failure == ("engines refuse the prompts of 8 groups in a row: no template" if over else "")

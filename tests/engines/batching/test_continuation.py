@@ -1,0 +1,141 @@
+"""An answer that another engine began is gone on with to the token; and what a running one has is told in time."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from inference_contract.errors import EngineStopped, InvalidRequest
+from inference_contract.schemas import (
+    AnswerPrefix,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Choice,
+    FinishReason,
+    OnUpdate,
+    StreamOptions,
+)
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from tests.fakes.gated_runner import DEADLINE_S, GatedRunner
+
+
+def ask(n: int, *, max_tokens: int = 20, **others: Any) -> ChatCompletionRequest:
+    fields = {"prompt_token_ids": [7, 8, 9], "n": n, "max_tokens": max_tokens, "seed": 3, "return_token_ids": True}
+    return ChatCompletionRequest.model_validate(fields | others)
+
+
+def cut(choices: list[Choice], ends: dict[int, int]) -> list[AnswerPrefix]:
+    """The first tokens of some choices."""
+    return [AnswerPrefix(index=i, token_ids=(choices[i].token_ids or [])[:end]) for i, end in ends.items()]
+
+
+def rare(n: int, interval_s: float, **others: Any) -> ChatCompletionRequest:
+    return ask(n, stream=True, stream_options=StreamOptions(interval_s=interval_s), **others)
+
+
+@pytest.mark.parametrize("ends", [{0: 1, 1: 0, 4: 19}, {2: 7}, {0: 5, 1: 5, 2: 5, 3: 5, 4: 5}])
+async def test_the_rest_is_that_of_the_undisturbed_answer(
+    engine: BatchingEngine, gate: GatedRunner, ends: dict[int, int]
+) -> None:
+    """Also where there are more samples than the four rows."""
+    gate.open()
+    whole = (await engine.complete(ask(5))).choices
+    answer = await engine.complete(ask(len(ends), prefixes=cut(whole, ends)))
+    assert [choice.index for choice in answer.choices] == list(ends)
+    for choice, end in zip(answer.choices, ends.values(), strict=True):
+        undisturbed = whole[choice.index]
+        assert choice.token_ids == undisturbed.token_ids[end:]  # type: ignore[index]
+        assert choice.token_logprobs == undisturbed.token_logprobs[end:]  # type: ignore[index]
+        assert choice.version_spans == [(0, 20 - end)]
+        assert (choice.message, choice.finish_reason) == (undisturbed.message, FinishReason.LENGTH)
+
+
+async def test_each_prefix_is_computed_once_with_its_prompt_and_no_sibling_lends_it(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    gate.open()
+    whole = (await engine.complete(ask(5))).choices
+    gate.log.clear()
+    await engine.complete(ask(5, prefixes=cut(whole, {0: 1, 1: 0, 2: 3, 3: 4, 4: 2})))
+    prefilled = [line for line in gate.log if "tokens" in line]
+    assert prefilled == [
+        "prefill 3 tokens to rows [0]",
+        "prefill 2 tokens to rows [1]",
+        "prefill 5 tokens to rows [2]",
+        "prefill 6 tokens to rows [3]",
+        "prefill 4 tokens to rows [3]",
+    ]
+
+
+async def test_a_cache_that_is_recomputed_for_new_weights_is_that_of_the_whole_answer(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    prefix = AnswerPrefix(index=0, token_ids=[5, 6])
+    running = asyncio.create_task(engine.complete(ask(1, prefixes=[prefix])))
+    await asyncio.to_thread(gate.allow, 2)
+    swap = asyncio.create_task(engine.commit(version=1, epoch=0, digest="", on_update=OnUpdate.RECOMPUTE_KV))
+    await asyncio.sleep(0)
+    gate.open()
+    await swap
+    (choice,) = (await running).choices
+    recomputed = 3 + 2 + (choice.version_spans or [])[0][1] - 1
+    assert f"prefill {recomputed} tokens to rows [0]" in gate.log
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_tokens": 2}, "has 2 tokens of at most 2"),
+        ({"stop": ["i"]}, "has a stop string"),
+        ({"prefixes": [AnswerPrefix(index=0, token_ids=[5, 9999])]}, "has a token outside"),
+    ],
+)
+async def test_what_cannot_be_gone_on_with_is_refused(
+    engine: BatchingEngine, gate: GatedRunner, endless: Any, fields: dict[str, Any], says: str
+) -> None:
+    prefixes = [AnswerPrefix(index=0, token_ids=endless.encode("hi"))]
+    with pytest.raises(InvalidRequest, match=says):
+        await engine.complete(ask(1, **{"prefixes": prefixes} | fields))
+
+
+async def test_a_running_answer_is_told_at_intervals_but_for_its_newest_token(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    async with aclosing(engine.stream(rare(2, 0.02))) as stream, asyncio.timeout(DEADLINE_S):  # type: ignore[type-var]
+        coming = asyncio.ensure_future(anext(stream))  # type: ignore[call-overload]
+        await asyncio.to_thread(gate.allow, 4)
+        chunk: ChatCompletionChunk = await coming
+        told = [len(part.token_ids or ()) for part in chunk.choices]
+        while min(told) < 3:
+            chunk = await anext(stream)  # type: ignore[call-overload]
+            told = [a + len(part.token_ids or ()) for a, part in zip(told, chunk.choices, strict=True)]
+        assert told == [3, 3], "the fourth may be the last"
+        gate.open()
+        rest = [part async for later in stream for part in later.choices]
+    assert sum(len(part.token_ids or ()) for part in rest) == 2 * 17
+    whole = await engine.complete(ask(2))
+    assert [part.delta.content for part in rest if part.finish_reason] == [c.message.content for c in whole.choices]
+
+
+async def test_an_engine_that_closes_tells_what_it_has_before_it_says_so(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    """However long the interval is: nothing that was sampled is lost."""
+    came: list[int] = []
+
+    async def follow() -> None:
+        async for chunk in engine.stream(rare(2, 3600.0)):
+            came.extend(len(part.token_ids or ()) for part in chunk.choices)
+
+    following = asyncio.create_task(follow())
+    await asyncio.to_thread(gate.allow, 5)
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    gate.open()
+    with pytest.raises(EngineStopped):
+        await following
+    await closing
+    assert len(came) == 2 and min(came) >= 5

@@ -1,0 +1,233 @@
+"""What one engine has sampled another goes on with: whatever ends the first, only what had not come is sampled anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, final
+
+import pytest
+
+from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, NotFinite
+from inference_contract.schemas import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChunkChoice,
+    Continuation,
+    Delta,
+    EngineState,
+    FinishReason,
+    Health,
+)
+from pipelinerl.engines.http.engine_client import EngineClient
+from pipelinerl.engines.http.engine_pool import Answered, EnginePool
+from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.errors import EngineUnreachable
+from tests.fakes.scripted_engine import ScriptedEngine, application
+from tests.fakes.served import as_process, in_thread
+
+LENGTH = 6
+
+
+def ask(**fields: Any) -> ChatCompletionRequest:
+    given = {"prompt_token_ids": [1, 2, 3], "seed": 4, "n": 2, "max_tokens": LENGTH, "return_token_ids": True}
+    return ChatCompletionRequest(**given | fields)
+
+
+@final
+class Scripted:
+    """A `ChatClient`; token t of sample i is 10·i + t. Each engine streams so many tokens, then raises, or waits."""
+
+    def __init__(self, **engines: tuple[Any, ...]) -> None:
+        """`engines`: (epoch, version, tokens of each sample that come, what is raised then; None: whole)."""
+        self.engines = engines
+        self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
+        self.asked: list[tuple[str, list[int] | None]] = []
+        self.short: dict[int, int] = {}
+
+    async def health(self, url: str) -> Health:
+        return Health(state=EngineState.READY, model_version=0, epoch=0, continuation=self.offers[url])
+
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        assert request.prefixes is None and not request.stream
+        self.asked.append((url, None))
+        epoch, _, _, error = self.engines[url]
+        if error is not None:
+            raise error
+        return ChatCompletion(
+            id="c", created=0, model="m", choices=[], model_version=0, epoch=epoch,
+            usage={"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3},  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
+        given = dict.fromkeys(range(request.n), 0)
+        if request.prefixes is not None:
+            given = {prefix.index: len(prefix.token_ids) for prefix in request.prefixes}
+        self.asked.append((url, list(given.values()) if request.prefixes is not None else None))
+        epoch, version, count, error = self.engines[url]
+        for come in range(1, LENGTH + 2):
+            if error is not None and come > count:
+                if isinstance(error, float):
+                    await asyncio.sleep(error)
+                raise error
+            parts = [
+                part(i, begun + come - 1, version, ends=begun + come == self.short.get(i, LENGTH))
+                for i, begun in given.items()
+                if begun + come <= self.short.get(i, LENGTH)
+            ]
+            yield ChatCompletionChunk(
+                id="c", created=0, model="m", choices=parts, model_version=version, epoch=epoch,
+                prompt_token_ids=[1, 2, 3] if come == 1 else None,
+            )  # fmt: skip
+            await asyncio.sleep(0)
+
+
+def part(index: int, token: int, version: int, *, ends: bool) -> ChunkChoice:
+    return ChunkChoice(
+        index=index, delta=Delta(content="whole" if ends else None), token_ids=[10 * index + token],
+        token_logprobs=[-1.0], version_spans=[(version, 1)], finish_reason=FinishReason.LENGTH if ends else None,
+    )  # fmt: skip
+
+
+def is_whole(answer: Answered) -> None:
+    for choice in answer.completion.choices:
+        assert choice.token_ids == [10 * choice.index + t for t in range(LENGTH)]
+        assert (choice.finish_reason, choice.message.content) == ("length", "whole")
+
+
+@pytest.mark.parametrize("error", [EngineUnreachable("dead"), Dirty("half"), EngineStopped("closing")])
+async def test_an_engine_that_fails_is_followed_by_one_that_goes_on(error: Exception) -> None:
+    client, begun = Scripted(a=(1, 7, 4, error), b=(1, 6, 0, None)), []
+    answer = await EnginePool(client, ["a", "b"], min_epoch=1).complete(ask(), begun=lambda: begun.append(len(begun)))
+    is_whole(answer)
+    assert client.asked == [("a", None), ("b", [4, 4])]
+    assert [choice.version_spans for choice in answer.completion.choices] == [[(7, 4), (6, 2)]] * 2
+    assert (answer.url, answer.tokens_kept, answer.tokens_resampled) == ("b", 8, 0)
+    assert begun == [0], "its oldest token is as old as it was"
+
+
+async def test_what_runs_at_an_engine_that_is_taken_out_is_gone_on_with_elsewhere() -> None:
+    client = Scripted(a=(1, 7, 3, 60.0), b=(1, 7, 0, None))
+    pool = EnginePool(client, ["a"])
+    running = asyncio.create_task(pool.complete(ask()))
+    await asyncio.sleep(0.05)
+    pool.update(["b"])
+    answer = await running
+    is_whole(answer)
+    assert client.asked == [("a", None), ("b", [3, 3])] and answer.tokens_kept == 6
+
+
+async def test_samples_that_have_ended_are_not_asked_for_again() -> None:
+    """Sample 1 is short, and whole when the first engine dies."""
+    client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, None))
+    client.short = {1: 3}
+    answer = await EnginePool(client, ["a", "b"]).complete(ask(n=3))
+    assert [choice.token_ids for choice in answer.completion.choices] == [
+        [0, 1, 2, 3, 4, 5],
+        [10, 11, 12],
+        [20, 21, 22, 23, 24, 25],
+    ]
+    assert client.asked == [("a", None), ("b", [4, 4])] and answer.tokens_kept == 11
+
+
+async def test_an_answer_that_is_whole_when_its_stream_breaks_is_an_answer() -> None:
+    client = Scripted(a=(1, 7, LENGTH, EngineUnreachable("dead")), b=(1, 7, 0, None))
+    answer = await EnginePool(client, ["a", "b"]).complete(ask())
+    is_whole(answer)
+    assert client.asked == [("a", None)] and answer.url == "a"
+
+
+async def test_an_engine_that_knows_nothing_of_it_is_asked_for_the_whole() -> None:
+    client, begun = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, None)), []
+    client.offers["b"] = Continuation.NONE
+    answer = await EnginePool(client, ["a", "b"]).complete(ask(), begun=lambda: begun.append(0))
+    assert client.asked == [("a", None), ("b", None)] and len(begun) == 2
+    assert (answer.tokens_kept, answer.tokens_resampled) == (0, 8)
+
+
+async def test_weights_of_another_epoch_begin_anew() -> None:
+    """A prefix of an abandoned line is not joined to its successor."""
+    client, begun = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(2, 6, 0, None)), []
+    answer = await EnginePool(client, ["a", "b"]).complete(ask(), begun=lambda: begun.append(0))
+    is_whole(answer)
+    assert client.asked == [("a", None), ("b", [4, 4]), ("b", None)] and len(begun) == 2
+    assert [choice.version_spans for choice in answer.completion.choices] == [[(6, LENGTH)]] * 2
+    assert (answer.tokens_kept, answer.tokens_resampled, answer.completion.epoch) == (0, 8, 2)
+
+
+async def test_an_engine_that_restarted_adds_nothing_to_an_answer() -> None:
+    client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(0, 0, 0, None), c=(1, 7, 0, None))
+    answer = await EnginePool(client, ["a", "b", "c"], min_epoch=1).complete(ask())
+    is_whole(answer)
+    assert client.asked == [("a", None), ("b", [4, 4]), ("c", [4, 4])] and answer.tokens_kept == 8
+
+
+async def test_an_engine_that_refuses_to_go_on_is_asked_from_the_beginning() -> None:
+    client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, InvalidRequest("no prefixes here")))
+    pool = EnginePool(client, ["a", "b"], suspect_s=60.0)
+    with pytest.raises(InvalidRequest, match="b: no prefixes here"):
+        await asyncio.wait_for(_until_only(pool, client), 5.0)
+    assert client.asked == [("a", None), ("b", [4, 4]), ("b", None)]
+
+
+async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
+    """As soon as one has failed it is taken out, so that the other alone can refuse."""
+    running = asyncio.create_task(pool.complete(ask()))
+    while not client.asked:
+        await asyncio.sleep(0)
+    pool.update(["b"], finishing=["a"])
+    return await running
+
+
+async def test_a_model_without_finite_logits_in_mid_answer_is_asked_of_each_engine_once() -> None:
+    error: ContractError = NotFinite("NaN")
+    client = Scripted(a=(1, 7, 2, error), b=(1, 7, 2, error))
+    with pytest.raises(NotFinite, match="b: NaN"):
+        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), 5.0)
+    assert client.asked == [("a", None), ("b", None)]
+
+
+async def test_without_an_interval_answers_come_whole() -> None:
+    client = Scripted(a=(1, 7, 0, None))
+    await EnginePool(client, ["a"], interval_s=0.0).complete(ask())
+    assert client.asked == [("a", None)]
+
+
+# --- real engines -------------------------------------------------------------------------------------------------
+
+
+async def _kept_when(
+    ends: Callable[[EnginePool, Any], None], dies: str, process: Any, stays: str
+) -> tuple[list[Answered], list[ChatCompletion]]:
+    """Answers that began at `dies`, which `ends` ends in the middle, and what an undisturbed engine answers."""
+    requests = [ask(n=4, max_tokens=150, seed=seed) for seed in range(6)]
+    async with EngineClient() as client, asyncio.timeout(60):
+        expected = [await client.chat(stays, request) for request in requests]
+        pool = EnginePool(client, [dies], interval_s=0.02)
+        running = [asyncio.create_task(pool.complete(request)) for request in requests]
+        await asyncio.sleep(0.5)
+        ends(pool, process)
+        pool.update([stays], finishing=[dies])
+        return await asyncio.gather(*running), expected
+
+
+async def test_a_killed_engine_costs_what_had_not_come_and_the_answers_are_the_undisturbed_ones() -> None:
+    with (
+        in_thread(application()) as stays,
+        as_process("tests.fakes.scripted_engine", "none", "0.03") as (dies, process),
+    ):
+        answers, expected = await _kept_when(lambda _, dying: dying.kill(), dies, process, stays)
+    assert [answer.completion.choices for answer in answers] == [whole.choices for whole in expected]
+    assert all(answer.tokens_kept > 0 and answer.tokens_resampled == 0 for answer in answers)
+
+
+async def test_leaving_an_engine_frees_what_it_did() -> None:
+    slow = ScriptedEngine(step_s=0.03)
+    with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
+        answers, expected = await _kept_when(lambda pool, _: pool.update([stays]), leaves, None, stays)
+        async with asyncio.timeout(10):
+            while slow._running:
+                await asyncio.sleep(0.01)
+    assert [answer.completion.choices for answer in answers] == [whole.choices for whole in expected]
+    assert all(answer.tokens_kept > 0 for answer in answers)

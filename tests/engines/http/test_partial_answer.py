@@ -1,0 +1,136 @@
+"""What has come of an answer stays, and what is asked of the next engine is what is missing. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inference_contract.schemas import (
+    AnswerPrefix,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatMessage,
+    ChunkChoice,
+    Delta,
+    FinishReason,
+    StreamOptions,
+)
+from pipelinerl.engines.http.partial_answer import PartialAnswer
+from pipelinerl.errors import EngineUnreachable
+
+ASKED = ChatCompletionRequest(
+    messages=[ChatMessage(role="user", content="hi")], n=3, max_tokens=9, seed=4, return_token_ids=True, stop=["!"]
+)
+
+
+def part(index: int, ids: list[int], version: int, *, end: str | None = None, text: str | None = None) -> ChunkChoice:
+    """Tokens of one version; the log-prob of a token is its negative."""
+    reason = None if end is None else FinishReason(end)
+    spans = [(version, len(ids))] if ids else []
+    return ChunkChoice(
+        index=index, delta=Delta(content=text), finish_reason=reason,
+        token_ids=ids, token_logprobs=[-float(i) for i in ids], version_spans=spans,
+    )  # fmt: skip
+
+
+def chunk(*parts: ChunkChoice, epoch: int = 1, prompt: list[int] | None = None) -> ChatCompletionChunk:
+    return ChatCompletionChunk(
+        id="c", created=0, model="m", choices=list(parts), model_version=0, epoch=epoch, prompt_token_ids=prompt
+    )
+
+
+def answer(*chunks: ChatCompletionChunk) -> PartialAnswer:
+    made = PartialAnswer(ASKED, interval_s=0.5)
+    for each in chunks:
+        assert made.take(each, url="a")
+    return made
+
+
+def test_what_did_not_begin_is_asked_for_whole() -> None:
+    expected = ASKED.model_copy(update={"stream": True, "stream_options": StreamOptions(interval_s=0.5)})
+    assert answer().rest() == expected
+
+
+def test_the_rest_is_what_has_not_ended_after_the_very_prompt_that_was_used() -> None:
+    begun = answer(
+        chunk(part(0, [5, 6], 7), part(2, [8], 7), prompt=[1, 2]), chunk(part(0, [9], 8, end="stop", text="abc"))
+    )
+    rest = begun.rest()
+    assert (rest.messages, rest.prompt_token_ids, rest.n) == (None, [1, 2], 2)
+    assert rest.prefixes == [AnswerPrefix(index=1, token_ids=[]), AnswerPrefix(index=2, token_ids=[8])]
+    assert (rest.max_tokens, rest.seed, rest.stop) == (9, 4, ["!"]), "of the whole answer"
+    ChatCompletionRequest.model_validate_json(rest.model_dump_json())
+
+
+def test_an_answer_of_two_engines_is_one_with_the_spans_of_both() -> None:
+    """The second one serves an older version than the first; and the first had streamed text."""
+    begun = answer(
+        chunk(part(0, [5, 6], 7, text="ab"), part(1, [3], 7, end="length", text="x"), prompt=[1, 2]),
+        chunk(part(0, [9], 8), part(2, [4], 8)),
+    )
+    begun.hand_over()
+    begun.rest()
+    assert begun.take(chunk(part(0, [7], 6), prompt=[1, 2]), url="b") and not begun.is_whole
+    assert begun.take(chunk(part(0, [2], 6, end="stop", text="abcde"), part(2, [1], 6, end="stop", text="y")), url="b")
+    assert begun.is_whole
+    whole = begun.completion()
+    first, second, third = whole.choices
+    assert (first.token_ids, first.version_spans, first.message.content) == (
+        [5, 6, 9, 7, 2],
+        [(7, 2), (8, 1), (6, 2)],
+        "abcde",
+    )
+    assert first.token_logprobs == [-5.0, -6.0, -9.0, -7.0, -2.0]
+    assert (second.token_ids, second.version_spans, second.message.content) == ([3], [(7, 1)], "x")
+    assert (third.token_ids, third.version_spans, third.finish_reason) == ([4, 1], [(8, 1), (6, 1)], "stop")
+    assert (whole.prompt_token_ids, whole.usage.completion_tokens, whole.epoch, whole.model_version) == (
+        [1, 2],
+        8,
+        1,
+        8,
+    )
+    assert (begun.tokens_kept, begun.tokens_resampled) == (5, 0)
+
+
+def test_kept_tokens_count_once_however_often_they_are_handed_over_and_not_once_they_are_given_up() -> None:
+    begun = answer(chunk(part(0, [5, 6], 7), prompt=[1]))
+    begun.hand_over()
+    begun.hand_over()
+    assert begun.tokens_kept == 2
+    begun.take(chunk(part(0, [9], 7)), url="b")
+    begun.hand_over()
+    assert begun.tokens_kept == 3
+    begun.forget()
+    assert (begun.tokens_kept, begun.tokens_resampled, begun.num_tokens) == (0, 3, 0)
+    assert begun.rest().prefixes is None and begun.rest().messages == ASKED.messages
+
+
+def test_weights_of_another_epoch_do_not_go_on_with_it() -> None:
+    """An abandoned line may have sampled the prefix."""
+    begun = answer(chunk(part(0, [5], 7), prompt=[1], epoch=1))
+    assert not begun.take(chunk(part(0, [6], 7), epoch=2), url="b")
+    assert begun.num_tokens == 1, "nothing of it was taken"
+    begun.forget()
+    assert begun.take(chunk(part(0, [6], 7), epoch=2, prompt=[1]), url="b")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        chunk(part(3, [1], 7)),
+        chunk(part(0, [1], 7).model_copy(update={"version_spans": [(7, 2)]})),
+        chunk(part(0, [1], 7).model_copy(update={"token_logprobs": []})),
+        chunk(part(1, [1], 7)),
+    ],
+    ids=["a choice not asked for", "spans beyond the tokens", "no log-prob", "a token after the end"],
+)
+def test_what_does_not_fit_is_not_taken(wrong: Any) -> None:
+    begun = answer(chunk(part(1, [5], 7, end="stop"), prompt=[1]))
+    with pytest.raises(EngineUnreachable):
+        begun.take(wrong, url="b")
+
+
+def test_a_stream_without_its_prompt_is_none_that_could_be_gone_on_with() -> None:
+    with pytest.raises(EngineUnreachable, match="prompt_token_ids"):
+        answer().take(chunk(part(0, [5], 7)), url="b")

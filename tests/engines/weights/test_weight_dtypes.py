@@ -1,0 +1,98 @@
+"""Weights that travel in another dtype than the engine keeps: taken and converted, or refused before any collective."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inference_contract.errors import InvalidRequest, LayoutMismatch, NotPrepared, OutOfRange, Persistence
+from inference_contract.schemas import Backend, DType, UpdatePhase, UpdateStatus, WeightLayout
+from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes, attach
+from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
+from pipelinerl.weights.digest import WeightDigest
+from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
+
+
+def wire_of(dtype: DType) -> WeightLayout:
+    """The target's parameters as they travel in `dtype`."""
+    return WeightLayout(parameters=tuple(row.model_copy(update={"dtype": dtype}) for row in LAYOUT.parameters))
+
+
+def digest_of(data: torch.Tensor) -> str:
+    made = WeightDigest()
+    made.update(data)
+    return made.hexdigest()
+
+
+async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, version: int, **named: Any) -> UpdateStatus:
+    """A whole update; `named` says how PREPARE names the layout."""
+    await setting.phase(UpdatePhase.PREPARE, version, **(named or {"layout": wire}))
+    trainer = setting.trainer
+    assert trainer is not None
+    for start, end in wire.pieces(64):
+        part, deadline = data[start:end], time.monotonic() + 5
+        await asyncio.to_thread(lambda part=part, deadline=deadline: trainer.broadcast(part, deadline=deadline))
+    return await setting.phase(UpdatePhase.COMMIT, version, digest=digest_of(data))
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+async def test_half_precision_is_served_in_float32_under_the_digest_of_what_travelled(dtype: DType) -> None:
+    setting, wire = Setting(), wire_of(dtype)
+    await setting.join()
+    values = torch.linspace(-3, 3, 32).to(getattr(torch, dtype.value))
+    data = values.view(torch.uint8)
+    assert await update(setting, wire, data, 1) is UpdateStatus.COMMITTED
+    assert np.array_equal(setting.target.current.view(np.float32), values.float().numpy())
+    assert setting.receiver.digest == digest_of(data)
+    assert setting.target.finished == [setting.target.current.tobytes()], "what is finished is converted already"
+
+
+async def test_the_id_of_what_travels_is_enough_the_second_time_and_the_engines_own_stays_known() -> None:
+    setting, wire = Setting(), wire_of(DType.BFLOAT16)
+    await setting.join()
+    data = torch.ones(32, dtype=torch.bfloat16).view(torch.uint8)
+    await update(setting, wire, data, 1)
+    assert await update(setting, wire, data, 2, layout=None, layout_id=wire.layout_id) is UpdateStatus.COMMITTED
+    own = torch.full((32,), 2.0).view(torch.uint8)
+    await update(setting, LAYOUT, own, 3, layout=None, layout_id=LAYOUT.layout_id)
+    assert setting.target.current.view(np.float32).tolist() == [2.0] * 32
+    with pytest.raises(NotPrepared, match="is not known here"):
+        await setting.phase(UpdatePhase.PREPARE, 4, layout=None, layout_id=wire_of(DType.FLOAT16).layout_id)
+
+
+async def test_what_is_not_converted_is_refused_for_good_and_says_what_would_be_taken() -> None:
+    setting = Setting()
+    await setting.join()
+    sentence = r"'first' must have dtype float32 or bfloat16 or float16, got float64"
+    with pytest.raises(LayoutMismatch, match=sentence) as refusal:
+        await setting.phase(UpdatePhase.PREPARE, layout=wire_of(DType.FLOAT64))
+    assert refusal.value.persistence is Persistence.PERMANENT
+    assert NotPrepared("x").persistence is Persistence.TRANSIENT
+
+
+async def test_an_overflow_leaves_the_old_weights_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting()
+    half = wire_of(DType.FLOAT16)
+    monkeypatch.setattr(type(setting.target), "layout", property(lambda _: half))
+    setting.target._staged = np.zeros(half.num_bytes, np.uint8)
+    await setting.join()
+    data = torch.full((32,), 1e6).view(torch.uint8)
+    with pytest.raises(OutOfRange, match="beyond the 65504 of float16"):
+        await update(setting, LAYOUT, data, 1)
+    assert setting.target.serving() == (0, 0)
+
+
+def test_a_worker_is_sent_other_dtypes_through_memory_that_it_maps_and_that_costs_nothing_before() -> None:
+    endpoints, shared = WorkerEndpointFactory(frozenset([Backend.GLOO])), SharedBytes(100, further=2**40)
+    with shared:
+        mapped = attach(shared.path, 100 + 64)
+        endpoints.lend(shared)
+        endpoints.buffer(shared.tensor, 64)[:] = 7
+        assert mapped[100:].tolist() == [7] * 64 and mapped[:100].tolist() == shared.tensor.tolist()
+        with pytest.raises(InvalidRequest, match=r"need \d+ bytes of shared memory beside"):
+            endpoints.buffer(shared.tensor, 2**40)

@@ -1,0 +1,106 @@
+"""Rank 0 of a JAX trainer as a process of its own, driven by a test: `… -m tests.fakes.jax_rank0 MODEL PORT DIR WHAT`.
+
+`results` tries the verbs and some checks of the kit and leaves what came of them in DIR, `kit` all checks; `wait` says
+when it is ready, and then goes on with forward passes until one fails, whose error it prints.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.jax.trainer import JaxTrainer
+from trainer_contract.conformance import Status, non_finite_is_refused, run
+from trainer_contract.conformance.probes import Subject, pack, rollouts_of
+from trainer_contract.errors import TrainerError
+from trainer_contract.host_weights import copied
+from trainer_contract.types import Device, OptimizerSpec, TrainerSpec
+
+VOCAB = 48
+RATE = 1.0
+OBJECTIVE = resolve("grpo")
+#: With eps = 1 the first step is g / (|g| + 1): the weights show the gradient.
+OPTIMIZER = OptimizerSpec(eps=1.0, grad_clip=0.0)
+#: What the quick test tries of the kit: an error that all ranks find, after which they go on together.
+CHECKS = (non_finite_is_refused,)
+
+
+def batches():
+    """Two micro-batches of one step, ragged."""
+    rollouts = rollouts_of(VOCAB)
+    return [pack(rollouts[:3], temperature=0.7), pack(rollouts[3:])]
+
+
+def started(model, options, **fields):
+    """A trainer on CPUs."""
+    trainer = JaxTrainer()
+    trainer.init_worker(
+        TrainerSpec(model_path=Path(model), device=Device.CPU, optimizer=OPTIMIZER, options=options, **fields)
+    )
+    return trainer
+
+
+def one_step(trainer):
+    """Losses, predictions, gradient norm and the weights after it."""
+    losses = [trainer.backward(batch, OBJECTIVE) for batch in batches()]
+    norm = trainer.optimizer_step(learning_rate=RATE).grad_norm
+    weights = {name: array.copy() for name, array in trainer.gather_weights()}
+    return {
+        "losses": np.array([loss.loss for loss in losses]),
+        "predictions": np.concatenate([loss.predictions for loss in losses]),
+        "norm": np.array(norm),
+        **weights,
+    }
+
+
+def results(model, options, directory):
+    """Two steps with a state saved between them, what other weights give, and a part of the conformance kit."""
+    trainer = started(model, options)
+    np.savez(directory / "first.npz", **one_step(trainer))
+    (directory / "state").mkdir()
+    trainer.save_state(directory / "state")
+    before, held = trainer.forward(batches()[0]), copied(trainer.gather_weights())
+    np.savez(directory / "second.npz", **one_step(trainer))
+    again = trainer.forward_at([batches()[0]], held)[0]
+    moved = trainer.forward(batches()[0])
+    trainer.close()
+    exact = before.tobytes() == again.tobytes() != moved.tobytes()
+    (directory / "forward_at.json").write_text(json.dumps(exact))
+    kit(model, options, directory, checks=CHECKS)
+
+
+def kit(model, options, directory, *, checks=None):
+    """What the conformance kit finds, by check."""
+    spec = TrainerSpec(model_path=Path(model), device=Device.CPU, options=options)
+    found = run(Subject(JaxTrainer, spec, VOCAB), directory=directory / "kit", checks=checks)
+    (directory / "kit.json").write_text(
+        json.dumps({each.name: each.reason if each.status is not Status.PASSED else "" for each in found})
+    )
+
+
+def until_lost(model, options):
+    """Forward passes until one fails."""
+    trainer, batch = started(model, options), batches()[0]
+    trainer.forward(batch)
+    print("ready", flush=True)
+    try:
+        while True:
+            trainer.forward(batch)
+            time.sleep(0.05)
+    except TrainerError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    model, port, directory, what = sys.argv[1:]
+    distributed = {"coordinator": f"127.0.0.1:{port}", "processes": 2, "timeout_s": 240, "silence_s": 5}
+    options = {"mesh": {"fsdp": 2}, "distributed": distributed}
+    if what == "results":
+        results(model, options, Path(directory))
+    elif what == "kit":
+        kit(model, options, Path(directory))
+    else:
+        until_lost(model, options)

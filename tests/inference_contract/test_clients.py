@@ -1,0 +1,134 @@
+"""What public clients send in plain use is served: their recorded bodies, and OpenAI's client itself.
+
+`clients/*.json` holds the bodies as each client, of the version named there, sent them to a recording server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from inference_contract.conformance.session import chunks
+from inference_contract.schemas import ChatCompletion
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.bigram.engine import BigramRunner
+from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.served import in_thread
+
+RECORDED = [
+    pytest.param(request["body"], id=f"{recorded['client']} {recorded['version']}: {request['call']}")
+    for path in sorted((Path(__file__).parent / "clients").glob("*.json"))
+    for recorded in [json.loads(path.read_text())]
+    for request in recorded["requests"]
+]
+ASKED: list[ChatCompletionMessageParam] = [{"role": "user", "content": "1 + 2"}]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The HTTP server in front of an engine with a real tokenizer and a small model."""
+    raw = char_tokenizer()
+    tokenizer = ChatTokenizer(raw, {raw.eos_token_id})
+    model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=96)
+    engine = BatchingEngine(
+        BatchingSettings(model_id="m"), load=lambda: BigramRunner(model, slots=4), tokenizer=tokenizer
+    )
+    with in_thread(create_app(engine, token=None)) as served:
+        yield served
+
+
+@pytest.fixture
+def public_client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20.0) as made:
+        yield made
+
+
+def post(url: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=20.0)
+
+
+@pytest.mark.parametrize("body", RECORDED)
+def test_what_clients_send_is_served(url: str, body: dict[str, Any]) -> None:
+    answer = post(url, body)
+    assert answer.status_code == 200, answer.text
+    if not body.get("stream"):
+        assert ChatCompletion.model_validate_json(answer.content).choices[0].message.content
+        return
+    come = list(chunks(answer, answer.text.splitlines()))
+    assert "".join(part.delta.content or "" for chunk in come for part in chunk.choices)
+    wants_usage = (body.get("stream_options") or {}).get("include_usage", False)
+    assert [chunk.usage is not None for chunk in come] == [False] * (len(come) - wants_usage) + [True] * wants_usage
+
+
+def test_openai_client_gets_the_same_streamed_and_whole(public_client: openai.OpenAI) -> None:
+    completions = public_client.chat.completions
+    text = completions.create(model="m", messages=ASKED, seed=3, max_completion_tokens=20).choices[0].message.content
+    assert text is not None and len(text) > 6
+    asked: dict[str, Any] = {"model": "m", "messages": ASKED, "seed": 3, "stop": text[4:6]}
+    whole = completions.create(**asked)
+    assert whole.choices[0].message.content == text.split(text[4:6])[0]
+    streamed = list(completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    come = "".join(part.delta.content or "" for chunk in streamed for part in chunk.choices)
+    assert come == whole.choices[0].message.content
+    assert whole.usage is not None and streamed[-1].usage == whole.usage
+    assert [chunk.usage for chunk in streamed[:-1]] == [None] * (len(streamed) - 1)
+    with completions.stream(**asked) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == come
+    assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+
+
+def test_openai_client_carries_an_answer_on(public_client: openai.OpenAI) -> None:
+    completions = public_client.chat.completions
+    first = completions.create(model="m", messages=ASKED, max_tokens=8, seed=1).choices[0].message
+    assert first.content is not None
+    forms: list[Any] = [first, first.model_dump(), {"role": "assistant", "content": first.content}]
+    answers = [
+        completions.create(model="m", messages=[*ASKED, form, *ASKED], max_tokens=8, seed=2).choices[0].message.content
+        for form in forms
+    ]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_vllms_way_to_say_every_token_and_text_in_parts(url: str) -> None:
+    plain = post(url, {"messages": ASKED, "seed": 1, "max_tokens": 8, "return_token_ids": True}).json()
+    parts = [{"role": "user", "content": [{"type": "text", "text": "1 + 2"}]}]
+    again = post(url, {"messages": parts, "seed": 1, "max_tokens": 8, "return_token_ids": True, "top_k": -1}).json()
+    assert again["choices"] == plain["choices"] and again["prompt_token_ids"] == plain["prompt_token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ignore_eos": True}, "ignore_eos"),  # as vLLM's benchmark asks on random prompts
+        ({"store": True}, "store"),
+        ({"logit_bias": {"5": 3}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"frequency_penalty": -0.5}, "frequency_penalty"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True}, "stream_options"),
+        ({"messages": [{"role": "user", "content": "a", "name": "ann"}]}, "messages.0.name"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+        ({"frobnicate": None}, "frobnicate"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_by_name(url: str, fields: dict[str, Any], param: str) -> None:
+    answer = post(url, {"messages": ASKED, "max_tokens": 2} | fields)
+    assert answer.status_code == 400
+    assert str(answer.json()["error"]["param"]).startswith(param)
+    assert "image_url" not in answer.text

@@ -1,0 +1,111 @@
+"""Which GPUs there are, read from what `nvidia-smi` and the driver's files say, and from CUDA_VISIBLE_DEVICES."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from launch import devices as counting
+from launch.devices import Device, Devices, Origin, devices_for, read_devices
+from pipelinerl.config.recipe import load
+from pipelinerl.errors import UserError
+
+TWO = "0, GPU-11aa, 81559, Disabled\n1, GPU-22bb, 81559, Disabled\n"
+UNEQUAL = "0, GPU-11aa, 24564, [N/A]\n1, GPU-22bb, 81559, [N/A]\n"
+DIVIDED = "0, GPU-11aa, 81559, Enabled\n1, GPU-22bb, 81559, Disabled\n"
+LISTING = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-11aa)
+  MIG 3g.40gb     Device  0: (UUID: MIG-c6d4)
+  MIG 3g.40gb     Device  1: (UUID: MIG-cba6)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-22bb)
+"""
+
+
+def test_all_that_the_driver_lists() -> None:
+    assert read_devices(TWO) == Devices((Device("0", 81559), Device("1", 81559)))
+    assert read_devices("") == Devices()
+    assert read_devices(TWO).environment((1, 0)) == {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert read_devices(TWO).environment(()) == {}
+
+
+def test_instances_of_a_divided_gpu_are_devices() -> None:
+    found = read_devices(DIVIDED, instances=LISTING)
+    assert [device.name for device in found.each] == ["MIG-c6d4", "MIG-cba6", "1"]
+    assert found.label(0) == "GPU 0 (MIG-c6d4)"
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        ("1", [Device("1", 81559)]),
+        ("1, 0", [Device("1", 81559), Device("0", 81559)]),
+        ("GPU-22,0", [Device("GPU-22", 81559), Device("0", 81559)]),
+        ("MIG-c6d4", [Device("MIG-c6d4")]),
+        ("0,-1,1", [Device("0", 81559)]),
+        ("", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_what_the_user_lets_be_seen(visible: str, devices: list[Device]) -> None:
+    found = read_devices(TWO, visible=visible)
+    assert (list(found.each), found.origin) == (devices, Origin.VARIABLE)
+    assert "CUDA_DEVICE_ORDER" not in found.environment(range(len(devices))), "the user's indices keep their order"
+
+
+def test_memory_is_unknown_where_the_order_would_decide_it() -> None:
+    assert read_devices(UNEQUAL, visible="0").each == (Device("0"),)
+    assert read_devices(UNEQUAL, visible="GPU-22bb").each == (Device("GPU-22bb", 81559),)
+
+
+@pytest.mark.parametrize("visible", ["2", "GPU-33"])
+def test_a_device_that_is_not_there(visible: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"CUDA_VISIBLE_DEVICES names {visible}, and this machine has the GPUs 0 \(GPU-1"
+    ):
+        read_devices(TWO, visible=visible)
+    assert read_devices("", visible=visible).each == (), "where there is no GPU, CUDA shows none, whatever is named"
+
+
+def on_path(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the name `nvidia-smi`, found before any other."""
+    folder.mkdir()
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"case $1 in -L) cat <<'E'\n{LISTING}E\n;; *) cat <<'E'\n{DIVIDED}E\n;; esac"
+    on_path(tmp_path / "bin", script, monkeypatch)
+    assert devices_for(load("tiny"), {}) == read_devices(DIVIDED, instances=LISTING)
+    assert devices_for(load("tiny"), {"CUDA_VISIBLE_DEVICES": "1"}).each == (Device("1", 81559),)
+
+
+def test_a_driver_that_fails_has_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_path(tmp_path / "bin", "echo NVIDIA-SMI has failed; exit 9", monkeypatch)
+    assert devices_for(load("tiny"), {}) == Devices()
+
+
+def test_a_driver_that_hangs_is_no_riddle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_path(tmp_path / "bin", "exec sleep 600", monkeypatch)
+    monkeypatch.setattr(counting, "_DEADLINE_S", 0.2)
+    with pytest.raises(UserError, match=r"nvidia-smi did not answer within 0\.2 s, so which GPUs there are is unknown"):
+        devices_for(load("tiny"), {})
+    nobody_asks = load("tiny", ["engine.device=cpu", "trainer.device=cpu"])
+    assert devices_for(nobody_asks, {}) == Devices(), "what uses no GPU does not wait for it"
+
+
+def test_without_nvidia_smi_the_drivers_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, uuid in (("0000:3b:00.0", "GPU-22bb"), ("0000:07:00.0", "GPU-11aa")):
+        (tmp_path / "gpus" / place).mkdir(parents=True)
+        (tmp_path / "gpus" / place / "information").write_text(f"Model: \t\t NVIDIA A100\nGPU UUID: \t {uuid}\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(counting, "_PROC", tmp_path / "gpus")
+    assert devices_for(load("tiny"), {}) == Devices((Device("0"), Device("1")))
+    assert devices_for(load("tiny"), {"CUDA_VISIBLE_DEVICES": "GPU-22bb"}).each == (Device("GPU-22bb"),)
+    monkeypatch.setattr(counting, "_PROC", tmp_path / "nothing")
+    assert devices_for(load("tiny"), {}) == Devices()

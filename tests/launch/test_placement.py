@@ -1,0 +1,162 @@
+"""Placements of a run: golden files for 0, 1, 2, 4 and 8 GPUs, and what is refused.
+
+`PIPELINERL_WRITE_GOLDEN=1 python -m pytest tests/launch/test_placement.py` writes the golden files anew; read the
+difference before you keep it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.devices import Device, Devices, Origin
+from launch.placement import place
+from launch.plan import Ports, ProcessSpec, plan
+from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.errors import RecipeError
+
+GOLDEN = Path(__file__).with_name("golden")
+RUN = Path("/runs/x")
+
+RECIPES: dict[str, dict[str, dict[str, object]]] = {
+    "torch_1": {"engine": {"type": "torch"}},
+    "torch_2": {"engine": {"type": "torch", "count": 2}},
+    "torch_3": {"engine": {"type": "torch", "count": 3}},
+    "torch_4": {"engine": {"type": "torch", "count": 4}},
+    "vllm_tp2": {"engine": {"type": "vllm", "devices": 2}},
+    "vllm_tp2_twice": {"engine": {"type": "vllm", "devices": 2, "count": 2}},
+    "jax_mesh": {"engine": {"type": "jax"}, "trainer": {"type": "jax", "options": {"mesh": {"data": 2, "fsdp": 2}}}},
+    "jax_on_cpu": {"engine": {"type": "jax", "device": "cpu"}},
+    "servers": {"engine": {"type": "vllm_server", "servers": ["http://127.0.0.1:1"]}},
+    "shared": {
+        "engine": {"count": 2, "memory_share": 0.25},
+        "trainer": {"memory_share": 0.4},
+        "launch": {"engine_devices": [[0], [0]], "trainer_devices": [0]},
+    },
+    "shared_in_part": {
+        "engine": {"type": "vllm", "devices": 2},
+        "launch": {"engine_devices": [[0, 1]], "trainer_devices": [1]},
+    },
+    "shared_with_several": {
+        "engine": {"type": "vllm", "devices": 2, "count": 3},
+        "launch": {"engine_devices": [[0, 1], [0, 2], [0, 3]], "trainer_devices": [1]},
+    },
+    "explicit": {
+        "engine": {"type": "vllm", "devices": 2, "count": 2},
+        "launch": {"engine_devices": [[0, 1], [2, 3]], "trainer_devices": [4]},
+    },
+    "explicit_engines": {"engine": {"count": 2}, "launch": {"engine_devices": [[1], [0]]}},
+    "explicit_trainer": {"engine": {"count": 2}, "launch": {"trainer_devices": [0]}},
+    "cpu": {"engine": {"device": "cpu"}, "trainer": {"device": "cpu"}},
+    "cuda": {"engine": {"device": "cuda"}, "trainer": {"device": "cuda"}},
+    "nccl": {"weights": {"backend": "nccl"}},
+}
+
+
+def config_of(sections: dict[str, dict[str, object]]) -> RunConfig:
+    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
+
+
+def gpus(count: int) -> Devices:
+    return Devices(tuple(Device(str(index), 81559) for index in range(count)))
+
+
+def written(config: RunConfig, devices: Devices) -> list[str]:
+    """The plan as far as devices are concerned, or why there is none."""
+    ports = Ports.of(config, range(5000, 5000 + Ports.count(config)))
+    try:
+        made = plan(
+            config, run_dir=RUN, ports=ports, token_file=RUN / "t", cores=range(64), devices=devices, python="py"
+        )
+    except RecipeError as error:
+        return [f"refused: {error}"]
+    return [f"check: {place(config, devices).describe()}", *(_line(spec) for spec in made.specs)]
+
+
+def _line(spec: ProcessSpec) -> str:
+    ours = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "JAX_PLATFORMS")
+    words = [f"{name}={spec.env[name]}" for name in ours if name in spec.env]
+    words += [spec.argv[at + 1] for at, word in enumerate(spec.argv) if word == "--set"]
+    return f"{spec.name:<12} {' '.join(words)}".rstrip()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_golden(name: str) -> None:
+    config = config_of(RECIPES[name])
+    parts = [f"# GPUs: {count}\n" + "\n".join(written(config, gpus(count))) + "\n" for count in (0, 1, 2, 4, 8)]
+    text = "\n".join(parts)
+    file = GOLDEN / f"{name}.txt"
+    if os.environ.get("PIPELINERL_WRITE_GOLDEN"):
+        file.write_text(text)
+    assert file.read_text() == text
+
+
+def test_there_is_no_golden_file_without_its_recipe() -> None:
+    assert {file.stem for file in GOLDEN.iterdir()} == set(RECIPES)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_device_is_given_out_more_than_once_over(name: str, count: int) -> None:
+    """Whatever the recipe: a process without a share is alone on its devices, and shares of one add up to 1 at most."""
+    try:
+        placement = place(config_of(RECIPES[name]), gpus(count))
+    except RecipeError:
+        return
+    for index in range(count):
+        here = [each.share for each in placement.assignments.values() if index in each.indices]
+        assert len(here) <= 1 or sum(1.0 if share is None else share for share in here) <= 1.0 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("sections", "count", "sentence"),
+    [
+        (
+            {"engine": {"memory_share": 0.6}, "trainer": {"memory_share": 0.6}},
+            1,
+            "engine-0 0.6 and trainer 0.6 is asked",
+        ),
+        (
+            {"engine": {"memory_share": 0.95}},
+            1,
+            "of GPU 0 engine-0 0.95 is asked for, which leaves nothing for trainer",
+        ),
+        ({"launch": {"engine_devices": [[0], [1]]}}, 4, "a list for each of the 1 engines, got 2"),
+        ({"launch": {"engine_devices": [[0, 1]]}}, 4, r"each engine takes 1 different devices by engine\.devices, got"),
+        ({"engine": {"devices": 2}, "launch": {"engine_devices": [[1, 1]]}}, 4, r"2 different devices .* got \[1, 1\]"),
+        ({"launch": {"trainer_devices": [0, 1]}}, 4, "the trainer takes 1 different devices by what it trains with"),
+        (
+            {"launch": {"trainer_devices": [4]}},
+            4,
+            "launch.trainer_devices names device 4, and there are 4; devices count",
+        ),
+        (
+            {"launch": {"trainer_devices": [0]}, "trainer": {"device": "cpu"}},
+            4,
+            "trainer_devices: trainer.device is cpu",
+        ),
+        ({"engine": {"type": "bigram", "memory_share": 0.5}}, 4, "and engine.type bigram uses no GPU; leave it out"),
+        ({"launch": {"trainer_devices": [0]}}, 0, "launch.trainer_devices ask for GPUs, and there is none"),
+    ],
+)
+def test_refused(sections: dict[str, dict[str, object]], count: int, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence) as refused:
+        place(config_of(sections), gpus(count))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_users_own_names_and_order_reach_the_processes() -> None:
+    devices = Devices((Device("3"), Device("GPU-aa"), Device("MIG-bb")), Origin.VARIABLE)
+    assert written(config_of({"engine": {"count": 2}}), devices) == [
+        "check: engine-0 on GPU 0 (3), engine-1 on GPU 1 (GPU-aa), trainer on GPU 2 (MIG-bb)",
+        "redis",
+        "controller",
+        "engine-0     CUDA_VISIBLE_DEVICES=3",
+        "engine-1     CUDA_VISIBLE_DEVICES=GPU-aa",
+        "trainer      CUDA_VISIBLE_DEVICES=MIG-bb",
+        "actor-0",
+    ]
+    with pytest.raises(RecipeError, match=r"5 GPUs are asked for, .*, and there are 3, as CUDA_VISIBLE_DEVICES says"):
+        place(config_of({"engine": {"count": 4}}), devices)

@@ -1,0 +1,78 @@
+"""Slots that do nothing in a given run: each is said in a sentence, and none where it does something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipelinerl.objective.contradictions import Setting, doubts, without_effect
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.tokens import Policy
+
+PLAIN = Setting(group_size=16, max_tokens=8)
+LONE = Setting(group_size=1, max_tokens=8)
+RECOMPUTED = Setting(group_size=16, max_tokens=8, step_begins_at=frozenset({Policy.OLD}))
+
+
+@pytest.mark.parametrize(
+    ("table", "setting", "sentence"),
+    [
+        ({"preset": "gfpo"}, Setting(group_size=8, max_tokens=8), "adv.keep (8) must be below sampling.group_size (8)"),
+        ({"preset": "gfpo"}, LONE, "adv.keep (8) must be below sampling.group_size (1)"),
+        ({"preset": "grpo"}, LONE, "adv.baseline mean needs groups, and sampling.group_size is 1"),
+        ({"preset": "rloo"}, LONE, "adv.baseline leave_one_out needs groups"),
+        ({"preset": "reinforce_plus_plus"}, LONE, "adv.baseline mean needs groups"),
+        ({"preset": "grpo", "adv": {"baseline": "none"}}, LONE, "adv.scale std needs groups"),
+    ],
+)
+def test_what_can_do_nothing_is_refused(table: dict[str, Any], setting: Setting, sentence: str) -> None:
+    objective = resolve(table)
+    (found,) = without_effect(objective, setting)
+    assert found.startswith(sentence)
+    assert list(without_effect(objective, PLAIN)) == []
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"preset": "decoupled_ppo"},
+        {"preset": "grpo", "adv": {"baseline": "none", "scale": "none"}},
+        {"preset": "grpo", "adv": {"baseline": "none", "scale": "batch"}},
+    ],
+)
+def test_what_needs_no_group_may_go_without(table: dict[str, Any]) -> None:
+    assert list(without_effect(resolve(table), LONE)) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "setting", "sentence"),
+    [
+        ({"preset": "ppo_tis"}, RECOMPUTED, "grad1 clips π_θ/π_old, which is always 1 here"),
+        ({"preset": "decoupled_ppo"}, RECOMPUTED, "grad1 clips π_θ/π_old, which is always 1 here"),
+        (
+            {"preset": "pipelinerl", "is_weight": {"denominator": "old"}},
+            RECOMPUTED,
+            "is_weight divides by the policy that the step starts from",
+        ),
+        (
+            {"preset": "dr_grpo", "agg": {"length": 256}},
+            PLAIN,
+            "agg.length is 256, and answers have at most sampling.max_tokens = 8: the loss is 0.0312 times",
+        ),
+        (
+            {"preset": "grpo", "grad2": {"kind": "kl", "estimator": "k1"}},
+            PLAIN,
+            "grad2.estimator k1 has no gradient in expectation",
+        ),
+    ],
+)
+def test_what_is_seldom_meant_is_a_doubt(table: dict[str, Any], setting: Setting, sentence: str) -> None:
+    (found,) = doubts(resolve(table, max_tokens=setting.max_tokens), setting)
+    assert found.startswith(sentence)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "pipelinerl", "ppo_tis", "grpo_kl", "gspo", "agarwal"])
+def test_of_a_sound_run_there_is_no_doubt(name: str) -> None:
+    assert list(doubts(resolve(name, max_tokens=8), PLAIN)) == []
+    assert list(doubts(resolve(name), PLAIN)) == []

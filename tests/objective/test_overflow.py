@@ -1,0 +1,140 @@
+"""Ratios beyond what fp32 can hold, and whatever lies outside the mask: what counts for nothing is 0, never NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl.objective.catalogue import PRESETS
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.value_loss import ValueLoss
+from tests.objective.libraries import Evaluated, as_torch, in_numpy
+
+COLUMNS = ("behavior_logprobs", "old_logprobs", "ref_logprobs", "vocab_mean_logprobs")
+FAR = 100.0
+"""e^100 is infinite in fp32."""
+
+
+def in_torch_fp32(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
+    variable = torch.from_numpy(logprobs.copy()).requires_grad_()
+    loss = objective.evaluate(variable, as_torch(columns))
+    loss.backward()
+    assert variable.grad is not None
+    return Evaluated(loss.item(), variable.grad.numpy())
+
+
+def in_jax_fp32(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
+    arrays = {name: jnp.asarray(column) for name, column in columns.items()}
+    loss, gradient = jax.value_and_grad(objective.evaluate)(jnp.asarray(logprobs), arrays)
+    return Evaluated(float(loss), np.asarray(gradient))
+
+
+LIBRARIES: dict[str, Callable[[PolicyObjective, np.ndarray, dict[str, Any]], Evaluated]] = {
+    "numpy": in_numpy,
+    "torch": in_torch_fp32,
+    "jax": in_jax_fp32,
+}
+
+
+def batch(**changed: list[float]) -> tuple[np.ndarray, dict[str, Any]]:
+    """Two rollouts of two tokens in fp32, the last token of each with what is given."""
+    plain = {name: [-1.0, -1.1, -1.2, -0.9] for name in ("logprobs", *COLUMNS)}
+    plain |= {"advantages": [0.5, 0.7, -0.4, -0.6], "weights": [0.25] * 4}
+    table = {name: np.array(changed.get(name, column), np.float32) for name, column in plain.items()}
+    given: dict[str, Any] = {name: column for name, column in table.items() if name != "logprobs"}
+    given |= {"loss_mask": np.ones(4, bool), "segment_ids": np.array([0, 0, 1, 1]), "num_segments": 2}
+    return table["logprobs"], given
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "name", ["grpo", "dapo", "gspo", "ppo", "ppo_tis", "decoupled_ppo", "ppo_vanilla_is", "ppo_is"]
+)
+def test_a_clipped_token_is_zero_whatever_its_ratio(name: str, library: str) -> None:
+    """A > 0 and r = e^100: PPO's min takes the clipped side, whose gradient is 0."""
+    objective = resolve(name)
+    over = "old_logprobs" if "old_logprobs" in objective.needs else "behavior_logprobs"
+    logprobs, columns = batch(**{over: [-1.0, -1.1 - FAR, -1.2, -0.9]})
+    if over == "old_logprobs":
+        columns["behavior_logprobs"] = columns["old_logprobs"]
+    with np.errstate(over="ignore"):
+        loss, gradient = LIBRARIES[library](objective, logprobs, columns)
+    assert np.isfinite(loss) and np.isfinite(gradient).all() and gradient[1] == 0.0
+    assert gradient[2] != 0.0, "and the others learn"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", ["grpo", "pipelinerl", "reinforce_token", "ppo_vanilla_is", "grpo_kl", "gspo"])
+def test_a_token_without_advantage_is_zero_whatever_its_ratio(name: str, library: str) -> None:
+    logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], advantages=[0.5, 0.7, 0.0, 0.0])
+    objective = resolve(name, max_tokens=8)
+    with np.errstate(over="ignore"):
+        loss, gradient = LIBRARIES[library](objective, logprobs, columns)
+    assert np.isfinite(loss) and np.isfinite(gradient).all() and gradient[0] != 0.0
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_weight_that_masks_silences_a_ratio_that_overflows(library: str) -> None:
+    """decoupled_ppo: π_old/μ = e^100 > 5 leaves the token out; so A < 0 with π_θ/π_old = e^100 must not matter."""
+    logprobs, columns = batch(
+        old_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - 2 * FAR]
+    )
+    with np.errstate(over="ignore"):
+        loss, gradient = LIBRARIES[library](resolve("decoupled_ppo"), logprobs, columns)
+    assert np.isfinite(loss) and gradient[3] == 0.0 and gradient[2] != 0.0
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_an_infinite_weight_on_a_clipped_token_is_left_out(library: str) -> None:
+    logprobs, columns = batch(logprobs=[-1.0, -0.1, -1.2, -0.9], behavior_logprobs=[-1.0, -1.1 - FAR, -1.2, -0.9])
+    with np.errstate(over="ignore"):
+        loss, gradient = LIBRARIES[library](resolve("ppo_vanilla_is"), logprobs, columns)
+    assert np.isfinite(loss) and gradient[1] == 0.0 and gradient[2] != 0.0
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_counts_and_overflows_is_infinite_for_the_guard_to_find(library: str) -> None:
+    logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR])
+    with np.errstate(over="ignore"):
+        loss, _ = LIBRARIES[library](resolve("grpo"), logprobs, columns)
+    assert loss == np.inf, "A < 0 is not clipped above"
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_garbage_outside_the_mask_changes_nothing(name: str, library: str, garbage: float) -> None:
+    """In every column at once, the advantages and weights too; numpy does not even warn."""
+    objective = resolve(name, max_tokens=8)
+    logprobs, columns = batch()
+    columns["loss_mask"] = np.array([True, False, True, False])
+    wanted = LIBRARIES[library](objective, logprobs, columns)
+    for name_of_column in (*COLUMNS, "advantages", "weights"):
+        columns[name_of_column] = np.where(columns["loss_mask"], columns[name_of_column], np.float32(garbage))
+    spoiled = np.where(columns["loss_mask"], logprobs, np.float32(garbage))
+    got = LIBRARIES[library](objective, spoiled, columns)
+    assert got.loss == wanted.loss
+    np.testing.assert_array_equal(got.gradient, wanted.gradient)
+    for measure, slope in objective.measure_gradients(spoiled, columns).items():
+        assert np.isfinite(slope).all() and (slope[~columns["loss_mask"]] == 0).all(), measure
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_critics_garbage_changes_nothing_either(library: str, garbage: float) -> None:
+    mask = np.array([True, False])
+    columns: dict[str, Any] = {"loss_mask": mask}
+    for name, number in {"weights": 1.0, "values": 0.1, "returns": 0.7}.items():
+        columns[name] = np.where(mask, np.float32(number), np.float32(garbage))
+    values, loss = np.where(mask, np.float32(0.2), np.float32(garbage)), ValueLoss()
+    closed = loss.prediction_gradient(values, columns)
+    got: Any = LIBRARIES[library](loss, values, columns)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(got.gradient, closed)
+    assert closed[0] == pytest.approx(-0.5) and closed[1] == 0.0 and np.isfinite(got.loss)

@@ -1,0 +1,105 @@
+"""In what a run's weights lie, travel and are kept: resolved from recipe and directory, and refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipelinerl.config.recipe import MODELS, RunConfig, load
+from pipelinerl.errors import ModelError, RecipeError
+from pipelinerl.models.checkpoint import check_directory, load_model, model_dtype, weight_files
+from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.trainer_role import canary_of
+from pipelinerl.training.publish.canary_check import TOLERANCES
+from trainer_contract.types import WeightDType
+
+SHIPPED = MODELS / "tiny_speller"
+
+
+def directory(path: Path, dtype: torch.dtype, *, config: str | None = None, keep: str = " ") -> Path:
+    """The shipped model in `dtype`, but for parameters whose name has `keep`; config.json names `config`, if any."""
+    shutil.copytree(SHIPPED, path)
+    table = json.loads((path / "config.json").read_text())
+    table.pop("dtype", None)
+    (path / "config.json").write_text(json.dumps(table | ({"dtype": config} if config else {})))
+    weights = load_file(SHIPPED / "model.safetensors")
+    cast = {name: value if keep in name else value.to(dtype) for name, value in weights.items()}
+    save_file(cast, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def recipe(path: Path, *overrides: str) -> RunConfig:
+    return load("tiny", [f"model.path={path}", *overrides])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_config_without_dtype_is_that_of_most_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = directory(tmp_path / "model", dtype, keep="norm")
+    assert model_dtype(path).value == str(dtype).removeprefix("torch.")
+    loaded = load_model(path, dtype=model_dtype(path).value)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}, "norms in float32 become what it is, too"
+
+
+def test_older_and_nested_configs_are_read(tmp_path: Path) -> None:
+    path = directory(tmp_path / "model", torch.float32)
+    for table in ({"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}):
+        (path / "config.json").write_text(json.dumps({"model_type": "x"} | table))
+        assert model_dtype(path) is WeightDType.BFLOAT16
+    (path / "config.json").write_text(json.dumps({"dtype": "float8_e4m3fn"}))
+    with pytest.raises(ModelError, match="keeps its weights in float8_e4m3fn; expected float32, bfloat16, float16"):
+        model_dtype(path)
+
+
+def test_the_index_says_which_files_are_the_models(tmp_path: Path) -> None:
+    path = directory(tmp_path / "model", torch.float32)
+    (path / "consolidated.safetensors").write_text("the same weights once more, in their maker's format")
+    assert weight_files(path) == [path / "model.safetensors"]
+    (path / "model.safetensors").rename(path / "model-1.safetensors")
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert weight_files(path) == [path / "model-1.safetensors"]
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    with pytest.raises(ModelError, match=r"lacks model-2\.safetensors, which its index names"):
+        weight_files(path)
+
+
+def test_weights_that_are_pickled_alone_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = directory(tmp_path / "model", torch.float32)
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"in pytorch_model\.bin alone, a pickle, which may run code and is not read"):
+        check_directory(path)
+
+
+def test_both_default_to_the_directorys_and_the_canary_suits_the_coarsest(tmp_path: Path) -> None:
+    path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")
+    plain = dtypes_of(recipe(path))
+    assert {plain.model, plain.wire, plain.engine} == {WeightDType.BFLOAT16}
+    kept = recipe(path, "engine.dtype=float32")
+    assert (dtypes_of(kept).wire, dtypes_of(kept).engine) == (WeightDType.BFLOAT16, WeightDType.FLOAT32)
+    assert canary_of(kept).tolerance == TOLERANCES["bfloat16"], "what travels is rounded"
+    wide = recipe(path, "engine.dtype=float32", "weights.dtype=float32")
+    assert canary_of(wide).tolerance == TOLERANCES["float32"]
+    assert canary_of(recipe(path, "engine.weights=int8")).tolerance == TOLERANCES["int8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["weights.dtype=float16"], "weights.dtype must not be float16 for the weights of .*, which are bfloat16"),
+        (["trainer.type=bigram", "engine.dtype=float32"], "trainer.type 'bigram' gathers float32, got weights.dtype"),
+        (["engine.type=bigram"], "engine.type 'bigram' computes in float32, got engine.dtype bfloat16"),
+        (
+            ["model.head_precision=fp32", "weights.dtype=float32"],
+            "model.head_precision=fp32 has the trainer compute .* say weights.dtype=bfloat16 or engine.dtype=float32",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, overrides: list[str], sentence: str) -> None:
+    path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")
+    with pytest.raises(RecipeError, match=sentence):
+        dtypes_of(recipe(path, *overrides))

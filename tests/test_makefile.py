@@ -1,0 +1,63 @@
+"""`make test`: both of its parts are run whatever becomes of the first, and its last lines say what was and was not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[1]
+#: An interpreter that says what it is asked for, and fails when its environment's name is in the file `fails`.
+INTERPRETER = """#!/bin/sh
+echo "$0 $*" >> "{folder}/asked"
+! grep -qx "{name}" "{folder}/fails"
+"""
+
+
+def made(folder: Path, *words: str, fails: str = "") -> tuple[int, str, str]:
+    """`make` over environments of the test's: its status, what it printed, what its interpreters were asked for."""
+    (folder / "fails").write_text(fails)
+    for name in ("first", "second"):
+        interpreter = folder / name / "bin" / "python"
+        interpreter.parent.mkdir(parents=True)
+        interpreter.write_text(INTERPRETER.format(folder=folder, name=name))
+        interpreter.chmod(0o755)
+        for stamp in (".installed", ".installed-dev"):
+            (folder / name / stamp).touch()
+    environments = [f"VENV={folder}/first", f"VLLM={folder}/second"]
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), *environments, *words],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={"PATH": os.environ["PATH"]},  # not what a `make` around this test was told
+    )
+    return done.returncode, done.stdout, (folder / "asked").read_text() if (folder / "asked").exists() else done.stderr
+
+
+@pytest.mark.parametrize("fails", ["", "first", "second", "first\nsecond"])
+def test_both_parts_are_run_and_either_may_fail(tmp_path: Path, fails: str) -> None:
+    status, printed, asked = made(tmp_path, "test", "WITH_VLLM=1", fails=fails)
+    first, second = asked.splitlines()
+    assert first.startswith(f"{tmp_path}/first/bin/python -m pytest -n ") and "and not vllm" in first
+    assert second.startswith(f"{tmp_path}/second/bin/python -m pytest -n ") and "-m vllm and not" in second
+    assert "tests/engines/external/vllm/test_engine.py" in second and "test_actor.py" not in second
+    assert bool(status) == bool(fails), printed
+    told = [line.split(": ", 1)[1].rsplit(" in ")[0] for line in printed.splitlines() if line.startswith("make test: ")]
+    ends = ["FAILED, status" if name in fails else "passed" for name in ("first", "second")]
+    assert told[0].startswith(f"all but vLLM: {ends[0]}")
+    assert told[1] == "vLLM installed: passed"
+    assert told[2].startswith(f"vLLM: {ends[1]}")
+    assert told[3].startswith("left out: slow (make test ARGS='-m slow'")
+
+
+@pytest.mark.parametrize(("words", "why"), [(("WITH_VLLM=",), "WITH_VLLM is empty"), (("ARGS=-m slow",), "ARGS is")])
+def test_it_says_when_vllms_part_is_left_out(tmp_path: Path, words: tuple[str, ...], why: str) -> None:
+    status, printed, asked = made(tmp_path, "test", *words)
+    assert (status, len(asked.splitlines())) == (0, 1)
+    assert f"left out: vLLM's part ({why}" in printed

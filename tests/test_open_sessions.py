@@ -1,0 +1,28 @@
+"""A session that is left open is told of once, with its opener; one that is closed, or may be yet, is not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+
+from tests.open_sessions import left_open
+
+
+async def leave_open() -> None:
+    aiohttp.ClientSession()
+    assert left_open() == [], "its loop runs: it may be closed yet"
+
+
+async def close_it() -> None:
+    async with aiohttp.ClientSession():
+        pass
+
+
+def test_who_left_a_session_open_is_named() -> None:
+    asyncio.run(leave_open())
+    asyncio.run(close_it())
+    (opener,) = left_open()
+    assert "test_who_left_a_session_open_is_named" in opener
+    assert "in leave_open" in opener
+    assert left_open() == []

@@ -1,0 +1,282 @@
+"""A JAX trainer on two processes: what one process computes, the kit, states across, and ranks that die, hang or lack.
+
+Rank 0 is `tests.fakes.jax_rank0`, rank 1 the role that users start. All processes have one CPU device and gloo between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.jax.channel import Channel
+from pipelinerl.trainers.jax.commands import (
+    Hello,
+    Refused,
+    decode,
+    decode_batch,
+    decode_objective,
+    decode_spec,
+    encode,
+    encode_batch,
+    encode_objective,
+    encode_spec,
+)
+from pipelinerl.trainers.jax.options import Distributed
+from pipelinerl.trainers.jax.ranks import lead
+from pipelinerl.trainers.jax.rendezvous import join_rank0
+from tests.fakes import jax_rank0
+from tests.patience import PATIENCE_S
+from trainer_contract.conformance import CHECKS
+from trainer_contract.conformance.probes import LINEAR
+from trainer_contract.errors import RankError, SpecError
+from trainer_contract.types import MicroBatch, TrainerSpec
+
+#: Ours; the tests' others, or none, must not hang for longer.
+SILENCE_S = 5
+ENVIRONMENT = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname(), timeout=PATIENCE_S)
+        return server.accept()[0], theirs
+
+
+@contextmanager
+def pair(model: Path, directory: Path, what: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+    """Rank 0, doing `what`, and the role of rank 1."""
+    port = free_port()
+    rank0 = [sys.executable, "-m", "tests.fakes.jax_rank0", str(model), str(port), str(directory), what]
+    distributed = f'{{coordinator="127.0.0.1:{port}",processes=2,timeout_s=240,silence_s={SILENCE_S}}}'
+    changes = ["--set", 'trainer.type="jax"', "--set", f"trainer.options={{distributed={distributed}}}"]
+    rank1 = [sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--rank", "1", *changes]
+    ranks = [
+        subprocess.Popen(
+            argv, env=os.environ | ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for argv in (rank0, rank1)
+    ]
+    try:
+        yield ranks[0], ranks[1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate(timeout=PATIENCE_S)
+
+
+def ended(rank: subprocess.Popen[str], timeout_s: float) -> tuple[int, str]:
+    said, _ = rank.communicate(timeout=timeout_s)
+    return rank.returncode, said
+
+
+def until_ready(rank0: subprocess.Popen[str]) -> None:
+    assert rank0.stdout is not None
+    assert any(line == "ready\n" for line in rank0.stdout), "rank 0 ended before both ranks had made a forward pass"
+
+
+def both_succeed(model: Path, directory: Path, what: str) -> Path:
+    with pair(model, directory, what) as (rank0, rank1):
+        status, said = ended(rank0, PATIENCE_S)
+        assert status == 0, said
+        status, said = ended(rank1, PATIENCE_S)
+        assert status == 0, said
+    return directory
+
+
+@pytest.fixture(scope="module")
+def two_processes(model_path, tmp_path_factory) -> Path:
+    """What `jax_rank0.results` left."""
+    return both_succeed(model_path("qwen3"), tmp_path_factory.mktemp("two"), "results")
+
+
+def close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, right in theirs.items():
+        np.testing.assert_allclose(ours[name], right, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_compute_what_one_does(two_processes, model_path):
+    """Losses, log-probs, norm; and the gradient, which the weights show after a step with eps = 1."""
+    one = jax_rank0.started(model_path("qwen3"), {})
+    before = {name: array.copy() for name, array in one.gather_weights()}
+    alone, together = jax_rank0.one_step(one), dict(np.load(two_processes / "first.npz"))
+    close(together, alone, 1e-6)
+    moved = {name: np.abs(together[name] - before[name]).max() for name in before}
+    assert min(moved.values()) > 1e-4, "each parameter has a gradient, far above the tolerance"
+
+
+@pytest.mark.timeout(300)
+def test_a_state_saved_by_two_processes_goes_on_in_one(two_processes, model_path):
+    parts = list((two_processes / "state/arrays/mean/model.embed_tokens.weight").rglob("c/*/*"))
+    assert len(parts) == 2, "each process wrote its own"
+    restored = jax_rank0.started(model_path("qwen3"), {}, restore_from=two_processes / "state")
+    assert restored.model_version == 1
+    first = dict(np.load(two_processes / "first.npz"))
+    assert all(np.array_equal(array, first[name]) for name, array in restored.gather_weights()), "to the bit"
+    close(jax_rank0.one_step(restored), dict(np.load(two_processes / "second.npz")), 1e-6)
+
+
+@pytest.mark.timeout(300)
+def test_other_weights_are_sent_to_every_rank(two_processes):
+    assert json.loads((two_processes / "forward_at.json").read_text()), "forward_at, to the bit"
+
+
+@pytest.mark.timeout(300)
+def test_checks_of_the_kit_pass_behind_rank_0(two_processes):
+    found = json.loads((two_processes / "kit.json").read_text())
+    assert found == {check.__name__: "" for check in jax_rank0.CHECKS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_kit_passes_behind_rank_0(model_path, tmp_path):
+    both_succeed(model_path("qwen3"), tmp_path, "kit")
+    found = json.loads((tmp_path / "kit.json").read_text())
+    assert found == {check.__name__: "" for check in CHECKS}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        (signal.SIGKILL, "rank 1 is gone"),
+        pytest.param(signal.SIGSTOP, "rank 1 was not heard for 5 s", marks=pytest.mark.slow),
+    ],
+)
+def test_rank_0_says_which_rank_it_lost(how, sentence, model_path, tmp_path):
+    with pair(model_path("qwen3"), tmp_path, "wait") as (rank0, rank1):
+        until_ready(rank0)
+        rank1.send_signal(how)
+        _, said = ended(rank0, PATIENCE_S)
+    assert "RankError: " + sentence in said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        (signal.SIGKILL, "rank 0 is gone"),
+        pytest.param(signal.SIGSTOP, "rank 0 was not heard for 5 s", marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_end_when_rank_0_does(how, sentence, model_path, tmp_path):
+    with pair(model_path("qwen3"), tmp_path, "wait") as (rank0, rank1):
+        until_ready(rank0)
+        rank0.send_signal(how)
+        status, said = ended(rank1, PATIENCE_S)
+    assert (status, "pipelinerl: " + sentence in said) == (1, True), said
+
+
+# --- finding one another ------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_come_is_named():
+    distributed = Distributed(coordinator=f"127.0.0.1:{free_port()}", processes=3, timeout_s=1)
+    with pytest.raises(SpecError, match=r"rank 1, 2 did not come to 127.0.0.1:\d+ within 1 s; start `pipelinerl"):
+        lead(distributed)
+
+
+def test_a_rank_0_that_is_not_there_is_named():
+    distributed = Distributed(coordinator=f"127.0.0.1:{free_port()}", processes=2, process=1, timeout_s=1)
+    with pytest.raises(SpecError, match=r"rank 0 does not answer at 127.0.0.1:\d+ within 1 s"):
+        join_rank0(distributed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "token", "sentence"),
+    [
+        ({"process": 1}, "other", "its token is another than that of token_file here"),
+        ({"process": 1, "processes": 4}, "secret", r"it is rank 1 of 4, expected one of 1..2 of 3"),
+    ],
+)
+def test_a_stranger_is_refused_and_the_others_still_may_come(fields, token, sentence, tmp_path):
+    paths = {name: tmp_path / name for name in ("secret", "other")}
+    for name, path in paths.items():
+        path.write_text(json.dumps({"token": name}))
+    common = {"coordinator": f"127.0.0.1:{free_port()}", "processes": 3, "timeout_s": 3, "silence_s": 1}
+    said: list[str] = []
+
+    def wait_for_ranks() -> None:
+        try:
+            lead(Distributed(**common, token_file=str(paths["secret"])))
+        except SpecError as error:
+            said.append(str(error))
+
+    waiting = threading.Thread(target=wait_for_ranks)
+    waiting.start()
+    with pytest.raises(SpecError, match="rank 0 refuses rank 1: " + sentence):
+        join_rank0(Distributed(**common | fields, token_file=str(paths[token])))
+    waiting.join(PATIENCE_S)
+    assert "rank 1, 2 did not come" in said[0]
+
+
+# --- messages ------------------------------------------------------------
+
+
+def test_commands_carry_what_they_were_given(micro_batch, model_path):
+    batch = micro_batch()
+    again = decode_batch(encode_batch(batch))
+    for name in MicroBatch.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
+    options = {"mesh": {"fsdp": 2}, "distributed": {"process": 0}}
+    spec = TrainerSpec(model_path=model_path("qwen3"), options=options)
+    assert decode_spec(encode_spec(spec)).model_path == spec.model_path
+    assert decode_spec(encode_spec(spec)).options == {"mesh": {"fsdp": 2}}, "each rank has its own `distributed`"
+    for objective in (resolve("grpo"), resolve("pipelinerl"), LINEAR):
+        assert decode_objective(encode_objective(objective)) == objective
+
+
+def test_an_objective_names_nothing_else_than_objectives():
+    with pytest.raises(RankError, match="'os:_exit', which is no part of an objective"):
+        decode_objective({"class": "os:_exit", "fields": {}})
+    with pytest.raises(RankError, match="which is no part of an objective"):
+        decode_objective({"class": "pipelinerl.objective.presets:resolve", "fields": {"choice": "grpo"}})
+    with pytest.raises(SpecError, match="got builtins:object; train on one process"):
+        encode_objective(object())
+    with pytest.raises(RankError, match="is not understood"):
+        decode(b"\x80")
+
+
+def test_a_peer_that_beats_is_not_silent():
+    ours, theirs = tcp_pair()
+    listening, beating = (Channel(end, peer="rank 1", silence_s=0.6) for end in (ours, theirs))
+    beating.beat()
+    threading.Timer(1.5, lambda: beating.send(encode(Refused("late")))).start()
+    began = time.monotonic()
+    assert decode(listening.receive()) == Refused("late")
+    assert time.monotonic() - began > 1.2
+    beating.close()
+    with pytest.raises(RankError, match="rank 1 is gone: it ended the connection"):
+        listening.receive()
+    listening.close()
+
+
+def test_a_peer_that_says_nothing_and_one_that_says_too_much():
+    ours, theirs = tcp_pair()
+    listening, silent = (Channel(end, peer="rank 1", silence_s=0.3) for end in (ours, theirs))
+    with pytest.raises(RankError, match=r"rank 1 was not heard for 0.3 s"):
+        listening.receive()
+    silent.send(encode(Hello(1, 2, "x" * 100)))
+    with pytest.raises(RankError, match="at most 50 are expected"):
+        listening.receive(most_bytes=50)
+    for end in (listening, silent):
+        end.close()

@@ -1,0 +1,107 @@
+"""Checks of the conformance kit on `HeadMeasure`: what the output layer says of distributions, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+
+from trainer_contract.conformance.probes import (
+    Subject,
+    Unsupported,
+    gradient_of,
+    pack,
+    require,
+    require_equal,
+    require_raises,
+    rollouts_of,
+    started,
+    weights_of,
+)
+from trainer_contract.errors import SpecError
+from trainer_contract.types import Columns, HeadMeasure
+
+_TOLERANCE: Final = 1e-3
+#: Largest vocabulary that is summed over, one segment for each token.
+_MAX_SUMMED: Final = 8192
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """−Σ weights·measure."""
+
+    measure: HeadMeasure
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The measure."""
+        return frozenset({self.measure})
+
+    def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
+        """See `types.Objective`."""
+        return -(columns[self.measure] * columns["weights"]).sum() + 0.0 * predictions.sum()
+
+    def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
+        """See `types.Objective`."""
+        return predictions * 0
+
+    def measure_gradients(self, predictions: Any, columns: Columns, /) -> Mapping[HeadMeasure, Any]:
+        """See `types.MeasuringObjective`."""
+        return {self.measure: -(predictions * 0 + columns["weights"])}
+
+
+def measures_are_of_the_whole_distribution(subject: Subject, _: Path) -> None:
+    """Mean log-prob and entropy are those of `forward` on every token, tempered; a step along them raises them."""
+    if subject.vocab_size > _MAX_SUMMED:
+        raise Unsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
+    for temperature in (1.0, 0.5):
+        for measure in HeadMeasure:
+            trainer = started(subject)
+            every = pack([[1, token] for token in range(subject.vocab_size)], temperature=temperature)
+            logprobs = trainer.forward(every)[1::2].astype(np.float64)
+            mean, entropy = float(logprobs.mean()), float(-(np.exp(logprobs) * logprobs).sum())
+            expected = mean if measure is HeadMeasure.MEAN_LOGPROB else entropy
+            batch = pack([[1, 2]], temperature=temperature)
+            try:
+                loss = trainer.backward(batch, _Measuring(measure)).loss
+            except SpecError as error:
+                raise Unsupported(f"no {measure}: {error}") from error
+            weight = float(batch.weights.sum())
+            require_equal(-loss / weight, expected, _TOLERANCE, f"{measure} at temperature {temperature}")
+    for measure in HeadMeasure:
+        _gradient_is_of(measure, subject)
+
+
+def _gradient_is_of(measure: HeadMeasure, subject: Subject) -> None:
+    trainer, objective = started(subject), _Measuring(measure)
+    batch = pack(rollouts_of(subject.vocab_size), temperature=0.7)
+    scale = abs(trainer.backward(batch, objective).loss)
+    norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
+    require(norm > 0, f"{measure} has no gradient")
+    rate = min(1e-2, 1e-3 * scale / norm**2)  # a fall that fp32 resolves, and that is still in proportion
+    trainer = started(subject)
+    before = weights_of(trainer)
+    loss = trainer.backward(batch, objective).loss
+    trainer.optimizer_step(learning_rate=rate)
+    moved = {name: before[name] - weight for name, weight in weights_of(trainer).items()}
+    predicted = sum(float((gradient_of(step, rate) * step).sum()) for step in moved.values())
+    require(predicted > 0, f"a step along {measure} changed no weight")
+    fall = loss - trainer.backward(batch, objective).loss
+    require_equal(fall, predicted, 0.1 * predicted, f"the fall of −{measure} after a small step")
+
+
+def value_heads_have_no_distribution(subject: Subject, _: Path) -> None:
+    """A value head refuses an objective that asks for a measure, with SpecError."""
+    trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
+    for measure in HeadMeasure:
+        objective = _Measuring(measure)
+        require_raises(SpecError, partial(trainer.backward, batch, objective), f"backward with {measure}")
+
+
+MEASURES: Final = (measures_are_of_the_whole_distribution,)
+VALUE_MEASURES: Final = (value_heads_have_no_distribution,)

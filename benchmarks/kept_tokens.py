@@ -31,9 +31,9 @@ from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.bigram.engine import BigramRunner
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_pool import Answered, EnginePool
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.pool import Answered, EnginePool
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer

@@ -104,7 +104,7 @@ def _launch(directory: RunDirectory, placement: Uploader) -> int:
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
         if placement.assignments:
             console.print(placement.describe(), highlight=False, markup=False)
-        with Progress(console) as progress, _StatusReader(ports.controller, token) as reader:
+        with ProgressDisplay(console) as progress, _StatusReader(ports.controller, token) as reader:
 
             def follow() -> None:
                 if (status := reader.take()) is not None:
@@ -126,10 +126,10 @@ def _launch(directory: RunDirectory, placement: Uploader) -> int:
             _show_report(directory, console)
         except UserError as error:  # how the run has ended is said all the same
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
-    if result.outcome is Outcome.FAILED and directory.events.is_file():
+    if result.outcome is RunOutcome.FAILED and directory.events.is_file():
         console.print(f"to go on from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
-    style = {Outcome.COMPLETED: "green", Outcome.STOPPED: "yellow", Outcome.FAILED: "red"}[result.outcome]
-    message = (result.outcome is Outcome.FAILED and _why_it_failed(directory.events)) or result.message
+    style = {RunOutcome.COMPLETED: "green", RunOutcome.STOPPED: "yellow", RunOutcome.FAILED: "red"}[result.outcome]
+    message = (result.outcome is RunOutcome.FAILED and _why_it_failed(directory.events)) or result.message
     console.print(f"[{style}]{result.outcome}[/]: {escape(message)}", highlight=False, soft_wrap=True)
     return result.exit_status
 

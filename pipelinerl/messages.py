@@ -101,7 +101,7 @@ class Starving(ControlMessage, frozen=True):
     held: list[int]
 
 
-class Published(Message, frozen=True):
+class Published(ControlMessage, frozen=True):
     """Outcome of a publication, engine by engine (base URL).
 
     For those in `permanent`, no retry mends the reason in `failed`.
@@ -158,7 +158,7 @@ class TrainerStopped(ControlMessage, frozen=True):
     model_version: int
 
 
-class GroupFailed(Message, frozen=True):
+class GroupFailed(ControlMessage, frozen=True):
     """An order cannot be completed; it will not be tried again. `persistence` says whether another would be."""
 
     order_id: str
@@ -177,7 +177,7 @@ class GroupOutdated(ControlMessage, frozen=True):
     current: int
 
 
-class GroupHandedOver(Message, frozen=True):
+class GroupHandedOver(ControlMessage, frozen=True):
     """An engine failed, or was taken out, while it sampled a group; another has ended it.
 
     Of the group's tokens, `tokens_kept` are the first engine's; `tokens_resampled` came from it and could not be used.
@@ -189,7 +189,7 @@ class GroupHandedOver(Message, frozen=True):
     tokens_resampled: int
 
 
-class EvaluationDone(Message, frozen=True):
+class EvaluationDone(ControlMessage, frozen=True):
     """The samples of one held-out problem: how many have a verdict, and how many are right.
 
     The versions are those of the oldest and the newest of all their tokens, `epoch` the oldest that began one.
@@ -205,7 +205,7 @@ class EvaluationDone(Message, frozen=True):
     epoch: int = 0
 
 
-class ActorAlive(Message, frozen=True):
+class ActorAlive(ControlMessage, frozen=True):
     """An actor's heartbeat.
 
     `judged` counts verdicts that say something of an answer; since the last of them `unjudged_in_a_row` have not, and

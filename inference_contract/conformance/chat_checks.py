@@ -7,7 +7,7 @@ import math
 from typing import Final
 
 from inference_contract import routes
-from inference_contract.conformance.session import MESSAGES, Session, Unsupported, succeeded
+from inference_contract.conformance.session import MESSAGES, NotOffered, Session, succeeded
 from inference_contract.schemas import ChatCompletion, Choice, FinishReason
 
 #: What clients fill in by default; it changes no answer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from inference_contract.conformance.chat_checks import check_columns, ids_of, stoppable
-from inference_contract.conformance.session import Session, Unsupported, chunks, refused
+from inference_contract.conformance.session import NotOffered, Session, chunks, refused
 from inference_contract.conformance.stream_checks import gathered
 from inference_contract.schemas import Choice, Continuation, FinishReason
 
@@ -15,10 +15,10 @@ _SEEDS: Final = 24
 
 
 def _offered(session: Session) -> Continuation:
-    """What the engine says that it does. Raises `Unsupported` if it begins every answer anew."""
+    """What the engine says that it does. Raises `NotOffered` if it begins every answer anew."""
     offered = session.health().continuation
     if offered is Continuation.NONE:
-        raise Unsupported("/health says continuation = none: answers that another engine began are sampled anew")
+        raise NotOffered("/health says continuation = none: answers that another engine began are sampled anew")
     return offered
 
 
@@ -28,7 +28,7 @@ def _long(session: Session, **asked: Any) -> tuple[int, list[Choice]]:
         choices = session.chat(n=3, seed=seed, max_tokens=_LENGTH, **asked).choices
         if min(len(ids_of(choices[0])), len(ids_of(choices[2]))) >= 4:
             return seed, choices
-    raise Unsupported(f"none of {_SEEDS} seeds gives answers of four tokens, so that none can be cut")
+    raise NotOffered(f"none of {_SEEDS} seeds gives answers of four tokens, so that none can be cut")
 
 
 def _cut(first: Choice, last: Choice) -> tuple[list[dict[str, Any]], tuple[int, int]]:
@@ -115,7 +115,7 @@ def stop_string_over_the_border(session: Session) -> None:
         if found is not None:
             _equal_rest(*found)
             return
-    raise Unsupported(f"no answer of {_SEEDS} seeds can be cut within a stop string")
+    raise NotOffered(f"no answer of {_SEEDS} seeds can be cut within a stop string")
 
 
 def _stopped(session: Session, **asked: Any) -> tuple[Choice, Choice, int] | None:

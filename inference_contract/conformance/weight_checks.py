@@ -171,7 +171,7 @@ def converted_dtype_is_served(session: Session) -> None:
     trainer, card = kit_trainer(session), session.card()
     others = [dtype for dtype in card.converts if any(row.dtype != dtype for row in card.layout.parameters)]
     if not others:
-        raise Unsupported("the engine says of no other dtype that it converts it")
+        raise NotOffered("the engine says of no other dtype that it converts it")
     trainer.formed()
     for tag, dtype in enumerate(others, start=35):
         rows = (row.model_copy(update={"dtype": dtype}) for row in card.layout.parameters)

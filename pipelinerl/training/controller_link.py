@@ -44,7 +44,7 @@ class ControllerLink:
         assert self._directive is not None, "the trainer waits for the answer to TrainerReady before anything else"
         return self._directive
 
-    async def report(self, message: Message) -> None:
+    async def report(self, message: ControlMessage) -> None:
         """Send a report that has no answer."""
         await self._stream.append(REPORTS, [encode(message)])
 

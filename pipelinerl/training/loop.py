@@ -347,7 +347,9 @@ class TrainingLoop:
         before, again = self._reported, self._batcher.take_abandoned()
         if self._consumed() != before or again:
             await self._link.report(
-                Progress(epoch=self._current.epoch, model_version=self._version, consumed=self._reported, again=again)
+                OrdersEnded(
+                    epoch=self._current.epoch, model_version=self._version, consumed=self._reported, again=again
+                )
             )
 
     async def _in_worker(self, call: Callable[[], T]) -> T:

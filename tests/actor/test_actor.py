@@ -22,11 +22,11 @@ from pipelinerl.messages import (
     REPORTS,
     ROLLOUTS,
     ActorAlive,
-    Report,
     EvaluationDone,
     GroupFailed,
     GroupHandedOver,
     GroupOutdated,
+    Report,
     decode_report,
 )
 from pipelinerl.streams.dead_letter import DEAD_LETTERS

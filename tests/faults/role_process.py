@@ -29,7 +29,7 @@ from zlib import crc32
 
 from pipelinerl import registry
 from pipelinerl.config.recipe import parse
-from pipelinerl.engines.bigram import engine as bigram_engine
+from pipelinerl.engines.bigram import engine as bigram_engine  # noqa: F401  imported before the fork, not after each
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
 from pipelinerl.roles import actor_role, controller_role, engine_role, process, trainer_role
@@ -39,7 +39,7 @@ from pipelinerl.training import loop
 from pipelinerl.training.checkpoints import checkpoint, fence as checkpoint_fence
 from pipelinerl.training.rollouts import admission, rollout_reader
 from pipelinerl.types import Outcome, Problem, RolloutGroup, Verdict
-from pipelinerl.weights.broadcast import collective
+from pipelinerl.weights.broadcast import collective  # noqa: F401  likewise, with torch
 
 OPERATIONS = ("none", "append", "read", "claim", "acknowledge", "trim", "renew", "last_id", "update", "checkpoint")
 VERIFIER = "coin"

@@ -19,7 +19,7 @@ from inference_contract.conformance.session import chunks
 from inference_contract.schemas import ChatCompletion
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.bigram.engine import BigramRunner
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer

@@ -11,8 +11,8 @@ from typing import Any, Final, final
 import numpy as np
 
 from trainer_contract.conformance.probes import (
+    CheckUnsupported,
     Subject,
-    Unsupported,
     gradient_of,
     pack,
     require,
@@ -58,7 +58,7 @@ class _Measuring:
 def measures_are_of_the_whole_distribution(subject: Subject, _: Path) -> None:
     """Mean log-prob and entropy are those of `forward` on every token, tempered; a step along them raises them."""
     if subject.vocab_size > _MAX_SUMMED:
-        raise Unsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
+        raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
     for temperature in (1.0, 0.5):
         for measure in HeadMeasure:
             trainer = started(subject)
@@ -70,7 +70,7 @@ def measures_are_of_the_whole_distribution(subject: Subject, _: Path) -> None:
             try:
                 loss = trainer.backward(batch, _Measuring(measure)).loss
             except SpecError as error:
-                raise Unsupported(f"no {measure}: {error}") from error
+                raise CheckUnsupported(f"no {measure}: {error}") from error
             weight = float(batch.weights.sum())
             require_equal(-loss / weight, expected, _TOLERANCE, f"{measure} at temperature {temperature}")
     for measure in HeadMeasure:

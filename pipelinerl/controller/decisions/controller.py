@@ -47,7 +47,6 @@ from pipelinerl.messages import (
     CanaryChecked,
     CheckpointDelayed,
     Checkpointed,
-    Report,
     Directive,
     EvaluationDone,
     GroupFailed,
@@ -55,6 +54,7 @@ from pipelinerl.messages import (
     GroupOutdated,
     OrdersEnded,
     Published,
+    Report,
     Starving,
     StepDone,
     StepSkipped,
@@ -339,7 +339,7 @@ class Controller:
         return effects
 
     def _trainer_stopped(self) -> list[Effect]:
-        self.state.phase = Phase.FINISHING
+        self.state.phase = RunPhase.FINISHING
         return [] if self.state.failure else self._evaluator.want_last(self.state)
 
     def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
@@ -361,7 +361,7 @@ class Controller:
         result = self._evaluator.closed(self.state)
         if result is not None:
             return effects + self._evaluated(result, now=now)
-        if self.state.phase is Phase.FINISHING and self.state.evaluation is None:
+        if self.state.phase is RunPhase.FINISHING and self.state.evaluation is None:
             return effects + finish(self.state, self.settings)  # nobody is left to be asked, or nothing is to be
         return effects
 
@@ -370,7 +370,7 @@ class Controller:
             self.state.training_since = now
         self.state.results.append(result)
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
-        if self.state.phase is Phase.FINISHING:
+        if self.state.phase is RunPhase.FINISHING:
             return effects + finish(self.state, self.settings)
         target, reached = self.settings.until_accuracy, result.at_least
         if target is not None and reached is not None and reached >= target:

@@ -20,7 +20,7 @@ from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.stall_diagnosis import lost_engines
 from pipelinerl.controller.state.effects import Effect, End, Finish, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle
-from pipelinerl.controller.state.run_state import Phase, RunState
+from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import GroupFailed
 
@@ -32,10 +32,10 @@ _FEW_GROUPS: Final = 8
 
 def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> list[Effect]:
     """What follows after a decision if the run cannot go on; called after each."""
-    if state.phase is Phase.FINISHED:
+    if state.phase is RunPhase.FINISHED:
         return []
     if state.failure:
-        saved = state.phase is not Phase.TRAINING or now - state.failing_since > _SAVE_S
+        saved = state.phase is not RunPhase.TRAINING or now - state.failing_since > _SAVE_S
         return finish(state, settings) if saved else []
     state.engineless_since = 0.0 if _alive(state) else state.engineless_since or now
     reason = next(_reasons(state, settings, now), None)
@@ -43,7 +43,7 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
         return []
     state.failure, state.failing_since = reason, now
     told: list[Effect] = [Record("run_failing", {"reason": reason})]
-    if state.phase is not Phase.TRAINING:
+    if state.phase is not RunPhase.TRAINING:
         return told + finish(state, settings)
     state.stop_reason, state.stop_sent = reason, True
     name = f"fail-e{state.epoch}-{state.version}"
@@ -52,7 +52,7 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
 
 def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
     """The run is over."""
-    state.phase = Phase.FINISHED
+    state.phase = RunPhase.FINISHED
     return [last_word(state, settings)]
 
 
@@ -78,7 +78,7 @@ def _alive(state: RunState) -> bool:
 
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
-    if state.phase is Phase.FINISHING:
+    if state.phase is RunPhase.FINISHING:
         return  # what is trained is saved; the last evaluation has bounds of its own
     yield from _all_refuse(state, settings)
     if state.engineless_since and now - state.engineless_since > settings.engine_timeout_s:
@@ -95,7 +95,7 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
     """No engine can come any more but by an operator's hand: each has come, and is out for good."""
     records = [record for record in state.fleet.records() if not record.to_stop]
     names = {record.name for record in records}
-    to_come = [hire for request in state.engine_requests if request.wanted and request.name not in names]
+    to_come = [request for request in state.engine_requests if request.wanted and request.name not in names]
     if to_come or len(state.fleet.records()) < settings.engines_expected:
         return
     refusals = [record for record in records if record.refuses]

@@ -48,7 +48,7 @@ def _stage(state: RunState, now: float) -> str:
         return f"an engine to join{lost_engines(state)}"
     if state.pending_ready is not None:
         return f"{', '.join(state.awaited)} to join{lost_engines(state)}"
-    if state.phase is Phase.STARTING:
+    if state.phase is RunPhase.STARTING:
         return "the trainer to be ready"
     if not state.fleet.verified():
         return f"{_weights(state)}{_trainer(state, now)}"

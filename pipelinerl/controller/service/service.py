@@ -45,7 +45,7 @@ from pipelinerl.controller.state.inputs import (
     StreamsLost,
     Ticked,
 )
-from pipelinerl.controller.state.run_state import Phase
+from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.errors import PipelineError, RecordError, RunFailed
 from pipelinerl.messages import EPOCHS, ORDERS, PROMPTS, REPORTS, decode_report, encode
 from pipelinerl.observability.events import EventLog
@@ -227,7 +227,7 @@ class ControllerService:
             told = isinstance(effect, Record | Finish) and written > 0
             written -= told
             await self._carry_out(effect, found.number, told=told)
-        if self.controller.state.phase is Phase.FINISHED:  # decided before the last decision, and perhaps cut off
+        if self.controller.state.phase is RunPhase.FINISHED:  # decided before the last decision, and perhaps cut off
             told = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
             await self._carry_out(last_word(self.controller.state, self.controller.settings), found.number, told=told)
             return

@@ -91,7 +91,9 @@ def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Arr
     return predictions(program, (), weights, columns)[0]
 
 
-def predictions(program: Program, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns) -> Array:
+def predictions(
+    program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns
+) -> Array:
     """f32 [1 + M, R, C]: `logprobs`, and the M measures of the distributions they are of; 0 in the same places."""
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     with jax.default_matmul_precision("float32"):  # on a TPU fp32 would else be multiplied in bf16; bf16 stays bf16

@@ -26,7 +26,7 @@ from pipelinerl.models.jax import memory as jax_memory
 from pipelinerl.models.jax.checkpoint import export_order, export_weight, load_weights, place_weights
 from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, state as jax_state
 from pipelinerl.trainers.jax.options import JaxOptions
-from pipelinerl.trainers.jax.program import Program, Weights
+from pipelinerl.trainers.jax.program import TrainerProgram, Weights
 from pipelinerl.trainers.jax.segments import PADDING, Rows
 from trainer_contract.errors import NonFiniteError, SpecError
 from trainer_contract.host_weights import num_bytes
@@ -52,7 +52,7 @@ _PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda"}
 class JaxWorker:
     """`moments` is optax's state; `gradient` is None when nothing was accumulated."""
 
-    program: Program
+    program: TrainerProgram
     optimizer: OptimizerSpec
     weights: Weights
     moments: Any
@@ -62,7 +62,7 @@ class JaxWorker:
     @classmethod
     def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
         """Load this process' shards of weights, or of weights and moments, as `Trainer.init_worker` says."""
-        program = Program(
+        program = TrainerProgram(
             config=config,
             mesh=jax_mesh.build(options.mesh, _devices(spec)),
             compute=jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32,
@@ -152,7 +152,7 @@ class JaxWorker:
         return dict(zip(jax_state.KINDS, (self.weights, adam.mu, adam.nu), strict=True))
 
 
-def laid_out(program: Program, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:
+def laid_out(program: TrainerProgram, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:
     """The micro-batch as rows on the mesh, of which each process places its own."""
     mesh = program.mesh
     rows = Rows.of(batch.position_ids, multiple=mesh.shape["data"] * mesh.shape["fsdp"])
@@ -175,7 +175,7 @@ def _whole(array: jax.Array) -> NDArray[Any]:
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
-def _forward(program: Program, weights: Weights, batch: MicroBatch) -> Float32:
+def _forward(program: TrainerProgram, weights: Weights, batch: MicroBatch) -> Float32:
     rows, columns = laid_out(program, batch)
     logprobs = rows.collect(_whole(jax_program.logprobs(program, weights, columns)))
     if not np.isfinite(logprobs).all():
@@ -192,7 +192,7 @@ def _devices(spec: TrainerSpec) -> list[Any]:
         raise SpecError(f"device is {spec.device}, but jax finds none: {error}; set device to auto or cpu") from error
 
 
-def _loaded(program: Program, spec: TrainerSpec) -> JaxWorker:
+def _loaded(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:
     try:
         weights = load_weights(spec.model_path, program.config, place=lambda p: jax_mesh.of_parameter(program.mesh, p))
     except ModelError as error:
@@ -200,7 +200,7 @@ def _loaded(program: Program, spec: TrainerSpec) -> JaxWorker:
     return JaxWorker(program, spec.optimizer, weights, jax_program.new_moments(program, spec.optimizer, weights), 0)
 
 
-def _restored(program: Program, spec: TrainerSpec) -> JaxWorker:
+def _restored(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:
     assert spec.restore_from is not None
     saved = jax_state.load(spec.restore_from, expected=program.config)
     parts = {

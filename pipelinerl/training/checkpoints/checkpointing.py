@@ -47,7 +47,7 @@ class Checkpointing:
         self,
         store: CheckpointStore,
         *,
-        report: Callable[[Message], Awaitable[None]],
+        report: Callable[[ControlMessage], Awaitable[None]],
         trim: Callable[[dict[str, str], int], Awaitable[None]],
         deadline_s: float,
     ) -> None:

@@ -20,9 +20,9 @@ from inference_contract.schemas import (
     FinishReason,
     Health,
 )
-from pipelinerl.engines.http.engine_client import EngineClient
-from pipelinerl.engines.http.engine_pool import Answered, EnginePool
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.pool import Answered, EnginePool
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import EngineUnreachable
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread

@@ -28,7 +28,7 @@ from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.external.vllm.engine import check_version, from_options
 from pipelinerl.engines.external.vllm.limits import check_request
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
-from pipelinerl.engines.http.engine_server import create_app
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions, WeightFormat
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder

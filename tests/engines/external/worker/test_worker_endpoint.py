@@ -38,7 +38,9 @@ class Setting:
         self.endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO]))
         met = spawn.Event()
         with SharedBytes(SIZE) as shared, self.endpoints.accept_worker() as socket_path:
-            self.worker: BaseProcess = spawn.Process(target=_work, args=(endpoints, shared.path, met.set), daemon=True)
+            self.worker: BaseProcess = spawn.Process(
+                target=_work, args=(socket_path, shared.path, met.set), daemon=True
+            )
             self.worker.start()
             assert met.wait(60)
         self.memory = shared.tensor

@@ -1,7 +1,7 @@
 """What an update of many engines costs beside the bytes: control, by the number of engines and of tensors.
 
-Engines here are everything of an engine that an update passes through, HTTP server, receiver and endpoint in a gloo group,
-without a model; several share a process. The trainer's side is the real publisher. Each fleet exists twice:
+Engines here are everything of an engine that an update passes through (HTTP server, receiver, endpoint in a gloo
+group) without a model; several share a process. The trainer's side is the real publisher. Each fleet exists twice:
 
     real        the tensors are 8 MB in all
     1-byte      as many tensors of one byte each: what remains is control

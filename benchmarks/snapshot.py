@@ -9,7 +9,7 @@ checkpoints to the disk shares with the trainer. Four arms, in turn, with a chec
     free         the same with a core for the checkpoints, where there is one
     standing     the same checkpoint while training waits for it
 
-EngineLifecycle still, for the checkpoint before or until the state is captured, is told by the stall ÷ none; whatever else
+Standing still, for the checkpoint before or until the state is captured, is told by the stall ÷ none; whatever else
 makes a step slower, by the ratio of the arms. A recipe takes a checkpoint every `checkpoint.interval_steps`, which
 divides both.
 """

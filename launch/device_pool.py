@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import final
 
-from launch.placement import Assignment, Uploader
+from launch.placement import Assignment, Placement
 from pipelinerl.config.recipe import RunConfig
 
 #: Sums of shares are compared up to this: they are decimal fractions.
@@ -19,7 +19,7 @@ _ROUNDING = 1e-6
 class DevicePool:
     """The devices of a launch, with those that hold them."""
 
-    def __init__(self, config: RunConfig, placement: Uploader) -> None:
+    def __init__(self, config: RunConfig, placement: Placement) -> None:
         self._config = config
         self._devices = placement.devices
         self._held = dict(placement.assignments)

@@ -37,7 +37,7 @@ class Origin(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class VisibleDevice:
     """A GPU, or an instance of one, by the name that CUDA_VISIBLE_DEVICES has for it; its memory, where it is known."""
 
     name: str
@@ -48,7 +48,7 @@ class Device:
 class Devices:
     """The devices that a run may use; a recipe speaks of them by their index here."""
 
-    each: tuple[Device, ...] = ()
+    each: tuple[VisibleDevice, ...] = ()
     origin: Origin = Origin.DRIVER
 
     def __len__(self) -> int:
@@ -98,21 +98,21 @@ def read_devices(gpus: str, *, instances: str = "", visible: str | None = None) 
     rows = [[field.strip() for field in line.split(",")] for line in gpus.splitlines() if line.strip()]
     if visible is not None:
         return Devices(tuple(_named(rows, visible)) if rows else (), Origin.VARIABLE)
-    found: list[Device] = []
+    found: list[VisibleDevice] = []
     for index, uuid, memory, mig in rows:
         if mig == "Enabled":
-            found += [Device(name) for name in _instances_of(uuid, instances)]
+            found += [VisibleDevice(name) for name in _instances_of(uuid, instances)]
         else:
-            found.append(Device(index, _mebibytes(memory)))
+            found.append(VisibleDevice(index, _mebibytes(memory)))
     return Devices(tuple(found))
 
 
-def _named(rows: list[list[str]], visible: str) -> Iterator[Device]:
+def _named(rows: list[list[str]], visible: str) -> Iterator[VisibleDevice]:
     """The devices that CUDA_VISIBLE_DEVICES names, up to the first that CUDA takes for none."""
     sizes = {row[2] for row in rows}
     for name in takewhile(_names_something, (part.strip() for part in visible.split(","))):
         if name.startswith("MIG-"):
-            yield Device(name)
+            yield VisibleDevice(name)
             continue
         if name.isdecimal():
             # Which GPU an index means depends on CUDA_DEVICE_ORDER, so its memory is known where all have the same.
@@ -122,7 +122,7 @@ def _named(rows: list[list[str]], visible: str) -> Iterator[Device]:
         if same is None:
             there = ", ".join(f"{row[0]} ({row[1]})" for row in rows)
             raise UserError(f"{VARIABLE} names {name}, and this machine has the GPUs {there}; correct the variable")
-        yield Device(name, _mebibytes(same[0][2]) if same else None)
+        yield VisibleDevice(name, _mebibytes(same[0][2]) if same else None)
 
 
 def _names_something(name: str) -> bool:

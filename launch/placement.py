@@ -36,7 +36,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Uploader:
+class Placement:
     """Who is where: assignments by the process' name, of those that use a device."""
 
     devices: Devices = field(default_factory=Devices)
@@ -66,7 +66,7 @@ class Uploader:
         return f"{labels} ({assignment.share:g} of its memory{much})"
 
 
-def place(config: RunConfig, devices: Devices) -> Uploader:
+def place(config: RunConfig, devices: Devices) -> Placement:
     """The placement that the recipe asks for, on these devices.
 
     Raises:
@@ -75,7 +75,7 @@ def place(config: RunConfig, devices: Devices) -> Uploader:
     check_uses(config)
     if not devices.each:
         _check_none_is_needed(config, devices)
-        return Uploader(devices)
+        return Placement(devices)
     _check_counts(config, devices)
     indices = _indices(config, devices)
     shares = _shares(config, indices, devices)
@@ -86,7 +86,7 @@ def place(config: RunConfig, devices: Devices) -> Uploader:
                     'weights.backend = "nccl" needs a GPU for each engine and for the trainer, and '
                     f"{devices.label(index)} is that of {' and '.join(together)}; place them apart, or say gloo"
                 )
-    return Uploader(devices, {name: Assignment(indices[name], shares[name]) for name in indices})
+    return Placement(devices, {name: Assignment(indices[name], shares[name]) for name in indices})
 
 
 def check_uses(config: RunConfig) -> None:

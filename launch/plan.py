@@ -25,7 +25,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from launch.devices import Devices
-from launch.placement import TRAINER, Assignment, Uploader, place
+from launch.placement import TRAINER, Assignment, Placement, place
 from pipelinerl.config.recipe import RunConfig
 
 #: Up to this many cores a process of its own core is worth more than the scheduler's freedom.
@@ -150,7 +150,7 @@ class Launch:
     ports: Ports
     token_file: Path
     cores: Sequence[int]
-    placement: Uploader = field(default_factory=Uploader)
+    placement: Placement = field(default_factory=Placement)
     python: str = sys.executable
 
     def spec(
@@ -184,7 +184,7 @@ class Launch:
         return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=restarts, **{**health, **rest})  # type: ignore[arg-type]
 
     def engine(self, name: str, *, port: int, type: str | None = None, on: Assignment = Assignment()) -> ProcessSpec:
-        """An engine on its devices; one of a `type` was requested while the run is live, which does not fail with it."""
+        """An engine on its devices; one with a `type` was requested of a live run, which does not fail with it."""
         config = self.config
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])

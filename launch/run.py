@@ -20,7 +20,7 @@ from rich.markup import escape
 from launch import run_directory
 from launch.devices import devices_for
 from launch.engine_processes import EngineProcesses
-from launch.placement import Uploader, check_uses, place
+from launch.placement import Placement, check_uses, place
 from launch.plan import Launch, Ports, processes_of
 from launch.ports import free_ports
 from launch.run_directory import RunDirectory
@@ -49,7 +49,7 @@ def resume(path: Path) -> int:
     return _launch(directory, placed(directory.config))
 
 
-def placed(config: RunConfig) -> Uploader:
+def placed(config: RunConfig) -> Placement:
     """Where the roles of a run would be on this machine's devices.
 
     Raises:
@@ -86,7 +86,7 @@ def report(path: Path) -> list[Path]:
     return [files.html, files.picture]
 
 
-def _launch(directory: RunDirectory, placement: Uploader) -> int:
+def _launch(directory: RunDirectory, placement: Placement) -> int:
     console = Console()
     with directory.locked():
         config = directory.config

@@ -12,8 +12,8 @@ What it waits for, and how long:
 
 The set may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
 
-Promises: no process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`); Ctrl-C or SIGTERM
-stops in order, a second one at once; the result says what happened and how to go on. It must run in the main thread:
+Promises: no process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`); Ctrl-C or
+SIGTERM stops in order, a second one at once; the result says what happened and how to go on. It must run in the main thread:
 signals arrive there, and the kernel ties the children to the thread that started them.
 """
 
@@ -165,11 +165,6 @@ class Supervisor:
         self._announce(f"stopping {name}")
         process.ask_to_stop()
         process.state, process.due = State.STOPPING, time.monotonic() + self._grace_s
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """Process ids of what runs now, by name."""
-        return {name: process.pid for name, process in self._processes.items() if process.pid is not None}
 
     def _watch(self) -> None:
         ticked_at = float("-inf")

@@ -87,26 +87,6 @@ class VersionSpan(NamedTuple):
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What an engine returned for one sample.
-
-    Attributes:
-        token_ids: i32 [N], the end-of-turn token included when it was sampled.
-        behavior_logprobs: f32 [N], of the distribution sampled from.
-        spans: run-length versions, summing to N, oldest first.
-        finish_reason: `stop`, `length` or `abort`.
-        epoch: trainer epoch of the weights that began it.
-    """
-
-    text: str
-    token_ids: NDArray[np.int32]
-    behavior_logprobs: NDArray[np.float32]
-    spans: tuple[VersionSpan, ...]
-    finish_reason: str
-    epoch: int = 0
-
-
 class Outcome(StrEnum):
     """What a verifier found. `timeout` and `verifier_error` say nothing of the answer: such rollouts are masked."""
 

@@ -1,4 +1,4 @@
-"""`RolloutWriter`: where one actor's groups go, under numbers that it chooses itself, so that a repeated append is a no-op.
+"""`RolloutWriter`: appends one actor's groups under numbers of its own choice, so that a repeated append is a no-op.
 
 Promises: what `append` has returned for lies in the partition, once. It fences, too: of two actors of one name, the one
 that numbers from the earlier clock finds its numbers passed. It must not take its groups for appended, and ends.

@@ -69,7 +69,7 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sync = sync
         self._clock = clock
-        self._patience_s = timeout_s
+        self._timeout_s = timeout_s
         self._path = path
         self._unwritten = b""
         self._full_since: float | None = None
@@ -132,7 +132,7 @@ class EventLog:
             if self._full_since is None:
                 self._full_since = now
                 log.warning("%s: %s; events are kept and written once there is room", self._path, error.strerror)
-            if now - self._full_since >= self._patience_s:
+            if now - self._full_since >= self._timeout_s:
                 raise
         else:
             self._full_since = None

@@ -8,14 +8,14 @@
 
 It promises that a command is repeated, with growing pauses, while the server is away, and that after `timeout_s`
 without an answer an `AddressError` names the server; likewise while the server answers that it has no room, on its disk
-or in memory, for at most `patience_s`. All commands may be repeated: an append with chosen ids skips what it has
+or in memory, for at most `full_timeout_s`. All commands may be repeated: an append with chosen ids skips what it has
 already appended. A stream `s` is the key `<namespace>:s`; an entry has the one field `p`.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
 | an entry (`read`, `claim`) | `block_s` | a producer |
 | the server's answer | `timeout_s` | the server, or whoever starts it again |
-| room at the server | `patience_s` | whoever makes room on its disk, or raises its `maxmemory` |
+| room at the server | `full_timeout_s` | whoever makes room on its disk, or raises its `maxmemory` |
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class RedisStream:
     """Logs on a server; see the module. Made by `connect`; bound to the event loop that made it."""
 
     def __init__(
-        self, client: Redis, *, address: str, namespace: str, timeout_s: float, patience_s: float, max_length: int
+        self, client: Redis, *, address: str, namespace: str, timeout_s: float, full_timeout_s: float, max_length: int
     ) -> None:
         self.max_length: Final = max_length
         self._client = client
         self._address = address
         self._prefix = f"{namespace}:"
         self._timeout_s = timeout_s
-        self._patience_s = patience_s
+        self._full_timeout_s = full_timeout_s
         self._is_full = False  # by its last word on that
         self._walked: dict[tuple[str, str], float] = {}
         for command in _RAW_ANSWERS:
@@ -104,7 +104,7 @@ class RedisStream:
         *,
         namespace: str,
         timeout_s: float = 10.0,
-        patience_s: float = 300.0,
+        full_timeout_s: float = 300.0,
         max_length: int = 100_000,
     ) -> Self:
         """Connect and check that the server answers.
@@ -113,7 +113,7 @@ class RedisStream:
             url: `redis://[user:password@]host:port[/db]` (also `rediss://`, `unix://`).
             namespace: prefix of all keys, so that several runs may share a server.
             timeout_s: how long the server may be away before an `AddressError`.
-            patience_s: how long the server may have no room, on its disk or in memory, before a `PipelineError`; as
+            full_timeout_s: how long the server may have no room, on its disk or in memory, before a `PipelineError`; as
                 long as a trainer whose checkpoint has none waits by default (`training.deadline_s`).
             max_length: bound on the entries of a stream, see `Stream.room`.
 
@@ -137,7 +137,7 @@ class RedisStream:
             address=address,
             namespace=namespace,
             timeout_s=timeout_s,
-            patience_s=patience_s,
+            full_timeout_s=full_timeout_s,
             max_length=max_length,
         )
         try:
@@ -299,7 +299,7 @@ class RedisStream:
 
         Raises:
             AddressError: the server was away, or did not answer, for `timeout_s`.
-            _RefusedError: the server answered with an error; that it has no room, for `patience_s`.
+            _RefusedError: the server answered with an error; that it has no room, for `full_timeout_s`.
         """
         unblocked = time.monotonic() + block_s
         away_since, full_since, pause = None, None, 0.005
@@ -320,7 +320,7 @@ class RedisStream:
             except ResponseError as error:
                 now = time.monotonic()
                 full_since = now if full_since is None else full_since
-                patience = full_since + self._patience_s - now
+                patience = full_since + self._full_timeout_s - now
                 if not _is_for_want_of_room(error) or patience <= 0:
                     raise _RefusedError(str(error), self._address) from error
                 self._has_no_room(error)
@@ -350,7 +350,7 @@ class RedisStream:
             log.warning(
                 "the stream server at %s has no room; what it refuses is tried again for %g s: %s",
                 self._address,
-                self._patience_s,
+                self._full_timeout_s,
                 error,
             )
 

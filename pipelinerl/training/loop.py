@@ -274,7 +274,7 @@ class TrainingLoop:
         await self._checkpointing.captured()
 
     async def _skip(self, batch: TrainBatch, error: NonFiniteStep) -> None:
-        """IssuedLedger for a step that was not applied; ends as `run` says when the controller has had enough of them."""
+        """Account for a step that was not applied; ends as `run` says when the controller has had enough of them."""
         await self._until_weights_may_change()
         self._skipped += 1
         self._batcher.skipped(batch.groups)

@@ -35,7 +35,7 @@ FLOORS: dict[str, int] = {
     "benchmarks": 9,
 }
 VALUES = frozenset({"types", "arrays", "staleness", "rng", "errors", "messages"})
-COMPOSITION = frozenset({"cli", "roles", "config", "config_layers", "config_learning", "config_sections", "registry"})
+COMPOSITION = frozenset({"cli", "roles", "commands", "config", "registry"})
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ DEADLINE_S = 10.0
 
 @final
 class GatedRunner:
-    """ForwardPasses every call on; `decode` first waits for `allow`, and says so in `waiting`."""
+    """Passes every call on; `decode` first waits for `allow`, and says so in `waiting`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -107,11 +107,11 @@ class Cluster:
         self.processes[name] = _FORKS.Process(target=play_role, args=(self.seats[name],), name=name)
         self.processes[name].start()
 
-    def kill(self, name: str, *, operation: str, points: int, patience_s: float) -> bool:
+    def kill(self, name: str, *, operation: str, points: int, grace_s: float) -> bool:
         """`kill -9` at that point of its life, or once patience has run out; True when it was at that point."""
         process = self.processes[name]
         self.fuses[name].light(operation, points)
-        process.join(patience_s)
+        process.join(grace_s)
         reached = process.exitcode is not None
         process.kill()
         process.join()

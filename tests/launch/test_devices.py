@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import devices as counting
-from launch.devices import Device, Devices, Origin, devices_for, read_devices
+from launch.devices import Devices, Origin, VisibleDevice, devices_for, read_devices
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import UserError
 
@@ -18,14 +18,14 @@ UNEQUAL = "0, GPU-11aa, 24564, [N/A]\n1, GPU-22bb, 81559, [N/A]\n"
 DIVIDED = "0, GPU-11aa, 81559, Enabled\n1, GPU-22bb, 81559, Disabled\n"
 LISTING = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-11aa)
-  MIG 3g.40gb     Device  0: (UUID: MIG-c6d4)
-  MIG 3g.40gb     Device  1: (UUID: MIG-cba6)
+  MIG 3g.40gb     VisibleDevice  0: (UUID: MIG-c6d4)
+  MIG 3g.40gb     VisibleDevice  1: (UUID: MIG-cba6)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-22bb)
 """
 
 
 def test_all_that_the_driver_lists() -> None:
-    assert read_devices(TWO) == Devices((Device("0", 81559), Device("1", 81559)))
+    assert read_devices(TWO) == Devices((VisibleDevice("0", 81559), VisibleDevice("1", 81559)))
     assert read_devices("") == Devices()
     assert read_devices(TWO).environment((1, 0)) == {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert read_devices(TWO).environment(()) == {}
@@ -40,24 +40,24 @@ def test_instances_of_a_divided_gpu_are_devices() -> None:
 @pytest.mark.parametrize(
     ("visible", "devices"),
     [
-        ("1", [Device("1", 81559)]),
-        ("1, 0", [Device("1", 81559), Device("0", 81559)]),
-        ("GPU-22,0", [Device("GPU-22", 81559), Device("0", 81559)]),
-        ("MIG-c6d4", [Device("MIG-c6d4")]),
-        ("0,-1,1", [Device("0", 81559)]),
+        ("1", [VisibleDevice("1", 81559)]),
+        ("1, 0", [VisibleDevice("1", 81559), VisibleDevice("0", 81559)]),
+        ("GPU-22,0", [VisibleDevice("GPU-22", 81559), VisibleDevice("0", 81559)]),
+        ("MIG-c6d4", [VisibleDevice("MIG-c6d4")]),
+        ("0,-1,1", [VisibleDevice("0", 81559)]),
         ("", []),
         ("NoDevFiles", []),
     ],
 )
-def test_what_the_user_lets_be_seen(visible: str, devices: list[Device]) -> None:
+def test_what_the_user_lets_be_seen(visible: str, devices: list[VisibleDevice]) -> None:
     found = read_devices(TWO, visible=visible)
     assert (list(found.each), found.origin) == (devices, Origin.VARIABLE)
     assert "CUDA_DEVICE_ORDER" not in found.environment(range(len(devices))), "the user's indices keep their order"
 
 
 def test_memory_is_unknown_where_the_order_would_decide_it() -> None:
-    assert read_devices(UNEQUAL, visible="0").each == (Device("0"),)
-    assert read_devices(UNEQUAL, visible="GPU-22bb").each == (Device("GPU-22bb", 81559),)
+    assert read_devices(UNEQUAL, visible="0").each == (VisibleDevice("0"),)
+    assert read_devices(UNEQUAL, visible="GPU-22bb").each == (VisibleDevice("GPU-22bb", 81559),)
 
 
 @pytest.mark.parametrize("visible", ["2", "GPU-33"])
@@ -82,7 +82,7 @@ def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     script = f"case $1 in -L) cat <<'E'\n{LISTING}E\n;; *) cat <<'E'\n{DIVIDED}E\n;; esac"
     on_path(tmp_path / "bin", script, monkeypatch)
     assert devices_for(load("tiny"), {}) == read_devices(DIVIDED, instances=LISTING)
-    assert devices_for(load("tiny"), {"CUDA_VISIBLE_DEVICES": "1"}).each == (Device("1", 81559),)
+    assert devices_for(load("tiny"), {"CUDA_VISIBLE_DEVICES": "1"}).each == (VisibleDevice("1", 81559),)
 
 
 def test_a_driver_that_fails_has_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_without_nvidia_smi_the_drivers_files_are_read(tmp_path: Path, monkeypat
         (tmp_path / "gpus" / place / "information").write_text(f"Model: \t\t NVIDIA A100\nGPU UUID: \t {uuid}\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(counting, "_PROC", tmp_path / "gpus")
-    assert devices_for(load("tiny"), {}) == Devices((Device("0"), Device("1")))
-    assert devices_for(load("tiny"), {"CUDA_VISIBLE_DEVICES": "GPU-22bb"}).each == (Device("GPU-22bb"),)
+    assert devices_for(load("tiny"), {}) == Devices((VisibleDevice("0"), VisibleDevice("1")))
+    assert devices_for(load("tiny"), {"CUDA_VISIBLE_DEVICES": "GPU-22bb"}).each == (VisibleDevice("GPU-22bb"),)
     monkeypatch.setattr(counting, "_PROC", tmp_path / "nothing")
     assert devices_for(load("tiny"), {}) == Devices()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from launch.devices import Device, Devices
+from launch.devices import Devices, VisibleDevice
 from launch.engine_processes import EngineProcesses
 from launch.placement import place
 from launch.plan import Launch, OnExit, Plan, Ports, processes_of
@@ -80,7 +80,7 @@ def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, E
     """A launch on so many GPUs whose supervisor has begun nothing yet, and what is announced and given up."""
     sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
-    devices = Devices(tuple(Device(str(index)) for index in range(count)))
+    devices = Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
     ports = Ports.of(config, range(5000, 5000 + Ports.count(config)))
     launch = replace(LAUNCH, config=config, ports=ports, placement=place(config, devices))
     announced: list[str] = []

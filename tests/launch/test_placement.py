@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.devices import Device, Devices, Origin
+from launch.devices import Devices, Origin, VisibleDevice
 from launch.placement import place
 from launch.plan import Ports, ProcessSpec, plan
 from pipelinerl.config.recipe import RunConfig, parse
@@ -60,7 +60,7 @@ def config_of(sections: dict[str, dict[str, object]]) -> RunConfig:
 
 
 def gpus(count: int) -> Devices:
-    return Devices(tuple(Device(str(index), 81559) for index in range(count)))
+    return Devices(tuple(VisibleDevice(str(index), 81559) for index in range(count)))
 
 
 def written(config: RunConfig, devices: Devices) -> list[str]:
@@ -148,7 +148,7 @@ def test_refused(sections: dict[str, dict[str, object]], count: int, sentence: s
 
 
 def test_the_users_own_names_and_order_reach_the_processes() -> None:
-    devices = Devices((Device("3"), Device("GPU-aa"), Device("MIG-bb")), Origin.VARIABLE)
+    devices = Devices((VisibleDevice("3"), VisibleDevice("GPU-aa"), VisibleDevice("MIG-bb")), Origin.VARIABLE)
     assert written(config_of({"engine": {"count": 2}}), devices) == [
         "check: engine-0 on GPU 0 (3), engine-1 on GPU 1 (GPU-aa), trainer on GPU 2 (MIG-bb)",
         "redis",

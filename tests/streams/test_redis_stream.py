@@ -36,9 +36,11 @@ def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 @asynccontextmanager
 async def connected(
-    server: EmbeddedRedis, namespace: str = "run", timeout_s: float = 30.0, patience_s: float = 30.0
+    server: EmbeddedRedis, namespace: str = "run", timeout_s: float = 30.0, full_timeout_s: float = 30.0
 ) -> AsyncIterator[RedisStream]:
-    streams = await RedisStream.connect(server.url, namespace=namespace, timeout_s=timeout_s, patience_s=patience_s)
+    streams = await RedisStream.connect(
+        server.url, namespace=namespace, timeout_s=timeout_s, full_timeout_s=full_timeout_s
+    )
     try:
         yield streams
     finally:
@@ -165,7 +167,7 @@ async def test_a_server_that_hangs_is_found_by_the_deadline_and_used_again(morta
 
 async def test_a_refused_payload_leaves_no_gap(mortal: EmbeddedRedis) -> None:
     """Were later payloads of the batch taken, a retry would skip the refused one as not above the last."""
-    async with connected(mortal, patience_s=0.2) as streams:
+    async with connected(mortal, full_timeout_s=0.2) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         large = os.urandom(1 << 16)
         await streams.append("s", [b"1"], first_id=1)
@@ -204,7 +206,7 @@ async def test_a_server_without_memory_is_waited_for(mortal: EmbeddedRedis, capl
 
 async def _on_a_small_disk(place: Path) -> None:
     with EmbeddedRedis(place / "redis") as server:
-        async with connected(server) as streams, connected(server, patience_s=0.5) as impatient:
+        async with connected(server) as streams, connected(server, full_timeout_s=0.5) as impatient:
             await streams.append("s", [b"1"], first_id=1)
             small_disk.fill(place)
             refused = ""

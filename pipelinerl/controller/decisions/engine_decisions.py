@@ -6,7 +6,7 @@
     EngineDrainAsked, EngineIdle, Ticked, Removed     ends what it has and is out; is out at once
     EnginesRequested                                      the launcher starts processes; they offer themselves
 
-Who swaps an engine for another engine_requests one that `replaces` it: the old one is drained when the new one serves, so the run
+A swap requests an engine that `replaces` another: the old one is drained when the new one serves, so the run
 always has the engine it had. Nothing here sends: that weights are due follows from the fleet (`awaits_weights`).
 """
 

@@ -1,4 +1,4 @@
-"""`PromptOrderFactory`: writes prompt orders. Each is a pure function of the run's seed, its index and the live knobs."""
+"""`PromptOrderFactory`: writes prompt orders, each a pure function of the run's seed, its index and the live knobs."""
 
 from __future__ import annotations
 

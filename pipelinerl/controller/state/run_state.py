@@ -51,7 +51,7 @@ class RunState(msgspec.Struct, kw_only=True):
 
     Attributes:
         first_domain_weights: those that the recipe gives.
-        engine_requests: engines beyond the recipe's, in the order in which they were asked for; a run resumed begins without.
+        engine_requests: engines beyond the recipe's, in the order of asking; a resumed run begins without.
         actors: last heartbeat of each, and when it came.
         first_version, training_since: where and when this trainer began to train, for the estimate of the end.
         pending_ready: the trainer's question, while engines that are expected have not joined; awaited: their names.

@@ -19,8 +19,8 @@ class Sequence:
     """One of the `n` samples of a request. `noise_key` makes its noise independent of the batch it runs in.
 
     `prefix` holds the tokens of the answer that another engine has sampled; all else speaks of those sampled here, of
-    which there may be `token_limit`. `prompt_cache_is_current`: have the weights that serve computed the cache of its prompt, so
-    that a sibling may take it?
+    which there may be `token_limit`. `prompt_cache_is_current` says whether the serving weights computed
+    the cache of its prompt, so that a sibling may take it.
     """
 
     request: Request

@@ -1,6 +1,6 @@
-"""`EndpointFactory`: how an engine takes its endpoint in a weight group, in its own process unless it brings another way.
+"""`EndpointFactory`: how an engine joins a weight group, in its own process unless it brings another way.
 
-`worker_endpoint` is the other way: the endpoint of an engine whose model is in other processes, taken where the device is.
+`worker_endpoint` is the other way: the model is in other processes, and the endpoint is where the device is.
 """
 
 from __future__ import annotations

@@ -40,14 +40,14 @@ class Columns(msgspec.Struct, frozen=True):
     num_segments: int
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartCommand(msgspec.Struct, frozen=True, tag=True):
     """`init_worker` of the trainer `trainer`; one process may lead several (policy, reference)."""
 
     trainer: int
     spec: dict[str, Any]
 
 
-class Forward(msgspec.Struct, frozen=True, tag=True):
+class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
     """`forward`."""
 
     trainer: int
@@ -69,7 +69,7 @@ class Backward(msgspec.Struct, frozen=True, tag=True):
     objective: Any
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class StepCommand(msgspec.Struct, frozen=True, tag=True):
     """`optimizer_step`."""
 
     trainer: int
@@ -102,7 +102,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     trainer: int
 
 
-Command = Start | Forward | ForwardAt | Backward | Step | Discard | Gather | Save | Close
+Command = StartCommand | ForwardCommand | ForwardAt | Backward | StepCommand | Discard | Gather | Save | Close
 
 
 class Numbered(msgspec.Struct, frozen=True, tag=True):
@@ -117,7 +117,7 @@ class Numbered(msgspec.Struct, frozen=True, tag=True):
         return Lane.FILES if isinstance(self.command, Save) else Lane.DEVICES
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
+class RanksEnd(msgspec.Struct, frozen=True, tag=True):
     """Rank 0 ends: because its work is done, or for the `reason` given."""
 
     reason: str = ""
@@ -143,7 +143,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class RankAnswer(msgspec.Struct, frozen=True, tag=True):
     """A rank is done with a command; or `error`, a class of `trainer_contract.errors`, and its sentence."""
 
     number: int
@@ -151,7 +151,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     sentence: str = ""
 
 
-Message = Numbered | End | Hello | Welcome | Refused | Answer
+Message = Numbered | RanksEnd | Hello | Welcome | Refused | RankAnswer
 _DECODER: Final = msgspec.msgpack.Decoder(Message)
 
 

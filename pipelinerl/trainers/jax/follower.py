@@ -18,20 +18,20 @@ from typing import final
 
 from pipelinerl.trainers.jax.channel import Channel
 from pipelinerl.trainers.jax.commands import (
-    Answer,
     Backward,
     Close,
     Command,
     Discard,
-    End,
-    Forward,
     ForwardAt,
+    ForwardCommand,
     Gather,
     Lane,
     Numbered,
+    RankAnswer,
+    RanksEnd,
     Save,
-    Start,
-    Step,
+    StartCommand,
+    StepCommand,
     decode,
     decode_batch,
     decode_objective,
@@ -57,7 +57,7 @@ def follow(distributed: Distributed, *, say: Callable[[str], None]) -> None:
     rank = _Rank(channel)
     while True:
         message = decode(channel.receive())
-        if isinstance(message, End):
+        if isinstance(message, RanksEnd):
             if message.reason:
                 raise RankError(message.reason)
             return
@@ -95,14 +95,14 @@ class _Rank:
             except BaseException:  # a mistake of ours: both ranks end at once
                 self._channel.close()
                 raise
-            answer = Answer(numbered.number, type(error).__name__ if error else "", str(error) if error else "")
+            answer = RankAnswer(numbered.number, type(error).__name__ if error else "", str(error) if error else "")
             try:
                 self._channel.send(encode(answer))
             except RankError:
                 return  # the main thread meets it, too
 
     def _execute(self, command: Command) -> None:
-        if isinstance(command, Start):
+        if isinstance(command, StartCommand):
             spec = decode_spec(command.spec)
             options, config = read_spec(spec)
             self._workers[command.trainer] = JaxWorker.started(spec, options, config)
@@ -112,13 +112,13 @@ class _Rank:
             return
         worker = self._workers[command.trainer]
         match command:
-            case Forward():
+            case ForwardCommand():
                 worker.forward(decode_batch(command.batch))
             case ForwardAt():
                 worker.forward_at([decode_batch(batch) for batch in command.batches], None)
             case Backward():
                 worker.backward(decode_batch(command.batch), decode_objective(command.objective))
-            case Step():
+            case StepCommand():
                 worker.optimizer_step(command.learning_rate)
             case Discard():
                 worker.gradient = None

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, final
 
 from pipelinerl.trainers.jax.channel import Channel
-from pipelinerl.trainers.jax.commands import Answer, Command, End, Lane, Numbered, decode, encode
+from pipelinerl.trainers.jax.commands import Command, Lane, Numbered, RankAnswer, RanksEnd, decode, encode
 from pipelinerl.trainers.jax.options import Distributed
 from pipelinerl.trainers.jax.rendezvous import gather_ranks
 from trainer_contract.errors import RankError, SpecError, StateError, TrainerError
@@ -47,7 +47,7 @@ class _Pending:
     numbered: Numbered
     own: Callable[[], Any]
     result: Future[Any] = field(default_factory=Future)
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, RankAnswer] = field(default_factory=dict)
 
     @property
     def has_failed(self) -> bool:
@@ -99,7 +99,7 @@ class Ranks:
         with self._changed:
             lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been sent home")
         if lost is None:
-            self._dismiss(End())
+            self._dismiss(RanksEnd())
 
     def _outcome(self, pending: _Pending) -> Any:
         verb = type(pending.numbered.command).__name__
@@ -142,13 +142,13 @@ class Ranks:
                 return self._lost
             self._lost = error
             self._changed.notify_all()
-        self._dismiss(End(reason=f"rank 0 has given up: {error}"))
+        self._dismiss(RanksEnd(reason=f"rank 0 has given up: {error}"))
         watchdog = threading.Timer(_LAST_S, _leave, args=(error,))
         watchdog.daemon = True
         watchdog.start()
         return error
 
-    def _dismiss(self, end: End) -> None:
+    def _dismiss(self, end: RanksEnd) -> None:
         for channel in self._channels.values():
             with suppress(RankError):  # it is the one that was lost, or it goes, too
                 channel.send(encode(end))
@@ -173,8 +173,8 @@ class Ranks:
         try:
             while True:
                 answer = decode(channel.receive())
-                if not isinstance(answer, Answer):
-                    raise RankError(f"rank {rank} said {type(answer).__name__}, expected Answer; install one version")
+                if not isinstance(answer, RankAnswer):
+                    raise RankError(f"rank {rank} said {type(answer).__name__}, not RankAnswer; install one version")
                 with self._changed:
                     pending = self._pending.get(answer.number)
                     if pending is not None:

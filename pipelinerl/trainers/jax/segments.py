@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipelinerl.models.jax.decoder import grouped_attention
 
-#: SharedMemory id of padding: it attends to padding alone.
+#: Segment id of padding: it attends to padding alone.
 PADDING: Final = -1
 _LEAST_COLUMNS: Final = 64
 #: Queries whose scores are held at once; longer rows are worked off in blocks, each seeing only what is before it.

@@ -27,12 +27,12 @@ from pipelinerl.trainers.jax.commands import (
     Close,
     Command,
     Discard,
-    Forward,
     ForwardAt,
+    ForwardCommand,
     Gather,
     Save,
-    Start,
-    Step,
+    StartCommand,
+    StepCommand,
     encode_batch,
     encode_objective,
     encode_spec,
@@ -87,7 +87,7 @@ class JaxTrainer:
             self._state = JaxWorker.started(spec, options, config)
             return
         self._ranks = lead(options.distributed)
-        start = Start(self._number, encode_spec(spec))
+        start = StartCommand(self._number, encode_spec(spec))
         try:
             self._state = self._together(start, lambda: JaxWorker.started(spec, options, config))
         except RankError:
@@ -101,7 +101,7 @@ class JaxTrainer:
         worker = self._worker
         check(micro_batch, vocab_size=worker.config.vocab)
         return self._together(
-            lambda: Forward(self._number, encode_batch(micro_batch)), lambda: worker.forward(micro_batch)
+            lambda: ForwardCommand(self._number, encode_batch(micro_batch)), lambda: worker.forward(micro_batch)
         )
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
@@ -129,7 +129,7 @@ class JaxTrainer:
         worker = self._worker
         if worker.gradient is None:
             raise ProtocolError("optimizer_step needs a gradient: call backward first")
-        return self._together(Step(self._number, learning_rate), lambda: worker.optimizer_step(learning_rate))
+        return self._together(StepCommand(self._number, learning_rate), lambda: worker.optimizer_step(learning_rate))
 
     def discard_gradient(self) -> None:
         """Forget what was accumulated."""

@@ -1,4 +1,4 @@
-"""`CheckpointFence`: which trainer may change the checkpoints of a directory: the one of the highest epoch that has claimed it.
+"""`CheckpointFence`: of all trainers, the one with the highest claimed epoch may change a directory's checkpoints.
 
     checkpoints.epoch   the claim, a number        checkpoints.lock   held while a claim or a checkpoint is put in place
 

@@ -1,4 +1,4 @@
-"""`ReceiveBuffer`: the buffer that a pull fills, part by part and from several threads, hashed while it is still in cache.
+"""`ReceiveBuffer`: what a pull fills, part by part and from several threads, hashed while it is still in cache.
 
 Parts are disjoint and cover the ranges of every shard. One that failed is asked for again, elsewhere; one that has
 landed is not.

@@ -1,4 +1,4 @@
-"""`write_shards`: one pass over the trainer's weights, each bucket to the server of its shard, all servers at the same time.
+"""`write_shards`: one pass over the trainer's weights, each bucket to its shard's server, all servers at the same time.
 
     gather a bucket ─▶ hash it for the whole ─▶ its shard's writer: hash it, send it, while the next one is gathered
 

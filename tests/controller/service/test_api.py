@@ -282,8 +282,8 @@ async def test_an_engine_is_swapped_once(run: Running, http: httpx.AsyncClient) 
     assert (again.status_code, again.json()["error"]) == (
         409,
         {
-            "message": f"{ENGINE} is to go already: engine-1, which can be removed, was requested to replace it; to have "
-            "one engine more, request one that replaces none",
+            "message": f"{ENGINE} is to go already: engine-1, which can be removed, was requested to replace it; "
+            "to have one engine more, request one that replaces none",
             "type": "invalid_request_error",
             "param": "replaces",
             "code": "engine_going",

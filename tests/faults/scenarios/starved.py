@@ -163,7 +163,7 @@ def drawn(seed: int) -> Starved:
 def play(seed: int, directory: Path) -> Verdict:
     """One run through one situation."""
     run, broken = drawn(seed), []
-    world, situation, patience_s = run.world, run.situation, run.timed.settings.stall_s
+    world, situation, grace_s = run.world, run.situation, run.timed.settings.stall_s
     run.begin()
     warm = 0 if situation is Situation.NO_ENGINE else run.rng.randrange(6, 12)
     while world.version < warm and run.timed.now < RELIEF_S:
@@ -182,8 +182,8 @@ def play(seed: int, directory: Path) -> Verdict:
             broken.append(f"a step that has no room must be refused at once and the run go on, it said {said!r}")
     elif stood_s < STANDSTILL_S - 150:
         broken.append(f"{situation.name}: a step was made {stood_s:.0f} s before the end of the standstill")
-    elif len(stalls) != 1 or not patience_s < stalls[0]["still_s"] <= patience_s + 2:
-        broken.append(f"{situation.name}: the watchdog must speak once, after {patience_s:.0f} s: {stalls}")
+    elif len(stalls) != 1 or not grace_s < stalls[0]["still_s"] <= grace_s + 2:
+        broken.append(f"{situation.name}: the watchdog must speak once, after {grace_s:.0f} s: {stalls}")
     elif situation.value not in stalls[0]["waits_for"]:
         broken.append(f"{situation.name}: expected {situation.value!r} in {stalls[0]['waits_for']!r}")
     run.relieve()

@@ -1,4 +1,4 @@
-"""`serve_endpoints`: takes an engine's endpoints in the weight group where the device is, in a worker; see `worker_endpoint`.
+"""`serve_endpoints`: joins weight groups for an engine where the device is, in a worker; see `worker_endpoint`.
 
 Each membership has a thread that does what the engine orders, and one that hears at once when the engine hangs up,
 whatever is being received. Unblocked by the group, by its deadlines, and by the death of the engine's process.

@@ -5,7 +5,7 @@
            ▲  ◀──── done, or what went wrong ──────        │
            └─ reads and hashes ◀── memory that both map ◀──┘
 
-`torch_worker_endpoint` is the worker's side. A worker is met once, at a name that is forgotten at once. Each membership has
+`torch_endpoint` is the worker's side. A worker is met once, at a name that is forgotten at once. Each membership has
 a socket pair of its own then, one end of which is passed to the worker: closing the other leaves the group, and so does
 the death of either process. By NCCL the bytes land on the device and are copied into the staging memory, bucket by
 bucket, while the device goes on decoding; the other workers of a tensor-parallel engine take their slices from there.
@@ -64,7 +64,7 @@ class WorkerEndpointFactory:
 
     @contextmanager
     def accept_worker(self) -> Iterator[Path]:
-        """Where the worker connects, by `torch_worker_endpoint.serve_endpoints`, before the block ends; nobody can after it.
+        """Where the worker connects, by `torch_endpoint.serve_endpoints`, before the block ends; nobody can after it.
 
         Raises:
             UpdateError: it has not connected.

@@ -33,6 +33,8 @@ from pipelinerl.engines.external.server.server_http import ServerHttp
 from pipelinerl.errors import EngineUnreachable, PipelineError
 
 _HEALTH: Final = "/health"
+#: How long a server that has failed may keep us with each of the calls that take back what was set up.
+_LEAVE_S: Final = 3.0
 #: How often a server that has samples to make is asked whether it lives.
 _ASK_EVERY_S: Final = 5.0
 #: How long it may neither answer nor send an event. While it computes it answers: another process of it does that.
@@ -182,6 +184,7 @@ class ServerCore:
         """Wait for news. Raises `EngineUnreachable` when the server has failed, or has been silent for too long."""
         news = await self._news.get()
         if isinstance(news, PipelineError):
+            self._http.hurry(_LEAVE_S)
             raise news
         return news
 

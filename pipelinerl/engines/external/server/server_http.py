@@ -10,6 +10,7 @@ Whatever is not the answer that was expected is an `EngineUnreachable` that name
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import AsyncIterator, Mapping
 from types import MappingProxyType
@@ -42,6 +43,7 @@ class ServerHttp:
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
         self.url = url
+        self._longest_s = math.inf
         _allow_all_descriptors()
         headers = {"authorization": f"Bearer {token}"} if token else {}
         # Every sample holds a connection; idle ones live shorter than the server's, so that it is we who close them.
@@ -49,6 +51,10 @@ class ServerHttp:
         self._session = aiohttp.ClientSession(
             connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=2**20
         )
+
+    def hurry(self, longest_s: float) -> None:
+        """From now on no call waits longer than so many seconds for its answer."""
+        self._longest_s = longest_s
 
     async def close(self) -> None:
         """Cut every connection; the server frees what they held."""
@@ -97,6 +103,7 @@ class ServerHttp:
     async def _call(
         self, method: str, path: str, body: Any, timeout_s: float, *, headers: Mapping[str, str] = MappingProxyType({})
     ) -> Any:
+        timeout_s = min(timeout_s, self._longest_s)
         patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         try:
             async with self._session.request(

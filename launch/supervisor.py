@@ -13,8 +13,8 @@ What it waits for, and how long:
 The set may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
 
 Promises: no process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`); Ctrl-C or
-SIGTERM stops in order, a second one at once; the result says what happened and how to go on. It must run in the main thread:
-signals arrive there, and the kernel ties the children to the thread that started them.
+SIGTERM stops in order, a second one at once; the result says what happened and how to go on. It must run in the main
+thread: signals arrive there, and the kernel ties the children to the thread that started them.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figur
         figures["forgotten by a server"] += len(gone)
     else:
         operation = "acknowledge" if mutant else str(random.choice(POINTS[victim]))
-        cluster.kill(victim, operation=operation, points=int(random.integers(0, 8)), patience_s=0.4)
+        cluster.kill(victim, operation=operation, points=int(random.integers(0, 8)), grace_s=0.4)
         cluster.start(victim)
     figures["kills"] += 1
     figures[f"of {victim}s"] += 1

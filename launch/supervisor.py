@@ -166,6 +166,11 @@ class Supervisor:
         process.ask_to_stop()
         process.state, process.due = State.STOPPING, time.monotonic() + self._grace_s
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs now, by name."""
+        return {name: process.pid for name, process in self._processes.items() if process.pid is not None}
+
     def _watch(self) -> None:
         ticked_at = float("-inf")
         while self._result is None:

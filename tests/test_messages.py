@@ -183,7 +183,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "checkpoint": True,
             "stop": False,
             "controller_state": {"epoch": 1},
-            "prove": ["http://a"],
+            "to_verify": ["http://a"],
             "stale": [8],
         },
     ),

@@ -42,7 +42,7 @@ class Controller:
                 for i, (name, state) in enumerate(now.items())
             )
             return Response(
-                RunStatus(run="tiny", engines=engines, stopped=self.stopped).to_json(),
+                RunStatus(run="tiny", engines=engines, to_stop=self.stopped).to_json(),
                 media_type="application/json",
             )
 
@@ -52,7 +52,7 @@ class Controller:
             body = await request.body()
             path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
             self.asked.append((request.method, path, json.loads(body) if body else None))
-            return {"names": ["engine-1"]} if path.endswith("/hire") else {"state": "done"}
+            return {"names": ["engine-1"]} if path.endswith("/request") else {"state": "done"}
 
         return app
 

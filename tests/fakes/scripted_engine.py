@@ -146,7 +146,7 @@ class _Pull:
         self._fault = fault
         self._puller = WeightPuller(token=None if fault is Fault.PULLS_WITHOUT_TOKEN else token)
 
-    def fetch(self, order: PullOrder, *, into: Any, came: Callable[[int], None]) -> str:
+    def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None]) -> str:
         if self._fault is Fault.PULLS_FROM_FIRST_ONLY:
             order = replace(order, shards=tuple(replace(one, sources=one.sources[:1]) for one in order.shards))
         if self._fault is Fault.PULLS_FIRST_SHARD:
@@ -154,7 +154,7 @@ class _Pull:
         if self._fault is Fault.PULLS_ELSEWHERE:
             into = np.empty_like(into)
         try:
-            return self._puller.fetch(order, into=into, came=came)
+            return self._puller.fetch(order, into=into, on_progress=on_progress)
         except DigestMismatch:
             if self._fault is Fault.PULLS_WRONG_BYTES:
                 return order.digest

@@ -291,7 +291,7 @@ async def test_a_publication_that_fails_is_reported_and_training_goes_on(tmp_pat
         assert (await made.heard(StepDone)).model_version == 1
 
 
-@pytest.mark.parametrize("where", ["publish", "prove"])
+@pytest.mark.parametrize("where", ["publish", "check"])
 async def test_a_publication_that_dies_ends_the_wait_for_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

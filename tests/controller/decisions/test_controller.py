@@ -164,8 +164,8 @@ def test_an_engine_that_joins_late_is_given_weights_without_waiting_for_a_step()
     directives = [effect.directive for effect in effects if isinstance(effect, Send)]
     assert len(directives) == 1
     assert directives[0].publish_to == [ENGINE, "http://engine-1"]
-    assert directives[0].check == ["http://engine-1"], "who serves has proven its weights"
-    assert run.controller.state.fleet.serving() == [ENGINE], "canary_failed engines get no work"
+    assert directives[0].to_verify == ["http://engine-1"], "who serves has proven its weights"
+    assert run.controller.state.fleet.serving() == [ENGINE], "unverified engines get no work"
     assert run.controller.reload_if_due() == [], "asked once for each membership"
 
 

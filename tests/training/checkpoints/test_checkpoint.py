@@ -21,7 +21,7 @@ from pipelinerl.training.checkpoints.manifest import TrainingState
 from tests.fakes.checkpoints import capture, model_directory, save, state_of
 from trainer_contract.types import TrainerSpec
 
-SHIPPED = Path(__file__).resolve().parents[2] / "pipelinerl" / "models" / "tiny_speller"
+SHIPPED = Path(__file__).resolve().parents[3] / "pipelinerl" / "models" / "tiny_speller"
 
 
 class Killed(BaseException):

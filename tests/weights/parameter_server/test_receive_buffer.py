@@ -17,7 +17,7 @@ DIGEST = xxhash.xxh3_128(DATA.tobytes()).hexdigest()
 
 
 class OnDevice:
-    """A device tensor as a buffer sees one: it has no host memory, and takes copies into its slices."""
+    """A device tensor as a received sees one: it has no host memory, and takes copies into its slices."""
 
     device = "cuda:0"
 
@@ -34,10 +34,10 @@ class OnDevice:
         raise TypeError("a device tensor has no numpy view")
 
 
-def land(buffer: ReceiveBuffer, part: Part) -> None:
-    memory = buffer.memory(part)
+def land(received: ReceiveBuffer, part: Part) -> None:
+    memory = received.memory(part)
     memory[:] = DATA[part[0] : part[1]]
-    buffer.landed(part, memory)
+    received.landed(part, memory)
 
 
 @pytest.mark.parametrize("part_bytes", [17, 64, 333, 1000, 5000])
@@ -46,15 +46,15 @@ def land(buffer: ReceiveBuffer, part: Part) -> None:
 def test_any_order_of_parts_gives_the_bytes_and_their_digest(into: Any, order: str, part_bytes: int) -> None:
     buffer = OnDevice() if into is OnDevice else into(len(DATA), dtype=np.uint8 if into is np.zeros else torch.uint8)
     came: list[int] = []
-    buffer = ReceiveBuffer(buffer, shards=[[(0, len(DATA))]], came=came.append)
-    parts = buffer.missing(0, part_bytes=part_bytes)
+    received = ReceiveBuffer(buffer, shards=[[(0, len(DATA))]], on_progress=came.append)
+    parts = received.missing(0, part_bytes=part_bytes)
     assert [parts[0][0], parts[-1][1]] == [0, len(DATA)]
     middle = len(parts) // 2
     turned = {"forwards": parts, "backwards": parts[::-1], "inside out": parts[middle:] + parts[:middle]}[order]
     for number, part in enumerate(turned):
-        assert buffer.missing(0, part_bytes=part_bytes) == [other for other in parts if other not in turned[:number]]
-        land(buffer, part)
-    assert buffer.missing(0, part_bytes=part_bytes) == [] and buffer.digest() == DIGEST
+        assert received.missing(0, part_bytes=part_bytes) == [other for other in parts if other not in turned[:number]]
+        land(received, part)
+    assert received.missing(0, part_bytes=part_bytes) == [] and received.digest() == DIGEST
     assert bytes(getattr(buffer, "memory", buffer)) == DATA.tobytes()
     assert came == sorted(came) and came[-1] == len(DATA)
 
@@ -62,18 +62,18 @@ def test_any_order_of_parts_gives_the_bytes_and_their_digest(into: Any, order: s
 def test_many_threads_land_at_once() -> None:
     for _ in range(20):
         buffer = np.zeros(len(DATA), np.uint8)
-        buffer = ReceiveBuffer(buffer, shards=[[(0, 400), (700, 1000)], [(400, 700)]], came=lambda _: None)
-        parts = buffer.missing(0, part_bytes=3) + buffer.missing(1, part_bytes=5)
+        received = ReceiveBuffer(buffer, shards=[[(0, 400), (700, 1000)], [(400, 700)]], on_progress=lambda _: None)
+        parts = received.missing(0, part_bytes=3) + received.missing(1, part_bytes=5)
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda part, made=buffer: land(made, part), parts))  # type: ignore[misc]
-        assert buffer.digest() == DIGEST and np.array_equal(buffer, DATA)
+            list(threads.map(lambda part, made=received: land(made, part), parts))  # type: ignore[misc]
+        assert received.digest() == DIGEST and np.array_equal(buffer, DATA)
 
 
 def test_a_shard_alone_has_the_digest_of_its_ranges_and_leaves_the_rest_as_it_was() -> None:
     buffer = np.full(len(DATA), 255, np.uint8)
-    buffer = ReceiveBuffer(buffer, shards=[[(100, 300), (600, 1000)]], came=lambda _: None)
-    for part in buffer.missing(0, part_bytes=64)[::-1]:
-        land(buffer, part)
+    received = ReceiveBuffer(buffer, shards=[[(100, 300), (600, 1000)]], on_progress=lambda _: None)
+    for part in received.missing(0, part_bytes=64)[::-1]:
+        land(received, part)
     mine = np.concatenate([DATA[100:300], DATA[600:]])
-    assert buffer.digest() == xxhash.xxh3_128(mine.tobytes()).hexdigest()
+    assert received.digest() == xxhash.xxh3_128(mine.tobytes()).hexdigest()
     assert np.array_equal(buffer[600:], DATA[600:]) and (buffer[:100] == 255).all() and (buffer[300:600] == 255).all()

@@ -70,7 +70,7 @@ def test_every_road_brings_the_same_bytes(
         placed = placement.upload(publication(version, layout=layout), {}, deadline=soon())
         assert placed.sources == ((server,),) and placed.digest == digest(version, layout)
         into, came = np.zeros(layout.num_bytes, np.uint8), []
-        assert puller.fetch(order(version, server, layout=layout), into=into, came=came.append) == placed.digest
+        assert puller.fetch(order(version, server, layout=layout), into=into, on_progress=came.append) == placed.digest
         assert np.array_equal(into, flat(version, layout))
         assert came == sorted(came) and came[-1] == layout.num_bytes
     placement.close()

@@ -75,7 +75,7 @@ def test_a_server_killed_in_the_middle_is_finished_from_its_replica(
 
     puller = WeightPuller(token=TOKEN, shared_memory=by_memory)
     asked = order(1, url, replica, layout=LARGE, timeout_s=20.0)
-    assert puller.fetch(asked, into=into, came=kill_at_the_first) == digest(1, LARGE)
+    assert puller.fetch(asked, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
     assert np.array_equal(into, flat(1, LARGE))
     assert came == sorted(set(came)), "what had landed was not fetched again"
 
@@ -87,7 +87,7 @@ def test_a_server_killed_in_the_middle_without_a_replica_is_named(server: Server
     began = time.monotonic()
     with pytest.raises(UpdateError, match=rf"no source gave version 1\.1: {url}: "):
         WeightPuller(token=TOKEN, shared_memory=False).fetch(
-            order(1, url, layout=LARGE, timeout_s=20.0), into=into, came=lambda _: process.kill()
+            order(1, url, layout=LARGE, timeout_s=20.0), into=into, on_progress=lambda _: process.kill()
         )
     assert time.monotonic() - began < 10, "a death is seen at once, not at the deadline"
 
@@ -129,7 +129,7 @@ def test_a_server_that_stands_still_ends_at_the_deadline(server: Server) -> None
             WeightPuller(token=TOKEN, shared_memory=False).fetch(
                 order(1, url, layout=LARGE, timeout_s=2.0),
                 into=into,
-                came=lambda _: os.kill(process.pid, signal.SIGSTOP),
+                on_progress=lambda _: os.kill(process.pid, signal.SIGSTOP),
             )
         assert 1.5 < time.monotonic() - began < 6
     finally:
@@ -168,7 +168,7 @@ def test_a_pull_that_is_given_up_ends_at_once(server: Server) -> None:
     try:
         with pytest.raises(UpdateError, match="given up"):
             WeightPuller(token=TOKEN, shared_memory=False).fetch(
-                asked, into=np.zeros(LARGE.num_bytes, np.uint8), came=stop
+                asked, into=np.zeros(LARGE.num_bytes, np.uint8), on_progress=stop
             )
         assert time.monotonic() - began < 5
     finally:

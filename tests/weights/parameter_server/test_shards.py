@@ -167,7 +167,7 @@ def test_a_shards_server_killed_in_the_middle_is_finished_from_its_replica(by_me
 
         puller = WeightPuller(token=TOKEN, shared_memory=by_memory)
         asked = sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=20.0)
-        assert puller.fetch(asked, into=into, came=kill_at_the_first) == digest(1, LARGE)
+        assert puller.fetch(asked, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
         assert np.array_equal(into, flat(1, LARGE)) and came == sorted(set(came))
 
 
@@ -181,7 +181,7 @@ def test_a_shards_server_killed_in_the_middle_without_a_replica_is_named_and_end
             WeightPuller(token=TOKEN, shared_memory=False).fetch(
                 sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=30.0),
                 into=np.zeros(LARGE.num_bytes, np.uint8),
-                came=lambda _: process.kill(),
+                on_progress=lambda _: process.kill(),
             )
         assert time.monotonic() - began < 15, "a death is seen at once, not at the deadline"
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from inference_contract.errors import Persistence
 from pipelinerl import messages
 from pipelinerl.messages import (
     ActorAlive,
@@ -86,6 +87,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             failed={"http://b": "gone"},
             send_s=0.5,
             total_s=0.75,
+            permanent=["http://b"],
         ),
         {
             "epoch": 1,
@@ -95,6 +97,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "failed": {"http://b": "gone"},
             "send_s": 0.5,
             "total_s": 0.75,
+            "permanent": ["http://b"],
         },
     ),
     (
@@ -105,6 +108,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             worst={"http://a": 0.5},
             mismatched={"http://b": "differs"},
             failed={"http://c": "gone"},
+            permanent=["http://c"],
         ),
         {
             "epoch": 1,
@@ -113,6 +117,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "worst": {"http://a": 0.5},
             "mismatched": {"http://b": "differs"},
             "failed": {"http://c": "gone"},
+            "permanent": ["http://c"],
         },
     ),
     (
@@ -122,8 +127,16 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
     (CheckpointDelayed(epoch=1, model_version=6, reason="no"), {"epoch": 1, "model_version": 6, "reason": "no"}),
     (TrainerStopped(epoch=1, model_version=6), {"epoch": 1, "model_version": 6}),
     (
-        GroupFailed(order_id="prompt-000007", index=7, purpose="training", reason="no"),
-        {"order_id": "prompt-000007", "index": 7, "purpose": "training", "reason": "no"},
+        GroupFailed(
+            order_id="prompt-000007", index=7, purpose="training", reason="no", persistence=Persistence.PERMANENT
+        ),
+        {
+            "order_id": "prompt-000007",
+            "index": 7,
+            "purpose": "training",
+            "reason": "no",
+            "persistence": "permanent",
+        },
     ),
     (
         GroupOutdated(order_id="prompt-000007", index=7, oldest=2, current=6),
@@ -156,8 +169,24 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
         },
     ),
     (
-        ActorAlive(name="actor-0", groups_in_flight=2, groups_done=9, retries=1),
-        {"name": "actor-0", "groups_in_flight": 2, "groups_done": 9, "retries": 1},
+        ActorAlive(
+            name="actor-0",
+            groups_in_flight=2,
+            groups_done=9,
+            retries=1,
+            judged=8,
+            unjudged_in_a_row=3,
+            unjudged_reason="math: timeout",
+        ),
+        {
+            "name": "actor-0",
+            "groups_in_flight": 2,
+            "groups_done": 9,
+            "retries": 1,
+            "judged": 8,
+            "unjudged_in_a_row": 3,
+            "unjudged_reason": "math: timeout",
+        },
     ),
     (
         Directive(

@@ -13,7 +13,7 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.state.effects import End, Finish, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, EngineTimedOut, ReportReceived, Ticked
-from pipelinerl.controller.state.run_state import Phase
+from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.messages import ActorAlive, CanaryChecked, Directive, GroupFailed, Published, TrainerStopped
 from tests.controller.world import ENGINE, World, controller
 
@@ -68,7 +68,7 @@ def test_the_refusal_of_the_only_engine_ends_the_run_once_the_trainer_has_saved(
     assert finish is None and stop is not None and stop.checkpoint and stop.publish_to == []
     _, finish = ends(made, heard(TrainerStopped(epoch=made.state.epoch, model_version=0)))
     assert finish == Finish(f"no engine can serve this run: {ENGINE} {REFUSAL}", End.FAILED)
-    assert made.state.phase is Phase.FINISHED
+    assert made.state.phase is RunPhase.FINISHED
     assert ends(made, Ticked(now=1e6)) == (None, None), "it ends once"
 
 

@@ -185,7 +185,7 @@ async def test_who_serves_already_is_served_though_the_version_cannot_be_placed_
 
         placed = 0
 
-        def place(self, *args: Any, **options: Any) -> Uploaded:
+        def upload(self, *args: Any, **options: Any) -> Uploaded:
             self.placed += 1
             if self.placed > 1:
                 raise UpdateError("no parameter server takes the version")

@@ -118,7 +118,7 @@ def test_a_shard_that_is_held_is_not_sent_again_and_one_that_is_missing_is() -> 
         fresh = stack.enter_context(in_thread(application()))
         placed = place([first, fresh], 2, **once)
         assert len(gathered) == 2 and np.array_equal(pulled(placed, 1, MANY), flat(1, MANY))
-        with pytest.raises(UpdateError, match="placed before with other bytes"):
+        with pytest.raises(UpdateError, match="uploaded before with other bytes"):
             empty = stack.enter_context(in_thread(application()))
             place([first, empty], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
 

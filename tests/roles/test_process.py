@@ -29,7 +29,7 @@ def identity(run_dir: Path, *, redis_url: str = "memory://") -> Identity:
 def test_what_has_been_loaded_costs_a_full_collection_nothing_any_more() -> None:
     program = (
         "import gc, time, torch\n"
-        "from pipelinerl.roles.process import settle\n"
+        "from pipelinerl.roles.process import freeze_gc\n"
         "def full():\n"
         "    began = time.perf_counter(); gc.collect(); return time.perf_counter() - began\n"
         "gc.collect(); before = min(full() for _ in range(3)); freeze_gc(); after = min(full() for _ in range(3))\n"

@@ -119,6 +119,7 @@ def test_a_resumed_run_continues_all_three_to_the_bit(config: RunConfig, tmp_pat
 
 def test_every_key_of_the_recipe_reaches_the_backend() -> None:
     trainer = {"type": "torch", "precision": "bf16", "device": "cuda", "gradient_checkpointing": True}
+    trainer |= {"memory_share": 0.5}
     config = config_of(
         "torch",
         "/a/model",
@@ -138,6 +139,7 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
         optimizer=OptimizerSpec(betas=(0.5, 0.6), eps=1e-3, weight_decay=0.7, grad_clip=0.8),
         gradient_checkpointing=True,
         gather_dtype=WeightDType.BFLOAT16,
+        memory_share=0.5,
         options={"mesh": 2},
         restore_from=Path("/a/state"),
     )

@@ -12,14 +12,15 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, final
 from urllib.parse import unquote, urlsplit
 
+import httpx
+
 from launch.plan import ProcessSpec
+from pipelinerl.system import http_client
 
 _TIED_PROCESS = Path(__file__).with_name("tied_process.py")
 _PROBE_TIMEOUT_S = 0.5
@@ -138,10 +139,8 @@ def _answers(address: str) -> bool:
         with contextlib.suppress(OSError):
             return _plays_ping_pong((parts.hostname or "", parts.port or 0), Path(unquote(parts.path)))
         return False
-    # No proxy: a health check never leaves this machine, whatever the environment says.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with contextlib.suppress(OSError, ValueError), opener.open(address, timeout=_PROBE_TIMEOUT_S) as answer:
-        return bool(answer.status == 200)
+    with contextlib.suppress(httpx.HTTPError), http_client.session(timeout_s=_PROBE_TIMEOUT_S) as http:
+        return http.get(address).status_code == httpx.codes.OK
     return False
 
 

@@ -20,9 +20,8 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from launch.plan import ProcessSpec
-from pipelinerl.system import http_client
+from pipelinerl.system import http_client, tied_process
 
-_TIED_PROCESS = Path(__file__).with_name("tied_process.py")
 _PROBE_TIMEOUT_S = 0.5
 _TAIL_BYTES = 32768
 
@@ -63,7 +62,8 @@ class Process:
         """Start it; returns its process group."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         cores = ",".join(map(str, self.spec.cpu or ()))
-        command = [sys.executable, "-S", "-E", str(_TIED_PROCESS), str(os.getpid()), cores, "--", *self.spec.argv]
+        tie = [tied_process.__file__, str(os.getpid()), "SIGKILL", cores, "--"]
+        command = [sys.executable, "-S", "-E", *tie, *self.spec.argv]
         with self.log.open("ab") as log:
             self._log_offset = log.tell()
             self._child = subprocess.Popen(

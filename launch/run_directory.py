@@ -20,8 +20,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl.config.recipe import RunConfig, load, save, write_private
+from pipelinerl.config.recipe import RunConfig, load, save
 from pipelinerl.errors import UserError
+from pipelinerl.system.files import write_private
 
 
 @dataclass(frozen=True, slots=True)

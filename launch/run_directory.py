@@ -60,7 +60,7 @@ class RunDirectory:
         Raises:
             UserError: another launcher holds it.
         """
-        # The kernel frees it when its holder dies; a lock that is a mere file, filelock's other kind, would stay.
+        # The kernel frees it when its holder dies, on whatever machine; filelock's other kind, a mere file, would stay.
         lock = self.path / ".lock"
         try:
             held = FileLock(lock, timeout=0, mode=0o600, fallback_to_soft=False).acquire()

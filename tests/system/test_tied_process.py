@@ -52,6 +52,7 @@ def test_a_parent_that_is_killed_takes_its_process_with_it_by_the_signal_asked_f
 @pytest.mark.parametrize(
     ("parent", "program", "reason"),
     [(1, "true", "is gone; not starting true"), (os.getpid(), "/no/such/program", "cannot be started")],
+    ids=["parent", "program"],
 )
 def test_what_cannot_be_tied_or_started_says_so(parent: int, program: str, reason: str) -> None:
     command = [sys.executable, "-S", "-E", tied_process.__file__, str(parent), signal.SIGKILL.name, "", "--", program]

@@ -77,7 +77,7 @@ class CheckpointFence:
             DeadlineError: another holds the lock for too long.
         """
         self._lock.parent.mkdir(parents=True, exist_ok=True)
-        # A lock that is a mere file, which filelock falls back to, would outlive its holder.
+        # A lock that is a mere file, which filelock falls back to, outlives a holder on another machine.
         lock = FileLock(self._lock, self._deadline_s, mode=0o600, poll_interval=_POLL_S, fallback_to_soft=False)
         try:
             held = lock.acquire()

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -34,6 +33,7 @@ from pipelinerl.engines.torch.engine import EngineDevice, EngineDType, TorchEngi
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.mismatch import mismatch
+from pipelinerl.system import http_client
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 
@@ -225,7 +225,7 @@ def check_update(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Updates:
     async with (
         EngineClient(state_timeout_s=60.0) as client,
-        httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as plain,
+        http_client.async_session(url, timeout_s=60.0) as plain,
     ):
         layout = (await client.models(url)).data[0].layout
         publisher = BroadcastPublisher(client, backend=backend)

@@ -30,7 +30,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, final
 
-import httpx
 import numpy as np
 import torch
 
@@ -43,6 +42,7 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.system import http_client
 from pipelinerl.system.http_service import listen, serve
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
@@ -138,7 +138,7 @@ def _trainer(url: str, rounds: int) -> tuple[Samples, int]:
 
 
 async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
-    async with EngineClient(state_timeout_s=60.0) as client, httpx.AsyncClient(base_url=url, trust_env=False) as plain:
+    async with EngineClient(state_timeout_s=60.0) as client, http_client.async_session(url) as plain:
         layout = (await client.models(url)).data[0].layout
         publisher = BroadcastPublisher(client)
         samples, source = Samples(), _parameters(layout)

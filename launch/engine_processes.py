@@ -13,9 +13,9 @@ from typing import final
 from launch.device_pool import DevicePool
 from launch.placement import Assignment
 from launch.plan import Launch
-from launch.ports import free_ports
 from launch.supervisor import Supervisor
 from pipelinerl.observability.status import RequestedEngine, RunStatus
+from pipelinerl.system.ports import free_ports
 
 
 @final

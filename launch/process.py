@@ -12,16 +12,16 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, final
 from urllib.parse import unquote, urlsplit
 
-from launch.plan import ProcessSpec
+import httpx
 
-_TIED_PROCESS = Path(__file__).with_name("tied_process.py")
+from launch.plan import ProcessSpec
+from pipelinerl.system import http_client, tied_process
+
 _PROBE_TIMEOUT_S = 0.5
 _TAIL_BYTES = 32768
 
@@ -62,7 +62,8 @@ class Process:
         """Start it; returns its process group."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         cores = ",".join(map(str, self.spec.cpu or ()))
-        command = [sys.executable, "-S", "-E", str(_TIED_PROCESS), str(os.getpid()), cores, "--", *self.spec.argv]
+        tie = [tied_process.__file__, str(os.getpid()), "SIGKILL", cores, "--"]
+        command = [sys.executable, "-S", "-E", *tie, *self.spec.argv]
         with self.log.open("ab") as log:
             self._log_offset = log.tell()
             self._child = subprocess.Popen(
@@ -138,10 +139,8 @@ def _answers(address: str) -> bool:
         with contextlib.suppress(OSError):
             return _plays_ping_pong((parts.hostname or "", parts.port or 0), Path(unquote(parts.path)))
         return False
-    # No proxy: a health check never leaves this machine, whatever the environment says.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with contextlib.suppress(OSError, ValueError), opener.open(address, timeout=_PROBE_TIMEOUT_S) as answer:
-        return bool(answer.status == 200)
+    with contextlib.suppress(httpx.HTTPError), http_client.session(timeout_s=_PROBE_TIMEOUT_S) as http:
+        return http.get(address).status_code == httpx.codes.OK
     return False
 
 

@@ -22,7 +22,6 @@ from launch.devices import devices_for
 from launch.engine_processes import EngineProcesses
 from launch.placement import Placement, check_uses, place
 from launch.plan import Launch, Ports, processes_of
-from launch.ports import free_ports
 from launch.run_directory import RunDirectory
 from launch.supervisor import RunOutcome, Supervisor
 from pipelinerl.config.recipe import RunConfig
@@ -33,6 +32,7 @@ from pipelinerl.observability.report import write_report
 from pipelinerl.observability.run_history import tell
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.observability.summary import summary
+from pipelinerl.system.ports import free_ports
 
 POLL_S = 0.5
 

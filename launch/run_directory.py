@@ -11,7 +11,6 @@ runs/tiny/
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -20,8 +19,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl.config.recipe import RunConfig, load, save, write_private
+from filelock import FileLock, Timeout
+
+from pipelinerl.config.recipe import RunConfig, load, save
 from pipelinerl.errors import UserError
+from pipelinerl.system.files import write_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +60,19 @@ class RunDirectory:
         Raises:
             UserError: another launcher holds it.
         """
-        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # The kernel frees it when its holder dies, on whatever machine; filelock's other kind, a mere file, would stay.
+        lock = self.path / ".lock"
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(file, 32).decode() or "unknown"
-                raise UserError(
-                    f"{self.path} is being run by process {holder}; stop that run first, or start another one"
-                ) from None
-            os.ftruncate(file, 0)
-            os.pwrite(file, str(os.getpid()).encode(), 0)
+            held = FileLock(lock, timeout=0, mode=0o600, fallback_to_soft=False).acquire()
+        except Timeout:
+            holder = lock.read_text() or "unknown"
+            raise UserError(
+                f"{self.path} is being run by process {holder}; stop that run first, or start another one"
+            ) from None
+        with held:
+            lock.write_text(str(os.getpid()))
             write_private(self.tokens, json.dumps({"token": secrets.token_urlsafe(32)}))
             yield
-        finally:
-            os.close(file)
 
 
 def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda config: True) -> RunDirectory:

@@ -11,6 +11,7 @@ its report. Every message has a deterministic id, so that repeating it is a no-o
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -31,6 +32,11 @@ ACTORS_GROUP = "actors"
 
 class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
     """Base of every message; the tag is the class's name."""
+
+
+def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:
+    """Has this order ended? All below `frontier` have, and of the others those in `beyond`."""
+    return index < frontier or index in beyond
 
 
 class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):

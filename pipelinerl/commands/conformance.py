@@ -12,6 +12,7 @@ import httpx
 
 from pipelinerl import registry
 from pipelinerl.errors import AddressError, ModelError
+from pipelinerl.system import http_client
 from trainer_contract.types import TrainerSpec
 
 
@@ -24,7 +25,8 @@ def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> 
     from inference_contract import conformance
 
     try:
-        httpx.get(f"{url}/health", timeout=10.0, trust_env=False)
+        with http_client.session(url) as http:
+            http.get("/health")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AddressError(f"no engine answers at {url}: {error}; give its base URL, like http://host:port") from None
     return _told([(r.outcome.value, r.name, r.promise, r.reason) for r in conformance.run(url, token)], say)

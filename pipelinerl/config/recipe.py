@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,9 +47,10 @@ from pipelinerl.config.sections import (
     WeightsSection,
 )
 from pipelinerl.errors import RecipeError
+from pipelinerl.system.files import write_private
 from trainer_contract.types import Device
 
-__all__ = ["MODELS", "RECIPES", "RunConfig", "load", "parse", "save", "to_table", "write_private"]
+__all__ = ["MODELS", "RECIPES", "RunConfig", "load", "parse", "save", "to_table"]
 
 RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
 
@@ -257,11 +257,3 @@ def to_table(config: RunConfig) -> dict[str, Any]:
 def save(config: RunConfig, path: Path) -> None:
     """Write the resolved recipe, whole: no base, no overrides. It may hold a secret, and is its owner's only."""
     write_private(path, tomli_w.dumps(to_table(config)))
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone may read, in place of what was there."""
-    path.unlink(missing_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(file, "w") as stream:
-        stream.write(text)

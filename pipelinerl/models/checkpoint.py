@@ -6,7 +6,6 @@ Promises: no network, no code from the directory is run, weights from safetensor
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.system.files import sync
 from trainer_contract.types import WeightDType
 
 if TYPE_CHECKING:
@@ -219,16 +219,8 @@ def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> 
         staging.chmod(0o755)
         for file in staging.iterdir():
             file.chmod(0o644)  # safetensors writes files that only their owner may read
-            _sync(file)
-        _sync(staging)
+            sync(file)
+        sync(staging)
         staging.rename(path)
         undone.pop_all()
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)

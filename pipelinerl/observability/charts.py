@@ -1,7 +1,8 @@
 """Line charts as inline SVG: pure functions from numbers to markup, no library, no script, no outside resource.
 
 Colours are CSS variables (`--s1` to `--s3`, `--ink`, `--grid`), so that one picture serves light and dark pages, and a
-chart is as wide as its column: it scales, and its text with it.
+chart is as wide as its column: it scales, and its text with it. Matplotlib's SVG has its colours written into it, and
+no words for the reader who points at a dot; it is twice as large, and takes 150 ms a chart and 1.6 s to import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Prometheus' text form of a set of numbers."""
+"""Prometheus' text form of a set of numbers.
+
+Written here: prometheus-client, made for numbers that a process counts itself, wants a collector and a family for each
+number that is at hand, and takes ten times as long (1.3 ms for 40 numbers).
+"""
 
 from __future__ import annotations
 

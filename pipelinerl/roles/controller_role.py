@@ -14,7 +14,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from pipelinerl.commands.resumption import claim
-from pipelinerl.config.recipe import RunConfig, save, write_private
+from pipelinerl.config.recipe import RunConfig, save
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
@@ -32,6 +32,7 @@ from pipelinerl.roles.problem_sources import held_out_problems, training_problem
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, knobs_of
 from pipelinerl.streams.stream import Stream, parse_id
+from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.types import Sampling

@@ -19,11 +19,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from enum import StrEnum
 from importlib.util import find_spec
@@ -36,12 +35,12 @@ from redis.exceptions import AuthenticationError, RedisError
 from redis.retry import Retry
 
 from pipelinerl.errors import AddressError, DeadlineError, UserError
+from pipelinerl.system import tied_process
+from pipelinerl.system.files import write_private
+from pipelinerl.system.ports import free_ports
 
-_EXEC_WITH_PARENT: Final = Path(__file__).with_name("exec_with_parent.py")
 _LOOPBACK: Final = "127.0.0.1"
 _PORT_ATTEMPTS: Final = 8
-#: Below Linux' default range of outgoing ports (32768 and up).
-_LISTENING_PORTS: Final = range(20000, 32000)
 
 
 class Fsync(StrEnum):
@@ -85,7 +84,7 @@ def command(directory: Path, port: int, *, host: str = _LOOPBACK, fsync: Fsync =
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     password = directory / "password"
     if not password.exists():
-        _write_private(password, secrets.token_urlsafe(24))
+        write_private(password, secrets.token_urlsafe(24))
     lines = (
         f"bind {host}" if host in (_LOOPBACK, "0.0.0.0") else f"bind {host} {_LOOPBACK}",
         f"port {port}",
@@ -103,7 +102,7 @@ def command(directory: Path, port: int, *, host: str = _LOOPBACK, fsync: Fsync =
         f"logfile {_quoted(directory / 'log')}",
     )
     config = directory / "redis.conf"
-    _write_private(config, "\n".join(lines) + "\n")
+    write_private(config, "\n".join(lines) + "\n")
     return [str(server_binary()), str(config)]
 
 
@@ -126,28 +125,11 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
             return False
 
 
-def free_port() -> int:
-    """A loopback port that nobody has at this moment; whoever binds it next must be ready to lose the race.
-
-    It lies below the ports that the kernel gives to outgoing connections: a client that tries again and again to reach
-    a server that is away could be given the server's own port, connect to itself, and keep the server from coming back.
-    """
-    for _ in range(_PORT_ATTEMPTS * 8):
-        port = _LISTENING_PORTS.start + secrets.randbelow(len(_LISTENING_PORTS))
-        with socket.socket() as probe:
-            try:
-                probe.bind((_LOOPBACK, port))
-            except OSError:
-                continue
-            return port
-    raise AddressError(f"no port of {_LISTENING_PORTS.start} to {_LISTENING_PORTS.stop - 1} on {_LOOPBACK} is free")
-
-
 @final
 class EmbeddedRedis:
     """One server with its directory. Started again, it has the same address and the data it had.
 
-    To be started from a thread that lives as long as its process, see `exec_with_parent`.
+    To be started from a thread that lives as long as its process, see `tied_process`.
     """
 
     def __init__(
@@ -156,12 +138,12 @@ class EmbeddedRedis:
         *,
         fsync: Fsync = Fsync.EVERY_SECOND,
         timeout_s: float = 20.0,
-        choose_port: Callable[[], int] = free_port,
+        choose_ports: Callable[[int], Sequence[int]] = free_ports,
     ) -> None:
         self._directory = directory
         self._fsync = fsync
         self._timeout_s = timeout_s
-        self._choose_port = choose_port
+        self._choose_ports = choose_ports
         self._port: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -191,7 +173,7 @@ class EmbeddedRedis:
         """
         if self._process is not None and self._port is not None and self._answers(self._process, self._port):
             return self
-        ports = [self._port] if self._port is not None else [self._choose_port() for _ in range(_PORT_ATTEMPTS)]
+        ports = [self._port] if self._port is not None else list(self._choose_ports(_PORT_ATTEMPTS))
         for port in ports:
             if self._started(port):
                 self._port = port
@@ -225,9 +207,8 @@ class EmbeddedRedis:
         log = self._directory / "log"
         log.touch(mode=0o600)
         written = log.stat().st_size
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_EXEC_WITH_PARENT), str(os.getpid()), *argv], stdin=subprocess.DEVNULL
-        )
+        tie = [tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--"]
+        self._process = subprocess.Popen([sys.executable, "-I", "-S", *tie, *argv], stdin=subprocess.DEVNULL)
         if self._answers(self._process, port):
             return True
         said = _end_of(log, written)
@@ -249,15 +230,6 @@ class EmbeddedRedis:
                 )
             time.sleep(0.01)
         return False
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, whole or not at all."""
-    draft = path.with_name(path.name + ".new")
-    draft.unlink(missing_ok=True)
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    draft.replace(path)
 
 
 def _quoted(path: Path) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Final, cast, final
 from fsspec.core import url_to_fs
 
 from pipelinerl.errors import UserError
+from pipelinerl.system.files import sync
 
 _BLOCK_BYTES: Final = 8 * 2**20
 
@@ -86,6 +87,4 @@ class Storage:
                 os.fsync(file.fileno())
         if self._is_local:
             for directory in (folder, str(Path(folder).parent)):  # which names the file, and which names that
-                handle = os.open(directory, os.O_RDONLY)
-                os.fsync(handle)
-                os.close(handle)
+                sync(Path(directory))

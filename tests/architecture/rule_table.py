@@ -44,6 +44,7 @@ class Rule:
 
 LONG = "def f():\n" + "    x = 1\n" * 60
 DOC = '"""What this is and what it promises to do."""\n'
+FACTORY = "pipelinerl/system/http_client.py"
 ENGINE, STREAM, OBJECTIVE = "pipelinerl/engines/a.py", "pipelinerl/streams/a.py", "pipelinerl/objective/a.py"
 
 RULES = (
@@ -67,7 +68,10 @@ RULES = (
     Rule(
         launch_knows_roles_by_name_only,
         breaks=(("launch/a.py", "from pipelinerl.roles import engine"), ("launch/a.py", "import pipelinerl.streams.x")),
-        keeps=(("launch/a.py", "from pipelinerl.config.recipe import load\nfrom pipelinerl.errors import UserError"),),
+        keeps=(
+            ("launch/a.py", "from pipelinerl.config.recipe import load\nfrom pipelinerl.errors import UserError"),
+            ("launch/a.py", "from pipelinerl.system import http_client"),
+        ),
     ),
     Rule(
         rooms_are_known,
@@ -174,15 +178,22 @@ RULES = (
     Rule(
         proxies_are_left_alone,
         breaks=(
-            (ENGINE, "httpx.get(url)"),
+            (ENGINE, "httpx.post(url, trust_env=False)"),
             (ENGINE, "httpx.AsyncClient(trust_env=True)"),
             ("launch/a.py", "with httpx.Client(base_url=url, timeout=3) as http:\n    http.get('/')"),
+            (FACTORY, "httpx.Client(base_url=url)"),
             (ENGINE, "from httpx import post"),
-            (ENGINE, "aiohttp.ClientSession(trust_env=True)"),
+            (ENGINE, "from http.client import HTTPConnection"),
+            (ENGINE, "import http.client\nhttp.client.HTTPSConnection('host')"),
+            (ENGINE, "aiohttp.ClientSession(connector=connector)"),
+            (FACTORY, "aiohttp.ClientSession(trust_env=True)"),
             (ENGINE, "urllib.request.urlopen(url)"),
+            (ENGINE, "urllib.request.build_opener(urllib.request.ProxyHandler({}))"),
+            (ENGINE, "import requests"),
         ),
         keeps=(
-            (ENGINE, "httpx.post(url, trust_env=False)\nhttp.get('/status')\naiohttp.ClientSession()"),
+            (FACTORY, "httpx.Client(trust_env=False)\naiohttp.ClientSession()\nhttp.client.HTTPConnection('host')"),
+            (ENGINE, "http.get('/status')\nwith http_client.session(url) as http: ..."),
             (ENGINE, "def f(http: httpx.Client) -> httpx.Response: ..."),
         ),
     ),

@@ -66,13 +66,29 @@ BASES = frozenset(
     }
 )  # fmt: skip
 
-#: What of httpx opens connections of its own.
-HTTPX_CALLS = frozenset(
-    f"httpx.{name}"
-    for name in (
-        "Client", "AsyncClient", "request", "stream", "get", "head", "options", "post", "put", "patch", "delete"
-    )
-)  # fmt: skip
+#: What opens HTTP connections: each library's classes and functions, and whole libraries that nothing else is for.
+HTTP_OPENERS = frozenset(
+    f"{library}.{name}"
+    for library, names in {
+        "httpx": "Client AsyncClient HTTPTransport AsyncHTTPTransport request stream get head options post put patch "
+        "delete",
+        "aiohttp": "ClientSession TCPConnector UnixConnector request",
+        "http.client": "HTTPConnection HTTPSConnection",
+        "urllib.request": "urlopen build_opener OpenerDirector urlretrieve",
+    }.items()
+    for name in names.split()
+)
+HTTP_LIBRARIES_NOT_USED = frozenset({"requests", "urllib3", "pycurl", "httplib2"})
+
+#: Files that open HTTP connections, each with its reason.
+OPENS_HTTP = {
+    "pipelinerl/system/http_client.py": "the factory",
+    "inference_contract/conformance/session.py": "the kit stands alone, and checks engines that are not ours",
+    "launch/run.py": "the typed client of the controller's API replaces it",
+    "pipelinerl/commands/remote.py": "the typed client of the controller's API replaces it",
+    "pipelinerl/roles/actor_role.py": "the typed client of the controller's API replaces it",
+    "pipelinerl/roles/engine_role.py": "the typed client of the controller's API replaces it",
+}
 
 Problems = Iterator[str]
 
@@ -93,12 +109,15 @@ def imports_go_down(module: Module) -> Problems:
 
 
 def launch_knows_roles_by_name_only(module: Module) -> Problems:
-    """The launcher imports the configuration, observability and the values, nothing else of the project."""
+    """The launcher imports the configuration, observability, the system's means and the values, and no role.
+
+    `system` knows nothing of RL: addresses, connections, files, processes.
+    """
     if room_of(module.name) != "launch":
         return
+    known = (None, "launch", "observability", "system", "values")
     for target in module.imports:
-        there = room_of(target)
-        allowed = there in (None, "launch", "observability", "values") or target.startswith("pipelinerl.config.recipe.")
+        allowed = room_of(target) in known or target.startswith("pipelinerl.config.recipe.")
         if not allowed:
             yield f"launch must not import {target}"
 
@@ -278,17 +297,26 @@ def waits_have_deadlines(module: Module) -> Problems:
 
 
 def proxies_are_left_alone(module: Module) -> Problems:
-    """The run's own requests carry its token, and go to its peers whatever `http_proxy` says: `trust_env=False`."""
+    """HTTP connections come from `system/http_client.py`, which sends the run's token to its peers and to no proxy.
+
+    Who opens one elsewhere is on the list, and says `trust_env=False`.
+    """
+    listed = module.path in OPENS_HTTP
     for target in module.imports:
-        if target in HTTPX_CALLS:
+        if target in HTTP_OPENERS:
             yield f"{target} must be called by that name, so that this rule sees it"
+        if target.split(".")[0] in HTTP_LIBRARIES_NOT_USED:
+            yield f"imports {target}; pipelinerl.system.http_client opens connections"
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Call):
             continue
         called, trust = _dotted(node.func), {word.arg: word.value for word in node.keywords}.get("trust_env")
-        if called in HTTPX_CALLS and not (isinstance(trust, ast.Constant) and trust.value is False):
+        if called in HTTP_OPENERS and not listed:
+            yield f"line {node.lineno}: {called}; open it by pipelinerl.system.http_client"
+        trusting = not (isinstance(trust, ast.Constant) and trust.value is False)
+        if called.startswith("httpx.") and called in HTTP_OPENERS and trusting:
             yield f"line {node.lineno}: {called} without trust_env=False"
-        if _is_true(trust) or called == "urllib.request.urlopen":
+        if _is_true(trust) or called.startswith("urllib.request."):
             yield f"line {node.lineno}: {called} asks the environment for a proxy"
 
 

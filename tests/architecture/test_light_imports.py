@@ -41,7 +41,7 @@ def _modules(*rooms: str) -> list[str]:
         _modules("trainer_contract"),
         [name for name in _modules("composition") if name in ("pipelinerl.config.recipe", "pipelinerl.registry")],
         _modules("objective", "values", "observability"),
-        [name for name in _modules("launch") if name not in ("launch.tied_process", "launch.reaper")],
+        [name for name in _modules("launch") if name != "launch.reaper"],
     ],
     ids=["inference_contract", "trainer_contract", "config_registry", "objective", "launch"],
 )

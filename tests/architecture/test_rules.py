@@ -8,11 +8,13 @@ from tests.architecture.rule_table import RULES, TEST_RULES, Rule
 from tests.architecture.rules import (
     BASES_ALLOWED,
     HEAVY_ALLOWED,
+    HTTP_OPENERS,
+    OPENS_HTTP,
     PICKLE_ALLOWED,
     RANDOMNESS_ALLOWED,
     cycles,
 )
-from tests.architecture.tree import Module, project, suite
+from tests.architecture.tree import ROOT, Module, project, suite
 
 ALL = (*RULES, *TEST_RULES)
 
@@ -66,5 +68,10 @@ def test_the_project_is_seen() -> None:
 
 
 def test_no_exception_outlives_its_file() -> None:
-    excepted = {*HEAVY_ALLOWED, *RANDOMNESS_ALLOWED, *PICKLE_ALLOWED, *BASES_ALLOWED}
+    excepted = {*HEAVY_ALLOWED, *RANDOMNESS_ALLOWED, *PICKLE_ALLOWED, *BASES_ALLOWED, *OPENS_HTTP}
     assert excepted <= {module.path for module in project()}
+
+
+def test_whoever_may_open_http_connections_does() -> None:
+    for path in OPENS_HTTP:
+        assert any(opener in (ROOT / path).read_text() for opener in HTTP_OPENERS), f"{path} opens none: off the list"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from launch.ports import free_ports
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_steps
 from pipelinerl.config.recipe import load
 from pipelinerl.messages import ROLLOUTS
@@ -13,6 +12,7 @@ from pipelinerl.observability.events import EventLog
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import encode_group
+from pipelinerl.system.ports import free_ports
 from pipelinerl.training.rollouts.admission import Lineage
 from tests.fakes.rollouts import group
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from launch.ports import free_ports, is_free
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
+from pipelinerl.system.ports import free_ports, is_free
 from tests.fakes.live_run import CLI, LiveRun, launched, new_run, resumed
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, undisturbed as undisturbed_run
 from tests.patience import PATIENCE_S

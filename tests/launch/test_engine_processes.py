@@ -9,11 +9,11 @@ from launch.devices import Devices, VisibleDevice
 from launch.engine_processes import EngineProcesses
 from launch.placement import place
 from launch.plan import Launch, OnExit, Plan, Ports, processes_of
-from launch.ports import free_ports
 from launch.process import State
 from launch.supervisor import Supervisor
 from pipelinerl.config.recipe import parse
 from pipelinerl.observability.status import RequestedEngine, RunStatus
+from pipelinerl.system.ports import free_ports
 
 LAUNCH = Launch(
     config=parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}]}),

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from launch.plan import OnExit, Plan, ProcessSpec
-from launch.ports import free_ports, is_free
 from launch.supervisor import RunOutcome, RunResult, Supervisor
+from pipelinerl.system.ports import free_ports, is_free
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = "import time; time.sleep(60)"

@@ -13,7 +13,6 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 
-from launch.ports import free_ports
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import AddressError
 from pipelinerl.messages import ACTORS_GROUP, PROMPTS, REPORTS, ROLLOUTS
@@ -23,6 +22,7 @@ from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group, encode_order
 from pipelinerl.streams.stream import START, Stream
 from pipelinerl.system.http_service import guard, listen, serve_until
+from pipelinerl.system.ports import free_ports
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
 from tests.fakes.scripted_engine import ScriptedEngine, create_app
 from tests.fakes.served import in_thread

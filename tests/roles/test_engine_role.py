@@ -9,13 +9,13 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
-from launch.ports import free_ports
 from pipelinerl.config.recipe import load
 from pipelinerl.config.sections import MODELS
 from pipelinerl.errors import AddressError, EngineUnreachable, UserError
 from pipelinerl.roles import engine_role
 from pipelinerl.roles.engine_role import offered_url
 from pipelinerl.roles.process import Identity
+from pipelinerl.system.ports import free_ports
 from tests.fakes.served import in_thread
 from tests.fakes.sglang_server import SglangServer, create_app
 

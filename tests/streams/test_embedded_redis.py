@@ -16,7 +16,8 @@ import pytest
 
 from pipelinerl.errors import AddressError, DeadlineError, UserError
 from pipelinerl.streams import embedded_redis
-from pipelinerl.streams.embedded_redis import EmbeddedRedis, answers, command, free_port, server_binary, server_url
+from pipelinerl.streams.embedded_redis import EmbeddedRedis, answers, command, server_binary, server_url
+from pipelinerl.system.ports import free_ports
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -95,15 +96,14 @@ def test_one_that_is_still_dying_is_no_server_that_runs(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_meanwhile_is_exchanged(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         lost = taken.getsockname()[1]
-        offered = iter([lost, *(free_port() for _ in range(20))])
-        with EmbeddedRedis(tmp_path, choose_port=lambda: next(offered)) as server:
+        with EmbeddedRedis(tmp_path, choose_ports=lambda count: (lost, *free_ports(count - 1))) as server:
             assert answers(server.url)
             assert server.url != server_url(tmp_path, lost)
 
 
 def test_no_port_to_be_had(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        server = EmbeddedRedis(tmp_path, choose_port=lambda: taken.getsockname()[1])
+        server = EmbeddedRedis(tmp_path, choose_ports=lambda count: (taken.getsockname()[1],) * count)
         with pytest.raises(AddressError, match="could not have any of the ports"):
             server.start()
 
@@ -162,7 +162,7 @@ def test_without_the_wheel_a_server_on_path_is_taken_and_without_either_it_is_sa
 
 
 def test_the_command_runs_in_the_foreground(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     with subprocess.Popen(command(tmp_path, port)) as process:
         url = server_url(tmp_path, port)
         deadline = time.monotonic() + 10

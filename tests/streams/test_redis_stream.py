@@ -18,9 +18,10 @@ from redis.asyncio import Redis
 
 from pipelinerl.errors import AddressError, PipelineError
 from pipelinerl.rng import generator
-from pipelinerl.streams.embedded_redis import EmbeddedRedis, Fsync, free_port
+from pipelinerl.streams.embedded_redis import EmbeddedRedis, Fsync
 from pipelinerl.streams.redis_stream import RedisStream
 from pipelinerl.streams.stream import START
+from pipelinerl.system.ports import free_ports
 from tests.fakes import small_disk
 from tests.patience import PATIENCE_S
 
@@ -132,7 +133,7 @@ async def test_a_server_that_stays_away_is_named_without_its_password(mortal: Em
 
 async def test_nobody_at_the_address() -> None:
     with pytest.raises(AddressError, match=r"cannot reach the stream server at redis://127\.0\.0\.1:") as raised:
-        await RedisStream.connect(f"redis://user:secret@127.0.0.1:{free_port()}", namespace="n", timeout_s=0.2)
+        await RedisStream.connect(f"redis://user:secret@127.0.0.1:{free_ports(1)[0]}", namespace="n", timeout_s=0.2)
     assert "secret" not in str(raised.value)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, final
 
 from pipelinerl.errors import LedgerError
-from pipelinerl.messages import ConsumedReport
+from pipelinerl.messages import ConsumedReport, has_ended
 
 
 @final
@@ -126,13 +126,11 @@ class IssuedLedger:
     def _open(self, indices: Iterable[int]) -> list[int]:
         """Those that the trainer does not account for."""
         beyond = set(self.consumed.beyond)
-        return [index for index in indices if index >= self.consumed.frontier and index not in beyond]
+        return [index for index in indices if not has_ended(index, self.consumed.frontier, beyond)]
 
     def _end(self, index: int, fate: set[int]) -> None:
         """An order ends once, whoever says so first."""
-        if index < self.cursor and not self._is_consumed(index) and index not in self.failed | self.outdated:
+        is_consumed = has_ended(index, self.consumed.frontier, self.consumed.beyond)
+        if index < self.cursor and not is_consumed and index not in self.failed | self.outdated:
             fate.add(index)
             self.reissue = [other for other in self.reissue if other != index]
-
-    def _is_consumed(self, index: int) -> bool:
-        return index < self.consumed.frontier or index in self.consumed.beyond

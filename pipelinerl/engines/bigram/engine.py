@@ -25,6 +25,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.weights.pull import PullSource
+from trainer_contract.host_weights import bytes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class BigramRunner:
             parameters=(ParameterSpec(name=PARAMETER, shape=model.logits.shape, dtype=DType.FLOAT32),)
         )
         self.cache_bytes = 0
-        self._current = np.ascontiguousarray(model.logits).reshape(-1).view(np.uint8).copy()
+        self._current = bytes_of(model.logits).copy()
         self._staged = np.zeros_like(self._current)
         self._rows: list[RowState | None] = [None] * slots
         self._feeds = np.zeros(slots, dtype=np.int64)

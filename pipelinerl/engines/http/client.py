@@ -29,12 +29,12 @@ from inference_contract.schemas import (
     WeightUpdateResponse,
 )
 from pipelinerl.errors import EngineUnreachable
+from pipelinerl.system import http_client
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
 #: The engine's own deadline comes first, so that its answer, which names the culprit, is the one we get.
 _GRACE_S: Final = 1.0
-_CONNECT_S: Final = 5.0
 #: Idle connections live shorter than the server's (`http_service.KEEP_ALIVE_S`), so that it is the client that closes.
 _KEEP_ALIVE_S: Final = 30.0
 _DATA: Final = b"data: "
@@ -55,7 +55,7 @@ class EngineClient:
             chat_timeout_s: longest wait for a whole completion.
             state_timeout_s: longest wait for health, models and metrics.
         """
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+        self._token = token
         self._session: aiohttp.ClientSession | None = None
         self._chat_timeout_s = chat_timeout_s
         self._state_timeout_s = state_timeout_s
@@ -167,15 +167,14 @@ class EngineClient:
     def _request(
         self, method: str, url: str, timeout_s: float, body: bytes | None
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
-        return self._opened().request(method, url, data=body, timeout=patience, allow_redirects=False)
+        timeout = http_client.call_timeout(timeout_s)
+        return self._opened().request(method, url, data=body, timeout=timeout, allow_redirects=False)
 
     def _opened(self) -> aiohttp.ClientSession:
         # Made by the first call, for it belongs to the event loop in which it is made.
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(
-                connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+            self._session = http_client.hot_session(
+                token=self._token, keep_alive_s=_KEEP_ALIVE_S, headers={"content-type": "application/json"}
             )
         return self._session
 

@@ -19,7 +19,6 @@ begins below a damaged one sets that aside, as damaged-e<its epoch>-step-000100:
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from pipelinerl.errors import CheckpointError
+from pipelinerl.system.files import sync
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.fence import CheckpointFence
 from pipelinerl.training.checkpoints.manifest import MANIFEST, Manifest, TrainingState, digest_of
@@ -156,7 +156,7 @@ class CheckpointStore:
                 if final_path.exists():  # the same step of an abandoned epoch, or of a run that stops where it saved
                     final_path.rename(replaced)
                 temporary.rename(final_path)
-            _sync(self.directory)
+            sync(self.directory)
             if replaced.exists():
                 with _as_far_as_it_goes(replaced):
                     shutil.rmtree(replaced)
@@ -274,16 +274,8 @@ def _sync_tree(directory: Path) -> None:
     """
     try:
         for path in directory.rglob("*"):
-            _sync(path)
-        _sync(directory)
+            sync(path)
+        sync(directory)
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
         raise CheckpointError(f"{directory} cannot be forced to the disk: {error}; look after the disk") from error
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

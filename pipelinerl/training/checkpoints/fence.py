@@ -9,13 +9,13 @@ lock, which the kernel frees when its holder dies. It holds between all who moun
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
+
+from filelock import FileLock, Timeout
 
 from pipelinerl.errors import CheckpointError, DeadlineError, FencedError
 
@@ -77,24 +77,15 @@ class CheckpointFence:
             DeadlineError: another holds the lock for too long.
         """
         self._lock.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)
+        # A lock that is a mere file, which filelock falls back to, outlives a holder on another machine.
+        lock = FileLock(self._lock, self._deadline_s, mode=0o600, poll_interval=_POLL_S, fallback_to_soft=False)
         try:
-            self._take(lock)
+            held = lock.acquire()
+        except Timeout:
+            raise DeadlineError(
+                f"another process has held {self._lock} for {self._deadline_s:g} s; look which one it is, and end it "
+                "if it is stopped"
+            ) from None
+        with held:
             self.check(epoch)
             yield
-        finally:
-            os.close(lock)
-
-    def _take(self, lock: int) -> None:
-        deadline = time.monotonic() + self._deadline_s
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"another process has held {self._lock} for {self._deadline_s:g} s; look which "
-                        "one it is, and end it if it is stopped"
-                    ) from None
-            time.sleep(_POLL_S)

@@ -16,6 +16,7 @@ from typing import Any, Self, final
 
 import numpy as np
 
+from pipelinerl.messages import has_ended
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.packing import alone
 from pipelinerl.types import Rollout, RolloutGroup
@@ -74,7 +75,7 @@ class ConsumedLedger:
 
     def has(self, index: int) -> bool:
         """Has this order ended?"""
-        return index < self.frontier or index in self.beyond
+        return has_ended(index, self.frontier, self.beyond)
 
     def settle(self, indices: Iterable[int], fate: Fate) -> None:
         """Record the end of orders; each may end once."""

@@ -22,6 +22,7 @@ from pipelinerl.weights.broadcast.collective import Collective
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.layout import describe_bucket, parameters_in
 from pipelinerl.weights.publisher import WeightSource
+from trainer_contract.host_weights import bytes_of
 
 
 @final
@@ -84,7 +85,7 @@ def packed(
             _check(name, array, parameter)
             at = slice(offset - start, offset - start + parameter.num_bytes)
             if host is not None and isinstance(array, np.ndarray):
-                host[at] = _bytes_of(array)
+                host[at] = bytes_of(array)
             else:
                 _write(array, filled[at])
         yield filled
@@ -106,15 +107,10 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    # As bytes before torch sees it: numpy has bfloat16 by extension only, which torch does not take.
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
 def _write(array: Any, into: torch.Tensor) -> None:
     """Copy the bytes of a numpy, torch or DLPack array into flat uint8 memory."""
     if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
-        host = _bytes_of(array)
+        host = bytes_of(array)  # before torch sees it: numpy has bfloat16 by extension only, which torch refuses
         if into.device.type == "cpu":
             into.numpy()[:] = host
         else:

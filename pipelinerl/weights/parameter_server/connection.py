@@ -14,13 +14,13 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeVar, final
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from inference_contract.errors import from_wire
 from inference_contract.wire import Wire
 from pipelinerl.errors import DeadlineError, ServerLost, UpdateError
+from pipelinerl.system import http_client
 
 #: A server that sends bytes and is there sends some within this time; what it has to work for may take longer.
 STALL_S: Final = 10.0
@@ -35,11 +35,8 @@ class ServerClient:
 
     def __init__(self, url: str, *, token: str | None) -> None:
         self.url = url
-        parts = urlsplit(url)
-        secure = parts.scheme == "https"
-        made = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        self._connection = made(parts.hostname or "", parts.port or (443 if secure else 80))
-        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._connection = http_client.byte_connection(url)
+        self._headers = http_client.authorization(token)
         self._is_cut = False
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.objective.presets import resolve
+from pipelinerl.system.ports import free_ports
 from pipelinerl.trainers.jax.channel import Channel
 from pipelinerl.trainers.jax.commands import (
     Hello,
@@ -49,11 +50,6 @@ SILENCE_S = 5
 ENVIRONMENT = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = socket.create_connection(server.getsockname(), timeout=PATIENCE_S)
@@ -63,7 +59,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 @contextmanager
 def pair(model: Path, directory: Path, what: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
     """Rank 0, doing `what`, and the role of rank 1."""
-    port = free_port()
+    (port,) = free_ports(1)
     rank0 = [sys.executable, "-m", "tests.fakes.jax_rank0", str(model), str(port), str(directory), what]
     distributed = f'{{coordinator="127.0.0.1:{port}",processes=2,timeout_s=240,silence_s={SILENCE_S}}}'
     changes = ["--set", 'trainer.type="jax"', "--set", f"trainer.options={{distributed={distributed}}}"]
@@ -190,13 +186,13 @@ def test_the_others_end_when_rank_0_does(how, sentence, model_path, tmp_path):
 
 
 def test_a_rank_that_does_not_come_is_named():
-    distributed = Distributed(coordinator=f"127.0.0.1:{free_port()}", processes=3, timeout_s=1)
+    distributed = Distributed(coordinator=f"127.0.0.1:{free_ports(1)[0]}", processes=3, timeout_s=1)
     with pytest.raises(SpecError, match=r"rank 1, 2 did not come to 127.0.0.1:\d+ within 1 s; start `pipelinerl"):
         lead(distributed)
 
 
 def test_a_rank_0_that_is_not_there_is_named():
-    distributed = Distributed(coordinator=f"127.0.0.1:{free_port()}", processes=2, process=1, timeout_s=1)
+    distributed = Distributed(coordinator=f"127.0.0.1:{free_ports(1)[0]}", processes=2, process=1, timeout_s=1)
     with pytest.raises(SpecError, match=r"rank 0 does not answer at 127.0.0.1:\d+ within 1 s"):
         join_rank0(distributed)
 
@@ -212,7 +208,7 @@ def test_a_stranger_is_refused_and_the_others_still_may_come(fields, token, sent
     paths = {name: tmp_path / name for name in ("secret", "other")}
     for name, path in paths.items():
         path.write_text(json.dumps({"token": name}))
-    common = {"coordinator": f"127.0.0.1:{free_port()}", "processes": 3, "timeout_s": 3, "silence_s": 1}
+    common = {"coordinator": f"127.0.0.1:{free_ports(1)[0]}", "processes": 3, "timeout_s": 3, "silence_s": 1}
     said: list[str] = []
 
     def wait_for_ranks() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,3 +124,22 @@ def test_a_lock_that_is_never_freed_is_named(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DeadlineError, match=r"checkpoints\.lock"):
             CheckpointFence(tmp_path / "checkpoints", deadline_s=0.1).claim(1)
+
+
+def test_a_holder_that_is_killed_holds_nothing_any_more(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "from pipelinerl.training.checkpoints.fence import CheckpointFence\n"
+        "with CheckpointFence(Path(sys.argv[1])).held(1): print('held', flush=True); time.sleep(600)\n"
+    )
+    argv = [sys.executable, "-c", program, str(tmp_path / "checkpoints")]
+    fence = CheckpointFence(tmp_path / "checkpoints", deadline_s=0.2)
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(DeadlineError):
+            fence.claim(2)
+        holder.kill()
+        holder.wait(10)
+        fence.claim(2)
+    assert fence.epoch == 2

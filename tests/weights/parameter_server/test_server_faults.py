@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
-from launch.ports import free_ports
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.system.ports import free_ports
 from pipelinerl.weights.parameter_server import server as parameter_server, upload as push
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.parameter_server.publisher import PullPublisher

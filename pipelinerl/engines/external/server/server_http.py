@@ -20,8 +20,8 @@ import aiohttp
 import orjson
 
 from pipelinerl.errors import EngineUnreachable
+from pipelinerl.system import http_client
 
-_CONNECT_S: Final = 5.0
 #: uvicorn, which both servers run on, closes after 5 s unless it is told otherwise.
 _KEEP_ALIVE_S: Final = 1.0
 #: How long a call that changes nothing heavy may take.
@@ -45,12 +45,7 @@ class ServerHttp:
         self.url = url
         self._longest_s = math.inf
         _allow_all_descriptors()
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        # Every sample holds a connection; idle ones live shorter than the server's, so that it is we who close them.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(
-            connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=2**20
-        )
+        self._session = http_client.hot_session(token=token, keep_alive_s=_KEEP_ALIVE_S, read_bytes=2**20)
 
     def hurry(self, longest_s: float) -> None:
         """From now on no call waits longer than so many seconds for its answer."""
@@ -66,9 +61,8 @@ class ServerHttp:
 
     async def answers(self, path: str, *, timeout_s: float) -> bool:
         """GET; does anything come back in time, whatever it says?"""
-        patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         try:
-            async with self._session.get(self.url + path, timeout=patience):
+            async with self._session.get(self.url + path, timeout=http_client.call_timeout(timeout_s)):
                 return True
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -86,9 +80,9 @@ class ServerHttp:
         Raises:
             EngineUnreachable: the server refused, is not there, or the stream broke off.
         """
-        patience = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         try:
-            async with self._session.post(self.url + path, json=body, timeout=patience) as answer:
+            endless = http_client.call_timeout(math.inf)
+            async with self._session.post(self.url + path, json=body, timeout=endless) as answer:
                 await self._check("POST", path, answer)
                 async for line in answer.content:
                     if line.startswith(_DATA):
@@ -104,10 +98,10 @@ class ServerHttp:
         self, method: str, path: str, body: Any, timeout_s: float, *, headers: Mapping[str, str] = MappingProxyType({})
     ) -> Any:
         timeout_s = min(timeout_s, self._longest_s)
-        patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
+        timeout = http_client.call_timeout(timeout_s)
         try:
             async with self._session.request(
-                method, self.url + path, json=body, timeout=patience, headers=headers
+                method, self.url + path, json=body, timeout=timeout, headers=headers
             ) as answer:
                 await self._check(method, path, answer)
                 content = await answer.read()

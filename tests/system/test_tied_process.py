@@ -1,0 +1,68 @@
+"""A tied process gets its signal when its parent dies, and is not started for a parent that is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.system import tied_process
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
+
+#: Says which signal came.
+_CHILD = """
+import pathlib, signal, sys, time
+def noted(number, frame):
+    pathlib.Path(sys.argv[1]).write_text(signal.Signals(number).name)
+    sys.exit()
+signal.signal(signal.SIGTERM, noted)
+print("ready", flush=True)
+time.sleep(60)
+"""
+_PARENT = """
+import os, subprocess, sys, time
+tie, noted, child = sys.argv[1:]
+subprocess.Popen([sys.executable, "-S", "-E", tie, str(os.getpid()), "SIGTERM", "", "--", sys.executable, "-c", child, noted])
+time.sleep(60)
+"""  # noqa: E501
+
+
+def test_a_parent_that_is_killed_takes_its_process_with_it_by_the_signal_asked_for(tmp_path: Path) -> None:
+    noted = tmp_path / "noted"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT, tied_process.__file__, str(noted), _CHILD], stdout=subprocess.PIPE
+    )
+    with parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while not (noted.exists() and noted.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert noted.read_text() == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("parent", "program", "reason"),
+    [(1, "true", "is gone; not starting true"), (os.getpid(), "/no/such/program", "cannot be started")],
+    ids=["parent", "program"],
+)
+def test_what_cannot_be_tied_or_started_says_so(parent: int, program: str, reason: str) -> None:
+    command = [sys.executable, "-S", "-E", tied_process.__file__, str(parent), signal.SIGKILL.name, "", "--", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 1
+    assert reason in ended.stderr
+
+
+def test_it_runs_on_the_cores_that_it_is_given() -> None:
+    core = min(os.sched_getaffinity(0))
+    asked = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+    command = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", str(core), "--", *asked]
+    assert subprocess.check_output(command, text=True, timeout=PATIENCE_S) == f"{{{core}}}\n"

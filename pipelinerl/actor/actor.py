@@ -29,7 +29,6 @@ from pipelinerl.actor.group_limiter import GroupLimiter
 from pipelinerl.actor.judgements import Judgements
 from pipelinerl.actor.rollout_builder import Answer, assemble
 from pipelinerl.actor.rollout_writer import RolloutWriter
-from pipelinerl.engines.http.pool import Answered
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -46,7 +45,7 @@ from pipelinerl.messages import (
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import Entry, Stream
-from pipelinerl.types import Outcome, Priority, PromptOrder, Purpose, RolloutGroup
+from pipelinerl.types import Answered, Outcome, Priority, PromptOrder, Purpose, RolloutGroup
 from pipelinerl.verifiers.verifier import Verifier
 
 log = logging.getLogger("pipelinerl")

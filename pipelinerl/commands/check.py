@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from inference_contract.schemas import Backend
 from pipelinerl import registry
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
@@ -25,7 +26,6 @@ from pipelinerl.roles.problem_sources import held_out_problems, training_problem
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.wiring import check_engine_options, knobs_of, objective_of, servers_of, setting_of
 from pipelinerl.system.storage import Storage
-from pipelinerl.training.step.forward_passes import OldLogprobs
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import Verifier
 

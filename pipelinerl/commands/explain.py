@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipelinerl.choices import NoSignal
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import RecordError, UserError
@@ -33,7 +34,6 @@ from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.explain import COSTS, FIELDS, FORMULA, ScoredRollout, factors, slot_lines
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
-from pipelinerl.objective.signal import NoSignal
 from pipelinerl.streams.records import decode_group
 from pipelinerl.training.replay import trained_groups
 from pipelinerl.types import RolloutGroup

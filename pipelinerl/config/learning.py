@@ -7,11 +7,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipelinerl.choices import NoSignal, OldLogprobs
 from pipelinerl.config.sections import Section
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.reward import Over, RewardShaping
-from pipelinerl.objective.signal import NoSignal
-from pipelinerl.training.step.forward_passes import OldLogprobs
 
 
 class TrainingSection(Section):

@@ -9,9 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from inference_contract.schemas import OnUpdate
 from inference_contract.weights import Backend, BaseUrl, Transport
-from pipelinerl.controller.state.evaluation import Pin
-from pipelinerl.controller.state.knobs import COLDEST, HOTTEST
-from pipelinerl.engines.options import WeightFormat
+from pipelinerl.choices import COLDEST, HOTTEST, Pin, WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from trainer_contract.types import Device, HeadPrecision, Precision, WeightDType

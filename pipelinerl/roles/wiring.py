@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl import registry
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.errors import RecipeError
@@ -18,7 +19,6 @@ from pipelinerl.objective.tokens import Policy
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.retention import Retention
-from pipelinerl.training.step.forward_passes import OldLogprobs
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import final
 
 from pipelinerl import registry
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.learning import CriticSection, ReferenceSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
@@ -16,7 +17,7 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.step.critic import Critic
-from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
+from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
 from trainer_contract.errors import SpecError, StateError

@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Final, Protocol, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, Dirty, EngineStopped, Overloaded
@@ -37,6 +36,7 @@ from inference_contract.schemas import (
 )
 from pipelinerl.engines.http.partial_answer import PartialAnswer
 from pipelinerl.errors import DeadlineError, EngineUnreachable
+from pipelinerl.types import Answered
 
 #: Refusals that say something about the engine's state, not about the request.
 _ELSEWHERE: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineUnreachable)
@@ -59,20 +59,6 @@ class ChatClient(Protocol):
     async def health(self, url: str) -> Health:
         """What the engine offers."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A completion and the engine that ended it.
-
-    `tokens_kept` of it are of engines that failed or were taken out before; `tokens_resampled` of such came as well,
-    and could not be gone on with.
-    """
-
-    completion: ChatCompletion
-    url: str
-    tokens_kept: int = 0
-    tokens_resampled: int = 0
 
 
 def cost(request: ChatCompletionRequest) -> int:
@@ -160,23 +146,23 @@ class EnginePool:
             DeadlineError: no engine answered in time; the message names the last failure.
         """
         deadline = time.monotonic() + self._deadline_s
-        pause_s, last, asked = _FIRST_PAUSE_S, "no engine is known", ""
+        pause_s, last = _FIRST_PAUSE_S, "no engine is known"
         refused: dict[str, ContractError] = {}
         answer = PartialAnswer(request, interval_s=self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
             if answer.is_whole:  # the stream broke off at its very end
-                return Answered(answer.completion(), asked, answer.tokens_kept, answer.tokens_resampled)
+                return Answered(answer.completion(), answer.tokens_kept, answer.tokens_resampled)
             url = pick(self._choice(engine, refused), self._suspect_until, now=time.monotonic())
             if url is None:
                 await self._change(min(pause_s, remaining))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            continued, asked = answer.num_tokens > 0, url
+            continued = answer.num_tokens > 0
             try:
                 self._named[engine] += 1
                 async with asyncio.timeout(remaining) as scope:
                     completion = await self._tried(url, request, answer, begun, scope)
-                    return Answered(completion, url, answer.tokens_kept, answer.tokens_resampled)
+                    return Answered(completion, answer.tokens_kept, answer.tokens_resampled)
             except _ELSEWHERE as error:
                 last = f"{url}: {error}"
                 self._offers.pop(url, None)

@@ -84,13 +84,14 @@ class PromptOrder:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A completion with what it took from engines that failed, or were taken out, before one ended it.
+    """A completion, the engine (base URL) that ended it, and what it took from those that failed or left before.
 
     `tokens_kept` counts those of its tokens that such an engine sampled; `tokens_resampled` those that could not be
     gone on with, and were sampled again.
     """
 
     completion: ChatCompletion
+    url: str
     tokens_kept: int = 0
     tokens_resampled: int = 0
 

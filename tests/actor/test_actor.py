@@ -111,7 +111,7 @@ class ScriptedSampler:
         answer = self.script(request)
         if isinstance(answer, Exception):
             raise answer
-        return Answered(answer, *self.handed_over)
+        return Answered(answer, "http://engine", *self.handed_over)
 
 
 @final

@@ -146,23 +146,23 @@ class EnginePool:
             DeadlineError: no engine answered in time; the message names the last failure.
         """
         deadline = time.monotonic() + self._deadline_s
-        pause_s, last = _FIRST_PAUSE_S, "no engine is known"
+        pause_s, last, asked = _FIRST_PAUSE_S, "no engine is known", ""
         refused: dict[str, ContractError] = {}
         answer = PartialAnswer(request, interval_s=self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
             if answer.is_whole:  # the stream broke off at its very end
-                return Answered(answer.completion(), answer.tokens_kept, answer.tokens_resampled)
+                return Answered(answer.completion(), asked, answer.tokens_kept, answer.tokens_resampled)
             url = pick(self._choice(engine, refused), self._suspect_until, now=time.monotonic())
             if url is None:
                 await self._change(min(pause_s, remaining))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            continued = answer.num_tokens > 0
+            continued, asked = answer.num_tokens > 0, url
             try:
                 self._named[engine] += 1
                 async with asyncio.timeout(remaining) as scope:
                     completion = await self._tried(url, request, answer, begun, scope)
-                    return Answered(completion, answer.tokens_kept, answer.tokens_resampled)
+                    return Answered(completion, url, answer.tokens_kept, answer.tokens_resampled)
             except _ELSEWHERE as error:
                 last = f"{url}: {error}"
                 self._offers.pop(url, None)

@@ -104,7 +104,7 @@ async def test_an_engine_that_fails_is_followed_by_one_that_goes_on(error: Excep
     is_whole(answer)
     assert client.asked == [("a", None), ("b", [4, 4])]
     assert [choice.version_spans for choice in answer.completion.choices] == [[(7, 4), (6, 2)]] * 2
-    assert (answer.tokens_kept, answer.tokens_resampled) == (8, 0)
+    assert (answer.url, answer.tokens_kept, answer.tokens_resampled) == ("b", 8, 0)
     assert begun == [0], "its oldest token is as old as it was"
 
 
@@ -136,7 +136,7 @@ async def test_an_answer_that_is_whole_when_its_stream_breaks_is_an_answer() -> 
     client = Scripted(a=(1, 7, LENGTH, EngineUnreachable("dead")), b=(1, 7, 0, None))
     answer = await EnginePool(client, ["a", "b"]).complete(ask())
     is_whole(answer)
-    assert client.asked == [("a", None)]
+    assert client.asked == [("a", None)] and answer.url == "a"
 
 
 async def test_an_engine_that_knows_nothing_of_it_is_asked_for_the_whole() -> None:

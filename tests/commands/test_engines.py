@@ -13,8 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from typer.testing import CliRunner
 
-from pipelinerl.commands.engines import gone, joined, table
-from pipelinerl.commands.engines_command import engines_app
+from pipelinerl.commands.engines import engines_app, gone, joined, table
 from pipelinerl.commands.remote import Remote
 from pipelinerl.errors import DeadlineError, UserError
 from pipelinerl.observability.status import EngineStatus, RequestedEngine, RunStatus
@@ -42,7 +41,7 @@ class Controller:
                 for i, (name, state) in enumerate(now.items())
             )
             return Response(
-                RunStatus(run="tiny", engines=engines, stopped=self.stopped).to_json(),
+                RunStatus(run="tiny", engines=engines, to_stop=self.stopped).to_json(),
                 media_type="application/json",
             )
 
@@ -52,7 +51,7 @@ class Controller:
             body = await request.body()
             path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
             self.asked.append((request.method, path, json.loads(body) if body else None))
-            return {"names": ["engine-1"]} if path.endswith("/hire") else {"state": "done"}
+            return {"names": ["engine-1"]} if path.endswith("/request") else {"state": "done"}
 
         return app
 

@@ -22,9 +22,16 @@ from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.engine_role import build_engine
-from pipelinerl.roles.problem_sources import held_out_problems, training_problems
 from pipelinerl.roles.process import Identity
-from pipelinerl.roles.wiring import check_engine_options, knobs_of, objective_of, servers_of, setting_of
+from pipelinerl.roles.wiring import (
+    check_engine_options,
+    held_out_problems,
+    knobs_of,
+    objective_of,
+    servers_of,
+    setting_of,
+    training_problems,
+)
 from pipelinerl.system.storage import Storage
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import Verifier

@@ -28,9 +28,8 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events
-from pipelinerl.roles.problem_sources import held_out_problems, training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, knobs_of
+from pipelinerl.roles.wiring import checkpoints_of, held_out_problems, knobs_of, training_problems
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from pipelinerl.training.checkpoints.manifest import TrainingState

@@ -14,7 +14,7 @@ class WeightFormat(StrEnum):
     """How an engine keeps the weights of linear layers, whatever dtype they come in; all else keeps the model's."""
 
     NATIVE = "native"
-    """As they come."""
+    """Weights stay as they come."""
     INT8 = "int8"
     """Eight bits with a scale for each output channel, and activations in eight bits with one for each token."""
     INT4 = "int4"

@@ -55,8 +55,8 @@ def refuse(config: RunConfig) -> None:
     check_engine_options(config)
     registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
     if config.trainer.options and config.trainer.type not in registry.TRAINERS_WITH_OPTIONS:
-        told = ", ".join(config.trainer.options)
-        raise RecipeError(f"trainer.type {config.trainer.type!r} knows no options, got {told}; remove them")
+        names = ", ".join(config.trainer.options)
+        raise RecipeError(f"trainer.type {config.trainer.type!r} knows no options, got {names}; remove them")
     dtypes_of(config)
     objective_of(config)
     _check_other_models(config)
@@ -122,8 +122,8 @@ def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     others = differing(objective, resolve(name, max_tokens=config.sampling.max_tokens))
     yield "objective", f"{name}{', changed in ' + ', '.join(others) if others else ''}; needs {needs}"
     for line in slot_lines(objective):
-        told = f"  ({name} has {others[line.slot]})" if line.slot in others else ""
-        yield "objective", f"{line.slot} = {line.kind}{told}"
+        preset = f"  ({name} has {others[line.slot]})" if line.slot in others else ""
+        yield "objective", f"{line.slot} = {line.kind}{preset}"
     for sentence in doubts(objective, setting_of(config)):
         yield "warning", f"objective.{sentence}"
 

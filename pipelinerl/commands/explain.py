@@ -74,10 +74,11 @@ def show(
         UserError: the choice is neither, a file is no such file, or lacks a column that the objective reads; the step
             is not recorded, or its rollouts are not kept any more.
     """
-    given, no_signal, max_tokens = _objective_of(choice, overrides)
-    objective, preset = resolve(given, max_tokens=max_tokens), PRESETS[preset_of(given)]
-    changed = objective != resolve(preset_of(given), max_tokens=max_tokens)
-    console.print(f"[bold]{preset_of(given)}[/]{' with changes' if changed else ''}: {preset.source}", highlight=False)
+    requested, no_signal, max_tokens = _objective_of(choice, overrides)
+    name = preset_of(requested)
+    objective, preset = resolve(requested, max_tokens=max_tokens), PRESETS[name]
+    changed = objective != resolve(name, max_tokens=max_tokens)
+    console.print(f"[bold]{name}[/]{' with changes' if changed else ''}: {preset.source}", highlight=False)
     if preset.note:
         console.print(preset.note, highlight=False)
     console.print(f"\n{FORMULA}\n", highlight=False, markup=False)
@@ -143,7 +144,7 @@ def _slots(objective: PolicyObjective) -> Table:
 def _factors(
     objective: PolicyObjective, rollouts: Sequence[ScoredRollout], *, shown: Collection[int] | None = None
 ) -> Table:
-    """Of every token, or those of the groups `shown`; the rollouts are one batch in any case."""
+    """The factors of every token, or of those in the groups `shown`; the rollouts are one batch in any case."""
     table = Table(box=None, pad_edge=False)
     for name in ("group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)

@@ -22,7 +22,7 @@ from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import Head, OptimizerSpec, TrainerSpec
+from trainer_contract.types import Head, TrainerSpec
 
 
 @final
@@ -104,12 +104,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
         gather_dtype=config.weights.dtype,
         options=config.trainer.options,
         memory_share=config.trainer.memory_share,
-        optimizer=OptimizerSpec(
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
-            grad_clip=config.optimizer.grad_clip,
-        ),
+        optimizer=config.optimizer.spec,
         restore_from=restore_from,
     )
 

@@ -47,7 +47,7 @@ class Placement:
         return self.assignments.get(name, Assignment())
 
     def describe(self) -> str:
-        """In one line, for people."""
+        """Say in one line which process has which devices."""
         if not self.assignments:
             return "everything computes on the CPU"
         shared = [index for index in range(len(self.devices)) if len(list(_on(self.assignments, index))) > 1]

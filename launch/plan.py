@@ -75,7 +75,7 @@ class ProcessSpec:
 
     @property
     def log_name(self) -> str:
-        """File name of its log."""
+        """The name of the process' log file."""
         return f"{self.name}.log"
 
 
@@ -117,18 +117,18 @@ class Ports:
 
     @property
     def all(self) -> frozenset[int]:
-        """Every one of them."""
+        """Every port of the run."""
         redis = () if self.redis is None else (self.redis,)
         return frozenset((self.controller, *self.engines, *redis, *self.parameter_servers))
 
     @staticmethod
     def count(config: RunConfig) -> int:
-        """How many ports the run needs."""
+        """Count the ports that the run needs."""
         return 1 + config.engine.count + (config.streams.redis_url is None) + config.servers_to_start
 
     @classmethod
     def of(cls, config: RunConfig, free: Sequence[int]) -> Ports:
-        """Hand out `count` free ports."""
+        """Hand out one free port to each process that listens."""
         left = iter(free)
         return cls(
             controller=next(left),
@@ -202,7 +202,7 @@ class Launch:
         )  # fmt: skip
 
     def trainer(self, *, after: Sequence[str], arguments: Sequence[str] = ()) -> ProcessSpec:
-        """The trainer on its devices."""
+        """The trainer's process on its devices."""
         section, on = self.config.trainer, self.placement.of(TRAINER)
         arguments = (*arguments, *_share_setting("trainer.memory_share", on, section.memory_share))
         shown = self._shown(section.type, section.device, on)

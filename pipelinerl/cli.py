@@ -340,7 +340,7 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line; an error that a user can mend is one sentence and status 2."""
     try:
         app(prog_name="pipelinerl")
     except UserError as error:

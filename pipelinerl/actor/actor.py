@@ -108,7 +108,7 @@ class GroupLimiter:
         return taken
 
     def give_back(self, places: int = 1) -> None:
-        """Somebody else may take them."""
+        """Free `places`, which another task may take."""
         self._taken -= places
         self._freed.set()
 
@@ -142,7 +142,7 @@ class Judgements:
 
 @final
 class Actor:
-    """One actor process."""
+    """Claims orders, has engines sample them, verifies the answers and appends the groups."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class OfRun:
 
     @property
     def recipe(self) -> Path:
-        """The run's own."""
+        """The recipe that the run keeps in its directory."""
         return self.run_dir / "recipe.toml"
 
 

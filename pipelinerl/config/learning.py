@@ -14,7 +14,7 @@ from pipelinerl.objective.reward import Over, RewardShaping
 
 
 class TrainingSection(Section):
-    """What makes a step."""
+    """How many rollouts or tokens make a step, and which of them it learns from."""
 
     rollouts_per_step: int = Field(default=256, ge=1)
     tokens_per_step: int | None = Field(default=None, ge=1)

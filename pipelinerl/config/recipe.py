@@ -67,7 +67,7 @@ class DomainSection(Section):
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """A run as its recipe describes it: one section for each part."""
 
     model: ModelSection
     domains: tuple[DomainSection, ...]
@@ -140,7 +140,7 @@ class RunConfig(Section):
 
     @property
     def run_directory(self) -> Path:
-        """Where this run writes."""
+        """The directory that this run writes to."""
         return self.run.directory.expanduser() / self.run.name
 
     @property

@@ -49,7 +49,7 @@ class ModelSection(Section):
 
     @property
     def resolved(self) -> Path:
-        """The directory."""
+        """The directory that `path` names, a shipped model or one in the file system."""
         name = self.path.removeprefix("shipped:")
         return MODELS / name if name != self.path else Path(self.path).expanduser()
 
@@ -62,7 +62,7 @@ DeviceIndices = tuple[Annotated[int, Field(ge=0)], ...]
 
 
 class EngineSection(Section):
-    """Inference servers."""
+    """The inference servers: their type, how many, and what each may hold."""
 
     type: str = "torch"
     count: int = Field(default=1, ge=1)
@@ -138,7 +138,7 @@ class OptimizerSection(Section):
 
 
 class TrainerSection(Section):
-    """The training backend."""
+    """The training backend: its type, arithmetic and memory."""
 
     type: str = "torch"
     precision: Precision = Precision.FP32

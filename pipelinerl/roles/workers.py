@@ -37,7 +37,7 @@ class Workers:
     history: WeightHistory | None
 
     def step(self) -> TrainStep:
-        """What they do together."""
+        """The step that the workers take together."""
         passes = ForwardPasses(
             policy=self.policy,
             critic=self.critic.worker if self.critic else None,
@@ -48,7 +48,7 @@ class Workers:
         return TrainStep(passes=passes, critic=self.critic)
 
     def close(self) -> None:
-        """Free all of them."""
+        """Close every worker, which frees its memory."""
         for worker in (self.policy, self.critic.worker if self.critic else None, self.reference):
             if worker is not None:
                 worker.close()

@@ -157,8 +157,8 @@ def _indices(config: RunConfig, devices: Devices) -> dict[str, tuple[int, ...]]:
     if engines:
         of_engines = [tuple(free[start : start + each]) for start in range(0, engines, each)]
     of_trainer = config.launch.trainer_devices or tuple(free[len(free) - trainer :])
-    engines = {f"engine-{number}": indices for number, indices in enumerate(of_engines)}
-    return engines | ({TRAINER: of_trainer} if of_trainer else {})
+    indices_by_name = {f"engine-{number}": indices for number, indices in enumerate(of_engines)}
+    return indices_by_name | ({TRAINER: of_trainer} if of_trainer else {})
 
 
 def _too_few(config: RunConfig, devices: Devices, *, engines: int, trainer: int, free: int) -> str:

@@ -48,7 +48,7 @@ def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
                 time.sleep(0.05)
         assert httpx.get(url + "/versions", trust_env=False).status_code == 401
         with closing(Uploader([url], token=TOKEN)) as placement:
-            placement.place(publication(1), {}, deadline=deadline)
+            placement.upload(publication(1), {}, deadline=deadline)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 128 + signal.SIGTERM
         assert (tmp_path / "weights" / "parameter-server-0" / "1.1" / "manifest.json").is_file(), "saved before it ends"

@@ -129,8 +129,7 @@ async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callabl
     from pipelinerl.rng import generator
     from pipelinerl.trainers.torch.trainer import TorchTrainer
     from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
-    from pipelinerl.weights.layout import wire_layout
-    from pipelinerl.weights.publisher import Publication
+    from pipelinerl.weights.publisher import Publication, wire_layout
     from trainer_contract.types import Device, TrainerSpec
 
     torch.set_num_threads(1)

@@ -32,13 +32,14 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine, Batching
 from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.http.pool import Answered, EnginePool
+from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.rng import generator
 from pipelinerl.system.http_service import listen, serve
+from pipelinerl.types import Answered
 
 GROUPS: Final = 4
 SAMPLES: Final = 8

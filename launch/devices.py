@@ -98,13 +98,13 @@ def read_devices(gpus: str, *, instances: str = "", visible: str | None = None) 
     rows = [[field.strip() for field in line.split(",")] for line in gpus.splitlines() if line.strip()]
     if visible is not None:
         return Devices(tuple(_named(rows, visible)) if rows else (), Origin.VARIABLE)
-    found: list[VisibleDevice] = []
+    devices: list[VisibleDevice] = []
     for index, uuid, memory, mig in rows:
         if mig == "Enabled":
-            found += [VisibleDevice(name) for name in _instances_of(uuid, instances)]
+            devices += [VisibleDevice(name) for name in _instances_of(uuid, instances)]
         else:
-            found.append(VisibleDevice(index, _mebibytes(memory)))
-    return Devices(tuple(found))
+            devices.append(VisibleDevice(index, _mebibytes(memory)))
+    return Devices(tuple(devices))
 
 
 def _named(rows: list[list[str]], visible: str) -> Iterator[VisibleDevice]:

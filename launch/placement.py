@@ -47,15 +47,15 @@ class Placement:
         return self.assignments.get(name, Assignment())
 
     def describe(self) -> str:
-        """In one line, for people."""
+        """Say in one line which process has which devices."""
         if not self.assignments:
             return "everything computes on the CPU"
         shared = [index for index in range(len(self.devices)) if len(list(_on(self.assignments, index))) > 1]
         unused = [index for index in range(len(self.devices)) if not list(_on(self.assignments, index))]
-        said = [", ".join(f"{name} on {self._where(each)}" for name, each in self.assignments.items())]
-        said += [f"shared: {', '.join(map(self.devices.label, shared))}"] if shared else []
-        said += [f"free: {', '.join(map(self.devices.label, unused))}"] if unused else []
-        return "; ".join(said)
+        parts = [", ".join(f"{name} on {self._where(each)}" for name, each in self.assignments.items())]
+        parts += [f"shared: {', '.join(map(self.devices.label, shared))}"] if shared else []
+        parts += [f"free: {', '.join(map(self.devices.label, unused))}"] if unused else []
+        return "; ".join(parts)
 
     def _where(self, assignment: Assignment) -> str:
         labels = " + ".join(map(self.devices.label, assignment.indices))
@@ -157,8 +157,8 @@ def _indices(config: RunConfig, devices: Devices) -> dict[str, tuple[int, ...]]:
     if engines:
         of_engines = [tuple(free[start : start + each]) for start in range(0, engines, each)]
     of_trainer = config.launch.trainer_devices or tuple(free[len(free) - trainer :])
-    found = {f"engine-{number}": indices for number, indices in enumerate(of_engines)}
-    return found | ({TRAINER: of_trainer} if of_trainer else {})
+    indices_by_name = {f"engine-{number}": indices for number, indices in enumerate(of_engines)}
+    return indices_by_name | ({TRAINER: of_trainer} if of_trainer else {})
 
 
 def _too_few(config: RunConfig, devices: Devices, *, engines: int, trainer: int, free: int) -> str:
@@ -186,24 +186,24 @@ def _there(devices: Devices) -> str:
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
     """The share of each process: the recipe's, else what is left of the devices that it shares with others."""
-    given = {name: _given(config, name) for name in indices}
-    shares = dict(given)
+    requested = {name: _requested_share(config, name) for name in indices}
+    shares = dict(requested)
     for index in range(len(devices)):
         here = [name for name in indices if index in indices[name]]
         if len(here) > 1:
-            for name, share in _divided(here, given, label=devices.label(index)).items():
+            for name, share in _divided(here, requested, label=devices.label(index)).items():
                 before = shares[name]
                 shares[name] = share if before is None else min(before, share)
     return shares
 
 
-def _given(config: RunConfig, name: str) -> float | None:
+def _requested_share(config: RunConfig, name: str) -> float | None:
     return config.trainer.memory_share if name == TRAINER else config.engine.memory_share
 
 
-def _divided(here: Sequence[str], given: Mapping[str, float | None], *, label: str) -> dict[str, float]:
+def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:
     """Shares of one device; those that are open get equal parts, but the trainer up to half of all."""
-    stated = {name: share for name in here if (share := given[name]) is not None}
+    stated = {name: share for name in here if (share := requested[name]) is not None}
     still_open = [name for name in here if name not in stated]
     left = (_GIVEN_OUT if still_open else 1.0) - sum(stated.values())
     if left < -_ROUNDING or (still_open and left < _ROUNDING):

@@ -75,7 +75,7 @@ class ProcessSpec:
 
     @property
     def log_name(self) -> str:
-        """File name of its log."""
+        """The name of the process' log file."""
         return f"{self.name}.log"
 
 
@@ -117,18 +117,18 @@ class Ports:
 
     @property
     def all(self) -> frozenset[int]:
-        """Every one of them."""
+        """Every port of the run."""
         redis = () if self.redis is None else (self.redis,)
         return frozenset((self.controller, *self.engines, *redis, *self.parameter_servers))
 
     @staticmethod
     def count(config: RunConfig) -> int:
-        """How many ports the run needs."""
+        """Count the ports that the run needs."""
         return 1 + config.engine.count + (config.streams.redis_url is None) + config.servers_to_start
 
     @classmethod
     def of(cls, config: RunConfig, free: Sequence[int]) -> Ports:
-        """Hand out `count` free ports."""
+        """Hand out one free port to each process that listens."""
         left = iter(free)
         return cls(
             controller=next(left),
@@ -159,11 +159,11 @@ class Launch:
         role: str,
         *,
         port: int | None = None,
-        told: Sequence[str] = (),
+        arguments: Sequence[str] = (),
         shown: Mapping[str, str] | None = None,
         **rest: object,
     ) -> ProcessSpec:
-        """A process in its role; `told` are arguments of its own, `shown` is the environment of its devices."""
+        """A process in its role; `arguments` are its own, `shown` is the environment of its devices."""
         config, ports = self.config, self.ports
         argv = [self.python, "-m", "pipelinerl.cli", role, "--recipe", str(self.run_dir / "recipe.toml")]
         argv += ["--run-dir", str(self.run_dir), "--name", name, "--token-file", str(self.token_file)]
@@ -171,7 +171,7 @@ class Launch:
             argv += ["--redis-url", f"redis://{_LOOPBACK}:{ports.redis}/0"]
         argv += ["--controller-url", f"http://{_LOOPBACK}:{ports.controller}"]
         argv += [] if port is None else ["--port", str(port)]
-        argv += told
+        argv += arguments
         env = {
             "OMP_NUM_THREADS": str(config.launch.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -189,26 +189,33 @@ class Launch:
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])
         cpu = engine_cores[number % len(engine_cores)] if engine_cores else None
-        told = _share_setting("engine.memory_share", on, config.engine.memory_share)
+        arguments = _share_setting("engine.memory_share", on, config.engine.memory_share)
         if type is not None:
-            told += ("--type", type)
+            arguments += ("--type", type)
             # The recipe's options are those of its own type.
-            told += ("--set", "engine.options={}") if config.engine.options and type != config.engine.type else ()
+            arguments += ("--set", "engine.options={}") if config.engine.options and type != config.engine.type else ()
         on_exit = OnExit.RESTART if type is None else OnExit.SPARE
         shown = self._shown(type or config.engine.type, config.engine.device, on)
         return self.spec(
-            name, "engine", port=port, told=told, shown=shown, after=("controller",), stop_order=2, cpu=cpu,
+            name, "engine", port=port, arguments=arguments, shown=shown, after=("controller",), stop_order=2, cpu=cpu,
             on_exit=on_exit,
         )  # fmt: skip
 
-    def trainer(self, *, after: Sequence[str], told: Sequence[str] = ()) -> ProcessSpec:
-        """The trainer on its devices."""
+    def trainer(self, *, after: Sequence[str], arguments: Sequence[str] = ()) -> ProcessSpec:
+        """The trainer's process on its devices."""
         section, on = self.config.trainer, self.placement.of(TRAINER)
-        told = (*told, *_share_setting("trainer.memory_share", on, section.memory_share))
+        arguments = (*arguments, *_share_setting("trainer.memory_share", on, section.memory_share))
         shown = self._shown(section.type, section.device, on)
         _, cpu = _pinning(self.config, self.cores)
         return self.spec(
-            TRAINER, "trainer", told=told, shown=shown, after=tuple(after), on_exit=OnExit.DONE, stop_order=1, cpu=cpu
+            TRAINER,
+            "trainer",
+            arguments=arguments,
+            shown=shown,
+            after=tuple(after),
+            on_exit=OnExit.DONE,
+            stop_order=1,
+            cpu=cpu,
         )
 
     def _shown(self, type: str, device: str, on: Assignment) -> Mapping[str, str]:
@@ -264,8 +271,8 @@ def processes_of(launch: Launch) -> Plan:
     specs += [launch.engine(name, port=port, on=launch.placement.of(name)) for name, port in engines.items()]
     servers = {f"parameter-server-{number}": port for number, port in enumerate(ports.parameter_servers)}
     specs += [spec(name, "parameter-server", port=port, after=after, stop_order=3) for name, port in servers.items()]
-    told = ("--set", _servers_setting(ports.parameter_servers)) if servers else ()
-    specs.append(launch.trainer(after=(*after, *servers), told=told))
+    arguments = ("--set", _servers_setting(ports.parameter_servers)) if servers else ()
+    specs.append(launch.trainer(after=(*after, *servers), arguments=arguments))
     specs += [spec(f"actor-{number}", "actor", after=after, stop_order=0) for number in range(config.actor.count)]
     return Plan(tuple(specs))
 

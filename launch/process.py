@@ -124,7 +124,7 @@ class Process:
 
 
 def exit_words(status: int) -> str:
-    """An exit status in words."""
+    """Say in words how a process ended."""
     if status >= 0:
         return f"exit status {status}"
     try:

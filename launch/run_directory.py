@@ -35,7 +35,7 @@ class RunDirectory:
 
     @property
     def recipe(self) -> Path:
-        """The resolved recipe."""
+        """The path of the resolved recipe."""
         return self.path / "recipe.toml"
 
     @property
@@ -45,7 +45,7 @@ class RunDirectory:
 
     @property
     def events(self) -> Path:
-        """The event log."""
+        """The path of the event log."""
         return self.path / "events.jsonl"
 
     @property

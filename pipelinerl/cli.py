@@ -5,21 +5,17 @@ User errors are one sentence on stderr and exit status 2. Heavy libraries are im
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
-from pipelinerl.commands.chaos_command import chaos
-from pipelinerl.commands.engines_command import Run, engines_app
-from pipelinerl.commands.explain_command import explain
-from pipelinerl.commands.mismatch_command import mismatch
-from pipelinerl.commands.replay_command import replay
-from pipelinerl.commands.trainer_rank_command import trainer_rank
+from pipelinerl.commands.engines import Run, engines_app
+from pipelinerl.commands.role_options import ROLES, Changes, RoleOptions, RoleRecipe, role_command
 from pipelinerl.config import recipe as recipes
-from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 
 app = typer.Typer(
@@ -35,7 +31,6 @@ app.add_typer(knobs_app, name="knobs")
 app.add_typer(engines_app, name="engines")
 app.add_typer(conformance_app, name="conformance")
 
-ROLES: Final = "Roles (each is one process; `run` starts them all)"
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")]
@@ -185,66 +180,105 @@ def bench(
     raise typer.Exit(run_in_checkout("benchmarks", name, *(["--quick"] if quick else []), what="benchmarks are"))
 
 
+@app.command()
+def mismatch(
+    run_dir: RunPath,
+    json: Annotated[bool, typer.Option("--json", help="Every figure and the advice, for programs.")] = False,
+) -> None:
+    """How far trainer and sampler are apart, by cause, and what to do about it; draws mismatch.png."""
+    from rich.console import Console
+
+    from pipelinerl.commands.mismatch import show
+
+    show(run_dir, Console(soft_wrap=json), as_json=json)
+
+
+@app.command()
+def explain(
+    choice: Annotated[
+        str | None, typer.Argument(metavar="PRESET|RECIPE", help="An algorithm, or a recipe (default: lists them).")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")] = None,
+    rollout: Annotated[
+        list[Path] | None, typer.Option(help="Rollouts (JSON, or a group's record); shows each token's factors.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="A run that has ended: rollouts of one of its steps.")] = None,
+    step: Annotated[int | None, typer.Option(help="The step of that run.")] = None,
+    group: Annotated[int | None, typer.Option(help="Shows of that step this order's group alone.")] = None,
+) -> None:
+    """What an objective is: its five slots, formula, cost and source; and what it makes of given rollouts."""
+    from rich.console import Console
+
+    from pipelinerl.commands.explain import OfRun, catalogue, show
+
+    if (run is None) != (step is None) or (group is not None and run is None):
+        raise typer.BadParameter("--run and --step belong together, and --group to both")
+    if rollout and choice is None:
+        raise typer.BadParameter("name the algorithm or recipe by which the rollouts are to be explained")
+    if choice is None and run is None:
+        catalogue(Console())
+        return
+    of_run = None if run is None or step is None else OfRun(run, step, group)
+    show(choice or str(of_run and of_run.recipe), overrides or [], rollout or [], Console(), of_run=of_run)
+
+
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run that has ended, such as runs/tiny.")],
+    step: Annotated[int, typer.Option(help="The step to take again.")],
+    objective: Annotated[str | None, typer.Option(help="A preset to take that step with instead.")] = None,
+) -> None:
+    """Take a step again from its checkpoint and its recorded rollouts, with no engine; status 1 if it differs."""
+    from rich.console import Console
+
+    # Before torch is imported: sums depend on how many threads make them, and the launcher gave the trainer so many.
+    os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load(str(run_dir / "recipe.toml")).launch.threads))
+    from pipelinerl.commands.replay import show
+
+    if not show(run_dir, step=step, objective=objective, console=Console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def chaos(
+    seed: Annotated[int, typer.Option(help="What dies, and when, follows from it.")] = 0,
+    scenario: Annotated[str, typer.Option(help="A scenario's name, or `all`.")] = "all",
+    count: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 1,
+    list_only: Annotated[bool, typer.Option("--list", help="Say which scenarios there are.")] = False,
+) -> None:
+    """Kill, fence and starve runs by seed, and check that nothing is lost (from a checkout)."""
+    from pipelinerl.commands.from_checkout import run_in_checkout
+
+    words = ["--seed", str(seed), "--scenario", scenario, "--count", str(count), *(["--list"] if list_only else [])]
+    raise typer.Exit(run_in_checkout("tests.faults.scenarios", *words, what="the fault scenarios are"))
+
+
 # --- roles -----------------------------------------------------------------------------------------------------------
-
-RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; the same for every role.")]
-Name = Annotated[str, typer.Option("--name", help="This process' name; unique within the run.")]
-RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's directory (default: by the recipe).")]
-RedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--redis-url",
-        envvar="PIPELINERL_REDIS_URL",  # where a password is in nobody's process list
-        help="Where the streams are (default: by the recipe, else redis://127.0.0.1:6379/0).",
-    ),
-]
-ControllerUrl = Annotated[str, typer.Option("--controller-url", help="Where the controller is.")]
-TokenFile = Annotated[Path | None, typer.Option("--token-file", help="Bearer token (default: $PIPELINERL_TOKEN).")]
-Host = Annotated[str, typer.Option("--host", help="Address to bind.")]
-Port = Annotated[int, typer.Option("--port", help="Port to bind.")]
-Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the recipe: section.key=value.")]
-
-LOCAL_REDIS: Final = "redis://127.0.0.1:6379/0"
-LOCAL_CONTROLLER: Final = "http://127.0.0.1:8000"
-
-
-app.command()(mismatch)
-app.command()(explain)
-app.command()(replay)
-app.command()(chaos)
-app.command(rich_help_panel=ROLES)(trainer_rank)
 
 
 @app.command(rich_help_panel=ROLES)
-def redis(
+def trainer_rank(
+    rank: Annotated[int, typer.Option(help="1 and above, below trainer.options.distributed.processes.")],
     recipe: RoleRecipe = "tiny",
-    name: Name = "redis",
-    run_dir: RunDir = None,
-    redis_url: RedisUrl = None,
-    controller_url: ControllerUrl = LOCAL_CONTROLLER,
-    token_file: TokenFile = None,
-    host: Host = "127.0.0.1",
-    port: Port = 6379,
     changes: Changes = None,
 ) -> None:
+    """A further process of a JAX trainer (trainer.options.distributed); obeys `trainer`, which is rank 0."""
+    from pipelinerl.roles import trainer_rank_role
+
+    trainer_rank_role.run(recipes.load(recipe, changes or []), rank=rank)
+
+
+@role_command(app, name="redis", port=6379)
+def redis(options: RoleOptions) -> None:
     """The embedded stream server; its password is in <run>/redis/password."""
     from pipelinerl.roles import redis_role
 
-    redis_role.run(
-        _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes, host=host, port=port)
-    )
+    redis_role.run(options.identity())
 
 
-@app.command(rich_help_panel=ROLES)
+@role_command(app, name="controller", port=8000)
 def controller(
-    recipe: RoleRecipe = "tiny",
-    name: Name = "controller",
-    run_dir: RunDir = None,
-    redis_url: RedisUrl = None,
-    controller_url: ControllerUrl = LOCAL_CONTROLLER,
-    token_file: TokenFile = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
+    options: RoleOptions,
     go_on: Annotated[
         bool,
         typer.Option(
@@ -253,126 +287,49 @@ def controller(
             help="Go on where a controller of this live run died.",
         ),
     ] = False,
-    changes: Changes = None,
 ) -> None:
     """Issues prompts, owns version, knobs and fleet; ends when the run is over."""
     from pipelinerl.controller.service.service import Start
     from pipelinerl.roles import controller_role
 
-    _start(
-        partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH),
-        _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes, host=host, port=port),
-    )
+    options.run(partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH))
 
 
-@app.command(rich_help_panel=ROLES)
+@role_command(app, name="engine-0", port=8001)
 def engine(
-    recipe: RoleRecipe = "tiny",
-    name: Name = "engine-0",
-    run_dir: RunDir = None,
-    redis_url: RedisUrl = None,
-    controller_url: ControllerUrl = LOCAL_CONTROLLER,
-    token_file: TokenFile = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8001,
+    options: RoleOptions,
     type: Annotated[str | None, typer.Option(help="Engine type (default: the recipe's).")] = None,
     model: Annotated[str | None, typer.Option(help="Model directory (default: the recipe's).")] = None,
-    changes: Changes = None,
 ) -> None:
     """An inference server; joins the run of the controller, or serves alone with --controller-url ''."""
     from pipelinerl.roles import engine_role
 
-    chosen = [*(changes or []), *([f"engine.type={type}"] if type else []), *([f"model.path={model}"] if model else [])]
-    _start(
-        engine_role.run,
-        _identity(recipe, name, run_dir, redis_url, controller_url, token_file, chosen, host=host, port=port),
-    )
+    chosen = {"engine.type": type, "model.path": model}
+    options.run(engine_role.run, changes=[f"{key}={value}" for key, value in chosen.items() if value])
 
 
-@app.command(rich_help_panel=ROLES)
-def parameter_server(
-    recipe: RoleRecipe = "tiny",
-    name: Name = "parameter-server-0",
-    run_dir: RunDir = None,
-    redis_url: RedisUrl = None,
-    controller_url: ControllerUrl = LOCAL_CONTROLLER,
-    token_file: TokenFile = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8100,
-    changes: Changes = None,
-) -> None:
+@role_command(app, name="parameter-server-0", port=8100)
+def parameter_server(options: RoleOptions) -> None:
     """Holds versions of the weights in memory, for engines to pull (weights.transport=pull)."""
     from pipelinerl.roles import parameter_server_role
 
-    _start(
-        parameter_server_role.run,
-        _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes, host=host, port=port),
-    )
+    options.run(parameter_server_role.run)
 
 
-@app.command(rich_help_panel=ROLES)
-def actor(
-    recipe: RoleRecipe = "tiny",
-    name: Name = "actor-0",
-    run_dir: RunDir = None,
-    redis_url: RedisUrl = None,
-    controller_url: ControllerUrl = LOCAL_CONTROLLER,
-    token_file: TokenFile = None,
-    changes: Changes = None,
-) -> None:
+@role_command(app, name="actor-0")
+def actor(options: RoleOptions) -> None:
     """Samples prompts at the engines, verifies the answers, streams the groups."""
     from pipelinerl.roles import actor_role
 
-    _start(actor_role.run, _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes))
+    options.run(actor_role.run)
 
 
-@app.command(rich_help_panel=ROLES)
-def trainer(
-    recipe: RoleRecipe = "tiny",
-    name: Name = "trainer",
-    run_dir: RunDir = None,
-    redis_url: RedisUrl = None,
-    controller_url: ControllerUrl = LOCAL_CONTROLLER,
-    token_file: TokenFile = None,
-    changes: Changes = None,
-) -> None:
+@role_command(app, name="trainer")
+def trainer(options: RoleOptions) -> None:
     """Trains on the streamed groups and publishes weights; goes on from the newest checkpoint of the run."""
     from pipelinerl.roles import trainer_role
 
-    _start(trainer_role.run, _identity(recipe, name, run_dir, redis_url, controller_url, token_file, changes))
-
-
-def _identity(
-    recipe: str,
-    name: str,
-    run_dir: Path | None,
-    redis_url: str | None,
-    controller_url: str,
-    token_file: Path | None,
-    changes: list[str] | None,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-) -> Any:
-    from pipelinerl.roles.process import Identity, read_token
-
-    config: RunConfig = recipes.load(recipe, changes or [])
-    return Identity(
-        config=config,
-        run_dir=run_dir or config.run_directory,
-        name=name,
-        redis_url=redis_url or config.streams.redis_url or LOCAL_REDIS,
-        controller_url=controller_url.rstrip("/"),
-        token=read_token(token_file),
-        host=host,
-        port=port,
-    )
-
-
-def _start(role: Any, identity: Any) -> None:
-    from pipelinerl.roles.process import run_until_signalled
-
-    run_until_signalled(role, identity)
+    options.run(trainer_role.run)
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -383,7 +340,7 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line; an error that a user can mend is one sentence and status 2."""
     try:
         app(prog_name="pipelinerl")
     except UserError as error:

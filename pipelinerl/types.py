@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_contract.schemas import ChatCompletion
+
 
 class Message(NamedTuple):
     """One message of a conversation."""
@@ -78,6 +80,20 @@ class PromptOrder:
     sampling: Sampling
     seed: int
     engine: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A completion, the engine (base URL) that ended it, and what it took from those that failed or left before.
+
+    `tokens_kept` counts those of its tokens that such an engine sampled; `tokens_resampled` those that could not be
+    gone on with, and were sampled again.
+    """
+
+    completion: ChatCompletion
+    url: str
+    tokens_kept: int = 0
+    tokens_resampled: int = 0
 
 
 class VersionSpan(NamedTuple):

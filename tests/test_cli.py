@@ -17,7 +17,9 @@ from typing import NamedTuple
 import pytest
 
 from pipelinerl import cli
+from pipelinerl.commands.role_options import LOCAL_REDIS
 from pipelinerl.config.recipe import MODELS
+from pipelinerl.roles import process
 from pipelinerl.roles.process import REDIS_VARIABLE
 from pipelinerl.system.http_service import listen
 from tests.patience import PATIENCE_S
@@ -170,14 +172,14 @@ def test_roles_find_the_streams_by_argument_environment_or_recipe(
 ) -> None:
     """A server's password need not stand in a command line, where everybody may read it."""
     found: list[str] = []
-    monkeypatch.setattr(cli, "_start", lambda role, identity: found.append(identity.redis_url))
+    monkeypatch.setattr(process, "run_until_signalled", lambda role, identity: found.append(identity.redis_url))
     recipe = ("--set", "streams.redis_url=redis://:a@recipe")
     pipelinerl("actor")
     pipelinerl("actor", *recipe)
     monkeypatch.setenv(REDIS_VARIABLE, "redis://:b@environment")
     pipelinerl("actor", *recipe)
     pipelinerl("actor", *recipe, "--redis-url", "redis://argument")
-    assert found == [cli.LOCAL_REDIS, "redis://:a@recipe", "redis://:b@environment", "redis://argument"]
+    assert found == [LOCAL_REDIS, "redis://:a@recipe", "redis://:b@environment", "redis://argument"]
 
 
 def test_help_tells_the_defaults_that_depend_on_something() -> None:

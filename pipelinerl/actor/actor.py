@@ -1,14 +1,14 @@
 """The loop around engines: take a prompt order, sample G completions, verify them, put the group.
 
     loop       consumes                  waits for              unblocked by
-    claim      prompt orders (stream)    room for another group a group that ended
+    claim      prompt orders (stream)    a place for a group    a group that ended
     work × n   one order                 the engine's answer    engine, or another one after a failure
     flush      finished groups           —                      Redis
     heartbeat  —                         its interval           the clock
 
 Promises: at most `groups_in_flight` orders are held; an order is acknowledged only after its group is appended, so one
 that a dead actor held is claimed again by another; the second copy that this can make is dropped by the trainer, by
-group id. Of two actors of one name, the earlier ends (`partition.py`). Every order ends as a group, an evaluation
+group id. Of two actors of one name, the earlier ends (`RolloutWriter`). Every order ends as a group, an evaluation
 answer, a failure with its reason, or is given up since its group would be stale (`freshness.py`); one that cannot be
 read goes to the dead letters. The samples of a group are asked for in one request, so that one engine computes their
 prompt once. An actor ends by cancellation, at once.
@@ -25,11 +25,7 @@ from typing import Protocol, final
 from inference_contract.errors import ContractError, Persistence
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
 from pipelinerl.actor.freshness import Freshness, Held
-from pipelinerl.actor.group_limiter import GroupLimiter
-from pipelinerl.actor.judgements import Judgements
-from pipelinerl.actor.rollout_builder import Answer, assemble
-from pipelinerl.actor.rollout_writer import RolloutWriter
-from pipelinerl.engines.http.pool import Answered
+from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -46,7 +42,7 @@ from pipelinerl.messages import (
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import Entry, Stream
-from pipelinerl.types import Outcome, Priority, PromptOrder, Purpose, RolloutGroup
+from pipelinerl.types import Answered, Outcome, Priority, PromptOrder, Purpose, RolloutGroup, Verdict
 from pipelinerl.verifiers.verifier import Verifier
 
 log = logging.getLogger("pipelinerl")
@@ -93,8 +89,60 @@ class _Outbox:
 
 
 @final
+class GroupLimiter:
+    """Counts how many orders the actor holds; the limit may change meanwhile. One task takes, any task gives back."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._freed = asyncio.Event()
+
+    async def take(self, most: int | None = None) -> int:
+        """Take every free place, at most `most`, waiting for the first; returns how many."""
+        while self._taken >= self._limit:
+            self._freed.clear()
+            await self._freed.wait()
+        free = self._limit - self._taken
+        taken = free if most is None else min(free, most)
+        self._taken += taken
+        return taken
+
+    def give_back(self, places: int = 1) -> None:
+        """Free `places`, which another task may take."""
+        self._taken -= places
+        self._freed.set()
+
+    def resize(self, limit: int) -> None:
+        """From now on so many; who holds more than a lower limit allows keeps it until it is given back."""
+        self._limit = limit
+        self._freed.set()
+
+
+@final
+@dataclass(slots=True)
+class Judgements:
+    """Counts, since the actor began, verdicts that judge an answer, and how many since the last one have not.
+
+    A verifier that fails says nothing of the answer, and its group is masked: a run whose verifiers all fail samples
+    for ever and learns nothing. The controller ends such a run by what an actor's heartbeat says of this.
+    """
+
+    judged: int = 0
+    unjudged_in_a_row: int = 0
+    reason: str = ""
+
+    def note(self, domain: str, verdict: Verdict) -> None:
+        """Count one verdict on an answer of `domain`."""
+        if verdict.outcome.is_judgement:
+            self.judged, self.unjudged_in_a_row, self.reason = self.judged + 1, 0, ""
+        else:
+            self.unjudged_in_a_row += 1
+            self.reason = f"{domain}: {verdict.outcome}: {verdict.reason}"
+
+
+@final
 class Actor:
-    """One actor process."""
+    """Claims orders, has engines sample them, verifies the answers and appends the groups."""
 
     def __init__(
         self,
@@ -110,7 +158,7 @@ class Actor:
         self._verifier_of = verifier_of
         self._outbox = _Outbox()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._room = GroupLimiter(settings.groups_in_flight)
+        self._limiter = GroupLimiter(settings.groups_in_flight)
         self._freshness = Freshness()
         self._dead_letters = DeadLetters(stream)
         self._judgements = Judgements()
@@ -119,7 +167,7 @@ class Actor:
 
     def resize(self, groups_in_flight: int) -> None:
         """Hold at most so many orders from now on."""
-        self._room.resize(groups_in_flight)
+        self._limiter.resize(groups_in_flight)
 
     def follow(self, *, model_version: int, k: float) -> None:
         """The trainer's version and bound: groups that cannot be fresh any more are given up."""
@@ -139,10 +187,10 @@ class Actor:
 
     async def _claim(self, group: asyncio.TaskGroup) -> None:
         for entry in await self._stream.held(PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name):
-            await self._room.take(1)
+            await self._limiter.take(1)
             self._begin(group, entry)
         while True:
-            free = await self._room.take()
+            free = await self._limiter.take()
             entries = await self._stream.claim(
                 PROMPTS,
                 group=ACTORS_GROUP,
@@ -153,11 +201,11 @@ class Actor:
             )
             for entry in entries:
                 self._begin(group, entry)
-            self._room.give_back(free - len(entries))
+            self._limiter.give_back(free - len(entries))
 
     def _begin(self, group: asyncio.TaskGroup, entry: Entry) -> None:
         if entry.entry_id in self._tasks:  # a server that was away may count as idle what is being worked on
-            self._room.give_back()
+            self._limiter.give_back()
             return
         task = group.create_task(self._work(entry))
         self._tasks[entry.entry_id] = task
@@ -172,7 +220,7 @@ class Actor:
             await self._dead_letters.bury(entry, error)
         self._outbox.done.append(entry.entry_id)
         self._outbox.ready.set()
-        self._room.give_back()
+        self._limiter.give_back()
 
     async def _fulfil(self, order: PromptOrder) -> None:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from inference_contract.schemas import Backend
 from pipelinerl import registry
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
@@ -21,11 +22,17 @@ from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.engine_role import build_engine
-from pipelinerl.roles.problem_sources import held_out_problems, training_problems
 from pipelinerl.roles.process import Identity
-from pipelinerl.roles.wiring import check_engine_options, knobs_of, objective_of, servers_of, setting_of
+from pipelinerl.roles.wiring import (
+    check_engine_options,
+    held_out_problems,
+    knobs_of,
+    objective_of,
+    servers_of,
+    setting_of,
+    training_problems,
+)
 from pipelinerl.system.storage import Storage
-from pipelinerl.training.step.forward_passes import OldLogprobs
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import Verifier
 
@@ -48,8 +55,8 @@ def refuse(config: RunConfig) -> None:
     check_engine_options(config)
     registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
     if config.trainer.options and config.trainer.type not in registry.TRAINERS_WITH_OPTIONS:
-        told = ", ".join(config.trainer.options)
-        raise RecipeError(f"trainer.type {config.trainer.type!r} knows no options, got {told}; remove them")
+        names = ", ".join(config.trainer.options)
+        raise RecipeError(f"trainer.type {config.trainer.type!r} knows no options, got {names}; remove them")
     dtypes_of(config)
     objective_of(config)
     _check_other_models(config)
@@ -115,8 +122,8 @@ def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     others = differing(objective, resolve(name, max_tokens=config.sampling.max_tokens))
     yield "objective", f"{name}{', changed in ' + ', '.join(others) if others else ''}; needs {needs}"
     for line in slot_lines(objective):
-        told = f"  ({name} has {others[line.slot]})" if line.slot in others else ""
-        yield "objective", f"{line.slot} = {line.kind}{told}"
+        preset = f"  ({name} has {others[line.slot]})" if line.slot in others else ""
+        yield "objective", f"{line.slot} = {line.kind}{preset}"
     for sentence in doubts(objective, setting_of(config)):
         yield "warning", f"objective.{sentence}"
 

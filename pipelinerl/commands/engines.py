@@ -1,20 +1,116 @@
-"""The fleet of a live run as people see it: a table, and waiting for an engine to come or to be gone."""
+"""The commands `pipelinerl engines …`: the fleet of a live run, seen and changed.
+
+`add`, `drain`, `remove` and `swap` wait until it has happened, and say what did; with `--no-wait` they only ask for it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Annotated, Final
 
-from pipelinerl.commands.remote import Remote
-from pipelinerl.controller.state.fleet import base_url
+import typer
+
+from pipelinerl import registry
 from pipelinerl.errors import DeadlineError, UserError
 from pipelinerl.observability.status import EngineStatus, RunStatus
+
+if TYPE_CHECKING:  # it imports httpx and the streams, for which `pipelinerl --help` need not wait
+    from pipelinerl.commands.remote import Remote
+
+engines_app = typer.Typer(help="List the engines of a live run, or change them.", no_args_is_help=True)
+
+Run = Annotated[
+    str,
+    typer.Argument(
+        help="Directory of the run, such as runs/tiny; or its controller's URL, with the token in $PIPELINERL_TOKEN."
+    ),
+]
+Which = Annotated[str, typer.Argument(help="The engine's name or URL, as `list` shows it.")]
+Type = Annotated[str | None, typer.Option("--type", help="Start one of this type: torch, vllm, jax, bigram …")]
+Patience = Annotated[float, typer.Option(help="Seconds for what it has; what remains then is handed over.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has happened.")]
 
 _POLL_S: Final = 0.2
 #: An engine must have joined by then: it loads a model, and waits for a publication.
 _JOIN_S: Final = 300.0
+
+
+@engines_app.command("list")
+def list_(run: Run) -> None:
+    """Name, type, lifecycle, loaded version, load and last error of each engine."""
+    for line in table(_remote(run).status()):
+        typer.echo(line)
+
+
+@engines_app.command()
+def add(
+    run: Run,
+    url: Annotated[str | None, typer.Argument(help="A running engine, such as http://127.0.0.1:8001.")] = None,
+    type: Type = None,
+    count: Annotated[int, typer.Option(help="How many to start.")] = 1,
+    wait: Wait = True,
+) -> None:
+    """Take a running engine into the fleet, or start new ones; they serve once they have proven their weights."""
+    remote = _remote(run)
+    if (url is None) == (type is None):
+        raise UserError("name a running engine's URL, or a --type to start; one of the two")
+    if url is not None:
+        remote.add(url)
+        wanted = [url.rstrip("/")]
+    else:
+        registry.known("--type", registry.ENGINES, str(type))
+        wanted = remote.request_engines(str(type), count=count)
+    if wait:
+        for which in wanted:
+            typer.echo(line(joined(remote, which, logs=_logs(run))))
+    else:
+        typer.echo("asked for " + ", ".join(wanted))
+
+
+@engines_app.command()
+def drain(run: Run, engine: Which, patience: Patience = 60.0, wait: Wait = True) -> None:
+    """Give an engine no more work, and take it out once it has ended what it has."""
+    remote = _remote(run)
+    remote.drain(engine, grace_s=patience)
+    if wait:
+        typer.echo(line(gone(remote, engine, within_s=patience + 30.0)))
+
+
+@engines_app.command()
+def remove(run: Run, engine: Which) -> None:
+    """Take an engine out at once; what it has is sampled anew elsewhere."""
+    _remote(run).remove(engine)
+    typer.echo(f"{engine} is out")
+
+
+@engines_app.command()
+def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, wait: Wait = True) -> None:
+    """Replace an engine: start another, and drain the old one when the new one has proven its weights."""
+    if type is None:
+        raise UserError("say with --type what the engine is to be replaced by")
+    registry.known("--type", registry.ENGINES, type)
+    remote = _remote(run)
+    (name,) = remote.request_engines(type, replaces=engine, grace_s=patience)
+    if wait:
+        typer.echo(line(joined(remote, name, logs=_logs(run))))
+        typer.echo(line(gone(remote, engine, within_s=patience + 30.0)))
+    else:
+        typer.echo(f"asked for {name}")
+
+
+def _remote(run: str) -> Remote:
+    from pipelinerl.commands.remote import Remote
+
+    return Remote.of(run)
+
+
+def _logs(run: str) -> Path:
+    """Where to look for what an engine wrote: on the run's machine, below its directory."""
+    from pipelinerl.commands.remote import is_url
+
+    return Path("logs") if is_url(run) else Path(run) / "logs"
 
 
 def table(status: RunStatus) -> list[str]:
@@ -62,6 +158,8 @@ def gone(remote: Remote, which: str, *, within_s: float) -> EngineStatus:
 def _until(
     remote: Remote, which: str, reached: Callable[[EngineStatus], bool], within_s: float, what: str, logs: Path | None
 ) -> EngineStatus:
+    from pipelinerl.controller.state.fleet import base_url
+
     hint = "" if logs is None else f"; see {logs}"
     deadline = time.monotonic() + within_s
     lifecycle = "not heard of"

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipelinerl.choices import NoSignal
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import RecordError, UserError
@@ -33,7 +34,6 @@ from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.explain import COSTS, FIELDS, FORMULA, ScoredRollout, factors, slot_lines
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
-from pipelinerl.objective.signal import NoSignal
 from pipelinerl.streams.records import decode_group
 from pipelinerl.training.replay import trained_groups
 from pipelinerl.types import RolloutGroup
@@ -61,7 +61,7 @@ class OfRun:
 
     @property
     def recipe(self) -> Path:
-        """The run's own."""
+        """The recipe that the run keeps in its directory."""
         return self.run_dir / "recipe.toml"
 
 
@@ -74,10 +74,11 @@ def show(
         UserError: the choice is neither, a file is no such file, or lacks a column that the objective reads; the step
             is not recorded, or its rollouts are not kept any more.
     """
-    given, no_signal, max_tokens = _objective_of(choice, overrides)
-    objective, preset = resolve(given, max_tokens=max_tokens), PRESETS[preset_of(given)]
-    changed = objective != resolve(preset_of(given), max_tokens=max_tokens)
-    console.print(f"[bold]{preset_of(given)}[/]{' with changes' if changed else ''}: {preset.source}", highlight=False)
+    requested, no_signal, max_tokens = _objective_of(choice, overrides)
+    name = preset_of(requested)
+    objective, preset = resolve(requested, max_tokens=max_tokens), PRESETS[name]
+    changed = objective != resolve(name, max_tokens=max_tokens)
+    console.print(f"[bold]{name}[/]{' with changes' if changed else ''}: {preset.source}", highlight=False)
     if preset.note:
         console.print(preset.note, highlight=False)
     console.print(f"\n{FORMULA}\n", highlight=False, markup=False)
@@ -143,7 +144,7 @@ def _slots(objective: PolicyObjective) -> Table:
 def _factors(
     objective: PolicyObjective, rollouts: Sequence[ScoredRollout], *, shown: Collection[int] | None = None
 ) -> Table:
-    """Of every token, or those of the groups `shown`; the rollouts are one batch in any case."""
+    """The factors of every token, or of those in the groups `shown`; the rollouts are one batch in any case."""
     table = Table(box=None, pad_edge=False)
     for name in ("group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)

@@ -26,19 +26,19 @@ def show(run_dir: Path, console: Console, *, as_json: bool) -> None:
         UserError: there is no run, or no step of it was measured.
     """
     history = _history(run_dir)
-    found = review(history)
-    if found is None:
+    reviewed = review(history)
+    if reviewed is None:
         raise UserError(
             f"{run_dir} has {len(history.steps)} steps and none with figures of the mismatch; they come with the first "
             "step whose rollouts have a gradient"
         )
     picture = draw_mismatch(history, run_dir / "mismatch.png")
-    advice = advise(found)
+    advice = advise(reviewed)
     if as_json:
-        record = found.as_dict() | {"advice": [asdict(each) for each in advice], "picture": str(picture)}
+        record = reviewed.as_dict() | {"advice": [asdict(each) for each in advice], "picture": str(picture)}
         console.print_json(json.dumps(record))
         return
-    for table in _tables(found):
+    for table in _tables(reviewed):
         console.print(table)
     for each in advice:
         console.print(f"\n[bold]{each.finding}[/]", highlight=False)
@@ -58,13 +58,13 @@ def _history(run_dir: Path) -> RunHistory:
     return tell(events)
 
 
-def _tables(found: Review) -> Iterator[Table]:
-    by_prefix: Mapping[str, Mapping[Cause, CauseReview]] = {"mismatch": found.current, "old_mismatch": found.old}
+def _tables(reviewed: Review) -> Iterator[Table]:
+    by_prefix: Mapping[str, Mapping[Cause, CauseReview]] = {"mismatch": reviewed.current, "old_mismatch": reviewed.old}
     for prefix, causes in by_prefix.items():
         if causes:
-            yield _by_cause(f"{COMPARED[prefix]} − behavior, {found.steps:,} steps", causes)
+            yield _by_cause(f"{COMPARED[prefix]} − behavior, {reviewed.steps:,} steps", causes)
     cuts = Table("age, versions", "tokens", "clipped", "truncated", "masked", title="cut by the objective")
-    for age, shares in found.ages.items():
+    for age, shares in reviewed.ages.items():
         values = (shares.get(name) for name in ("share", "clipped", "truncated", "masked"))
         cuts.add_row(age.replace("_", "–"), *("" if value is None else f"{value:.2%}" for value in values))
     yield cuts

@@ -90,7 +90,7 @@ def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
 
 
 async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
-    found: dict[int, list[RolloutGroup]] = {}
+    groups: dict[int, list[RolloutGroup]] = {}
     with _server(config, run_dir) as url:
         stream = await open_stream(url, namespace=config.run.name)
         try:
@@ -101,10 +101,10 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
                     except RecordError as error:  # the trainer has buried it, too
                         log.warning("skipping a record in %s that cannot be read: %s", partition, error)
                         continue
-                    found.setdefault(group.index, []).append(group)
+                    groups.setdefault(group.index, []).append(group)
         finally:
             await stream.close()
-    return found
+    return groups
 
 
 def _is_live(run_dir: Path) -> bool:

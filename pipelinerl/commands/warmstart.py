@@ -14,7 +14,7 @@ from pipelinerl.models.checkpoint import save_model
 from pipelinerl.models.tiny_decoder import SPELL_BACKWARD_PHRASE, DecoderShape, char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.warmstart import WarmStartProgress, WarmStartSettings, warm_start
-from pipelinerl.roles.problem_sources import problems_of
+from pipelinerl.roles.wiring import problems_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

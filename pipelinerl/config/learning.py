@@ -7,15 +7,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipelinerl.choices import NoSignal, OldLogprobs
 from pipelinerl.config.sections import Section
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.reward import Over, RewardShaping
-from pipelinerl.objective.signal import NoSignal
-from pipelinerl.training.step.forward_passes import OldLogprobs
 
 
 class TrainingSection(Section):
-    """What makes a step."""
+    """How many rollouts or tokens make a step, and which of them it learns from."""
 
     rollouts_per_step: int = Field(default=256, ge=1)
     tokens_per_step: int | None = Field(default=None, ge=1)
@@ -45,7 +44,7 @@ class RewardSection(Section):
 
     @property
     def shaping(self) -> RewardShaping:
-        """As a function."""
+        """The function that shapes the rewards of a group."""
         return RewardShaping(**self.model_dump())
 
     @model_validator(mode="after")
@@ -64,7 +63,7 @@ class KLControlSection(Section):
 
     @property
     def controller(self) -> KLController:
-        """As a rule."""
+        """The rule that moves the coefficient after each step."""
         return KLController(target=self.target, gain=self.gain)
 
 
@@ -76,11 +75,11 @@ class CriticSection(Section):
     learning_rate: float | None = Field(default=None, gt=0)
     """At its peak; by default the policy's."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the rate over the run's steps, as [optimizer] has one for the policy's."""
+    """How the rate changes over the run's steps, as `optimizer.schedule` says it of the policy's."""
     rate_warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the rate rises to its peak."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Of the peak, at the last step; without a meaning for a constant rate."""
+    """The share of the peak that is left at the last step; a constant rate ignores it."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the critic learns and the policy stands still; they count as steps of the run."""
     clip: float = Field(default=0.2, gt=0, allow_inf_nan=True)

@@ -67,7 +67,7 @@ class DomainSection(Section):
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """A run as its recipe describes it: one section for each part."""
 
     model: ModelSection
     domains: tuple[DomainSection, ...]
@@ -140,7 +140,7 @@ class RunConfig(Section):
 
     @property
     def run_directory(self) -> Path:
-        """Where this run writes."""
+        """The directory that this run writes to."""
         return self.run.directory.expanduser() / self.run.name
 
     @property
@@ -198,11 +198,11 @@ def _locate(recipe: str, *, beside: Path | None) -> Path:
     candidates = [Path(recipe), RECIPES / f"{recipe}.toml", RECIPES / recipe]
     if beside is not None:
         candidates.insert(0, beside.parent / recipe)
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
+    located = next((path for path in candidates if path.is_file()), None)
+    if located is None:
         shipped = ", ".join(sorted(path.stem for path in RECIPES.glob("*.toml")))
         raise RecipeError(f"recipe {recipe!r} is neither a file nor a shipped recipe; shipped are: {shipped}")
-    return found
+    return located
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -9,12 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from inference_contract.schemas import OnUpdate
 from inference_contract.weights import Backend, BaseUrl, Transport
-from pipelinerl.controller.state.evaluation import Pin
-from pipelinerl.controller.state.knobs import COLDEST, HOTTEST
-from pipelinerl.engines.options import WeightFormat
+from pipelinerl.choices import COLDEST, HOTTEST, Pin, WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
-from trainer_contract.types import Device, HeadPrecision, Precision, WeightDType
+from pipelinerl.types import Sampling
+from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, WeightDType
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 
@@ -49,7 +49,7 @@ class ModelSection(Section):
 
     @property
     def resolved(self) -> Path:
-        """The directory."""
+        """The directory that `path` names, a shipped model or one in the file system."""
         name = self.path.removeprefix("shipped:")
         return MODELS / name if name != self.path else Path(self.path).expanduser()
 
@@ -62,7 +62,7 @@ DeviceIndices = tuple[Annotated[int, Field(ge=0)], ...]
 
 
 class EngineSection(Section):
-    """Inference servers."""
+    """The inference servers: their type, how many, and what each may hold."""
 
     type: str = "torch"
     count: int = Field(default=1, ge=1)
@@ -70,7 +70,7 @@ class EngineSection(Section):
     max_waiting: int = Field(default=4096, ge=1)
     context_length: int = Field(default=512, ge=2)
     dtype: Literal["auto"] | WeightDType = "auto"
-    """Of weights, cache and arithmetic; `auto` is the model directory's."""
+    """The type of weights, cache and arithmetic; `auto` takes the model directory's."""
     weights: WeightFormat = WeightFormat.NATIVE
     """How linear layers are kept: as they come, or quantised (`int8`)."""
     device: Device = Device.AUTO
@@ -81,7 +81,7 @@ class EngineSection(Section):
     memory_share: MemoryShare | None = None
     """Most of each GPU's memory that one engine takes; by default what `launch/placement.py` divides, or all."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of this type of engine alone, which checks them: for vllm, fields of its `AsyncEngineArgs`."""
+    """Options that this type of engine alone knows and checks: for vllm, fields of its `AsyncEngineArgs`."""
     on_update: OnUpdate = OnUpdate.CONTINUE
 
 
@@ -109,6 +109,11 @@ class SamplingSection(Section):
     max_tokens: int = Field(default=256, ge=1)
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
+    @property
+    def of_an_order(self) -> Sampling:
+        """How a training order is sampled."""
+        return Sampling(num_samples=self.group_size, **self.model_dump(exclude={"group_size"}))
+
 
 #: At least 0 and below 1.
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -126,9 +131,14 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, ge=0)
 
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The trainer's part: all but the schedule, which is the training loop's."""
+        return OptimizerSpec(**self.model_dump(include={field.name for field in fields(OptimizerSpec)}))
+
 
 class TrainerSection(Section):
-    """The training backend."""
+    """The training backend: its type, arithmetic and memory."""
 
     type: str = "torch"
     precision: Precision = Precision.FP32
@@ -136,7 +146,7 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = False
     micro_batch_tokens: int = Field(default=16384, ge=2)
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of this type of trainer alone, which checks them: for jax, `mesh` and what else `JaxOptions` lists."""
+    """Options that this type of trainer alone knows and checks: for jax, `mesh` and what else `JaxOptions` lists."""
     memory_share: MemoryShare | None = None
     """Most of each GPU's memory that the trainer takes, as `engine.memory_share`."""
 
@@ -173,7 +183,7 @@ class EvaluationSection(Section):
     problems: int = Field(default=512, ge=0)
     max_tokens: int | None = Field(default=None, ge=1)
     samples: int = Field(default=1, ge=1)
-    """Of each problem; more than one need a temperature."""
+    """How often each problem is sampled; more than one sample needs a temperature."""
     temperature: float = Field(default=0.0, ge=0, le=HOTTEST)
     """0 is greedy."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()

@@ -1,4 +1,4 @@
-"""Problems made by a generator: those of its drafts that belong to one split.
+"""Problems made by generators: additions, and the tasks of the library reasoning-gym, each with its own scorer.
 
 Promises that validation and held-out problems are distinct; training problems may recur.
 """
@@ -15,6 +15,8 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
 
 _MAX_DRAWS: Final = 10_000
+#: Entries that a reasoning-gym task can make; every index below it is a problem.
+NUM_ENTRIES: Final = 2**31 - 1
 
 
 @final
@@ -93,5 +95,38 @@ def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[i
         noise = rng.generator(key, "addition")
         a, b = (int(noise.integers(10 ** int(noise.integers(1, max_digits + 1)))) for _ in range(2))
         return Draft(messages=(Message("user", f"{a}+{b}="),), ground_truth=str(a + b), metadata={})
+
+    return draw
+
+
+def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
+    """The drafts of a reasoning-gym task; `parameters` are those of the task's configuration class.
+
+    A draft carries (task, parameters, index) as metadata, from which `verifiers/reasoning_gym.py` makes the same entry
+    again: small on the wire, and no entry has to survive serialisation.
+
+    Raises:
+        RecipeError: the library is absent, or does not know the task or a parameter.
+    """
+    reserved = {"seed", "size"} & set(parameters)
+    if reserved:
+        raise RecipeError(f"{where}.parameters must not set {', '.join(sorted(reserved))}: the run's seed decides")
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError:
+        raise RecipeError(f"{where}.source needs reasoning_gym, which is not installed; pip install it") from None
+    try:
+        dataset = reasoning_gym.create_dataset(task, seed=0, size=NUM_ENTRIES, **parameters)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise RecipeError(f"{where}: reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from None
+
+    def draw(key: int) -> Draft:
+        index = key % NUM_ENTRIES
+        entry = dataset[index]
+        return Draft(
+            messages=(Message("user", entry["question"]),),
+            ground_truth=str(entry["answer"]),
+            metadata={"task": task, "parameters": dict(parameters), "index": index},
+        )
 
     return draw

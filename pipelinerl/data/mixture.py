@@ -30,8 +30,8 @@ class Mixture:
 
     def __init__(self, domains: Sequence[Domain], *, seed: int) -> None:
         if not domains or any(not (math.isfinite(domain.weight) and domain.weight > 0) for domain in domains):
-            given = {domain.name: domain.weight for domain in domains}
-            raise RecipeError(f"domains must be one or more with positive finite weights, got {given}")
+            weights = {domain.name: domain.weight for domain in domains}
+            raise RecipeError(f"domains must be one or more with positive finite weights, got {weights}")
         self._domains = tuple(domains)
         self._seed = seed
 

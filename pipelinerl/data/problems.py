@@ -1,6 +1,7 @@
 """Where problems come from. A source is a pure function of (seed, split, i): no state, no order of asking, no network.
 
-To add a source: a file beside this one that makes drafts (or whole problems), and a line in `open_source`.
+To add a source, write a function in `generated.py` that makes drafts, or a file that makes whole problems, and a line
+in `open_source`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from pipelinerl.data import reasoning_gym
 from pipelinerl.data.drafts import Split
-from pipelinerl.data.generated import GeneratedSource, addition_drafts
+from pipelinerl.data.generated import GeneratedSource, addition_drafts, reasoning_gym_drafts
 from pipelinerl.data.jsonl import JsonlSource
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem
@@ -43,25 +43,25 @@ def open_source(
     Raises:
         RecipeError: the source is unknown, its parameters are wrong, or its file is.
     """
-    given = dict(parameters or {})
+    own = dict(parameters or {})
     kind, _, task = source.partition(":")
     where = f"domains.{domain}"
     if kind == "jsonl" and not task:
-        return JsonlSource.open(given, domain=domain, split=split, seed=seed)
-    pattern = _pattern(given.pop("answer_pattern", None), where)
+        return JsonlSource.open(own, domain=domain, split=split, seed=seed)
+    pattern = _pattern(own.pop("answer_pattern", None), where)
     if kind == "reasoning_gym" and task:
-        draw = reasoning_gym.drafts(task, given, where=where)
+        draw = reasoning_gym_drafts(task, own, where=where)
     elif kind == "addition" and not task:
-        draw = addition_drafts(given, where=where)
+        draw = addition_drafts(own, where=where)
     else:
         raise RecipeError(f"{where}.source must be reasoning_gym:<task>, addition or jsonl, got {source!r}")
     return GeneratedSource(draw, domain=domain, split=split, seed=seed, pattern=pattern)
 
 
-def _pattern(given: Any, where: str) -> re.Pattern[str] | None:
-    if given is None:
+def _pattern(answer_pattern: Any, where: str) -> re.Pattern[str] | None:
+    if answer_pattern is None:
         return None
     try:
-        return re.compile(given)
+        return re.compile(answer_pattern)
     except (re.error, TypeError) as error:
         raise RecipeError(f"{where}.parameters.answer_pattern must be a regular expression: {error}") from None

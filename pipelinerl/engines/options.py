@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.choices import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.weights.pull import PullSource
 from trainer_contract.types import HeadPrecision
-
-
-class WeightFormat(StrEnum):
-    """How an engine keeps the weights of linear layers, whatever dtype they come in; all else keeps the model's."""
-
-    NATIVE = "native"
-    """As they come."""
-    INT8 = "int8"
-    """Eight bits with a scale for each output channel, and activations in eight bits with one for each token."""
-    INT4 = "int4"
-    """The error of four-bit weights, for experiments: kept and multiplied like `int8`, so no smaller and no faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
+from pipelinerl.choices import NoSignal
 from pipelinerl.objective.adv import (
     GAE,
     Advantage,
@@ -33,7 +34,6 @@ from pipelinerl.objective.is_weight import (
     Unweighted,
 )
 from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.signal import NoSignal
 from pipelinerl.objective.tokens import Policy
 
 

@@ -16,12 +16,12 @@ from enum import StrEnum
 from types import UnionType
 from typing import Any, Final
 
+from pipelinerl.choices import NoSignal
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective import adv, agg, grad1, grad2, is_weight
 from pipelinerl.objective.catalogue import DEFAULT, PRESETS
 from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.signal import NoSignal
 
 #: The kinds of each slot, by name.
 SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {

@@ -28,14 +28,12 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events
-from pipelinerl.roles.problem_sources import held_out_problems, training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, knobs_of
+from pipelinerl.roles.wiring import checkpoints_of, held_out_problems, knobs_of, training_problems
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.types import Sampling
 
 #: How long it is looked whether a controller lives: at least one heartbeat of an actor that works for it.
 _LOOK_S: Final = 5.0
@@ -69,29 +67,14 @@ def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
 
 def settings_of(config: RunConfig) -> ControllerSettings:
     """The controller's part of the recipe."""
-    sampling = config.sampling
+    plan = config.evaluation.model_dump(exclude={"split", "interval_steps", "max_tokens"})
     return ControllerSettings(
         seed=config.run.seed,
         steps=config.run.steps,
         until_accuracy=config.run.until_accuracy,
         max_groups=config.streams.max_groups,
-        sampling=Sampling(
-            num_samples=sampling.group_size,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            stop=sampling.stop,
-        ),
-        evaluation=EvaluationPlan(
-            problems=config.evaluation.problems,
-            max_tokens=config.evaluation_max_tokens,
-            samples=config.evaluation.samples,
-            temperature=config.evaluation.temperature,
-            pass_at=config.evaluation.pass_at,
-            pin=config.evaluation.pin,
-            hold_s=config.evaluation.hold_s,
-        ),
+        sampling=config.sampling.of_an_order,
+        evaluation=EvaluationPlan(max_tokens=config.evaluation_max_tokens, **plan),
         stall_s=config.run.stall_s,
         engine_timeout_s=config.run.engine_timeout_s,
         checkpoint_interval_steps=config.checkpoint.interval_steps,

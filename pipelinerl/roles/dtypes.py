@@ -19,7 +19,7 @@ from trainer_contract.types import HeadPrecision, Precision, WeightDType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """Of the model directory, on the wire, and in an engine."""
+    """The dtypes of the weights in the model directory, on the wire, and in an engine."""
 
     model: WeightDType
     wire: WeightDType
@@ -33,7 +33,7 @@ class Dtypes:
 
 
 def dtypes_of(config: RunConfig) -> Dtypes:
-    """As the recipe and the model directory say.
+    """Read them from the recipe and the model directory.
 
     Raises:
         ModelError: the directory's dtype is none that weights are served in.

@@ -173,11 +173,11 @@ async def _offer(identity: Identity, url: str) -> None:
 
 
 def _raise_for_refusal(answer: httpx.Response) -> None:
-    """As `raise_for_status` does, but with the controller's own sentence where it has said one."""
+    """Raise for an answer that is a refusal, with the controller's own sentence where it has one."""
     if answer.is_success:
         return
     try:
-        said = str(answer.json()["error"]["message"])
+        reason = str(answer.json()["error"]["message"])
     except (ValueError, LookupError, TypeError):
-        said = f"{answer.status_code} {answer.reason_phrase}"
-    raise httpx.HTTPStatusError(said, request=answer.request, response=answer)
+        reason = f"{answer.status_code} {answer.reason_phrase}"
+    raise httpx.HTTPStatusError(reason, request=answer.request, response=answer)

@@ -59,7 +59,7 @@ class Identity:
         return await open_stream(_with_password(self.redis_url, self.run_dir), namespace=self.config.run.name)
 
     def log(self) -> ProcessLog:
-        """Begin to log as this role."""
+        """Begin to log under this role's name."""
         return configure(run=self.config.run.name, role=self.name)
 
 

@@ -26,15 +26,16 @@ def run(config: RunConfig, *, rank: int) -> Never:
         RecipeError: the recipe's trainer is none of several processes, or has no such rank.
     """
     section = config.trainer
-    given = section.options.get("distributed")
-    if section.type != "jax" or not isinstance(given, Mapping):
+    distributed = section.options.get("distributed")
+    if section.type != "jax" or not isinstance(distributed, Mapping):
         raise RecipeError(
             'trainer.type must be "jax" and trainer.options.distributed must be given for a trainer of several '
-            f"processes, got {section.type!r} and {given!r}; one process is started with `pipelinerl trainer` alone"
+            f"processes, got {section.type!r} and {distributed!r}; one process is started with `pipelinerl trainer` "
+            "alone"
         )
     configure(run=config.run.name, role=f"trainer-rank-{rank}")
     try:
-        _follow({**section.options, "distributed": {**given, "process": rank}})
+        _follow({**section.options, "distributed": {**distributed, "process": rank}})
     except SpecError as error:
         _leave(error, _REFUSED)
     except RankError as error:

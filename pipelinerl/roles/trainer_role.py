@@ -9,9 +9,8 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.roles.dtypes import dtypes_of
-from pipelinerl.roles.problem_sources import training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, objective_of
+from pipelinerl.roles.wiring import checkpoints_of, objective_of, training_problems
 from pipelinerl.roles.workers import started
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker

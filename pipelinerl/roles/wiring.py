@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl import registry
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.data.mixture import Domain, Mixture
+from pipelinerl.data.problems import Split, open_source
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.contradictions import Setting, without_effect
 from pipelinerl.objective.kl_control import kl_coefficient
@@ -18,7 +21,6 @@ from pipelinerl.objective.tokens import Policy
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.retention import Retention
-from pipelinerl.training.step.forward_passes import OldLogprobs
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
@@ -151,3 +153,30 @@ def check_engine_options(config: RunConfig) -> None:
     if chosen not in registry.ENGINES_WITH_OPTIONS:
         raise RecipeError(f"engine.type {chosen!r} knows no options, got {', '.join(options)}; remove them")
     registry.resolve(registry.ENGINES_WITH_OPTIONS[chosen])(options)
+
+
+def training_problems(config: RunConfig) -> Mixture:
+    """Problems to train on: problem i is a function of (seed, mixture, i)."""
+    return problems_of(config, Split.TRAIN, seed=config.run.seed)
+
+
+def held_out_problems(config: RunConfig) -> Mixture:
+    """Problems never trained on; the same for every seed, so that runs can be compared."""
+    return problems_of(config, Split(config.evaluation.split), seed=0)
+
+
+def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
+    """The mixture over one split, in the order that `seed` gives."""
+    return Mixture(
+        [
+            Domain(
+                name=domain.name,
+                weight=domain.weight,
+                source=open_source(
+                    domain.source, domain=domain.name, split=split, seed=seed, parameters=domain.parameters
+                ),
+            )
+            for domain in config.domains
+        ],
+        seed=seed,
+    )

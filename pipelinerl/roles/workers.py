@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import final
 
 from pipelinerl import registry
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.learning import CriticSection, ReferenceSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
@@ -16,12 +17,12 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.step.critic import Critic
-from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
+from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import Head, OptimizerSpec, TrainerSpec
+from trainer_contract.types import Head, TrainerSpec
 
 
 @final
@@ -36,7 +37,7 @@ class Workers:
     history: WeightHistory | None
 
     def step(self) -> TrainStep:
-        """What they do together."""
+        """The step that the workers take together."""
         passes = ForwardPasses(
             policy=self.policy,
             critic=self.critic.worker if self.critic else None,
@@ -47,7 +48,7 @@ class Workers:
         return TrainStep(passes=passes, critic=self.critic)
 
     def close(self) -> None:
-        """Free all of them."""
+        """Close every worker, which frees its memory."""
         for worker in (self.policy, self.critic.worker if self.critic else None, self.reference):
             if worker is not None:
                 worker.close()
@@ -103,12 +104,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
         gather_dtype=config.weights.dtype,
         options=config.trainer.options,
         memory_share=config.trainer.memory_share,
-        optimizer=OptimizerSpec(
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
-            grad_clip=config.optimizer.grad_clip,
-        ),
+        optimizer=config.optimizer.spec,
         restore_from=restore_from,
     )
 

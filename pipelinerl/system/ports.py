@@ -24,10 +24,10 @@ def free_ports(count: int) -> tuple[int, ...]:
     """
     start = os.getpid() * 37 % len(_LISTENING)  # launchers that start together look in different places
     candidates = (*_LISTENING[start:], *_LISTENING[:start])
-    found = tuple(islice(filter(is_free, candidates), count))
-    if len(found) < count:
+    free = tuple(islice(filter(is_free, candidates), count))
+    if len(free) < count:
         raise AddressError(f"fewer than {count} ports of {_LISTENING.start} to {_LISTENING.stop - 1} are free")
-    return found
+    return free
 
 
 def is_free(port: int) -> bool:

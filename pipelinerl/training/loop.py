@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
 from inference_contract.schemas import OnUpdate
+from pipelinerl.choices import NoSignal
 from pipelinerl.errors import DeadlineError, DivergedError
 from pipelinerl.messages import (
     SKIPS_THAT_END,
@@ -40,7 +41,6 @@ from pipelinerl.messages import (
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
-from pipelinerl.objective.signal import NoSignal
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.streams.stream import Stream
 from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore

@@ -34,7 +34,7 @@ Scorer = Callable[[int, str], float]
 
 @final
 class ReasoningGym:
-    """Verifier for problems of `data/reasoning_gym.py`."""
+    """Verifier for problems of `data/generated.py`."""
 
     def __init__(self, *, deadline_s: float = 5.0) -> None:
         self._deadline_s = deadline_s

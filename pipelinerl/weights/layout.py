@@ -1,14 +1,11 @@
-"""From a trainer's parameters to the layout that travels, and from arrays to the bytes that travel."""
+"""Where the parameters of a layout lie, and the bytes of arrays as they travel."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from typing import Final
 
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
-from pipelinerl.errors import UpdateError
-from trainer_contract.types import ParameterInfo
 
 #: What engines make into one another.
 _FLOATS: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
@@ -17,21 +14,6 @@ _FLOATS: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 def converted_by(layout: WeightLayout) -> tuple[DType, ...]:
     """Dtypes that an engine which keeps its weights as `layout` takes for them, too; see `torch_conversion`."""
     return _FLOATS if all(parameter.dtype in _FLOATS for parameter in layout.parameters) else ()
-
-
-def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
-    """The layout of a weight update that carries `infos` in their order.
-
-    Raises:
-        UpdateError: a parameter has a dtype that the contract does not carry.
-    """
-    parameters = []
-    for info in infos:
-        if info.dtype not in set(DType):
-            known = ", ".join(DType)
-            raise UpdateError(f"parameter {info.name!r} must have one of the dtypes {known}, got {info.dtype!r}")
-        parameters.append(ParameterSpec(name=info.name, shape=info.shape, dtype=DType(info.dtype)))
-    return WeightLayout(parameters=tuple(parameters))
 
 
 def parameters_in(layout: WeightLayout, start: int, end: int) -> list[tuple[ParameterSpec, int]]:

@@ -5,15 +5,31 @@ A publication is all or nothing per engine, and its report says for each engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from inference_contract.schemas import OnUpdate, WeightLayout
+from inference_contract.schemas import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.errors import ReachedNoEngine, UpdateError
+from trainer_contract.types import ParameterInfo
 
 #: Full parameters in layout order; called once per attempt, since an attempt consumes it.
 WeightSource = Callable[[], Iterator[tuple[str, Any]]]
+
+
+def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
+    """The layout of a weight update that carries `infos` in their order.
+
+    Raises:
+        UpdateError: a parameter has a dtype that the contract does not carry.
+    """
+    parameters = []
+    for info in infos:
+        if info.dtype not in set(DType):
+            known = ", ".join(DType)
+            raise UpdateError(f"parameter {info.name!r} must have one of the dtypes {known}, got {info.dtype!r}")
+        parameters.append(ParameterSpec(name=info.name, shape=info.shape, dtype=DType(info.dtype)))
+    return WeightLayout(parameters=tuple(parameters))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

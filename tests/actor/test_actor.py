@@ -13,7 +13,7 @@ from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.http.pool import Answered, EnginePool
+from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import AddressError, DeadlineError, UserError
 from pipelinerl.messages import (
@@ -33,7 +33,18 @@ from pipelinerl.streams.dead_letter import DEAD_LETTERS
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_group, encode_order
 from pipelinerl.streams.stream import START
-from pipelinerl.types import Message, Outcome, Priority, Problem, PromptOrder, Purpose, RolloutGroup, Sampling, Verdict
+from pipelinerl.types import (
+    Answered,
+    Message,
+    Outcome,
+    Priority,
+    Problem,
+    PromptOrder,
+    Purpose,
+    RolloutGroup,
+    Sampling,
+    Verdict,
+)
 from pipelinerl.verifiers.verifier import Verifier, failed
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread

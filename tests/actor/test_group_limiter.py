@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pipelinerl.actor.group_limiter import GroupLimiter
+from pipelinerl.actor.actor import GroupLimiter
 
 
 async def test_all_free_places_are_taken_and_the_next_waits() -> None:

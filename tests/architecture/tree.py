@@ -34,7 +34,7 @@ FLOORS: dict[str, int] = {
     "launch": 8,
     "benchmarks": 9,
 }
-VALUES = frozenset({"types", "arrays", "staleness", "rng", "errors", "messages"})
+VALUES = frozenset({"types", "choices", "arrays", "staleness", "rng", "errors", "messages"})
 COMPOSITION = frozenset({"cli", "roles", "commands", "config", "registry"})
 
 

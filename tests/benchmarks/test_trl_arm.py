@@ -16,7 +16,7 @@ from benchmarks.trl_arm import Clock, HeldOut, Judge, grpo_arguments, until_end
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.roles.problem_sources import training_problems
+from pipelinerl.roles.wiring import training_problems
 
 
 def test_rewards_are_the_verifiers() -> None:

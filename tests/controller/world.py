@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipelinerl.choices import NoSignal, Pin
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Send
-from pipelinerl.controller.state.evaluation import EvaluationPlan, Pin
+from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, ReportReceived
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import RunState
@@ -33,7 +34,6 @@ from pipelinerl.messages import (
     TrainerReady,
     TrainerStopped,
 )
-from pipelinerl.objective.signal import NoSignal
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget

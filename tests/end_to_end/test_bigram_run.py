@@ -15,6 +15,7 @@ import pytest
 
 from inference_contract.schemas import ChatMessage, OnUpdate
 from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.choices import NoSignal
 from pipelinerl.config.recipe import parse
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.service import ControllerService
@@ -30,7 +31,6 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
-from pipelinerl.objective.signal import NoSignal
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import started

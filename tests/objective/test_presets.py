@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelinerl.choices import NoSignal
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.objective import adv, agg, grad1, grad2, is_weight
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.presets import no_signal_of, resolve, to_table
-from pipelinerl.objective.signal import NoSignal
 from pipelinerl.objective.tokens import Policy
 
 

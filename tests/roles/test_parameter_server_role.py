@@ -13,13 +13,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from launch.ports import free_ports
 from pipelinerl.config.recipe import load
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles import parameter_server_role
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import publisher_of
-from pipelinerl.system.ports import free_ports
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore
@@ -47,8 +47,8 @@ def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
                 assert process.poll() is None and time.monotonic() < deadline, "the server has not started"
                 time.sleep(0.05)
         assert httpx.get(url + "/versions", trust_env=False).status_code == 401
-        with closing(Uploader([url], token=TOKEN)) as uploader:
-            uploader.upload(publication(1), {}, deadline=deadline)
+        with closing(Uploader([url], token=TOKEN)) as placement:
+            placement.upload(publication(1), {}, deadline=deadline)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 128 + signal.SIGTERM
         assert (tmp_path / "weights" / "parameter-server-0" / "1.1" / "manifest.json").is_file(), "saved before it ends"

@@ -125,7 +125,7 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
         "/a/model",
         run={"seed": 3},
         model={"path": "/a/model", "head_precision": "fp32"},
-        trainer=trainer | {"options": {"mesh": 2}},
+        trainer=trainer | {"options": {"mesh": 2}, "memory_share": 0.5},
         weights={"dtype": "bfloat16"},
         optimizer={"learning_rate": 0.01, "betas": [0.5, 0.6], "eps": 1e-3, "weight_decay": 0.7, "grad_clip": 0.8},
     )
@@ -141,6 +141,7 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
         gather_dtype=WeightDType.BFLOAT16,
         memory_share=0.5,
         options={"mesh": 2},
+        memory_share=0.5,
         restore_from=Path("/a/state"),
     )
     plain = TrainerSpec(model_path=Path("/plain"))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from inference_contract.schemas import OnUpdate
+from pipelinerl.choices import NoSignal
 from pipelinerl.errors import DeadlineError, DivergedError, FencedError, UpdateError
 from pipelinerl.messages import (
     ORDERS,
@@ -36,7 +37,6 @@ from pipelinerl.messages import (
 )
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.signal import NoSignal
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START

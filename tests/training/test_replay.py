@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.errors import RecordError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
@@ -16,7 +17,7 @@ from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.replay import RecordedStep, Replay
 from pipelinerl.training.rollouts.admission import Lineage
 from pipelinerl.training.step.adaptive import AdaptiveObjective
-from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
+from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group

@@ -6,7 +6,8 @@ import pytest
 
 from inference_contract.schemas import DType
 from pipelinerl.errors import UpdateError
-from pipelinerl.weights.layout import describe_bucket, parameters_in, wire_layout
+from pipelinerl.weights.layout import describe_bucket, parameters_in
+from pipelinerl.weights.publisher import wire_layout
 from trainer_contract.types import ParameterInfo
 
 INFOS = (

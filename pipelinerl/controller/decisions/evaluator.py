@@ -15,9 +15,10 @@ from __future__ import annotations
 from typing import final
 
 from pipelinerl import rng
+from pipelinerl.choices import Pin
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.effects import Effect, IssuePrompts, Record
-from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult, Pin
+from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.messages import EvaluationDone
 

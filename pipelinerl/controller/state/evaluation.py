@@ -9,25 +9,12 @@ failed is asked again likewise; those that end without an answer are told, since
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import final
 
 from pipelinerl import rng
+from pipelinerl.choices import Pin
 from pipelinerl.controller.state.estimates import estimate, pass_at_k
 from pipelinerl.messages import EvaluationDone
-
-
-class Pin(StrEnum):
-    """How it is seen to that one version answers."""
-
-    AUTO = "auto"
-    """`engine` while two or more engines serve, else `gate`."""
-    NONE = "none"
-    """Not at all: updates go on, and answers may mix versions."""
-    ENGINE = "engine"
-    """One engine answers alone and is left out of updates until the end; training goes on with the others."""
-    GATE = "gate"
-    """Updates are postponed until the end, at most `hold_s`; training goes on as far as staleness allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from reprlib import repr as short
 from typing import Any, Final, Self
 
+from pipelinerl.choices import COLDEST, HOTTEST
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
 _FIXED: Final = frozenset({"group_size", "max_groups", "k_finite"})
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
 
-#: Temperatures that every engine samples at; colder ones divide by next to nothing.
-COLDEST, HOTTEST = 1e-5, 100.0
 #: The largest number that any knob may be but for k = inf: journal and streams carry it in whatever form it was sent.
 LARGEST: Final = 2**31 - 1
 

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from inference_contract.engine import Engine
 from inference_contract.schemas import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
+from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
-from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer

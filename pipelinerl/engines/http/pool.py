@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Final, Protocol, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, Dirty, EngineStopped, Overloaded
@@ -37,6 +36,7 @@ from inference_contract.schemas import (
 )
 from pipelinerl.engines.http.partial_answer import PartialAnswer
 from pipelinerl.errors import DeadlineError, EngineUnreachable
+from pipelinerl.types import Answered
 
 #: Refusals that say something about the engine's state, not about the request.
 _ELSEWHERE: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineUnreachable)
@@ -59,20 +59,6 @@ class ChatClient(Protocol):
     async def health(self, url: str) -> Health:
         """What the engine offers."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A completion and the engine that ended it.
-
-    `tokens_kept` of it are of engines that failed or were taken out before; `tokens_resampled` of such came as well,
-    and could not be gone on with.
-    """
-
-    completion: ChatCompletion
-    url: str
-    tokens_kept: int = 0
-    tokens_resampled: int = 0
 
 
 def cost(request: ChatCompletionRequest) -> int:

@@ -20,13 +20,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from inference_contract.engine import Engine
+from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.jax import program as jax_program
 from pipelinerl.engines.jax.attention import PromptAttention
 from pipelinerl.engines.jax.program import DecoderProgram
 from pipelinerl.engines.jax.runner import JaxRunner
 from pipelinerl.engines.jax.weights import JaxWeights
-from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter, read_config
 from pipelinerl.models.jax import memory as jax_memory

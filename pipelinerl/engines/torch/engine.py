@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from inference_contract.engine import Engine
+from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
 from pipelinerl.engines.torch.row_cache import CacheShape
 from pipelinerl.engines.torch.runner import TorchRunner

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from pipelinerl.engines.options import WeightFormat
+from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.torch.weights import layout_of, parameters_in
 from pipelinerl.errors import ModelError
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from inference_contract.schemas import WeightLayout
 from pipelinerl import rng
+from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
-from pipelinerl.engines.options import WeightFormat
 from pipelinerl.engines.torch.forward import ForwardKind, forward_of
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.row_cache import CacheShape, RowCache

@@ -21,12 +21,11 @@ from typing import Final, Protocol, final
 
 import numpy as np
 
-from inference_contract.errors import ContractError, Overloaded
+from inference_contract.errors import ContractError, Overloaded, Persistence
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.training.rollouts.packing import alone
 from pipelinerl.types import Outcome, Priority, Rollout, Turn, Verdict, VersionSpan
-from pipelinerl.weights.fan_out import lasting
 from pipelinerl.weights.publisher import PublishReport
 from trainer_contract.errors import BatchError, NonFiniteError
 from trainer_contract.types import Float32, MicroBatch
@@ -140,7 +139,8 @@ class LogprobCanaryChecker:
             except TimeoutError:
                 findings.failed[url] = f"the canary had no answer within {self._canary.deadline_s:g} s"
             except (ContractError, EngineUnreachable) as error:
-                findings.permanent.update(lasting({url: error}))
+                if isinstance(error, ContractError) and error.persistence is Persistence.PERMANENT:
+                    findings.permanent.add(url)
                 findings.failed[url] = f"the canary was not answered: {error}"
 
         await asyncio.gather(*(one(url) for url in urls))

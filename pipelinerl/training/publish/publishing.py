@@ -12,8 +12,7 @@ from pipelinerl.errors import UpdateError
 from pipelinerl.messages import CanaryChecked, Directive, Published
 from pipelinerl.training.controller_link import ControllerLink
 from pipelinerl.training.publish.canary_check import CanaryChecker
-from pipelinerl.weights.layout import wire_layout
-from pipelinerl.weights.publisher import Publication, Publisher, PublishReport
+from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, wire_layout
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Float32, MicroBatch
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import final
 
-from pipelinerl.objective.signal import NoSignal
+from pipelinerl.choices import NoSignal
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,

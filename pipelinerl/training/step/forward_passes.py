@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import final
 
 import numpy as np
 
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.rollouts.packing import prefixes
 from trainer_contract.trainer import Trainer
@@ -22,23 +22,6 @@ from trainer_contract.types import Bool, Float32, MicroBatch
 
 #: A column of all micro-batches of a step.
 Pass = Callable[[Sequence[MicroBatch]], list[Float32]]
-
-
-class OldLogprobs(StrEnum):
-    """Where `old_logprobs` come from, the denominator of PPO's ratio.
-
-    In flight the tokens of a batch, and of one rollout, come from up to k + 1 versions, so that "the old policy" is one
-    of two things. In lockstep (j = k = 1) they are the same.
-    """
-
-    SAMPLING_WEIGHTS = "sampling_weights"
-    """A forward pass at the weights that sampled each token (RLAX §5.1), which a `WeightHistory` keeps. old/behavior
-    is numerics alone (and the age of caches, where updates leave them), current/old all of the staleness."""
-    RECOMPUTE = "recompute"
-    """A forward pass at the weights that the step starts from: the proximal policy of decoupled PPO (Hilton et al.
-    2022; AReaL). old/behavior carries staleness and numerics both, and current/old begins at 1."""
-    BEHAVIOR = "behavior"
-    """What the sampler said; no pass."""
 
 
 @final

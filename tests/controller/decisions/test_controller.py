@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from pipelinerl.choices import Pin
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.controller.state.effects import IssuePrompts, Record, Send
-from pipelinerl.controller.state.evaluation import Pin
 from pipelinerl.controller.state.inputs import (
     EngineRegistered,
     EngineRemoved,

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.choices import Pin
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.controller.state.effects import Effect, Record
-from pipelinerl.controller.state.evaluation import EvaluationResult, Pin
+from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.inputs import (
     EngineAnswered,
     EngineDrainAsked,

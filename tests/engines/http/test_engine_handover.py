@@ -21,9 +21,10 @@ from inference_contract.schemas import (
     Health,
 )
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.http.pool import Answered, EnginePool
+from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import EngineUnreachable
+from pipelinerl.types import Answered
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from inference_contract.schemas import ChatCompletionRequest, Choice, OnUpdate
 from pipelinerl import rng
+from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
 from pipelinerl.engines.bigram.engine import sample_rows
@@ -30,7 +31,7 @@ from pipelinerl.engines.jax.engine import JaxDevice, JaxEngineSettings
 from pipelinerl.engines.jax.runner import JaxRunner
 from pipelinerl.engines.jax.sampling import sample
 from pipelinerl.engines.jax.weights import JaxWeights
-from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import read_config

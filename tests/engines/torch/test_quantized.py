@@ -12,8 +12,8 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
-from pipelinerl.engines.options import WeightFormat
 from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
 from pipelinerl.engines.torch.quantized import QuantizedLinear, quantize
 from pipelinerl.engines.torch.runner import TorchRunner

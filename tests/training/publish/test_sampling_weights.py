@@ -17,6 +17,7 @@ import torch
 
 from inference_contract.schemas import ChatCompletionRequest, OnUpdate
 from pipelinerl import rng
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
@@ -26,7 +27,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
+from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import Accumulated, TrainStep
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
 from tests.fakes.rollouts import group, rollout

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipelinerl.objective.signal import NoSignal
+from pipelinerl.choices import NoSignal
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipelinerl import rng
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.presets import resolve
@@ -19,7 +20,7 @@ from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.rollouts.batch import TrainBatch, build
 from pipelinerl.training.rollouts.packing import prefixes
-from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
+from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import Rollout, RolloutGroup
 from tests.fakes.rollouts import group, rollout

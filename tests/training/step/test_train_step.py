@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipelinerl import rng
+from pipelinerl.choices import OldLogprobs
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.adv import GAE
 from pipelinerl.objective.objective import PolicyObjective
@@ -19,7 +20,7 @@ from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.rollouts.batch import build, learns_from_equals
 from pipelinerl.training.step.critic import Critic
-from pipelinerl.training.step.forward_passes import ForwardPasses, OldLogprobs
+from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import Accumulated, TrainStep
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn

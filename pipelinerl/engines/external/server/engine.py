@@ -13,12 +13,13 @@ from typing import Any, Final
 
 from inference_contract.engine import Engine
 from inference_contract.schemas import Continuation, WeightLayout
+from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, label_of
 from pipelinerl.engines.external.server.server_core import ServerApi, ServerCore, ServerModel
 from pipelinerl.engines.external.server.server_http import ServerHttp
-from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from trainer_contract.types import HeadPrecision

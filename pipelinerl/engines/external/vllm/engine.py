@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from inference_contract.engine import Engine
 from inference_contract.schemas import Backend, Continuation
+from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
 from pipelinerl.engines.cpu_arithmetic import slow_here
@@ -23,7 +24,7 @@ from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
 from pipelinerl.engines.external.vllm.options import check_fields, check_names, check_on_cpu
 from pipelinerl.engines.external.worker.torch_skeleton import skeleton
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
-from pipelinerl.engines.options import EngineOptions, WeightFormat
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.weights import layout_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import pytest
 
-from pipelinerl.actor.rollout_writer import RolloutWriter
+from pipelinerl.actor.rollouts import RolloutWriter
 from pipelinerl.errors import FencedError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.streams.embedded_redis import EmbeddedRedis

@@ -13,8 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from typer.testing import CliRunner
 
-from pipelinerl.commands.engines import gone, joined, table
-from pipelinerl.commands.engines_command import engines_app
+from pipelinerl.commands.engines import engines_app, gone, joined, table
 from pipelinerl.commands.remote import Remote
 from pipelinerl.errors import DeadlineError, UserError
 from pipelinerl.observability.status import EngineStatus, RequestedEngine, RunStatus

@@ -1,0 +1,60 @@
+"""Choices that a recipe makes and a part of the run obeys: declared here once, where both can see them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+#: The coldest and the hottest temperature that every engine samples at; a colder one divides by next to nothing.
+COLDEST: Final = 1e-5
+HOTTEST: Final = 100.0
+
+
+class WeightFormat(StrEnum):
+    """How an engine keeps the weights of linear layers, whatever dtype they come in; all else keeps the model's."""
+
+    NATIVE = "native"
+    """Weights stay as they come."""
+    INT8 = "int8"
+    """Eight bits with a scale for each output channel, and activations in eight bits with one for each token."""
+    INT4 = "int4"
+    """The error of four-bit weights, for experiments: kept and multiplied like `int8`, so no smaller and no faster."""
+
+
+class OldLogprobs(StrEnum):
+    """Where `old_logprobs` come from, the denominator of PPO's ratio.
+
+    In flight the tokens of a batch, and of one rollout, come from up to k + 1 versions, so that "the old policy" is one
+    of two things. In lockstep (j = k = 1) they are the same.
+    """
+
+    SAMPLING_WEIGHTS = "sampling_weights"
+    """A forward pass at the weights that sampled each token (RLAX §5.1), which a `WeightHistory` keeps. old/behavior
+    is numerics alone (and the age of caches, where updates leave them), current/old all of the staleness."""
+    RECOMPUTE = "recompute"
+    """A forward pass at the weights that the step starts from: the proximal policy of decoupled PPO (Hilton et al.
+    2022; AReaL). old/behavior carries staleness and numerics both, and current/old begins at 1."""
+    BEHAVIOR = "behavior"
+    """What the sampler said; no pass."""
+
+
+class NoSignal(StrEnum):
+    """What becomes of a group whose rewards are all equal."""
+
+    TRAIN = "train"
+    """It counts as part of its step, which therefore stands for the problems as they came."""
+    FILTER = "filter"
+    """It is dropped and the step waits for another: dynamic sampling (DAPO §3.2)."""
+
+
+class Pin(StrEnum):
+    """How one version of the weights is made to answer a whole evaluation."""
+
+    AUTO = "auto"
+    """`engine` while two or more engines serve, else `gate`."""
+    NONE = "none"
+    """Not at all: updates go on, and answers may mix versions."""
+    ENGINE = "engine"
+    """One engine answers alone and is left out of updates until the end; training goes on with the others."""
+    GATE = "gate"
+    """Updates are postponed until the end, at most `hold_s`; training goes on as far as staleness allows."""

@@ -1,0 +1,109 @@
+"""Counts of the whole tree, by which a review tells whether the house has become easier to move in.
+
+    python -m tests.architecture.count [field]
+
+It prints the product's lines, its short files with one importer, the modules of each folder, where `field` (default:
+`slots`) is declared, who imports an HTTP library and makes clients of it, and the public class names that occur twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Final
+
+from tests.architecture.tree import Module, project
+
+SHORT: Final = 60
+#: A module of at most so many lines could be part of the one that imports it; these are run by path instead.
+RUN_BY_PATH: Final = frozenset({"launch/reaper.py", "launch/tied_process.py"})
+HTTP: Final = frozenset({"httpx", "aiohttp", "http.client", "urllib.request", "urllib3", "requests"})
+CLIENTS: Final = frozenset(
+    {
+        "httpx.AsyncClient", "httpx.Client", "aiohttp.ClientSession", "http.client.HTTPConnection",
+        "urllib.request.urlopen", "urllib.request.build_opener", "urllib3.PoolManager", "requests.Session",
+    }
+)  # fmt: skip
+
+
+def product() -> tuple[Module, ...]:
+    """The modules that are delivered: contracts, package, launcher."""
+    return tuple(module for module in project() if not module.path.startswith("benchmarks/"))
+
+
+def short_with_one_importer(modules: Sequence[Module]) -> Iterator[tuple[str, int, str]]:
+    """Path, lines and importer of each file of at most 60 lines that one other module imports."""
+    names = {module.name: module for module in modules}
+    importers: dict[str, set[str]] = defaultdict(set)
+    for module in modules:
+        for target in module.imports:
+            known = target if target in names else target.rpartition(".")[0]
+            if known in names and known != module.name:
+                importers[known].add(module.path)
+    for module in modules:
+        lines = len(module.source.splitlines())
+        alone = len(importers[module.name]) == 1 and module.stem != "__init__" and module.path not in RUN_BY_PATH
+        if lines <= SHORT and alone:
+            yield module.path, lines, *importers[module.name]
+
+
+def declarations(modules: Iterable[Module], field: str) -> Iterator[str]:
+    """`path:line` of each annotated attribute of a class and each argument of a function that is named `field`."""
+    for module in modules:
+        for node in ast.walk(module.tree):
+            attribute = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id
+            argument = isinstance(node, ast.arg) and node.arg
+            if field in (attribute, argument):
+                yield f"{module.path}:{getattr(node, 'lineno', 0)}"
+
+
+def http_users(modules: Iterable[Module]) -> Iterator[tuple[str, str, int]]:
+    """Library, path and number of clients made there, for each module that imports an HTTP library."""
+    for module in modules:
+        for library in sorted(HTTP):
+            if any(target == library or target.startswith(f"{library}.") for target in module.imports):
+                called = (ast.unparse(node.func) for node in ast.walk(module.tree) if isinstance(node, ast.Call))
+                yield library, module.path, sum(name in CLIENTS and name.startswith(library) for name in called)
+
+
+def classes_twice(modules: Iterable[Module]) -> dict[str, list[str]]:
+    """Each public class name that is declared in more than one place, with those places."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{module.path}:{node.lineno}")
+    return {name: paths for name, paths in sorted(places.items()) if len(paths) > 1}
+
+
+def main(field: str) -> None:
+    """Print every count."""
+    modules = product()
+    print(f"product: {sum(len(module.source.splitlines()) for module in modules)} lines in {len(modules)} files")
+    _print(
+        "files of at most 60 lines with one importer",
+        [f"{p} ({n}) < {by}" for p, n, by in short_with_one_importer(modules)],
+    )
+    folders = Counter(str(PurePosixPath(module.path).parent) for module in modules if module.stem != "__init__")
+    _print("folders", [f"{size:>3} {folder}" for folder, size in folders.most_common()])
+    _print(f"declarations of {field}", list(declarations(modules, field)))
+    users = list(http_users(modules))
+    _print(
+        f"imports of HTTP libraries ({len({library for library, _, _ in users})} libraries, "
+        f"{sum(clients for *_, clients in users)} clients made)",
+        [f"{library:<15} {path} ({clients})" for library, path, clients in users],
+    )
+    _print(
+        "public class names twice", [f"{name}: {', '.join(paths)}" for name, paths in classes_twice(modules).items()]
+    )
+
+
+def _print(title: str, lines: list[str]) -> None:
+    print(f"\n{title}: {len(lines)}", *(f"  {line}" for line in lines), sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "slots")

@@ -1,0 +1,39 @@
+"""The counting command counts, and runs as it is documented."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.architecture.count import classes_twice, declarations, http_users, short_with_one_importer
+from tests.architecture.tree import ROOT, Module
+from tests.patience import PATIENCE_S
+
+TREE = (
+    Module("launch/a.py", "class A:\n    slots: int\n"),
+    Module("launch/b.py", "import httpx\nfrom launch.a import A\nclass A: ...\nhttpx.Client()\nhttpx.Client()\n"),
+    Module("launch/c.py", "import launch.b\ndef f(*, slots): ...\n"),
+    Module("launch/d.py", "import launch.b\n"),
+)
+
+
+def test_it_counts() -> None:
+    assert list(short_with_one_importer(TREE)) == [("launch/a.py", 2, "launch/b.py")]
+    assert list(declarations(TREE, "slots")) == ["launch/a.py:2", "launch/c.py:2"]
+    assert list(http_users(TREE)) == [("httpx", "launch/b.py", 2)]
+    assert classes_twice(TREE) == {"A": ["launch/a.py:1", "launch/b.py:3"]}
+
+
+def test_the_command_runs() -> None:
+    command = [sys.executable, "-m", "tests.architecture.count", "max_waiting"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert answer.returncode == 0, answer.stderr
+    for heading in (
+        "product:",
+        "one importer:",
+        "folders:",
+        "declarations of max_waiting:",
+        "HTTP libraries",
+        "twice:",
+    ):
+        assert heading in answer.stdout

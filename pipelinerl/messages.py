@@ -1,4 +1,4 @@
-"""What roles tell one another through the `reports` and `orders` streams: frozen, tagged, versioned by their names.
+"""What roles tell one another through the `reports` and `directives` streams: frozen, tagged, versioned by their names.
 
 Reports go to the controller, which alone decides; directives go to the trainer, which waits for the one that answers
 its report. Every message has a deterministic id, so that repeating it is a no-op.
@@ -19,7 +19,7 @@ from inference_contract.errors import Persistence
 
 PROMPTS = "prompts"
 REPORTS = "reports"
-ORDERS = "orders"
+DIRECTIVES = "directives"
 ROLLOUTS = "rollouts:"
 #: Holds an entry for each epoch that ever began, so that none begins twice.
 EPOCHS = "epochs"

@@ -47,7 +47,7 @@ from pipelinerl.controller.state.inputs import (
 )
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.errors import PipelineError, RecordError, RunFailed
-from pipelinerl.messages import EPOCHS, ORDERS, PROMPTS, REPORTS, decode_report, encode
+from pipelinerl.messages import EPOCHS, DIRECTIVES, PROMPTS, REPORTS, decode_report, encode
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters
@@ -192,7 +192,7 @@ class ControllerService:
 
     async def _begin(self) -> None:
         """A run that starts, or starts again from its checkpoint."""
-        self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
+        self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
         self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
         state = self.controller.state
         # An epoch after the newest checkpoint may have begun and been cut off: its rollouts may still lie there.
@@ -221,7 +221,7 @@ class ControllerService:
             self._next_entry, self._next_directive = last.next_prompt, last.next_directive
         else:
             self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
-            self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
+            self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
         written = self._events.count_recent(decision=found.number)
         for effect in effects:
             told = isinstance(effect, Record | Finish) and written > 0
@@ -339,9 +339,9 @@ class ControllerService:
                 await self._issue(orders)
             case Send(directive):
                 await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)  # once: later it is a no-op
-                await self._stream.append(ORDERS, [encode(directive)], first_id=self._next_directive)
+                await self._stream.append(DIRECTIVES, [encode(directive)], first_id=self._next_directive)
                 self._next_directive += 1
-                await self._stream.trim(ORDERS, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
+                await self._stream.trim(DIRECTIVES, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
             case Record(kind, fields):
                 if kind == "stalled":
                     log.warning("nothing has got on for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])

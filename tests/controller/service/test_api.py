@@ -15,7 +15,7 @@ from pipelinerl.controller.service.journal import Journal
 from pipelinerl.controller.service.service import ControllerService, Start
 from pipelinerl.controller.state.inputs import EngineRegistered
 from pipelinerl.errors import EngineUnreachable
-from pipelinerl.messages import ORDERS
+from pipelinerl.messages import DIRECTIVES
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus, StatusPhase
 from pipelinerl.streams.memory_stream import MemoryStream
@@ -342,7 +342,7 @@ async def test_stop_asks_for_the_last_directive_once(run: Running, http: httpx.A
         assert (await http.post("/stop")).json() == {"state": "stopping"}
     last = (await run.directives())[-1]
     assert (last.stop, last.checkpoint, last.answers) == (True, True, "stop-e1")
-    assert run.stream_length(ORDERS) == 2
+    assert run.stream_length(DIRECTIVES) == 2
     assert run.controller.ending == "stopped by ada"
 
 

@@ -35,7 +35,7 @@ from pipelinerl.controller.state.inputs import (
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.errors import FencedError
 from pipelinerl.messages import (
-    ORDERS,
+    DIRECTIVES,
     PROMPTS,
     REPORTS,
     ActorAlive,
@@ -204,7 +204,7 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
                 start = Start.FROM_JOURNAL
     told = [event for event in read_events(folder / "events.jsonl") if event["kind"] not in VARYING]
     events = [{k: v for k, v in event.items() if k not in ("time", "elapsed_s", "decision")} for event in told]
-    directives = [decode_directive(payload) for payload in stream.history[ORDERS]]
+    directives = [decode_directive(payload) for payload in stream.history[DIRECTIVES]]
     return Outcome(stream.history[PROMPTS], directives, events), killer.passed
 
 

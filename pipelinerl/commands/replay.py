@@ -20,6 +20,7 @@ from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import CheckpointError, RecordError, UserError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
+from pipelinerl.observability.run_layout import check_layout
 from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles.workers import started
@@ -43,8 +44,9 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         objective: a preset to take that one step with instead.
 
     Raises:
-        UserError: the run, the step, or what it needs is not there.
+        UserError: the run, the step, or what it needs is not there, or the run is of another layout.
     """
+    check_layout(run_dir)
     config = load(str(run_dir / "recipe.toml"))
     other = None if objective is None else _other(config, objective)
     steps = recorded_steps(run_dir)

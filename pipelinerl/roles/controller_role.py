@@ -28,6 +28,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.observability.run_layout import check_layout, write_layout
 from pipelinerl.roles.problem_sources import held_out_problems, training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, knobs_of
@@ -104,8 +105,10 @@ async def run(identity: Identity, *, start: Start) -> None:
     Afresh, it goes on from the run's newest checkpoint; from its journal, where a controller that died left off.
 
     Raises:
-        UserError: it would begin a run where another of its name is live, or has its copies.
+        UserError: it would begin a run where another of its name is live, or has its copies; or the directory's run is
+            of another layout.
     """
+    check_layout(identity.run_dir)
     checkpoints = checkpoints_of(identity.config, identity.run_dir)
     latest = checkpoints.latest()
     history = identity.run_dir / "events.jsonl"
@@ -212,6 +215,7 @@ def _leave_recipe(identity: Identity, *, begins: bool) -> None:
             f"{url} holds the copies of a run, and {identity.run_dir} is not its directory: give this one another "
             f"run.name, or go on with that one: pipelinerl run --resume {url}"
         )
+    write_layout(identity.run_dir)
     save(config, path)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from pipelinerl.errors import DeadlineError, FencedError
 from pipelinerl.messages import (
-    EPOCHS,
     DIRECTIVES,
+    EPOCHS,
     REPORTS,
     ROLLOUTS,
     ConsumedReport,

@@ -47,7 +47,7 @@ from pipelinerl.controller.state.inputs import (
 )
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.errors import PipelineError, RecordError, RunFailed
-from pipelinerl.messages import EPOCHS, DIRECTIVES, PROMPTS, REPORTS, decode_report, encode
+from pipelinerl.messages import DIRECTIVES, EPOCHS, PROMPTS, REPORTS, decode_report, encode
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters

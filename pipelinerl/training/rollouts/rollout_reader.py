@@ -16,7 +16,7 @@ from typing import Final, final
 import msgspec
 
 from pipelinerl.errors import RecordError
-from pipelinerl.messages import EPOCHS, DIRECTIVES, ROLLOUTS, Directive, decode_directive
+from pipelinerl.messages import DIRECTIVES, EPOCHS, ROLLOUTS, Directive, decode_directive
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import START, Entry, Fence, Stream, parse_id

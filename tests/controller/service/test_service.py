@@ -18,8 +18,8 @@ from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs import EngineRegistered, EngineRemoved, KnobsPatched
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import (
-    EPOCHS,
     DIRECTIVES,
+    EPOCHS,
     PROMPTS,
     REPORTS,
     ActorAlive,

@@ -7,24 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from pipelinerl.commands.remote import Remote
+from pipelinerl.controller.client import ControllerClient
 from pipelinerl.controller.state.fleet import base_url
 from pipelinerl.errors import DeadlineError, UserError
-from pipelinerl.observability.status import EngineStatus, RunStatus
+from pipelinerl.observability.status import EngineStatus, FleetStatus
 
 _POLL_S: Final = 0.2
 #: An engine must have joined by then: it loads a model, and waits for a publication.
 _JOIN_S: Final = 300.0
 
 
-def table(status: RunStatus) -> list[str]:
+def table(fleet: FleetStatus) -> list[str]:
     """A line for each engine, under a heading, and one for each that has not come yet."""
-    names = {engine.name for engine in status.engines}
+    names = {engine.name for engine in fleet.engines}
     heading = _row("name", "type", "lifecycle", "version", "running", "waiting", "tokens/s", "url")
     waiting = [
-        _row(h.name, h.type, "requested", "-", "-", "-", "-", "") for h in status.requested if h.name not in names
+        _row(h.name, h.type, "requested", "-", "-", "-", "-", "") for h in fleet.requested if h.name not in names
     ]
-    return [heading, *map(line, status.engines), *waiting]
+    return [heading, *map(line, fleet.engines), *waiting]
 
 
 def line(engine: EngineStatus) -> str:
@@ -42,37 +42,44 @@ def line(engine: EngineStatus) -> str:
     return f"{row}  {engine.last_error}".rstrip()
 
 
-def joined(remote: Remote, which: str, *, logs: Path, within_s: float = _JOIN_S) -> EngineStatus:
+def joined(controller: ControllerClient, which: str, *, logs: Path, within_s: float = _JOIN_S) -> EngineStatus:
     """Wait until the engine serves.
 
     Raises:
         UserError: it was expelled, or cannot be had; DeadlineError: it has not come in time.
     """
-    engine = _until(remote, which, lambda engine: engine.serves or engine.state == "expelled", within_s, "serve", logs)
+    engine = _until(
+        controller, which, lambda engine: engine.serves or engine.state == "expelled", within_s, "serve", logs
+    )
     if engine.state == "expelled":
         raise UserError(f"{which} was expelled: {engine.last_error}")
     return engine
 
 
-def gone(remote: Remote, which: str, *, within_s: float) -> EngineStatus:
+def gone(controller: ControllerClient, which: str, *, within_s: float) -> EngineStatus:
     """Wait until the engine is out; raises DeadlineError when it is not in time."""
-    return _until(remote, which, lambda engine: engine.state == "expelled", within_s, "be out", None)
+    return _until(controller, which, lambda engine: engine.state == "expelled", within_s, "be out", None)
 
 
 def _until(
-    remote: Remote, which: str, reached: Callable[[EngineStatus], bool], within_s: float, what: str, logs: Path | None
+    controller: ControllerClient,
+    which: str,
+    reached: Callable[[EngineStatus], bool],
+    within_s: float,
+    what: str,
+    logs: Path | None,
 ) -> EngineStatus:
     hint = "" if logs is None else f"; see {logs}"
     deadline = time.monotonic() + within_s
     lifecycle = "not heard of"
     while time.monotonic() < deadline:
-        status = remote.status()
-        for engine in status.engines:
+        fleet = controller.engines()
+        for engine in fleet.engines:
             if base_url(which) in (engine.url, engine.name):
                 lifecycle = f"{engine.state} {engine.last_error}".strip()
                 if reached(engine):
                     return engine
-        if lifecycle == "not heard of" and which in status.to_stop:
+        if lifecycle == "not heard of" and which in fleet.to_stop:
             raise UserError(f"{which} did not come, and the run goes on without it{_last_word(which, logs)}{hint}")
         time.sleep(_POLL_S)
     raise DeadlineError(f"{which} should {what} within {within_s:g} s, and is {lifecycle}{hint}")

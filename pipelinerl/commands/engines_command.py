@@ -31,9 +31,11 @@ Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has 
 def list_(run: Run) -> None:
     """Name, type, lifecycle, loaded version, load and last error of each engine."""
     from pipelinerl.commands.engines import table
-    from pipelinerl.commands.remote import Remote
+    from pipelinerl.commands.remote import controller_of
 
-    for line in table(Remote.of(run).status()):
+    with controller_of(run) as controller:
+        fleet = controller.engines()
+    for line in table(fleet):
         typer.echo(line)
 
 
@@ -47,42 +49,44 @@ def add(
 ) -> None:
     """Take a running engine into the fleet, or start new ones; they serve once they have proven their weights."""
     from pipelinerl.commands.engines import joined, line
-    from pipelinerl.commands.remote import Remote
+    from pipelinerl.commands.remote import controller_of
 
-    remote = Remote.of(run)
     if (url is None) == (type is None):
         raise UserError("name a running engine's URL, or a --type to start; one of the two")
-    if url is not None:
-        remote.add(url)
-        wanted = [url.rstrip("/")]
-    else:
-        registry.known("--type", registry.ENGINES, str(type))
-        wanted = remote.request_engines(str(type), count=count)
-    if wait:
+    if type is not None:
+        registry.known("--type", registry.ENGINES, type)
+    with controller_of(run) as controller:
+        if url is not None:
+            controller.register_engine(url)
+            wanted = (url.rstrip("/"),)
+        else:
+            wanted = controller.request_engines(str(type), count=count)
+        if not wait:
+            typer.echo("asked for " + ", ".join(wanted))
+            return
         for which in wanted:
-            typer.echo(line(joined(remote, which, logs=_logs(run))))
-    else:
-        typer.echo("asked for " + ", ".join(wanted))
+            typer.echo(line(joined(controller, which, logs=_logs(run))))
 
 
 @engines_app.command()
 def drain(run: Run, engine: Which, patience: Patience = 60.0, wait: Wait = True) -> None:
     """Give an engine no more work, and take it out once it has ended what it has."""
     from pipelinerl.commands.engines import gone, line
-    from pipelinerl.commands.remote import Remote
+    from pipelinerl.commands.remote import controller_of
 
-    remote = Remote.of(run)
-    remote.drain(engine, grace_s=patience)
-    if wait:
-        typer.echo(line(gone(remote, engine, within_s=patience + 30.0)))
+    with controller_of(run) as controller:
+        controller.drain_engine(engine, grace_s=patience)
+        if wait:
+            typer.echo(line(gone(controller, engine, within_s=patience + 30.0)))
 
 
 @engines_app.command()
 def remove(run: Run, engine: Which) -> None:
     """Take an engine out at once; what it has is sampled anew elsewhere."""
-    from pipelinerl.commands.remote import Remote
+    from pipelinerl.commands.remote import controller_of
 
-    Remote.of(run).remove(engine)
+    with controller_of(run) as controller:
+        controller.remove_engine(engine)
     typer.echo(f"{engine} is out")
 
 
@@ -90,18 +94,18 @@ def remove(run: Run, engine: Which) -> None:
 def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, wait: Wait = True) -> None:
     """Replace an engine: start another, and drain the old one when the new one has proven its weights."""
     from pipelinerl.commands.engines import gone, joined, line
-    from pipelinerl.commands.remote import Remote
+    from pipelinerl.commands.remote import controller_of
 
     if type is None:
         raise UserError("say with --type what the engine is to be replaced by")
     registry.known("--type", registry.ENGINES, type)
-    remote = Remote.of(run)
-    (name,) = remote.request_engines(type, replaces=engine, grace_s=patience)
-    if wait:
-        typer.echo(line(joined(remote, name, logs=_logs(run))))
-        typer.echo(line(gone(remote, engine, within_s=patience + 30.0)))
-    else:
-        typer.echo(f"asked for {name}")
+    with controller_of(run) as controller:
+        (name,) = controller.request_engines(type, replaces=engine, grace_s=patience)
+        if not wait:
+            typer.echo(f"asked for {name}")
+            return
+        typer.echo(line(joined(controller, name, logs=_logs(run))))
+        typer.echo(line(gone(controller, engine, within_s=patience + 30.0)))
 
 
 def _logs(run: str) -> Path:

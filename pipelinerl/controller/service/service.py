@@ -29,7 +29,8 @@ from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_watch import EngineWatch
 from pipelinerl.controller.decisions.giving_up import last_word
-from pipelinerl.controller.decisions.status import run_status
+from pipelinerl.controller.decisions.status import assignment_of, run_status
+from pipelinerl.controller.routes import Assignment
 from pipelinerl.controller.service.journal import Decision, Journal, Recovered
 from pipelinerl.controller.state.effects import Effect, End, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
@@ -187,6 +188,10 @@ class ControllerService:
         return run_status(
             self.controller, watch=self.watch, name=self._name, now=self._now(), elapsed_s=self._elapsed()
         )
+
+    def assignment(self) -> Assignment:
+        """What every actor works by now."""
+        return assignment_of(self.controller.state)
 
     # --- beginning -------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def add(
     with controller_of(run) as controller:
         if url is not None:
             controller.register_engine(url)
-            wanted = (url.rstrip("/"),)
+            wanted: tuple[str, ...] = (url.rstrip("/"),)
         else:
             wanted = controller.request_engines(str(type), count=count)
         if not wait:

@@ -32,6 +32,8 @@ T = TypeVar("T")
 #: An operator waits longer for an answer than a role does, which asks again soon.
 _TIMEOUT_S: Final = 10.0
 _ROLE_TIMEOUT_S: Final = 5.0
+#: What an operator may ask; a role waits for its controller.
+_HINT: Final = "; has the run ended?"
 
 
 @final
@@ -45,7 +47,7 @@ class ControllerClient:
         try:
             self._http = session(url, token=token, timeout_s=timeout_s, headers=headers)
         except httpx.InvalidURL as error:
-            raise _silent(url, error) from None
+            raise _silent(url, error, _HINT) from None
 
     def __enter__(self) -> Self:
         return self
@@ -102,8 +104,8 @@ class ControllerClient:
         try:
             response = self._http.request(method, path, **content)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise _silent(self.url, error) from None
-        return _decoded(self.url, response, answer)
+            raise _silent(self.url, error, _HINT) from None
+        return _decoded(self.url, response, answer, _HINT)
 
 
 @final
@@ -139,18 +141,18 @@ class AsyncControllerClient:
         return _decoded(self.url, response, answer)
 
 
-def _silent(url: str, error: Exception) -> AddressError:
+def _silent(url: str, error: Exception, hint: str = "") -> AddressError:
     reason = str(error) or type(error).__name__  # a connection that times out has no words
-    return AddressError(f"the controller at {url} does not answer ({reason}); has the run ended?")
+    return AddressError(f"the controller at {url} does not answer ({reason}){hint}")
 
 
-def _decoded(url: str, response: httpx.Response, answer: type[T]) -> T:
+def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = "") -> T:
     try:
         if not response.is_error:
             return msgspec.json.decode(response.content, type=answer)
         sentence = msgspec.json.decode(response.content, type=Refusal).error.message
     except msgspec.DecodeError as error:
         reason = f"{response.status_code} {response.reason_phrase}: {error}"
-        raise AddressError(f"what answers at {url} is no controller ({reason}); has the run ended?") from None
+        raise AddressError(f"what answers at {url} is no controller ({reason}){hint}") from None
     refused = TokenRefused if response.status_code == httpx.codes.UNAUTHORIZED else RecipeError
     raise refused(sentence)

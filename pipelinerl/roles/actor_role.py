@@ -83,7 +83,7 @@ async def _follow_controller(identity: Identity, pool: EnginePool, actor: Actor,
             except UserError as error:
                 if reachable:
                     until = "what it said last holds" if heard.is_set() else "this actor claims no orders"
-                    log.warning("%s until it answers, %s", error, until)
+                    log.warning("%s; until one does, %s", error, until)
                 reachable = False
             else:
                 if not reachable:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from launch.run_directory import create, open_run
-from pipelinerl.commands.remote import Remote
+from pipelinerl.commands.remote import controller_of
 from pipelinerl.commands.replay import show
 from pipelinerl.commands.resumption import directory_of
 from pipelinerl.config.recipe import load, save
@@ -32,11 +31,11 @@ def older(tmp_path: Path) -> Path:
 
 def test_whoever_would_go_on_with_it_ask_it_or_replay_it_says_so(older: Path) -> None:
     sentence = rf"^the run in {older} must be of layout {LAYOUT}, got layout 1: another version of pipelinerl began it"
-    for ask in (open_run, Remote.of, lambda path: directory_of(str(path))):
+    for ask in (open_run, controller_of, lambda path: directory_of(str(path))):
         with pytest.raises(UserError, match=sentence):
             ask(older)
     with pytest.raises(UserError, match=sentence):
-        show(older, step=1, objective=None, console=Console(file=open(os.devnull, "w")))
+        show(older, step=1, objective=None, console=Console())
 
 
 async def test_a_controller_does_not_go_on_with_it(older: Path) -> None:

@@ -22,8 +22,8 @@
 Only a healthy engine is given work, and the only way to become healthy is `on_published`, then `on_verified` of that
 version: an engine that was away, or failed, must first be given the current weights whole, and show that it computes
 with them what the trainer does. One that has shown the contrary stays dirty until there is a newer version, while
-others serve. The membership number grows whenever the set that a publication must reach changes, since a process group cannot lose or
-gain a rank; what is reported of an older set says nothing of an engine that joined later.
+others serve. The membership number grows whenever the set that a publication must reach changes, since a process group
+cannot lose or gain a rank; what is reported of an older set says nothing of an engine that joined later.
 
 A healthy engine may be pinned for a while: it keeps the weights it has, and answers only those who ask for it by name.
 Whatever ends its being healthy or suspect ends that, too; released, it joins anew unless its weights are the newest.

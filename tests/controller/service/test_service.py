@@ -280,7 +280,7 @@ async def test_an_engine_that_is_out_is_asked_no_more(tmp_path: Path) -> None:
         asked, ticks = run.probe.asked[ENGINE], len(run.events("engines"))
         await run.until(lambda: len(run.events("engines")) > ticks + 3)
         assert run.probe.asked[ENGINE] == asked
-        assert run.service.status().engines[0].slots == 0, "it has no load"
+        assert run.service.status().fleet.engines[0].slots == 0, "it has no load"
 
 
 @pytest.mark.parametrize("nonsense", [{"slots": 1.5}, {"generated_tokens_total": float("nan")}])

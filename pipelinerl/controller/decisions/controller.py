@@ -95,12 +95,16 @@ class Controller:
             LedgerError: the trainer's account does not balance with ours.
         """
         effects = self._decide(given)
-        if not self.state.failure:
+        if not self.state.failing.reason:
             effects += self._evaluate(now=given.now)
         effects += give_up(self.state, self.settings, now=given.now)
         mark = progress_mark(self.state)
-        if list(mark) != list(self.state.progress):
-            self.state.progress, self.state.progressed_at, self.state.stall_told = mark, given.now, False
+        if list(mark) != list(self.state.watchdog.mark):
+            self.state.watchdog.mark, self.state.watchdog.moved_at, self.state.watchdog.reported = (
+                mark,
+                given.now,
+                False,
+            )
         return effects
 
     def _decide(self, given: AnyInput) -> list[Effect]:
@@ -108,7 +112,7 @@ class Controller:
             case ReportReceived(report=report, now=now):
                 abandoned = getattr(report, "epoch", self.state.epoch) != self.state.epoch
                 if not (isinstance(report, FROM_ACTORS) or abandoned):
-                    self.state.trainer_heard = (type(report).__name__, now)
+                    self.state.trainer.heard = (type(report).__name__, now)
                 return self.handle(report, now=now)
             case KnobsPatched(changes=changes, who=who, time=time):
                 return self.patch(changes, who=who, time=time)
@@ -182,7 +186,7 @@ class Controller:
         """End the run at the next step boundary: last publication, checkpoint and evaluation included."""
         if self.state.stop_reason is None:
             self.state.stop_reason = reason
-        if self.state.phase is RunPhase.STARTING or self.state.stop_sent:
+        if self.state.phase is RunPhase.STARTING or self.state.trainer.stop_sent:
             return []
         return [Send(self._directive(f"stop-e{self.state.epoch}", publish=True))]
 
@@ -190,9 +194,13 @@ class Controller:
         """Time has passed: publish to engines that wait for weights, give up on answers that do not come, and say it
         when nothing at all gets on."""
         effects = engine_decisions.overdue(self.state, now=now) + self.reload_if_due()
-        still_s = now - self.state.progressed_at if self.state.progress else 0.0
-        if still_s > self.settings.stall_s and not self.state.stall_told and self.state.phase is not RunPhase.FINISHED:
-            self.state.stall_told = True
+        still_s = now - self.state.watchdog.moved_at if self.state.watchdog.mark else 0.0
+        if (
+            still_s > self.settings.stall_s
+            and not self.state.watchdog.reported
+            and self.state.phase is not RunPhase.FINISHED
+        ):
+            self.state.watchdog.reported = True
             effects.append(Record("stalled", {"still_s": still_s, "waits_for": waiting_for(self.state, now=now)}))
         return effects
 
@@ -207,10 +215,14 @@ class Controller:
         """Ask the trainer to publish between steps when an engine waits for weights; once for each membership. So, too,
         when a publication was postponed and the evaluation that it waited for has ended."""
         key = (self.state.epoch, self.state.fleet.membership)
-        waits = key != self.state.reload_asked and self.state.fleet.awaits_weights()
-        if self.state.phase is RunPhase.STARTING or holds_updates(self.state) or not (waits or self.state.postponed):
+        waits = key != self.state.trainer.reload_asked and self.state.fleet.awaits_weights()
+        if (
+            self.state.phase is RunPhase.STARTING
+            or holds_updates(self.state)
+            or not (waits or self.state.evaluations.postponed)
+        ):
             return []
-        self.state.reload_asked = key
+        self.state.trainer.reload_asked = key
         return [Send(self._directive(f"reload-e{self.state.epoch}-{self.state.version}-m{key[1]}", publish=True))]
 
     def issue(self) -> list[Effect]:
@@ -234,32 +246,34 @@ class Controller:
 
     def _fleet_changed(self, *, now: float) -> list[Effect]:
         """What follows from who is there: the trainer may have waited for an engine, or an engine waits for it."""
-        if self.state.pending_ready is not None:
-            return self._trainer_ready(self.state.pending_ready, now=now)
+        if self.state.trainer.pending_ready is not None:
+            return self._trainer_ready(self.state.trainer.pending_ready, now=now)
         return self.reload_if_due() + self.issue()
 
     # --- details ---------------------------------------------------------------------------------------------------
 
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
-        if report.report_id in self.state.answers:
-            return [Send(self.state.answers[report.report_id])]
-        if report.report_id in self.state.begun:
+        if report.report_id in self.state.trainer.answers:
+            return [Send(self.state.trainer.answers[report.report_id])]
+        if report.report_id in self.state.trainer.begun:
             return []  # an earlier trainer's, said again before it was answered: its epoch is over
-        self.state.awaited = engine_decisions.awaited(self.state, engines_expected=self.settings.engines_expected)
-        if self.state.awaited and self.state.phase is RunPhase.STARTING:
-            self.state.pending_ready = report
+        self.state.trainer.awaited = engine_decisions.awaited(
+            self.state, engines_expected=self.settings.engines_expected
+        )
+        if self.state.trainer.awaited and self.state.phase is RunPhase.STARTING:
+            self.state.trainer.pending_ready = report
             return []
-        self.state.pending_ready = None
-        self.state.begun = [*self.state.begun, report.report_id]
+        self.state.trainer.pending_ready = None
+        self.state.trainer.begun = [*self.state.trainer.begun, report.report_id]
         self.state.epoch = max(self.state.epoch, report.claimed) + 1
         self.state.version = report.model_version
-        self.state.stop_sent = False
+        self.state.trainer.stop_sent = False
         self.state.fleet.begin_epoch()
         if self.state.resumed_account is not None:
             self.state.account = IssuedLedger.resume(self.state.resumed_account, report.consumed)
             self.state.resumed_account = None
         self.state.account.update(report.consumed)
-        self.state.stepped = report.consumed
+        self.state.trainer.stepped = report.consumed
         effects: list[Effect] = [
             Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
         ]
@@ -267,20 +281,20 @@ class Controller:
             self.state.phase is not RunPhase.FINISHED
         ):  # from FINISHING, too: as this one stops, the last evaluation begins
             self.state.phase = RunPhase.TRAINING
-        if self.state.version == 0 and not self.state.results:
+        if self.state.version == 0 and not self.state.evaluations.results:
             self._evaluator.want(self.state)
-        self.state.first_version = self.state.version
-        self.state.training_since = now
-        self.state.reload_asked = (self.state.epoch, self.state.fleet.membership)
+        self.state.trainer.first_version = self.state.version
+        self.state.trainer.training_since = now
+        self.state.trainer.reload_asked = (self.state.epoch, self.state.fleet.membership)
         return [*effects, self._answer(report.report_id, publish=True)]
 
     def _step_done(self, report: StepDone, *, now: float) -> list[Effect]:
-        if report.report_id in self.state.answers:
-            return [Send(self.state.answers[report.report_id])]
+        if report.report_id in self.state.trainer.answers:
+            return [Send(self.state.trainer.answers[report.report_id])]
         self.state.version = report.model_version
         self.state.account.update(report.consumed)
-        self.state.stepped = report.consumed
-        self.state.last_step, self.state.refused_groups = report.stats, 0
+        self.state.trainer.stepped = report.consumed
+        self.state.trainer.last_step, self.state.failing.refused_groups = report.stats, 0
         effects: list[Effect] = [trainer_news.stepped(report)]
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
@@ -292,8 +306,8 @@ class Controller:
 
     def _step_skipped(self, report: StepSkipped) -> list[Effect]:
         """Three in a row are no accident: the run ends where it is, its state saved."""
-        if report.report_id in self.state.answers:
-            return [Send(self.state.answers[report.report_id])]
+        if report.report_id in self.state.trainer.answers:
+            return [Send(self.state.trainer.answers[report.report_id])]
         self.state.account.update(report.consumed)
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
@@ -315,11 +329,11 @@ class Controller:
 
         Where it waits for an evaluation, it hears that there is a controller: the wait is bounded by the evaluation's.
         """
-        if self.state.evaluation is not None and (comes_first(self.state) or holds_updates(self.state)):
+        if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
             return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
         actors = self.state.live_actors(now)
         idle = actors and not any(alive.groups_in_flight for alive in actors)
-        if self.state.evaluation is not None or not idle or not self.state.fleet.verified():
+        if self.state.evaluations.current is not None or not idle or not self.state.fleet.verified():
             return []
         lost = self.state.account.lost(set(range(self.state.account.cursor)) - set(report.held))
         return [Record("orders_lost", {"orders": len(lost)}), *self.issue()] if lost else []
@@ -327,7 +341,7 @@ class Controller:
     def _streams_lost(self) -> list[Effect]:
         """Whatever has not ended, since nobody knows what of it is gone: an order that lies there may have been done by
         an actor whose group is gone. Of two groups the trainer drops the second, of two answers the evaluation."""
-        account, asked, effects = self.state.account, self.state.evaluation, list[Effect]()
+        account, asked, effects = self.state.account, self.state.evaluations.current, list[Effect]()
         if asked is not None:
             version, number, engine = asked.model_version, asked.number, asked.engine
             out = [index for index in range(asked.next_index) if index not in asked.answers]
@@ -340,7 +354,7 @@ class Controller:
 
     def _trainer_stopped(self) -> list[Effect]:
         self.state.phase = RunPhase.FINISHING
-        return [] if self.state.failure else self._evaluator.want_last(self.state)
+        return [] if self.state.failing.reason else self._evaluator.want_last(self.state)
 
     def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
         if report.purpose == Purpose.EVALUATION:
@@ -361,14 +375,14 @@ class Controller:
         result = self._evaluator.closed(self.state)
         if result is not None:
             return effects + self._evaluated(result, now=now)
-        if self.state.phase is RunPhase.FINISHING and self.state.evaluation is None:
+        if self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None:
             return effects + finish(self.state, self.settings)  # nobody is left to be asked, or nothing is to be
         return effects
 
     def _evaluated(self, result: EvaluationResult, *, now: float) -> list[Effect]:
-        if not self.state.results:
-            self.state.training_since = now
-        self.state.results.append(result)
+        if not self.state.evaluations.results:
+            self.state.trainer.training_since = now
+        self.state.evaluations.results.append(result)
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
         if self.state.phase is RunPhase.FINISHING:
             return effects + finish(self.state, self.settings)
@@ -380,7 +394,7 @@ class Controller:
     def _answer(self, report_id: str, *, publish: bool) -> Send:
         """The directive that a report asks for; the last is kept, since the trainer asks one question at a time."""
         directive = self._directive(report_id, publish=publish)
-        self.state.answers = {report_id: directive}
+        self.state.trainer.answers = {report_id: directive}
         return Send(directive)
 
     def _unasked(self, name: str) -> list[Effect]:
@@ -390,8 +404,8 @@ class Controller:
         return [Send(self._directive(name, publish=False))]
 
     def _directive(self, answers: str, *, publish: bool) -> Directive:
-        wanted, held = publish or self.state.postponed, holds_updates(self.state)
-        self.state.postponed = wanted and held
+        wanted, held = publish or self.state.evaluations.postponed, holds_updates(self.state)
+        self.state.evaluations.postponed = wanted and held
         made = directive(self.state, self.settings, answers=answers, publish=wanted and not held)
-        self.state.stop_sent = self.state.stop_sent or made.stop
+        self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made

@@ -21,7 +21,7 @@ def skipped(report: StepSkipped, *, step: int) -> Record:
 
 def published(state: RunState, report: Published) -> Record:
     """A publication, with its figures."""
-    state.last_publish = report
+    state.trainer.last_publish = report
     return Record(
         "publish",
         {
@@ -45,9 +45,9 @@ def checkpoint_told(state: RunState, report: Checkpointed | CheckpointDelayed) -
     """A delay is told again and again: it is an event once, and part of what the run waits for while it lasts."""
     version = report.model_version
     if isinstance(report, Checkpointed):
-        state.unsaved = ""
+        state.trainer.unsaved = ""
         told = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
         return [Record("checkpoint", told)]
-    is_new = not state.unsaved
-    state.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
+    is_new = not state.trainer.unsaved
+    state.trainer.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
     return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []

@@ -20,7 +20,7 @@ def run_status(
     """A snapshot for people; `now` is on the controller's monotonic clock."""
     state = controller.state
     remaining = controller.settings.steps - state.version
-    done = state.version - state.first_version
+    done = state.version - state.trainer.first_version
     return status.RunStatus(
         run=name,
         phase=_phase(state),
@@ -40,9 +40,11 @@ def run_status(
         knobs=state.knobs.to_json(),
         waiting_for=waiting_for(state, now=now),
         trainer=_trainer(state, now=now),
-        still_s=now - state.progressed_at if state.progressed_at else 0.0,
+        still_s=now - state.watchdog.moved_at if state.watchdog.moved_at else 0.0,
         elapsed_s=elapsed_s,
-        eta_s=remaining * (now - state.training_since) / done if done and state.training_since else None,
+        eta_s=remaining * (now - state.trainer.training_since) / done
+        if done and state.trainer.training_since
+        else None,
     )
 
 
@@ -58,7 +60,7 @@ def assignment_of(state: RunState) -> Assignment:
 
 
 def _last_step(state: RunState) -> status.LastStepStatus:
-    figures = state.last_step
+    figures = state.trainer.last_step
     seconds = figures.get("step_s", 0.0) + figures.get("wait_s", 0.0)
     return status.LastStepStatus(
         reward=figures.get("reward"),
@@ -69,9 +71,9 @@ def _last_step(state: RunState) -> status.LastStepStatus:
 
 
 def _held_out(state: RunState) -> status.HeldOutStatus:
-    if not state.results:
+    if not state.evaluations.results:
         return status.HeldOutStatus()
-    first, last = state.results[0], state.results[-1]
+    first, last = state.evaluations.results[0], state.evaluations.results[-1]
     return status.HeldOutStatus(
         accuracy=last.accuracy,
         low=last.low,
@@ -83,12 +85,14 @@ def _held_out(state: RunState) -> status.HeldOutStatus:
             status.PassAtStatus(k=each.k, value=each.value, low=each.low, high=each.high) for each in last.pass_at
         ),
         first=first.accuracy,
-        best=max((result.accuracy for result in state.results if result.accuracy is not None), default=None),
+        best=max(
+            (result.accuracy for result in state.evaluations.results if result.accuracy is not None), default=None
+        ),
     )
 
 
 def _fleet(state: RunState, watch: EngineWatch) -> status.FleetStatus:
-    records, publish = state.fleet.records(), state.last_publish
+    records, publish = state.fleet.records(), state.trainer.last_publish
     loads = {record.url: watch.load(record.url) for record in records}
     healthy = [loads[record.url] for record in records if record.lifecycle is EngineLifecycle.HEALTHY]
     return status.FleetStatus(
@@ -106,13 +110,13 @@ def _fleet(state: RunState, watch: EngineWatch) -> status.FleetStatus:
 
 
 def _phase(state: RunState) -> status.StatusPhase:
-    if state.phase is RunPhase.TRAINING and state.evaluation is not None and state.version == 0:
+    if state.phase is RunPhase.TRAINING and state.evaluations.current is not None and state.version == 0:
         return status.StatusPhase.EVALUATING
     return status.StatusPhase(state.phase.value)
 
 
 def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
-    evaluation = state.evaluation
+    evaluation = state.evaluations.current
     if evaluation is None:
         return None
     return status.EvaluatingStatus(
@@ -127,9 +131,9 @@ def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
 
 
 def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
-    if state.trainer_heard is None:
+    if state.trainer.heard is None:
         return None
-    report, heard = state.trainer_heard
+    report, heard = state.trainer.heard
     return status.TrainerStatus(last_report=report, silent_s=now - heard)
 
 

@@ -144,8 +144,8 @@ class ControllerService:
                 raise self._broken
             for loop in loops:
                 loop.cancel()
-        if self.controller.state.failure:
-            raise RunFailed(self.controller.state.failure)
+        if self.controller.state.failing.reason:
+            raise RunFailed(self.controller.state.failing.reason)
 
     async def perform(self, given: AnyInput) -> list[Effect]:
         """Decide on one input, carry the decision out and return it; decisions never overlap. Raises what `decide`
@@ -370,7 +370,7 @@ class ControllerService:
         frontier = self.controller.state.account.consumed.frontier
         while self._issued and self._issued[0][1] < frontier:
             self._issued.popleft()
-        if self._issued and self.controller.state.evaluation is None:
+        if self._issued and self.controller.state.evaluations.current is None:
             await self._stream.trim(PROMPTS, before=f"{self._issued[0][0]}-0")
 
     def _record(self, kind: str, fields: Mapping[str, Any]) -> None:

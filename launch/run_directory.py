@@ -21,9 +21,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl.config.recipe import RunConfig, load, save, write_private
+from pipelinerl.config.recipe import RunConfig, check_layout, load, save, write_layout, write_private
 from pipelinerl.errors import UserError
-from pipelinerl.observability.run_layout import check_layout, write_layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from pipelinerl.config.recipe import check_layout
 from pipelinerl.controller.client import ControllerClient
 from pipelinerl.errors import UserError
-from pipelinerl.observability.run_layout import check_layout
 from pipelinerl.roles.process import read_token
 
 

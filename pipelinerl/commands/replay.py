@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step, recorded_steps
-from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.config.recipe import RunConfig, check_layout, load
 from pipelinerl.errors import CheckpointError, RecordError, UserError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.observability.run_layout import check_layout
 from pipelinerl.roles.trainer_role import loop_settings
 from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles.workers import started

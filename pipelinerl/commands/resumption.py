@@ -18,9 +18,8 @@ from typing import Final
 
 import tomli_w
 
-from pipelinerl.config.recipe import RunConfig, load, parse, to_table
+from pipelinerl.config.recipe import RunConfig, check_layout, load, parse, to_table, write_layout
 from pipelinerl.errors import CheckpointError, UserError
-from pipelinerl.observability.run_layout import check_layout, write_layout
 from pipelinerl.roles.wiring import checkpoints_of, copies_of, objective_of
 from pipelinerl.system.storage import Storage
 from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies, without_secrets

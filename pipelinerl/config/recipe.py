@@ -47,7 +47,8 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.messages import LAYOUT, layout_refusal
 from trainer_contract.types import Device
 
 __all__ = ["MODELS", "RECIPES", "RunConfig", "load", "parse", "save", "to_table", "write_private"]
@@ -265,3 +266,24 @@ def write_private(path: Path, text: str) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(file, "w") as stream:
         stream.write(text)
+
+
+def write_layout(run_dir: Path) -> None:
+    """Note in the directory of a run that begins, beside its recipe, that it is of this layout (`messages.LAYOUT`)."""
+    (run_dir / "layout").write_text(f"{LAYOUT}\n")
+
+
+def check_layout(run_dir: Path) -> None:
+    """Return when the directory holds no run yet, or one of this layout; the first layout left no number.
+
+    Raises:
+        UserError: it holds a run that another version of the project began.
+    """
+    if not (run_dir / "recipe.toml").is_file():
+        return
+    try:
+        found = (run_dir / "layout").read_text().strip()
+    except FileNotFoundError:
+        found = "1"
+    if found != str(LAYOUT):
+        raise UserError(layout_refusal(f"the run in {run_dir}", found))

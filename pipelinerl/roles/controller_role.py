@@ -14,7 +14,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from pipelinerl.commands.resumption import claim
-from pipelinerl.config.recipe import RunConfig, save, write_private
+from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout, write_private
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
@@ -28,7 +28,6 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events
-from pipelinerl.observability.run_layout import check_layout, write_layout
 from pipelinerl.roles.problem_sources import held_out_problems, training_problems
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, knobs_of

@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.commands.replay import _checkpoint_before, show
-from pipelinerl.config.recipe import load, save as save_recipe
+from pipelinerl.config.recipe import load, save as save_recipe, write_layout
 from pipelinerl.errors import UserError
-from pipelinerl.observability.run_layout import write_layout
 from pipelinerl.roles.wiring import checkpoints_of
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from tests.fakes.checkpoints import model_directory, save

@@ -26,7 +26,7 @@ from typing import Any, final
 
 import msgspec
 
-from pipelinerl.controller.decisions import engine_decisions, events as trainer_news
+from pipelinerl.controller.decisions import engine_decisions
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
@@ -123,8 +123,8 @@ class Controller:
             case StreamsLost():
                 return self._streams_lost()
             case _:
-                told = engine_input(self.state, given, engines_expected=self.settings.engines_expected)
-                return told + self._fleet_changed(now=given.now)
+                effects = engine_input(self.state, given, engines_expected=self.settings.engines_expected)
+                return effects + self._fleet_changed(now=given.now)
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Controller:
             case CanaryChecked() if report.epoch == self.state.epoch:
                 return self._canary_checked(report, now=now)
             case Checkpointed() | CheckpointDelayed() if report.epoch == self.state.epoch:
-                return trainer_news.checkpoint_told(self.state, report)
+                return _checkpoint_records(self.state, report)
             case TrainerStopped() if report.epoch == self.state.epoch:
                 return self._trainer_stopped()
             case GroupFailed():
@@ -156,7 +156,7 @@ class Controller:
             case GroupOutdated():
                 return self._group_outdated(report)
             case GroupHandedOver():
-                return [trainer_news.handed_over(report)]
+                return [_handover_record(report)]
             case EvaluationDone():
                 return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
             case ActorAlive():
@@ -295,7 +295,7 @@ class Controller:
         self.state.account.update(report.consumed)
         self.state.trainer.stepped = report.consumed
         self.state.trainer.last_step, self.state.failing.refused_groups = report.stats, 0
-        effects: list[Effect] = [trainer_news.stepped(report)]
+        effects: list[Effect] = [_step_record(report)]
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
         if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
@@ -312,12 +312,12 @@ class Controller:
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
             self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
-        told = trainer_news.skipped(report, step=step)
-        return [told, self._answer(report.report_id, publish=False), *self.issue()]
+        skipped = _skip_record(report, step=step)
+        return [skipped, self._answer(report.report_id, publish=False), *self.issue()]
 
     def _published(self, report: Published) -> list[Effect]:
         lost = engine_decisions.published(self.state, report)
-        record = trainer_news.published(self.state, report)
+        record = _publish_record(self.state, report)
         return [record, *lost, *self.reload_if_due(), *self.issue()]
 
     def _canary_checked(self, report: CanaryChecked, *, now: float) -> list[Effect]:
@@ -366,8 +366,8 @@ class Controller:
 
     def _group_outdated(self, report: GroupOutdated) -> list[Effect]:
         self.state.account.give_up(report.index)
-        told = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
-        return [Record("group_outdated", told), *self.issue()]
+        fields = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
+        return [Record("group_outdated", fields), *self.issue()]
 
     def _evaluate(self, *, now: float) -> list[Effect]:
         """What follows for evaluations from what was just decided, and what from a result."""
@@ -409,3 +409,52 @@ class Controller:
         made = directive(self.state, self.settings, answers=answers, publish=wanted and not held)
         self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made
+
+
+# --- what is reported and asks for no decision ------------------------------------------------------------------------
+
+
+def _step_record(report: StepDone) -> Record:
+    """An optimizer step, with its figures."""
+    version = report.model_version
+    return Record("step", {"step": version, "model_version": version, "orders": report.orders} | report.stats)
+
+
+def _skip_record(report: StepSkipped, *, step: int) -> Record:
+    """A step that was not finite."""
+    fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
+    return Record("step_skipped", fields)
+
+
+def _publish_record(state: RunState, report: Published) -> Record:
+    """A publication, with its figures."""
+    state.trainer.last_publish = report
+    return Record(
+        "publish",
+        {
+            "model_version": report.model_version,
+            "send_s": report.send_s,
+            "total_s": report.total_s,
+            "pause_s": max(report.pauses_s.values(), default=0.0),
+            "engines": len(report.pauses_s),
+            "failed": report.failed,
+        },
+    )
+
+
+def _handover_record(report: GroupHandedOver) -> Record:
+    """A group that one engine began and another has ended."""
+    fields = {"order_id": report.order_id, "tokens_kept": report.tokens_kept}
+    return Record("group_handed_over", fields | {"tokens_resampled": report.tokens_resampled})
+
+
+def _checkpoint_records(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
+    """A delay is reported again and again: it is an event once, and what the run waits for while it lasts."""
+    version = report.model_version
+    if isinstance(report, Checkpointed):
+        state.trainer.unsaved = ""
+        fields = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
+        return [Record("checkpoint", fields)]
+    is_new = not state.trainer.unsaved
+    state.trainer.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
+    return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []

@@ -195,5 +195,7 @@ def release(state: RunState) -> None:
 
 
 def _abandoned(evaluation: Evaluation, reason: str) -> Record:
-    told = {"model_version": evaluation.model_version, "reason": reason, "answered": len(evaluation.answers)}
-    return Record("evaluation_restarted", told | {"problems": evaluation.problems, "restarts": evaluation.restarts + 1})
+    fields = {"model_version": evaluation.model_version, "reason": reason, "answered": len(evaluation.answers)}
+    return Record(
+        "evaluation_restarted", fields | {"problems": evaluation.problems, "restarts": evaluation.restarts + 1}
+    )

@@ -42,12 +42,12 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
     if reason is None:
         return []
     state.failing.reason, state.failing.since = reason, now
-    told: list[Effect] = [Record("run_failing", {"reason": reason})]
+    effects: list[Effect] = [Record("run_failing", {"reason": reason})]
     if state.phase is not RunPhase.TRAINING:
-        return told + finish(state, settings)
+        return effects + finish(state, settings)
     state.stop_reason, state.trainer.stop_sent = reason, True
     name = f"fail-e{state.epoch}-{state.version}"
-    return [*told, Send(directive(state, settings, answers=name, publish=False))]
+    return [*effects, Send(directive(state, settings, answers=name, publish=False))]
 
 
 def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:

@@ -25,7 +25,7 @@ import msgspec
 from pipelinerl.controller.state.inputs import AnyInput, ReportReceived
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.errors import FencedError, UserError
-from pipelinerl.observability.run_layout import LAYOUT, refusal_of
+from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id
 
 #: The stream that holds it.
@@ -174,4 +174,4 @@ def _check_layout(payloads: Sequence[bytes]) -> None:
     """Refuse a journal that holds a snapshot of another layout; its decisions alone say nothing."""
     for record in map(_LAYOUTS.decode, payloads):
         if record.type == JournalSnapshot.__name__ and record.layout != LAYOUT:
-            raise UserError(refusal_of("the controller's journal", record.layout))
+            raise UserError(layout_refusal("the controller's journal", record.layout))

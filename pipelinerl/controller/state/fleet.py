@@ -115,7 +115,7 @@ class EngineRecord:
 @final
 @dataclass(slots=True)
 class Fleet:
-    """Records by base URL. Pure: observations come in as arguments. A method that returns a bool says: that is news."""
+    """Records by base URL. Pure: observations come in as arguments. What returns a bool returns whether it changed any."""
 
     by_url: dict[str, EngineRecord] = field(default_factory=dict)
     membership: int = 0
@@ -291,14 +291,14 @@ class Fleet:
 
     def on_timeout(self, url: str, reason: str) -> bool:
         """The engine has not answered for too long."""
-        return self._lost(url, reason, EngineLifecycle.DEAD)
+        return self._lose(url, reason, EngineLifecycle.DEAD)
 
     def restarted(self, url: str) -> bool:
         """An engine began anew behind our back and lost its weights: it joins anew."""
         record = self.by_url.get(url)
         if record is None or record.loaded < 0:
             return False
-        return self._lost(url, "it restarted", EngineLifecycle.JOINING)
+        return self._lose(url, "it restarted", EngineLifecycle.JOINING)
 
     # --- going -----------------------------------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class Fleet:
         self._change(url, lifecycle=lifecycle, loaded=-1, last_error=reason, to_stop=draining)
         return True
 
-    def _lost(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:
+    def _lose(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:
         """A member has lost its weights, or itself; a draining one has nothing left to end."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None or not lifecycle.is_alive:

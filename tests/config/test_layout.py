@@ -12,9 +12,9 @@ from launch.run_directory import create, open_run
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.commands.replay import show
 from pipelinerl.commands.resumption import directory_of
-from pipelinerl.config.recipe import load, save
+from pipelinerl.config.recipe import check_layout, load, save, write_layout
 from pipelinerl.errors import UserError
-from pipelinerl.observability.run_layout import LAYOUT, check_layout, write_layout
+from pipelinerl.messages import LAYOUT
 from pipelinerl.roles import controller_role
 from pipelinerl.roles.controller_role import Start
 from pipelinerl.roles.process import Identity

@@ -22,7 +22,7 @@ import httpx
 import msgspec
 
 from pipelinerl.controller import routes
-from pipelinerl.controller.routes import Assignment, Done, EngineNames, KnobsAnswer, Refusal
+from pipelinerl.controller.routes import ActorAssignment, Done, EngineNames, KnobsAnswer, Refusal
 from pipelinerl.errors import AddressError, RecipeError, TokenRefused
 from pipelinerl.observability.status import FleetStatus, RunStatus
 from pipelinerl.system.http_client import async_session, session
@@ -124,9 +124,9 @@ class AsyncControllerClient:
     ) -> None:
         await self._http.aclose()
 
-    async def assignment(self) -> Assignment:
+    async def assignment(self) -> ActorAssignment:
         """Return what an actor works by."""
-        return await self._call("GET", routes.ASSIGNMENT, Assignment)
+        return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
     async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> None:
         """Offer an engine; the controller takes a repetition for nothing new. See `routes.EngineOffer`."""

@@ -4,7 +4,7 @@ GET    /health            liveness, without a token
 GET    /status            → `RunStatus`
 GET    /knobs             → `KnobsAnswer`: values and the log of changes
 PATCH  /knobs             {"k": 4, …} → `KnobsAnswer`; 422 with one sentence when they cannot run
-GET    /assignment        → `Assignment`: what an actor works by
+GET    /assignment        → `ActorAssignment`: what an actor works by
 GET    /engines           → `FleetStatus`
 POST   /engines           `EngineOffer` → `Done`: an engine joins; 422 for a loopback address of another machine, and
                           where no engine answers an operator's offer, which has no incarnation
@@ -106,7 +106,7 @@ class EngineDrain(BaseModel):
     grace_s: _Grace = GRACE_S
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """What an actor works by: engines, concurrency, and when a rollout is fresh."""
 
     serving: tuple[str, ...]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.controller.client import AsyncControllerClient, ControllerClient
-from pipelinerl.controller.routes import Assignment
+from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.errors import AddressError, RecipeError, TokenRefused
 from pipelinerl.system.http_service import listen, serve_until, url_of
@@ -63,7 +63,9 @@ async def test_what_engines_and_actors_ask(run: Running, url: str) -> None:
     async with AsyncControllerClient(url, TOKEN) as controller:
         await controller.register_engine(ENGINE, incarnation="1", name="engine-0", type="torch")
         assignment = await controller.assignment()
-        assert assignment == Assignment(serving=(), finishing=(ENGINE,), groups_in_flight=8, model_version=0, k=4.0)
+        assert assignment == ActorAssignment(
+            serving=(), finishing=(ENGINE,), groups_in_flight=8, model_version=0, k=4.0
+        )
         assert assignment.staleness_bound == 4.0
         with pytest.raises(RecipeError, match=r"^url: "):
             await controller.register_engine("http://host/path", incarnation="1", name="", type="")

@@ -8,7 +8,7 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.decisions.engine_watch import EngineLoad, EngineWatch
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
-from pipelinerl.controller.routes import Assignment
+from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.observability import status
@@ -48,9 +48,9 @@ def run_status(
     )
 
 
-def assignment_of(state: RunState) -> Assignment:
+def assignment_of(state: RunState) -> ActorAssignment:
     """What every actor works by."""
-    return Assignment(
+    return ActorAssignment(
         serving=tuple(state.fleet.serving()),
         finishing=tuple(state.fleet.finishing()),
         groups_in_flight=state.knobs.groups_in_flight,

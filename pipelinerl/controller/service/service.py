@@ -30,7 +30,7 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_watch import EngineWatch
 from pipelinerl.controller.decisions.giving_up import last_word
 from pipelinerl.controller.decisions.status import assignment_of, run_status
-from pipelinerl.controller.routes import Assignment
+from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.service.journal import Decision, Journal, Recovered
 from pipelinerl.controller.state.effects import Effect, End, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
@@ -189,7 +189,7 @@ class ControllerService:
             self.controller, watch=self.watch, name=self._name, now=self._now(), elapsed_s=self._elapsed()
         )
 
-    def assignment(self) -> Assignment:
+    def assignment(self) -> ActorAssignment:
         """What every actor works by now."""
         return assignment_of(self.controller.state)
 

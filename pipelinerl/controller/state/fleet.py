@@ -115,7 +115,7 @@ class EngineRecord:
 @final
 @dataclass(slots=True)
 class Fleet:
-    """Records by base URL. Pure: observations are arguments. A method that returns a bool says whether it changed any."""
+    """Records by base URL. Pure: observations are arguments. What returns a bool says whether it changed anything."""
 
     by_url: dict[str, EngineRecord] = field(default_factory=dict)
     membership: int = 0

@@ -37,14 +37,14 @@ class EngineProcesses:
         """Start who is wanted and not there yet, stop who is to_stop."""
         for name in self._devices.holders & self._supervisor.ended:
             self._devices.give_back(name)
-        for requested in status.requested:
-            if requested.name in status.to_stop:
+        for requested in status.fleet.requested:
+            if requested.name in status.fleet.to_stop:
                 continue
             if not self._supervisor.knows(requested.name):
                 self._start(requested)
             elif requested.name in self._supervisor.spared:
                 self._give_up(requested.name)
-        for name in status.to_stop:
+        for name in status.fleet.to_stop:
             self._supervisor.stop_engine(name)
 
     def _start(self, requested: RequestedEngine) -> None:

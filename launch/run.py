@@ -11,9 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
-import httpx
 from rich.console import Console
 from rich.markup import escape
 
@@ -37,16 +38,36 @@ from pipelinerl.system.ports import free_ports
 POLL_S = 0.5
 
 
-def start(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda config: True) -> int:
+class ControllerCalls(Protocol):
+    """What the launcher asks of the run's controller; satisfied by `ControllerClient`, which it knows by this alone."""
+
+    def status(self) -> RunStatus:
+        """Return what the run is doing; raises UserError when the controller does not answer."""
+        ...
+
+    def remove_engine(self, engine: str) -> None:
+        """Take out an engine that will not come; raises likewise, and when nobody has that name."""
+        ...
+
+    def close(self) -> None:
+        """Close its connections."""
+        ...
+
+
+#: Makes them for a URL and a bearer token.
+Connect = Callable[[str, str], ControllerCalls]
+
+
+def start(config: RunConfig, *, claim: Callable[[RunConfig], bool], connect: Connect) -> int:
     """Run a recipe from its beginning; returns the exit status. `claim` is `run_directory.create`'s."""
     placement = placed(config)  # refused before anything is made
-    return _launch(run_directory.create(config, claim=claim), placement)
+    return _launch(run_directory.create(config, claim=claim), placement, connect)
 
 
-def resume(path: Path) -> int:
+def resume(path: Path, *, connect: Connect) -> int:
     """Go on with a run from its newest checkpoint; returns the exit status."""
     directory = run_directory.open_run(path)
-    return _launch(directory, placed(directory.config))
+    return _launch(directory, placed(directory.config), connect)
 
 
 def placed(config: RunConfig) -> Placement:
@@ -86,7 +107,7 @@ def report(path: Path) -> list[Path]:
     return [files.html, files.picture]
 
 
-def _launch(directory: RunDirectory, placement: Placement) -> int:
+def _launch(directory: RunDirectory, placement: Placement, connect: Connect) -> int:
     console = Console()
     with directory.locked():
         config = directory.config
@@ -101,10 +122,11 @@ def _launch(directory: RunDirectory, placement: Placement) -> int:
             placement=placement,
         )
         token = json.loads(directory.tokens.read_text())["token"]
+        controller = connect(f"http://127.0.0.1:{ports.controller}", token)
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
         if placement.assignments:
             console.print(placement.describe(), highlight=False, markup=False)
-        with ProgressDisplay(console) as progress, _StatusReader(ports.controller, token) as reader:
+        with ProgressDisplay(console) as progress, _StatusReader(controller) as reader:
 
             def follow() -> None:
                 if (status := reader.take()) is not None:
@@ -153,13 +175,8 @@ def _show_report(directory: RunDirectory, console: Console) -> None:
 class _StatusReader:
     """A thread that keeps the controller's newest status at hand; silence is no error, the run may be starting."""
 
-    def __init__(self, port: int, token: str) -> None:
-        self._http = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}",
-            headers={"authorization": f"Bearer {token}"},
-            timeout=5.0,
-            trust_env=False,
-        )
+    def __init__(self, controller: ControllerCalls) -> None:
+        self._controller = controller
         self._newest: RunStatus | None = None
         self._given_up: set[str] = set()
         self._ended = threading.Event()
@@ -172,7 +189,7 @@ class _StatusReader:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(timeout=6.0)
-        self._http.close()
+        self._controller.close()
 
     def take(self) -> RunStatus | None:
         """What came since the last call."""
@@ -186,12 +203,9 @@ class _StatusReader:
     def _read(self) -> None:
         while not self._ended.is_set():
             began = time.monotonic()
-            try:
-                while self._given_up:
-                    self._http.delete("/engines", params={"engine": self._given_up.pop()})
-                answer = self._http.get("/status")
-                if answer.status_code == httpx.codes.OK:
-                    self._newest = RunStatus.from_json(answer.content)
-            except (httpx.HTTPError, ValueError):
-                pass
+            while self._given_up:
+                with suppress(UserError):
+                    self._controller.remove_engine(self._given_up.pop())
+            with suppress(UserError):
+                self._newest = self._controller.status()
             self._ended.wait(max(0.0, POLL_S - (time.monotonic() - began)))

@@ -2,6 +2,7 @@
 
 runs/tiny/
   recipe.toml      the resolved recipe, whole: no base, no overrides; it may hold a secret, and is its owner's only
+  layout           number of the layout, by which a run of another version is refused
   tokens.json      bearer token and password of this run, readable by its owner only
   events.jsonl     what happened (written by the controller)
   checkpoints/     (written by the training loop)
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pipelinerl.config.recipe import RunConfig, load, save
+from pipelinerl.config.recipe import RunConfig, check_layout, load, save, write_layout
 from pipelinerl.errors import UserError
 from pipelinerl.system.files import write_private
 
@@ -102,6 +103,7 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
                 undoing.pop_all()
                 break
     directory = RunDirectory(chosen.run_directory.resolve(), chosen)
+    write_layout(directory.path)
     save(chosen, directory.recipe)
     return directory
 
@@ -110,10 +112,11 @@ def open_run(path: Path) -> RunDirectory:
     """The directory of a run that was started before; nothing is changed.
 
     Raises:
-        UserError: there is no run in `path`.
+        UserError: there is no run in `path`, or another version of the project began it.
         RecipeError: its recipe is damaged.
     """
     recipe = path / "recipe.toml"
     if not recipe.is_file():
         raise UserError(f"{path} holds no run: expected {recipe}; `pipelinerl run <recipe>` starts one")
+    check_layout(path)
     return RunDirectory(path.resolve(), load(recipe))

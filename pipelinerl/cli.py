@@ -47,14 +47,15 @@ def run(
     from launch import run as launching
     from pipelinerl.commands import resumption
     from pipelinerl.commands.check import refuse
+    from pipelinerl.controller.client import ControllerClient
 
     if resume is not None:
         if recipe is not None:
             raise UserError(f"--resume goes on by the recipe in {resume}; change its recipe.toml, or start another run")
-        raise typer.Exit(launching.resume(resumption.directory_of(resume)))
+        raise typer.Exit(launching.resume(resumption.directory_of(resume), connect=ControllerClient))
     config = recipes.load(recipe or "tiny", overrides or [])
     refuse(config)
-    raise typer.Exit(launching.start(config, claim=resumption.claim))
+    raise typer.Exit(launching.start(config, claim=resumption.claim, connect=ControllerClient))
 
 
 @app.command()
@@ -76,10 +77,11 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="The whole state, for programs.")] = False,
 ) -> None:
     """What a live run is doing, and what it waits for."""
-    from pipelinerl.commands.remote import Remote
+    from pipelinerl.commands.remote import controller_of
     from pipelinerl.observability import progress
 
-    state = Remote.of(run).status()
+    with controller_of(run) as controller:
+        state = controller.status()
     if json:
         typer.echo(state.to_json())
         return
@@ -89,9 +91,10 @@ def status(
 @knobs_app.command("show")
 def knobs_show(run: Run) -> None:
     """The knobs of a live run and the log of their changes."""
-    from pipelinerl.commands.remote import Remote
+    from pipelinerl.commands.remote import controller_of
 
-    answer = Remote.of(run).knobs()
+    with controller_of(run) as controller:
+        answer = controller.knobs()
     for name, value in answer.knobs.items():
         typer.echo(f"{name} = {value}")
     for change in answer.log:
@@ -102,9 +105,10 @@ def knobs_show(run: Run) -> None:
 @knobs_app.command("set")
 def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=value …, e.g. k=4 j=2")]) -> None:
     """Change knobs of a live run; they take effect at the next step boundary."""
-    from pipelinerl.commands.remote import Remote
+    from pipelinerl.commands.remote import controller_of
 
-    answer = Remote.of(run).change(dict(_assignment(change) for change in changes))
+    with controller_of(run) as controller:
+        answer = controller.change_knobs(dict(_assignment(change) for change in changes))
     for name, value in answer.knobs.items():
         typer.echo(f"{name} = {value}")
     typer.echo(f"effective {answer.effective}")
@@ -113,9 +117,10 @@ def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=
 @app.command()
 def stop(run: Run) -> None:
     """End a live run at its next step boundary, with checkpoint and evaluation."""
-    from pipelinerl.commands.remote import Remote
+    from pipelinerl.commands.remote import controller_of
 
-    Remote.of(run).stop()
+    with controller_of(run) as controller:
+        controller.stop()
     typer.echo("the run will stop at its next step boundary")
 
 

@@ -3,6 +3,7 @@
     PipelineError
     ├── UserError            what the user gave is wrong; shown as one sentence, exit code 2
     │   ├── RecipeError      a recipe's key, type or value; the message begins with the field's path
+    │   │   └── TokenRefused the run's peer wants another bearer token
     │   ├── ColumnError      an objective reads a column that is not there; the message says who computes it
     │   ├── ModelError       a model directory is missing or incomplete
     │   ├── AddressError     a port is taken, or a service cannot be reached at the address given
@@ -36,6 +37,10 @@ class UserError(PipelineError):
 
 class RecipeError(UserError):
     """A recipe's key, type or value is wrong."""
+
+
+class TokenRefused(RecipeError):
+    """The bearer token is not that of the run."""
 
 
 class ColumnError(UserError):

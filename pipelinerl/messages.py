@@ -1,4 +1,4 @@
-"""What roles tell one another through the `reports` and `orders` streams: frozen, tagged, versioned by their names.
+"""What roles tell one another through the `reports` and `directives` streams: frozen, tagged, versioned by their names.
 
 Reports go to the controller, which alone decides; directives go to the trainer, which waits for the one that answers
 its report. Every message has a deterministic id, so that repeating it is a no-op.
@@ -18,9 +18,15 @@ import msgspec
 
 from inference_contract.errors import Persistence
 
+#: The layout of a run's directory and streams. It grows whenever what lies there takes another name or shape, so that a
+#: run that another version of the project began is refused, and never misread.
+#: 1: directives lie in the stream `orders`, the journal's snapshot holds the state in one flat record, and no number.
+#: 2: directives lie in the stream `directives`, the snapshot holds the state in parts, and both say their layout.
+LAYOUT = 2
+
 PROMPTS = "prompts"
 REPORTS = "reports"
-ORDERS = "orders"
+DIRECTIVES = "directives"
 ROLLOUTS = "rollouts:"
 #: Holds an entry for each epoch that ever began, so that none begins twice.
 EPOCHS = "epochs"
@@ -280,6 +286,14 @@ FROM_ACTORS = (GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, Acto
 _REPORTS = msgspec.msgpack.Decoder(Report)
 _DIRECTIVES = msgspec.msgpack.Decoder(Directive)
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+def layout_refusal(what: str, found: object) -> str:
+    """Why `what`, which is of the layout `found`, is not read, and what to do."""
+    return (
+        f"{what} must be of layout {LAYOUT}, got layout {found}: another version of pipelinerl began it; use that "
+        "version for it, or begin a new run"
+    )
 
 
 def encode(message: ControlMessage) -> bytes:

@@ -14,10 +14,10 @@ import typer
 
 from pipelinerl import registry
 from pipelinerl.errors import DeadlineError, UserError
-from pipelinerl.observability.status import EngineStatus, RunStatus
+from pipelinerl.observability.status import EngineStatus, FleetStatus
 
-if TYPE_CHECKING:  # it imports httpx and the streams, for which `pipelinerl --help` need not wait
-    from pipelinerl.commands.remote import Remote
+if TYPE_CHECKING:  # it imports an HTTP library, for which `pipelinerl --help` need not wait
+    from pipelinerl.controller.client import ControllerClient
 
 engines_app = typer.Typer(help="List the engines of a live run, or change them.", no_args_is_help=True)
 
@@ -40,7 +40,11 @@ _JOIN_S: Final = 300.0
 @engines_app.command("list")
 def list_(run: Run) -> None:
     """Name, type, lifecycle, loaded version, load and last error of each engine."""
-    for line in table(_remote(run).status()):
+    from pipelinerl.commands.remote import controller_of
+
+    with controller_of(run) as controller:
+        fleet = controller.engines()
+    for line in table(fleet):
         typer.echo(line)
 
 
@@ -53,57 +57,61 @@ def add(
     wait: Wait = True,
 ) -> None:
     """Take a running engine into the fleet, or start new ones; they serve once they have proven their weights."""
-    remote = _remote(run)
+    from pipelinerl.commands.remote import controller_of
+
     if (url is None) == (type is None):
         raise UserError("name a running engine's URL, or a --type to start; one of the two")
-    if url is not None:
-        remote.add(url)
-        wanted = [url.rstrip("/")]
-    else:
-        registry.known("--type", registry.ENGINES, str(type))
-        wanted = remote.request_engines(str(type), count=count)
-    if wait:
+    if type is not None:
+        registry.known("--type", registry.ENGINES, type)
+    with controller_of(run) as controller:
+        if url is not None:
+            controller.register_engine(url)
+            wanted: tuple[str, ...] = (url.rstrip("/"),)
+        else:
+            wanted = controller.request_engines(str(type), count=count)
+        if not wait:
+            typer.echo("asked for " + ", ".join(wanted))
+            return
         for which in wanted:
-            typer.echo(line(joined(remote, which, logs=_logs(run))))
-    else:
-        typer.echo("asked for " + ", ".join(wanted))
+            typer.echo(line(joined(controller, which, logs=_logs(run))))
 
 
 @engines_app.command()
 def drain(run: Run, engine: Which, patience: Patience = 60.0, wait: Wait = True) -> None:
     """Give an engine no more work, and take it out once it has ended what it has."""
-    remote = _remote(run)
-    remote.drain(engine, grace_s=patience)
-    if wait:
-        typer.echo(line(gone(remote, engine, within_s=patience + 30.0)))
+    from pipelinerl.commands.remote import controller_of
+
+    with controller_of(run) as controller:
+        controller.drain_engine(engine, grace_s=patience)
+        if wait:
+            typer.echo(line(gone(controller, engine, within_s=patience + 30.0)))
 
 
 @engines_app.command()
 def remove(run: Run, engine: Which) -> None:
     """Take an engine out at once; what it has is sampled anew elsewhere."""
-    _remote(run).remove(engine)
+    from pipelinerl.commands.remote import controller_of
+
+    with controller_of(run) as controller:
+        controller.remove_engine(engine)
     typer.echo(f"{engine} is out")
 
 
 @engines_app.command()
 def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, wait: Wait = True) -> None:
     """Replace an engine: start another, and drain the old one when the new one has proven its weights."""
+    from pipelinerl.commands.remote import controller_of
+
     if type is None:
         raise UserError("say with --type what the engine is to be replaced by")
     registry.known("--type", registry.ENGINES, type)
-    remote = _remote(run)
-    (name,) = remote.request_engines(type, replaces=engine, grace_s=patience)
-    if wait:
-        typer.echo(line(joined(remote, name, logs=_logs(run))))
-        typer.echo(line(gone(remote, engine, within_s=patience + 30.0)))
-    else:
-        typer.echo(f"asked for {name}")
-
-
-def _remote(run: str) -> Remote:
-    from pipelinerl.commands.remote import Remote
-
-    return Remote.of(run)
+    with controller_of(run) as controller:
+        (name,) = controller.request_engines(type, replaces=engine, grace_s=patience)
+        if not wait:
+            typer.echo(f"asked for {name}")
+            return
+        typer.echo(line(joined(controller, name, logs=_logs(run))))
+        typer.echo(line(gone(controller, engine, within_s=patience + 30.0)))
 
 
 def _logs(run: str) -> Path:
@@ -113,14 +121,14 @@ def _logs(run: str) -> Path:
     return Path("logs") if is_url(run) else Path(run) / "logs"
 
 
-def table(status: RunStatus) -> list[str]:
+def table(fleet: FleetStatus) -> list[str]:
     """A line for each engine, under a heading, and one for each that has not come yet."""
-    names = {engine.name for engine in status.engines}
+    names = {engine.name for engine in fleet.engines}
     heading = _row("name", "type", "lifecycle", "version", "running", "waiting", "tokens/s", "url")
     waiting = [
-        _row(h.name, h.type, "requested", "-", "-", "-", "-", "") for h in status.requested if h.name not in names
+        _row(h.name, h.type, "requested", "-", "-", "-", "-", "") for h in fleet.requested if h.name not in names
     ]
-    return [heading, *map(line, status.engines), *waiting]
+    return [heading, *map(line, fleet.engines), *waiting]
 
 
 def line(engine: EngineStatus) -> str:
@@ -138,25 +146,32 @@ def line(engine: EngineStatus) -> str:
     return f"{row}  {engine.last_error}".rstrip()
 
 
-def joined(remote: Remote, which: str, *, logs: Path, within_s: float = _JOIN_S) -> EngineStatus:
+def joined(controller: ControllerClient, which: str, *, logs: Path, within_s: float = _JOIN_S) -> EngineStatus:
     """Wait until the engine serves.
 
     Raises:
         UserError: it was expelled, or cannot be had; DeadlineError: it has not come in time.
     """
-    engine = _until(remote, which, lambda engine: engine.serves or engine.state == "expelled", within_s, "serve", logs)
+    engine = _until(
+        controller, which, lambda engine: engine.serves or engine.state == "expelled", within_s, "serve", logs
+    )
     if engine.state == "expelled":
         raise UserError(f"{which} was expelled: {engine.last_error}")
     return engine
 
 
-def gone(remote: Remote, which: str, *, within_s: float) -> EngineStatus:
+def gone(controller: ControllerClient, which: str, *, within_s: float) -> EngineStatus:
     """Wait until the engine is out; raises DeadlineError when it is not in time."""
-    return _until(remote, which, lambda engine: engine.state == "expelled", within_s, "be out", None)
+    return _until(controller, which, lambda engine: engine.state == "expelled", within_s, "be out", None)
 
 
 def _until(
-    remote: Remote, which: str, reached: Callable[[EngineStatus], bool], within_s: float, what: str, logs: Path | None
+    controller: ControllerClient,
+    which: str,
+    reached: Callable[[EngineStatus], bool],
+    within_s: float,
+    what: str,
+    logs: Path | None,
 ) -> EngineStatus:
     from pipelinerl.controller.state.fleet import base_url
 
@@ -164,13 +179,13 @@ def _until(
     deadline = time.monotonic() + within_s
     lifecycle = "not heard of"
     while time.monotonic() < deadline:
-        status = remote.status()
-        for engine in status.engines:
+        fleet = controller.engines()
+        for engine in fleet.engines:
             if base_url(which) in (engine.url, engine.name):
                 lifecycle = f"{engine.state} {engine.last_error}".strip()
                 if reached(engine):
                     return engine
-        if lifecycle == "not heard of" and which in status.to_stop:
+        if lifecycle == "not heard of" and which in fleet.to_stop:
             raise UserError(f"{which} did not come, and the run goes on without it{_last_word(which, logs)}{hint}")
         time.sleep(_POLL_S)
     raise DeadlineError(f"{which} should {what} within {within_s:g} s, and is {lifecycle}{hint}")

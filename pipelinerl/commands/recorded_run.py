@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from pipelinerl.commands.remote import Remote
+from pipelinerl.commands.remote import controller_of
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecordError, UserError
 from pipelinerl.messages import ROLLOUTS
@@ -110,7 +110,8 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
 def _is_live(run_dir: Path) -> bool:
     """Does its controller answer? One that was killed leaves its address behind."""
     try:
-        Remote.of(run_dir).status()
+        with controller_of(run_dir) as controller:
+            controller.status()
     except UserError:
         return False
     return True

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step, recorded_steps
-from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.config.recipe import RunConfig, check_layout, load
 from pipelinerl.errors import CheckpointError, RecordError, UserError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
@@ -43,8 +43,9 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         objective: a preset to take that one step with instead.
 
     Raises:
-        UserError: the run, the step, or what it needs is not there.
+        UserError: the run, the step, or what it needs is not there, or the run is of another layout.
     """
+    check_layout(run_dir)
     config = load(str(run_dir / "recipe.toml"))
     other = None if objective is None else _other(config, objective)
     steps = recorded_steps(run_dir)

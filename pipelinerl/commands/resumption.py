@@ -18,7 +18,7 @@ from typing import Final
 
 import tomli_w
 
-from pipelinerl.config.recipe import RunConfig, load, parse, to_table
+from pipelinerl.config.recipe import RunConfig, check_layout, load, parse, to_table, write_layout
 from pipelinerl.errors import CheckpointError, UserError
 from pipelinerl.roles.wiring import checkpoints_of, copies_of, objective_of
 from pipelinerl.system.storage import Storage
@@ -37,11 +37,13 @@ def directory_of(where: str) -> Path:
     """The directory of the run in `where`, a path or a URL, ready to go on.
 
     Raises:
-        UserError: there is nothing to go on with, or there are two places to go on from.
+        UserError: there is nothing to go on with, there are two places to go on from, or the run in the directory is of
+            another layout.
     """
     if _SCHEME in where:
         return _brought(where.rstrip("/"))
     run_dir = Path(where)
+    check_layout(run_dir)
     if (run_dir / _RECIPE).is_file():
         _refuse_older(load(run_dir / _RECIPE), run_dir)
     return run_dir
@@ -80,6 +82,7 @@ def _brought(url: str) -> Path:
     if checkpoint is not None:
         _bring_model(checkpoint, draft, run_dir)
     (draft / _RECIPE).chmod(0o600)  # whoever goes on may write the password of their stream server into it
+    write_layout(draft)  # whichever it was of: neither streams nor journal come along
     draft.rename(run_dir)
     return run_dir
 

@@ -46,7 +46,8 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.system.files import write_private
 from trainer_contract.types import Device
 
@@ -257,3 +258,24 @@ def to_table(config: RunConfig) -> dict[str, Any]:
 def save(config: RunConfig, path: Path) -> None:
     """Write the resolved recipe, whole: no base, no overrides. It may hold a secret, and is its owner's only."""
     write_private(path, tomli_w.dumps(to_table(config)))
+
+
+def write_layout(run_dir: Path) -> None:
+    """Note in the directory of a run that begins, beside its recipe, that it is of this layout (`messages.LAYOUT`)."""
+    (run_dir / "layout").write_text(f"{LAYOUT}\n")
+
+
+def check_layout(run_dir: Path) -> None:
+    """Return when the directory holds no run yet, or one of this layout; the first layout left no number.
+
+    Raises:
+        UserError: it holds a run that another version of the project began.
+    """
+    if not (run_dir / "recipe.toml").is_file():
+        return
+    try:
+        found = (run_dir / "layout").read_text().strip()
+    except FileNotFoundError:
+        found = "1"
+    if found != str(LAYOUT):
+        raise UserError(layout_refusal(f"the run in {run_dir}", found))

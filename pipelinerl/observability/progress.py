@@ -65,9 +65,9 @@ class ProgressDisplay:
 
     def show(self, status: RunStatus) -> None:
         """Show `status` now."""
-        if status.step != self._step and status.reward is not None:
+        if status.step != self._step and status.last_step.reward is not None:
             self._step = status.step
-            self._rewards.append(status.reward)
+            self._rewards.append(status.last_step.reward)
         if self._live is not None:
             self._live.update(render(status, width=self.console.width, rewards=self._rewards))
             return
@@ -85,8 +85,8 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
     ]
     if len(rewards) > 1 and width >= _CURVE_COLUMNS:
         parts.append(Text.assemble(("reward so far  ", "dim"), (sparkline(rewards, width=min(60, width - 16)), "cyan")))
-    if len(status.engines) > 1:
-        parts.append(_engines(status.engines))
+    if len(status.fleet.engines) > 1:
+        parts.append(_engines(status.fleet.engines))
     if status.evaluating is not None:
         parts.append(Text(_evaluating(status.evaluating), style="dim"))
     if status.waiting_for:
@@ -98,12 +98,12 @@ def line(status: RunStatus) -> str:
     """The same in one line of plain text."""
     parts = [
         f"[{status.run}] {status.phase.value} {status.step}/{status.total_steps}",
-        f"reward {_share(status.reward)}",
+        f"reward {_share(status.last_step.reward)}",
         f"held-out {_accuracy(status)}",
-        f"{status.tokens_per_s:,.0f} tok/s",
-        f"staleness {status.staleness_mean:.1f} (max {status.staleness_max})",
-        f"pause {_milliseconds(status.last_update_pause_s)}",
-        f"engines {status.engine_occupancy:.0%}",
+        f"{status.fleet.tokens_per_s:,.0f} tok/s",
+        f"staleness {status.last_step.staleness_mean:.1f} (max {status.last_step.staleness_max})",
+        f"pause {_milliseconds(status.fleet.update_pause_s)}",
+        f"engines {status.fleet.occupancy:.0%}",
         f"{format_duration(status.elapsed_s)}, {_eta(status)}",
     ]
     if status.evaluating is not None:
@@ -125,7 +125,7 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
 def _is_news(before: RunStatus | None, now: RunStatus) -> bool:
     if before is None:
         return True
-    return before.phase is not now.phase or before.held_out_accuracy != now.held_out_accuracy
+    return before.phase is not now.phase or before.held_out.accuracy != now.held_out.accuracy
 
 
 def _head(status: RunStatus) -> Table:
@@ -151,16 +151,16 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(no_wrap=True, min_width=9)
     held_out = Text(_accuracy(status), style="bold")
-    if status.first_accuracy is not None and status.held_out_accuracy is not None:
-        held_out.append(f"  (from {status.first_accuracy:.1%})", style="dim not bold")
+    if status.held_out.first is not None and status.held_out.accuracy is not None:
+        held_out.append(f"  (from {status.held_out.first:.1%})", style="dim not bold")
     ledger = status.ledger
     rows = (
-        ("reward", Text(_share(status.reward), style="bold")),
+        ("reward", Text(_share(status.last_step.reward), style="bold")),
         ("held-out", held_out),
-        ("tokens/s", f"{status.tokens_per_s:,.0f}"),
-        ("staleness", f"{status.staleness_mean:.1f}, max {status.staleness_max}"),
-        ("update pause", _milliseconds(status.last_update_pause_s)),
-        ("engines", f"{status.engine_occupancy:.0%} busy"),
+        ("tokens/s", f"{status.fleet.tokens_per_s:,.0f}"),
+        ("staleness", f"{status.last_step.staleness_mean:.1f}, max {status.last_step.staleness_max}"),
+        ("update pause", _milliseconds(status.fleet.update_pause_s)),
+        ("engines", f"{status.fleet.occupancy:.0%} busy"),
         ("version", f"v{status.model_version}" + (f", epoch {status.epoch}" if status.epoch > 1 else "")),
         ("in flight", f"{ledger.in_flight:,} prompts"),
         ("dropped", f"{ledger.stale:,} stale, {ledger.filtered:,} flat, {ledger.failed:,} failed"),
@@ -190,17 +190,17 @@ def _share(value: float | None) -> str:
 
 
 def _accuracy(status: RunStatus) -> str:
-    if status.held_out_accuracy is None:
+    if status.held_out.accuracy is None:
         return "–"
-    said = f"{status.held_out_accuracy:.1%}"
-    if status.held_out_low is not None and status.held_out_high is not None:
-        said += f" ±{(status.held_out_high - status.held_out_low) / 2:.1%}"
-    if status.pass_at:
-        best = status.pass_at[-1]
+    said = f"{status.held_out.accuracy:.1%}"
+    if status.held_out.low is not None and status.held_out.high is not None:
+        said += f" ±{(status.held_out.high - status.held_out.low) / 2:.1%}"
+    if status.held_out.pass_at:
+        best = status.held_out.pass_at[-1]
         said += f", pass@{best.k} {best.value:.1%}"
-    if status.held_out_incomplete:
+    if status.held_out.incomplete:
         said += ", incomplete"
-    return said + (f" of v{status.held_out_version}" if status.held_out_one_version else "")
+    return said + (f" of v{status.held_out.version}" if status.held_out.one_version else "")
 
 
 def _evaluating(evaluating: EvaluatingStatus) -> str:

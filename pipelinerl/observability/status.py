@@ -106,62 +106,94 @@ class LedgerStatus(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
 
 
-class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at one moment.
+class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines of a run."""
 
-    Attributes:
-        reward: mean over the rollouts of the last step.
-        held_out_accuracy: of the last evaluation, with its 95 % interval; `first_accuracy` before training began. None
-            where nothing was judged.
-        held_out_version, held_out_one_version: of which weights that is, and whether every token is of them.
-        held_out_incomplete: why not every problem has its answer; empty when all have.
-        tokens_per_s: tokens sampled per second, over all engines.
-        staleness_mean, staleness_max: over the rollouts of the last step, in versions.
-        last_update_pause_s: the longest time that an engine stood still for the last weight update.
-        engine_occupancy: share of the engines' slots that work, 0..1.
-        requested, to_stop: engines beyond the recipe's that are to run; names of those, of any, that are to end.
-        waiting_for: what the run waits for now, in words; empty when it waits for nothing.
-        still_s: for how long nothing at all has got on.
-        eta_s: None until a step has been taken.
-    """
+    engines: tuple[EngineStatus, ...] = ()
+    """All that ever came, by URL."""
+    requested: tuple[RequestedEngine, ...] = ()
+    """Engines beyond the recipe's that are to run."""
+    to_stop: tuple[str, ...] = ()
+    """Names of those, of any, whose processes are to end."""
+    tokens_per_s: float = 0.0
+    """Tokens sampled per second, over all engines."""
+    occupancy: float = 0.0
+    """Share of the healthy engines' slots that work, 0..1."""
+    update_pause_s: float = 0.0
+    """The longest time that an engine stood still for the last weight update."""
+
+
+class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What evaluations have shown so far; an accuracy is None where nothing was judged."""
+
+    accuracy: float | None = None
+    """Mean of the last evaluation."""
+    low: float | None = None
+    """Lower end of its 95 % interval."""
+    high: float | None = None
+    """Upper end of its 95 % interval."""
+    version: int | None = None
+    """Which weights it is of."""
+    one_version: bool = False
+    """Is every token of its answers of those weights?"""
+    incomplete: str = ""
+    """Why not every problem has its answer; empty when all have."""
+    pass_at: tuple[PassAtStatus, ...] = ()
+    """Chances that one of k answers is right, for each k that the recipe asks for."""
+    first: float | None = None
+    """Accuracy before training began."""
+    best: float | None = None
+    """The highest accuracy so far."""
+
+
+class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of the last step, over its rollouts; None and 0 before the first."""
+
+    reward: float | None = None
+    """Mean reward."""
+    rollouts_per_s: float = 0.0
+    """Rollouts trained on per second, with the wait for them."""
+    staleness_mean: float = 0.0
+    """How many versions old they were, on average."""
+    staleness_max: int = 0
+    """How many versions old the oldest was."""
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at one moment."""
 
     run: str
+    """Name of the run."""
     phase: StatusPhase = StatusPhase.STARTING
     step: int = 0
+    """Steps taken."""
     total_steps: int = 0
+    """Steps that the recipe asks for."""
     model_version: int = 0
+    """Version of the trainer's weights."""
     epoch: int = 0
-    reward: float | None = None
-    held_out_accuracy: float | None = None
-    held_out_low: float | None = None
-    held_out_high: float | None = None
-    held_out_version: int | None = None
-    held_out_one_version: bool = False
-    held_out_incomplete: str = ""
-    pass_at: tuple[PassAtStatus, ...] = ()
+    """How many trainers have begun."""
+    last_step: LastStepStatus = LastStepStatus()
+    held_out: HeldOutStatus = HeldOutStatus()
     evaluating: EvaluatingStatus | None = None
-    first_accuracy: float | None = None
-    best_accuracy: float | None = None
-    tokens_per_s: float = 0.0
-    rollouts_per_s: float = 0.0
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-    last_update_pause_s: float = 0.0
-    engine_occupancy: float = 0.0
-    engines: tuple[EngineStatus, ...] = ()
-    requested: tuple[RequestedEngine, ...] = ()
-    to_stop: tuple[str, ...] = ()
+    """The evaluation under way."""
+    fleet: FleetStatus = FleetStatus()
     actors: tuple[ActorStatus, ...] = ()
     ledger: LedgerStatus = LedgerStatus()
     knobs: dict[str, Any] = {}
+    """Values by name."""
     trainer: TrainerStatus | None = None
     waiting_for: str = ""
+    """What the run waits for now, in words; empty when it waits for nothing."""
     still_s: float = 0.0
+    """For how long nothing at all has got on."""
     elapsed_s: float = 0.0
+    """Age of the run."""
     eta_s: float | None = None
+    """Time until the last step; None until a step has been taken."""
 
     def to_json(self) -> bytes:
-        """As JSON."""
+        """Return the status as JSON, by the names of its fields."""
         return msgspec.json.encode(self)
 
     @classmethod

@@ -12,33 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-
-import httpx
-import msgspec
 
 from pipelinerl import registry
 from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
-from pipelinerl.errors import AddressError, UserError
+from pipelinerl.errors import AddressError, TokenRefused, UserError
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.verifiers.verifier import Verifier
 
 log = logging.getLogger("pipelinerl")
 
-#: How often an actor asks the controller which engines may be given work.
+#: How often an actor asks the controller what it is to work by.
 REFRESH_S = 0.5
-
-
-class _Told(msgspec.Struct, frozen=True):
-    """What the controller answers (`GET /engines`); k is None for no bound."""
-
-    serving: list[str]
-    finishing: list[str]
-    groups_in_flight: int
-    model_version: int
-    k: float | None
 
 
 async def run(identity: Identity) -> None:
@@ -86,28 +73,24 @@ async def _follow_controller(identity: Identity, pool: EnginePool, actor: Actor,
     Raises:
         AddressError: the controller refuses the token.
     """
-    url = identity.controller_url
-    headers = {"authorization": f"Bearer {identity.token}"} if identity.token else {}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=5.0, trust_env=False) as http:
-        reachable = True
+    reachable = True
+    async with AsyncControllerClient(identity.controller_url, identity.token) as controller:
         while True:
             try:
-                answer = await http.get("/engines")
-                if answer.status_code == httpx.codes.UNAUTHORIZED:
-                    raise AddressError(f"the controller at {url} refuses this actor's token")
-                told = msgspec.json.decode(answer.raise_for_status().content, type=_Told)
-            except (httpx.HTTPError, msgspec.DecodeError) as error:
+                assignment = await controller.assignment()
+            except TokenRefused:
+                raise AddressError(f"the controller at {controller.url} refuses this actor's token") from None
+            except UserError as error:
                 if reachable:
                     until = "what it said last holds" if heard.is_set() else "this actor claims no orders"
-                    reason = str(error) or type(error).__name__  # a connection that times out has no words
-                    log.warning("no controller answers at %s (%s); until one does, %s", url, reason, until)
+                    log.warning("%s; until one does, %s", error, until)
                 reachable = False
             else:
                 if not reachable:
-                    log.info("the controller at %s answers", url)
+                    log.info("the controller at %s answers", controller.url)
                 reachable = True
-                pool.update(told.serving, finishing=told.finishing)
-                actor.resize(told.groups_in_flight)
-                actor.follow(model_version=told.model_version, k=math.inf if told.k is None else told.k)
+                pool.update(assignment.serving, finishing=assignment.finishing)
+                actor.resize(assignment.groups_in_flight)
+                actor.follow(model_version=assignment.model_version, k=assignment.staleness_bound)
                 heard.set()
             await asyncio.sleep(REFRESH_S)

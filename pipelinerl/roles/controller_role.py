@@ -14,7 +14,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from pipelinerl.commands.resumption import claim
-from pipelinerl.config.recipe import RunConfig, save
+from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
@@ -88,8 +88,10 @@ async def run(identity: Identity, *, start: Start) -> None:
     Afresh, it goes on from the run's newest checkpoint; from its journal, where a controller that died left off.
 
     Raises:
-        UserError: it would begin a run where another of its name is live, or has its copies.
+        UserError: it would begin a run where another of its name is live, or has its copies; or the directory's run is
+            of another layout.
     """
+    check_layout(identity.run_dir)
     checkpoints = checkpoints_of(identity.config, identity.run_dir)
     latest = checkpoints.latest()
     history = identity.run_dir / "events.jsonl"
@@ -196,6 +198,7 @@ def _leave_recipe(identity: Identity, *, begins: bool) -> None:
             f"{url} holds the copies of a run, and {identity.run_dir} is not its directory: give this one another "
             f"run.name, or go on with that one: pipelinerl run --resume {url}"
         )
+    write_layout(identity.run_dir)
     save(config, path)
 
 

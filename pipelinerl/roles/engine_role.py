@@ -17,13 +17,15 @@ from inference_contract.engine import Engine
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import EngineState
 from pipelinerl import registry
+from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.system.addresses import LOOPBACK, address_towards
-from pipelinerl.system.http_service import listen, serve_until, url_of
+from pipelinerl.system.http_client import async_session
+from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until, url_of
 from pipelinerl.weights.parameter_server.download import WeightPuller
 
 log = logging.getLogger("pipelinerl")
@@ -149,35 +151,21 @@ def _started(engine: Engine) -> bool:
 
 async def _offer(identity: Identity, url: str) -> None:
     """Say to the controller, again and again, that this engine is there, once it is."""
-    headers = {"authorization": f"Bearer {identity.token}"} if identity.token else {}
-    offer = {
-        "url": url,
-        "incarnation": f"{os.getpid()}-{time.time_ns()}",
-        "name": identity.name,
-        "type": identity.config.engine.type,
-    }
-    async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as http:
-        reachable = True
+    incarnation = f"{os.getpid()}-{time.time_ns()}"
+    reachable = True
+    async with (
+        AsyncControllerClient(identity.controller_url, identity.token) as controller,
+        async_session(url, timeout_s=5.0) as itself,
+    ):
         while True:
             try:
-                if (await http.get(f"{url}/health")).status_code == httpx.codes.OK:
-                    answer = await http.post(f"{identity.controller_url}/engines", json=offer)
-                    _raise_for_refusal(answer)
+                if (await itself.get(OPEN_PATH)).status_code == httpx.codes.OK:
+                    await controller.register_engine(
+                        url, incarnation=incarnation, name=identity.name, type=identity.config.engine.type
+                    )
                     reachable = True
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, UserError) as error:
                 if reachable:
-                    reason = str(error) or type(error).__name__  # a connection that times out has no words
-                    log.warning("the controller at %s did not take this engine: %s", identity.controller_url, reason)
+                    log.warning("the controller at %s did not take this engine: %s", controller.url, error)
                 reachable = False
             await asyncio.sleep(OFFER_S if reachable else OFFER_S / 4)
-
-
-def _raise_for_refusal(answer: httpx.Response) -> None:
-    """Raise for an answer that is a refusal, with the controller's own sentence where it has one."""
-    if answer.is_success:
-        return
-    try:
-        reason = str(answer.json()["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        reason = f"{answer.status_code} {answer.reason_phrase}"
-    raise httpx.HTTPStatusError(reason, request=answer.request, response=answer)

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from typer.testing import CliRunner
 
 from pipelinerl.commands.engines import engines_app, gone, joined, table
-from pipelinerl.commands.remote import Remote
+from pipelinerl.commands.remote import address_of, controller_of
+from pipelinerl.controller.client import ControllerClient
 from pipelinerl.errors import DeadlineError, UserError
-from pipelinerl.observability.status import EngineStatus, RequestedEngine, RunStatus
+from pipelinerl.observability.status import EngineStatus, FleetStatus, RequestedEngine
 from tests.fakes.served import in_thread
 
 URL = "http://127.0.0.1:7001"
@@ -28,22 +30,20 @@ class Controller:
 
     standings: dict[str, list[str]] = field(default_factory=dict)
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
-    stopped: tuple[str, ...] = ()
+    to_stop: tuple[str, ...] = ()
 
     def application(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
 
-        @app.get("/status")
-        async def status() -> Response:
+        @app.get("/engines")
+        async def engines() -> Response:
             now = {name: states.pop(0) if len(states) > 1 else states[0] for name, states in self.standings.items()}
-            engines = tuple(
+            listed = tuple(
                 EngineStatus(url=f"{URL}{i}", name=name, type="torch", state=state, version=3, last_error="why not")
                 for i, (name, state) in enumerate(now.items())
             )
-            return Response(
-                RunStatus(run="tiny", engines=engines, to_stop=self.stopped).to_json(),
-                media_type="application/json",
-            )
+            fleet = FleetStatus(engines=listed, to_stop=self.to_stop)
+            return Response(msgspec.json.encode(fleet), media_type="application/json")
 
         @app.api_route("/engines", methods=["POST", "DELETE"])
         @app.post("/engines/{order}")
@@ -71,8 +71,7 @@ def run(where: Path | str, command: str, *arguments: str) -> str:
 
 
 def test_the_table_shows_who_is_there_and_who_is_still_to_come() -> None:
-    status = RunStatus(
-        run="tiny",
+    fleet = FleetStatus(
         engines=(
             EngineStatus(
                 url=URL, name="engine-0", type="torch", state="healthy", version=7, running=3, tokens_per_s=9.6
@@ -81,7 +80,7 @@ def test_the_table_shows_who_is_there_and_who_is_still_to_come() -> None:
         ),
         requested=(RequestedEngine(name="engine-0", type="torch"), RequestedEngine(name="engine-1", type="vllm")),
     )
-    heading, first, second, third = (" ".join(line.split()) for line in table(status))
+    heading, first, second, third = (" ".join(line.split()) for line in table(fleet))
     assert heading == "name type lifecycle version running waiting tokens/s url"
     assert first == f"engine-0 torch healthy 7 3 0 10 {URL}"
     assert second == f"- - dead 0 0 0 0 {URL}1 no answer"
@@ -128,7 +127,7 @@ def test_what_each_command_asks_for(controller: Controller, tmp_path: Path) -> N
 def test_a_run_may_be_named_by_its_controllers_url(controller: Controller, tmp_path: Path) -> None:
     """From a machine that does not see the run's directory."""
     controller.standings = {"engine-1": ["joining", "healthy"]}
-    url = Remote.of(tmp_path).url
+    url = address_of(tmp_path).url
     assert " healthy " in run(url, "add", "--type", "torch")
     assert len(run(url, "list").splitlines()) == 2
 
@@ -150,7 +149,7 @@ def test_a_type_that_nobody_knows_is_not_asked_for(
 
 
 def test_an_engine_that_cannot_be_had_is_not_waited_for(controller: Controller, tmp_path: Path) -> None:
-    controller.stopped = ("engine-1",)
+    controller.to_stop = ("engine-1",)
     with pytest.raises(UserError, match=r"engine-1 did not come, and the run goes on without it; see .*logs"):
         run(tmp_path, "add", "--type", "vllm")
     (tmp_path / "logs").mkdir()
@@ -164,8 +163,12 @@ def test_an_engine_that_cannot_be_had_is_not_waited_for(controller: Controller, 
 
 
 def test_who_does_not_come_or_go_is_named_with_its_standing(controller: Controller, tmp_path: Path) -> None:
-    remote = Remote.of(tmp_path)
     controller.standings = {"engine-0": ["joining"], "engine-1": ["expelled"]}
+    with controller_of(tmp_path) as remote:
+        _who_does_not_come_or_go(remote)
+
+
+def _who_does_not_come_or_go(remote: ControllerClient) -> None:
     with pytest.raises(DeadlineError, match=r"engine-0 should serve within 0\.3 s, and is joining why not; see logs"):
         joined(remote, "engine-0", logs=Path("logs"), within_s=0.3)
     with pytest.raises(UserError, match="engine-1 was expelled: why not"):

@@ -11,8 +11,9 @@ import pytest
 from fastapi import FastAPI, Header, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from pipelinerl.commands.remote import Remote
-from pipelinerl.errors import AddressError, RecipeError, UserError
+from pipelinerl.commands.remote import ControllerAddress, address_of, controller_of
+from pipelinerl.controller.client import ControllerClient
+from pipelinerl.errors import AddressError, RecipeError, TokenRefused, UserError
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.roles.process import TOKEN_VARIABLE
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
@@ -55,39 +56,42 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-def remote(url: str, tmp_path: Path) -> Remote:
+def remote(url: str, tmp_path: Path) -> Iterator[ControllerClient]:
     (tmp_path / "controller.json").write_text(json.dumps({"url": url, "token": "secret"}))
-    return Remote.of(tmp_path)
+    with controller_of(tmp_path) as made:
+        yield made
 
 
-def test_answers_come_as_values(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_come_as_values(tmp_path: Path, remote: ControllerClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "Zoë")
     assert remote.status() == RunStatus(run="tiny", step=3)
     answer = remote.knobs()
     assert answer.knobs == {"j": 1, "k": "inf"}
     assert [(change.step, change.who, change.changes) for change in answer.log] == [(3, "ada", {"k": "inf"})]
-    assert remote.change({"k": 4}).knobs == {"k": 4, "who": "Zo?"}
+    with controller_of(tmp_path) as named:
+        assert named.change_knobs({"k": 4}).knobs == {"k": 4, "who": "Zo?"}
 
 
 def test_a_run_whose_directory_is_elsewhere_is_named_by_its_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    assert Remote.of(f"{url}/") == Remote(url, "secret")
-    assert Remote.of(url).status().step == 3
+    assert address_of(f"{url}/") == ControllerAddress(url, "secret")
+    with controller_of(url) as controller:
+        assert controller.status().step == 3
     monkeypatch.delenv(TOKEN_VARIABLE)
-    with pytest.raises(RecipeError, match="a valid bearer token is required"):
-        Remote.of(url).status()
+    with controller_of(url) as stranger, pytest.raises(TokenRefused, match="a valid bearer token is required"):
+        stranger.status()
 
 
-def test_the_token_is_given_to_no_proxy(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_given_to_no_proxy(remote: ControllerClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     assert remote.status().step == 3
 
 
-def test_a_refusal_is_the_controllers_sentence(remote: Remote, url: str) -> None:
+def test_a_refusal_is_the_controllers_sentence(remote: ControllerClient, url: str) -> None:
     with pytest.raises(RecipeError, match=r"^unknown knob 'q'$"):
-        remote.change({"q": 1})
-    with pytest.raises(RecipeError, match="a valid bearer token is required"):
-        Remote(url, None).status()
+        remote.change_knobs({"q": 1})
+    with ControllerClient(url, None) as stranger, pytest.raises(TokenRefused, match="a valid bearer token is required"):
+        stranger.status()
     with pytest.raises(RecipeError, match="POST /stop: Not Found"):
         remote.stop()
 
@@ -99,13 +103,16 @@ def test_a_directory_without_a_live_run(tmp_path: Path, record: str | None) -> N
     if record is not None:
         (tmp_path / "controller.json").write_text(record, errors="surrogateescape")
     with pytest.raises(UserError, match=f"{tmp_path} has no live run"):
-        Remote.of(tmp_path)
+        controller_of(tmp_path)
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "ht!tp://x", "http://[", "", "http://127.0.0.1:port"])
 def test_nobody_answers(address: str) -> None:
-    with pytest.raises(AddressError, match=r"does not answer .*; has the run ended\?"):
-        Remote(address, "secret").status()
+    with (
+        pytest.raises(AddressError, match=r"does not answer .*; has the run ended\?"),
+        ControllerClient(address, "secret") as controller,
+    ):
+        controller.status()
 
 
 def test_somebody_else_answers_on_the_port_of_a_run_that_died() -> None:
@@ -113,8 +120,7 @@ def test_somebody_else_answers_on_the_port_of_a_run_that_died() -> None:
     app.get("/status")(lambda: HTMLResponse("<html>"))
     app.get("/knobs")(lambda: {"detail": "something else"})
     app.post("/stop")(lambda: HTMLResponse("no", status_code=500))
-    with in_thread(app) as url:
-        remote = Remote(url, "secret")
+    with in_thread(app) as url, ControllerClient(url, "secret") as remote:
         for ask in (remote.status, remote.knobs, remote.stop):
             with pytest.raises(AddressError, match=r"what answers at .* is no controller"):
                 ask()

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.commands.replay import _checkpoint_before, show
-from pipelinerl.config.recipe import load, save as save_recipe
+from pipelinerl.config.recipe import load, save as save_recipe, write_layout
 from pipelinerl.errors import UserError
 from pipelinerl.roles.wiring import checkpoints_of
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
@@ -24,6 +24,7 @@ def test_an_objective_that_the_run_cannot_be_taken_with_is_refused_before_anythi
     tmp_path: Path, preset: str, sentence: str
 ) -> None:
     save_recipe(load("tiny"), tmp_path / "recipe.toml")
+    write_layout(tmp_path)
     with pytest.raises(UserError, match=sentence):
         show(tmp_path, step=1, objective=preset, console=Console())
 

@@ -236,7 +236,7 @@ def test_streams_and_memory_stay_bounded(tmp_path: Path) -> None:
         # Three checkpoints are kept, ten steps of eight groups apart; four steps of prompts are out.
         assert found["run:rollouts:actor-0"] <= (3 + 1) * 10 * 8 + 10 * 8, found
         assert found["run:prompts"] <= 4 * 2 * 8, found
-        assert max(found["run:orders"], found["run:reports"]) <= 70, found
+        assert max(found["run:directives"], found["run:reports"]) <= 70, found
         assert max(growth.values()) < 40, growth
 
 

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from itertools import cycle, islice, pairwise
 
-from pipelinerl.commands.remote import Remote
+from pipelinerl.commands.remote import controller_of
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import EngineStatus, RunStatus
 from tests.fakes.live_run import CLI, LiveRun
@@ -28,14 +28,15 @@ def engines(run: LiveRun, *arguments: str) -> str:
 def status(run: LiveRun) -> RunStatus:
     """What the run is doing; nothing while its controller is not there. Cheaper to ask than its log is to read."""
     try:
-        return Remote.of(run.directory).status()
+        with controller_of(run.directory) as controller:
+            return controller.status()
     except UserError:
         return RunStatus(run="")
 
 
 def fleet(run: LiveRun) -> dict[str, EngineStatus]:
     """The engines by name."""
-    return {engine.name: engine for engine in status(run).engines}
+    return {engine.name: engine for engine in status(run).fleet.engines}
 
 
 def until_serving(run: LiveRun, *names: str) -> None:

@@ -53,7 +53,7 @@ class Disk:
         elif self.is_full:
             self.seen.append(state.version)
             still = self.seen[-_LOOKS:]
-            if state.unsaved and len(still) == _LOOKS and len(set(still)) == 1:
+            if state.trainer.unsaved and len(still) == _LOOKS and len(set(still)) == 1:
                 self.pauses.append({"version": state.version, "waits_for": waiting_for(state, now=0.0)})
                 self.unloadable += [str(error) for path in self.store.all() if (error := damage(path))]
                 self.is_full = False

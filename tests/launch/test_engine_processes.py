@@ -12,7 +12,7 @@ from launch.plan import Launch, OnExit, Plan, Ports, processes_of
 from launch.process import State
 from launch.supervisor import Supervisor
 from pipelinerl.config.recipe import parse
-from pipelinerl.observability.status import RequestedEngine, RunStatus
+from pipelinerl.observability.status import FleetStatus, RequestedEngine, RunStatus
 from pipelinerl.system.ports import free_ports
 
 LAUNCH = Launch(
@@ -31,7 +31,10 @@ def nobody(name: str) -> None:
 
 def status(*requested: str, to_stop: tuple[str, ...] = ()) -> RunStatus:
     return RunStatus(
-        run="x", requested=tuple(RequestedEngine(name=name, type="bigram") for name in requested), to_stop=to_stop
+        run="x",
+        fleet=FleetStatus(
+            requested=tuple(RequestedEngine(name=name, type="bigram") for name in requested), to_stop=to_stop
+        ),
     )
 
 
@@ -90,7 +93,8 @@ def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, E
 
 
 def wants(*names: str, to_stop: tuple[str, ...] = (), type: str = "torch") -> RunStatus:
-    return RunStatus(run="x", requested=tuple(RequestedEngine(name=name, type=type) for name in names), to_stop=to_stop)
+    requested = tuple(RequestedEngine(name=name, type=type) for name in names)
+    return RunStatus(run="x", fleet=FleetStatus(requested=requested, to_stop=to_stop))
 
 
 def seen_by(supervisor: Supervisor, name: str) -> str:

@@ -12,6 +12,9 @@ from pipelinerl.observability.status import (
     ActorStatus,
     EngineStatus,
     EvaluatingStatus,
+    FleetStatus,
+    HeldOutStatus,
+    LastStepStatus,
     LedgerStatus,
     PassAtStatus,
     RunStatus,
@@ -26,25 +29,27 @@ STATUS = RunStatus(
     total_steps=300,
     model_version=120,
     epoch=2,
-    reward=0.7321,
-    held_out_accuracy=0.614,
-    held_out_low=0.57,
-    held_out_high=0.65,
-    held_out_version=100,
-    held_out_one_version=True,
-    pass_at=(PassAtStatus(k=8, value=0.8, low=0.75, high=0.85),),
+    last_step=LastStepStatus(reward=0.7321, staleness_mean=2.3, staleness_max=5),
+    held_out=HeldOutStatus(
+        accuracy=0.614,
+        low=0.57,
+        high=0.65,
+        version=100,
+        one_version=True,
+        pass_at=(PassAtStatus(k=8, value=0.8, low=0.75, high=0.85),),
+        first=0.18,
+    ),
     evaluating=EvaluatingStatus(
         model_version=110, pin="engine", engine="http://127.0.0.1:4124", answered=17, problems=64, discarded=2
     ),
-    first_accuracy=0.18,
-    tokens_per_s=12345.6,
-    staleness_mean=2.3,
-    staleness_max=5,
-    last_update_pause_s=0.0012,
-    engine_occupancy=0.93,
-    engines=(
-        EngineStatus(url="http://127.0.0.1:4123", state="healthy", version=120, running=120, waiting=3, slots=128),
-        EngineStatus(url="http://127.0.0.1:4124", state="lost"),
+    fleet=FleetStatus(
+        engines=(
+            EngineStatus(url="http://127.0.0.1:4123", state="healthy", version=120, running=120, waiting=3, slots=128),
+            EngineStatus(url="http://127.0.0.1:4124", state="lost"),
+        ),
+        tokens_per_s=12345.6,
+        occupancy=0.93,
+        update_pause_s=0.0012,
     ),
     actors=(ActorStatus(name="actor-0", groups_in_flight=32),),
     ledger=LedgerStatus(issued=2000, trained=1900, filtered=30, stale=12, failed=1, in_flight=57),
@@ -85,7 +90,12 @@ def test_status_survives_json() -> None:
 
 def test_status_of_another_version_is_read() -> None:
     status = RunStatus.from_json(b'{"run": "x", "phase": "evaluating", "field_of_tomorrow": [1]}')
-    assert (status.run, status.phase, status.reward, status.engines) == ("x", StatusPhase.EVALUATING, None, ())
+    assert (status.run, status.phase, status.last_step.reward, status.fleet.engines) == (
+        "x",
+        StatusPhase.EVALUATING,
+        None,
+        (),
+    )
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"run": 3}', b'{"run": "x", "phase": "dancing"}'])
@@ -136,7 +146,7 @@ def test_a_pipe_gets_a_line_now_and_then_and_at_news() -> None:
         for _ in range(30):
             progress.show(STATUS)
             now[0] += 1.0
-        progress.show(RunStatus(run="tiny", phase=StatusPhase.FINISHED, held_out_accuracy=0.614))
+        progress.show(RunStatus(run="tiny", phase=StatusPhase.FINISHED, held_out=HeldOutStatus(accuracy=0.614)))
     lines = out.getvalue().splitlines()
     assert len(lines) == 7
     assert lines[0].startswith("[tiny] training 120/300 · ")

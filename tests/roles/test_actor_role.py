@@ -58,9 +58,9 @@ def engine() -> Iterator[str]:
 @asynccontextmanager
 async def controller(identity: Identity, *engines: str, token: str = TOKEN) -> AsyncIterator[None]:
     """One that names these engines, where the actor looks for it."""
-    told = {"serving": engines, "finishing": [], "members": [], "groups_in_flight": 4, "model_version": 0, "k": None}
+    told = {"serving": engines, "finishing": [], "groups_in_flight": 4, "model_version": 0, "k": None}
     app = FastAPI(openapi_url=None)
-    app.get("/engines")(lambda: told)
+    app.get("/assignment")(lambda: told)
     guard(app, token=token)
     async with served(identity, app):
         yield
@@ -132,16 +132,18 @@ async def test_it_claims_nothing_before_it_has_heard_its_controller(
         return is_last
 
     async with acting(identity) as role:
-        await until(role, said(f"no controller answers at {identity.controller_url} (All connection attempts failed)"))
+        await until(
+            role, said(f"the controller at {identity.controller_url} does not answer (All connection attempts failed)")
+        )
         await asyncio.sleep(0.2)
         assert await stream.held(PROMPTS, group=ACTORS_GROUP, consumer=NAME) == []
         assert await stream.length(REPORTS) == 0, "nobody is told that it works"
         async with controller(identity, engine):
-            await until(role, said("answers"))
+            await until(role, said(" answers"))
             await until(role, lambda: indices(stream))
         await until(role, said("what it said last holds"))
         async with controller(identity, engine):
-            await until(role, said("answers"))
+            await until(role, said(" answers"))
             await asyncio.sleep(0.2)
             assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING", "INFO"]
     await stream.close()
@@ -151,11 +153,11 @@ async def test_what_is_no_controller_is_named_and_waited_for(
     identity: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = FastAPI(openapi_url=None)
-    app.get("/engines")(lambda: HTMLResponse("<html>"))
+    app.get("/assignment")(lambda: HTMLResponse("<html>"))
     guard(app, token=None)
 
     async def warned() -> bool:
-        return f"no controller answers at {identity.controller_url} (JSON is malformed" in caplog.text
+        return f"what answers at {identity.controller_url} is no controller (200 OK: JSON is malformed" in caplog.text
 
     async with served(identity, app), acting(identity) as role:
         await until(role, warned)

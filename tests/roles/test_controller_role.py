@@ -14,7 +14,7 @@ import pytest
 
 from launch.run_directory import open_run
 from pipelinerl.commands import resumption
-from pipelinerl.commands.remote import Remote
+from pipelinerl.commands.remote import address_of, controller_of
 from pipelinerl.config.recipe import RunConfig, load, to_table
 from pipelinerl.controller.service.service import Start
 from pipelinerl.errors import UserError
@@ -88,9 +88,9 @@ async def test_the_commands_of_its_machine_reach_it_wherever_it_listens(
 ) -> None:
     async with serving(identity(config_in(tmp_path), redis_url, host=host)) as endpoint:
         assert stat.S_IMODE(endpoint.stat().st_mode) == 0o600
-        remote = Remote.of(endpoint.parent)
-        assert remote.url.rpartition(":")[0] == f"http://{reached_at}"
-        assert (await asyncio.to_thread(remote.status)).run == "tiny"
+        with controller_of(endpoint.parent) as remote:
+            assert remote.url.rpartition(":")[0] == f"http://{reached_at}"
+            assert (await asyncio.to_thread(remote.status)).run == "tiny"
     assert not endpoint.exists()
 
 
@@ -182,7 +182,8 @@ async def test_a_run_that_begins_takes_nothing_that_a_dead_one_of_its_name_has_l
     await stream.append(ROLLOUTS + "actor-0", [b"its own"])
     (config_in(tmp_path).run_directory / "events.jsonl").write_text('{"kind": "step", "elapsed_s": 3.0}\n')
     async with serving(identity(config_in(tmp_path), redis_url)) as endpoint:
-        await asyncio.to_thread(Remote.of(endpoint.parent).status)
+        with controller_of(endpoint.parent) as remote:
+            await asyncio.to_thread(remote.status)
         assert await stream.length(ROLLOUTS + "actor-0") == 1, "a run that goes on keeps what it has"
     await stream.close()
 
@@ -190,18 +191,18 @@ async def test_a_run_that_begins_takes_nothing_that_a_dead_one_of_its_name_has_l
 async def test_who_is_taken_over_leaves_the_address_of_the_other(tmp_path: Path, redis_url: str) -> None:
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint, asyncio.timeout(2 * DEADLINE_S):
-        first = Remote.of(who.run_dir)
-        await asyncio.to_thread(first.status)  # its journal is there
+        with controller_of(who.run_dir) as first:
+            await asyncio.to_thread(first.status)  # its journal is there
         async with serving(who, start=Start.FROM_JOURNAL), httpx.AsyncClient(trust_env=False) as http:
-            while Remote.of(who.run_dir).url == first.url:
+            while address_of(who.run_dir).url == first.url:
                 await asyncio.sleep(0.01)
-            second = Remote.of(who.run_dir)
-            await asyncio.to_thread(second.change, {"temperature": 0.9})  # what is journaled fences the first
-            with suppress(httpx.TransportError):
-                while await http.get(f"{first.url}/health"):
-                    await asyncio.sleep(0.05)
-            assert Remote.of(who.run_dir) == second
-            assert (await asyncio.to_thread(second.status)).run == "tiny"
+            with controller_of(who.run_dir) as second:
+                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # what is journaled fences the first
+                with suppress(httpx.TransportError):
+                    while await http.get(f"{first.url}/health"):
+                        await asyncio.sleep(0.05)
+                assert address_of(who.run_dir).url == second.url
+                assert (await asyncio.to_thread(second.status)).run == "tiny"
     assert not endpoint.exists()
 
 

@@ -75,15 +75,6 @@ def test_a_controllers_url_that_is_none_is_a_sentence() -> None:
         offered_url(("0.0.0.0", 8001), "http://10.0.0.1:port")
 
 
-def test_a_refused_offer_says_what_the_controller_says() -> None:
-    request = httpx.Request("POST", "http://controller/engines")
-    refused = httpx.Response(422, json={"error": {"message": "url: no"}}, request=request)
-    with pytest.raises(httpx.HTTPStatusError, match=r"^url: no$"):
-        engine_role._raise_for_refusal(refused)
-    with pytest.raises(httpx.HTTPStatusError, match="502 Bad Gateway"):
-        engine_role._raise_for_refusal(httpx.Response(502, text="<html>", request=request))
-
-
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1"])
 def test_an_engine_that_nobody_would_reach_is_refused_before_it_loads_its_model(loopback: str, outward: str) -> None:
     with pytest.raises(UserError, match=f"at {loopback}, where nobody else reaches it; start it with --host "):

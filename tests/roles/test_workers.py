@@ -141,7 +141,6 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
         gather_dtype=WeightDType.BFLOAT16,
         memory_share=0.5,
         options={"mesh": 2},
-        memory_share=0.5,
         restore_from=Path("/a/state"),
     )
     plain = TrainerSpec(model_path=Path("/plain"))

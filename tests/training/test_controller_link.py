@@ -8,8 +8,8 @@ import pytest
 
 from pipelinerl.errors import DeadlineError, FencedError
 from pipelinerl.messages import (
+    DIRECTIVES,
     EPOCHS,
-    ORDERS,
     REPORTS,
     ROLLOUTS,
     ConsumedReport,
@@ -49,7 +49,7 @@ async def say(stream: MemoryStream, *answers: str, epoch: int = 2) -> None:
         )
         for each in answers
     ]
-    await stream.append(ORDERS, [encode(directive) for directive in directives])
+    await stream.append(DIRECTIVES, [encode(directive) for directive in directives])
 
 
 async def answered(link: ControllerLink, question: TrainerReady | StepDone) -> list[Arrivals]:

@@ -17,7 +17,7 @@ from inference_contract.schemas import OnUpdate
 from pipelinerl.choices import NoSignal
 from pipelinerl.errors import DeadlineError, DivergedError, FencedError, UpdateError
 from pipelinerl.messages import (
-    ORDERS,
+    DIRECTIVES,
     REPORTS,
     ROLLOUTS,
     SKIPS_THAT_END,
@@ -151,7 +151,7 @@ class GroupLimiter:
             "checkpoint": False,
             "stop": False,
         } | fields
-        await self.stream.append(ORDERS, [encode(Directive(answers=answers, knobs=knobs, **given))])
+        await self.stream.append(DIRECTIVES, [encode(Directive(answers=answers, knobs=knobs, **given))])
 
     async def begin(self, **fields: Any) -> None:
         """The trainer asks, and may begin."""

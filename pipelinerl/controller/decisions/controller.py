@@ -26,7 +26,7 @@ from typing import Any, final
 
 import msgspec
 
-from pipelinerl.controller.decisions import engine_decisions, events as trainer_news
+from pipelinerl.controller.decisions import engine_decisions
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
@@ -95,12 +95,16 @@ class Controller:
             LedgerError: the trainer's account does not balance with ours.
         """
         effects = self._decide(given)
-        if not self.state.failure:
+        if not self.state.failing.reason:
             effects += self._evaluate(now=given.now)
         effects += give_up(self.state, self.settings, now=given.now)
         mark = progress_mark(self.state)
-        if list(mark) != list(self.state.progress):
-            self.state.progress, self.state.progressed_at, self.state.stall_told = mark, given.now, False
+        if list(mark) != list(self.state.watchdog.mark):
+            self.state.watchdog.mark, self.state.watchdog.moved_at, self.state.watchdog.reported = (
+                mark,
+                given.now,
+                False,
+            )
         return effects
 
     def _decide(self, given: AnyInput) -> list[Effect]:
@@ -108,7 +112,7 @@ class Controller:
             case ReportReceived(report=report, now=now):
                 abandoned = getattr(report, "epoch", self.state.epoch) != self.state.epoch
                 if not (isinstance(report, FROM_ACTORS) or abandoned):
-                    self.state.trainer_heard = (type(report).__name__, now)
+                    self.state.trainer.heard = (type(report).__name__, now)
                 return self.handle(report, now=now)
             case KnobsPatched(changes=changes, who=who, time=time):
                 return self.patch(changes, who=who, time=time)
@@ -119,8 +123,8 @@ class Controller:
             case StreamsLost():
                 return self._streams_lost()
             case _:
-                told = engine_input(self.state, given, engines_expected=self.settings.engines_expected)
-                return told + self._fleet_changed(now=given.now)
+                effects = engine_input(self.state, given, engines_expected=self.settings.engines_expected)
+                return effects + self._fleet_changed(now=given.now)
 
     # --- events ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +148,7 @@ class Controller:
             case CanaryChecked() if report.epoch == self.state.epoch:
                 return self._canary_checked(report, now=now)
             case Checkpointed() | CheckpointDelayed() if report.epoch == self.state.epoch:
-                return trainer_news.checkpoint_told(self.state, report)
+                return _checkpoint_records(self.state, report)
             case TrainerStopped() if report.epoch == self.state.epoch:
                 return self._trainer_stopped()
             case GroupFailed():
@@ -152,7 +156,7 @@ class Controller:
             case GroupOutdated():
                 return self._group_outdated(report)
             case GroupHandedOver():
-                return [trainer_news.handed_over(report)]
+                return [_handover_record(report)]
             case EvaluationDone():
                 return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
             case ActorAlive():
@@ -182,7 +186,7 @@ class Controller:
         """End the run at the next step boundary: last publication, checkpoint and evaluation included."""
         if self.state.stop_reason is None:
             self.state.stop_reason = reason
-        if self.state.phase is RunPhase.STARTING or self.state.stop_sent:
+        if self.state.phase is RunPhase.STARTING or self.state.trainer.stop_sent:
             return []
         return [Send(self._directive(f"stop-e{self.state.epoch}", publish=True))]
 
@@ -190,9 +194,13 @@ class Controller:
         """Time has passed: publish to engines that wait for weights, give up on answers that do not come, and say it
         when nothing at all gets on."""
         effects = engine_decisions.overdue(self.state, now=now) + self.reload_if_due()
-        still_s = now - self.state.progressed_at if self.state.progress else 0.0
-        if still_s > self.settings.stall_s and not self.state.stall_told and self.state.phase is not RunPhase.FINISHED:
-            self.state.stall_told = True
+        still_s = now - self.state.watchdog.moved_at if self.state.watchdog.mark else 0.0
+        if (
+            still_s > self.settings.stall_s
+            and not self.state.watchdog.reported
+            and self.state.phase is not RunPhase.FINISHED
+        ):
+            self.state.watchdog.reported = True
             effects.append(Record("stalled", {"still_s": still_s, "waits_for": waiting_for(self.state, now=now)}))
         return effects
 
@@ -207,10 +215,14 @@ class Controller:
         """Ask the trainer to publish between steps when an engine waits for weights; once for each membership. So, too,
         when a publication was postponed and the evaluation that it waited for has ended."""
         key = (self.state.epoch, self.state.fleet.membership)
-        waits = key != self.state.reload_asked and self.state.fleet.awaits_weights()
-        if self.state.phase is RunPhase.STARTING or holds_updates(self.state) or not (waits or self.state.postponed):
+        waits = key != self.state.trainer.reload_asked and self.state.fleet.awaits_weights()
+        if (
+            self.state.phase is RunPhase.STARTING
+            or holds_updates(self.state)
+            or not (waits or self.state.evaluations.postponed)
+        ):
             return []
-        self.state.reload_asked = key
+        self.state.trainer.reload_asked = key
         return [Send(self._directive(f"reload-e{self.state.epoch}-{self.state.version}-m{key[1]}", publish=True))]
 
     def issue(self) -> list[Effect]:
@@ -234,32 +246,34 @@ class Controller:
 
     def _fleet_changed(self, *, now: float) -> list[Effect]:
         """What follows from who is there: the trainer may have waited for an engine, or an engine waits for it."""
-        if self.state.pending_ready is not None:
-            return self._trainer_ready(self.state.pending_ready, now=now)
+        if self.state.trainer.pending_ready is not None:
+            return self._trainer_ready(self.state.trainer.pending_ready, now=now)
         return self.reload_if_due() + self.issue()
 
     # --- details ---------------------------------------------------------------------------------------------------
 
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
-        if report.report_id in self.state.answers:
-            return [Send(self.state.answers[report.report_id])]
-        if report.report_id in self.state.begun:
+        if report.report_id in self.state.trainer.answers:
+            return [Send(self.state.trainer.answers[report.report_id])]
+        if report.report_id in self.state.trainer.begun:
             return []  # an earlier trainer's, said again before it was answered: its epoch is over
-        self.state.awaited = engine_decisions.awaited(self.state, engines_expected=self.settings.engines_expected)
-        if self.state.awaited and self.state.phase is RunPhase.STARTING:
-            self.state.pending_ready = report
+        self.state.trainer.awaited = engine_decisions.awaited(
+            self.state, engines_expected=self.settings.engines_expected
+        )
+        if self.state.trainer.awaited and self.state.phase is RunPhase.STARTING:
+            self.state.trainer.pending_ready = report
             return []
-        self.state.pending_ready = None
-        self.state.begun = [*self.state.begun, report.report_id]
+        self.state.trainer.pending_ready = None
+        self.state.trainer.begun = [*self.state.trainer.begun, report.report_id]
         self.state.epoch = max(self.state.epoch, report.claimed) + 1
         self.state.version = report.model_version
-        self.state.stop_sent = False
+        self.state.trainer.stop_sent = False
         self.state.fleet.begin_epoch()
         if self.state.resumed_account is not None:
             self.state.account = IssuedLedger.resume(self.state.resumed_account, report.consumed)
             self.state.resumed_account = None
         self.state.account.update(report.consumed)
-        self.state.stepped = report.consumed
+        self.state.trainer.stepped = report.consumed
         effects: list[Effect] = [
             Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
         ]
@@ -267,21 +281,21 @@ class Controller:
             self.state.phase is not RunPhase.FINISHED
         ):  # from FINISHING, too: as this one stops, the last evaluation begins
             self.state.phase = RunPhase.TRAINING
-        if self.state.version == 0 and not self.state.results:
+        if self.state.version == 0 and not self.state.evaluations.results:
             self._evaluator.want(self.state)
-        self.state.first_version = self.state.version
-        self.state.training_since = now
-        self.state.reload_asked = (self.state.epoch, self.state.fleet.membership)
+        self.state.trainer.first_version = self.state.version
+        self.state.trainer.training_since = now
+        self.state.trainer.reload_asked = (self.state.epoch, self.state.fleet.membership)
         return [*effects, self._answer(report.report_id, publish=True)]
 
     def _step_done(self, report: StepDone, *, now: float) -> list[Effect]:
-        if report.report_id in self.state.answers:
-            return [Send(self.state.answers[report.report_id])]
+        if report.report_id in self.state.trainer.answers:
+            return [Send(self.state.trainer.answers[report.report_id])]
         self.state.version = report.model_version
         self.state.account.update(report.consumed)
-        self.state.stepped = report.consumed
-        self.state.last_step, self.state.refused_groups = report.stats, 0
-        effects: list[Effect] = [trainer_news.stepped(report)]
+        self.state.trainer.stepped = report.consumed
+        self.state.trainer.last_step, self.state.failing.refused_groups = report.stats, 0
+        effects: list[Effect] = [_step_record(report)]
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
         if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
@@ -292,18 +306,18 @@ class Controller:
 
     def _step_skipped(self, report: StepSkipped) -> list[Effect]:
         """Three in a row are no accident: the run ends where it is, its state saved."""
-        if report.report_id in self.state.answers:
-            return [Send(self.state.answers[report.report_id])]
+        if report.report_id in self.state.trainer.answers:
+            return [Send(self.state.trainer.answers[report.report_id])]
         self.state.account.update(report.consumed)
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
             self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
-        told = trainer_news.skipped(report, step=step)
-        return [told, self._answer(report.report_id, publish=False), *self.issue()]
+        skipped = _skip_record(report, step=step)
+        return [skipped, self._answer(report.report_id, publish=False), *self.issue()]
 
     def _published(self, report: Published) -> list[Effect]:
         lost = engine_decisions.published(self.state, report)
-        record = trainer_news.published(self.state, report)
+        record = _publish_record(self.state, report)
         return [record, *lost, *self.reload_if_due(), *self.issue()]
 
     def _canary_checked(self, report: CanaryChecked, *, now: float) -> list[Effect]:
@@ -315,11 +329,11 @@ class Controller:
 
         Where it waits for an evaluation, it hears that there is a controller: the wait is bounded by the evaluation's.
         """
-        if self.state.evaluation is not None and (comes_first(self.state) or holds_updates(self.state)):
+        if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
             return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
         actors = self.state.live_actors(now)
         idle = actors and not any(alive.groups_in_flight for alive in actors)
-        if self.state.evaluation is not None or not idle or not self.state.fleet.verified():
+        if self.state.evaluations.current is not None or not idle or not self.state.fleet.verified():
             return []
         lost = self.state.account.lost(set(range(self.state.account.cursor)) - set(report.held))
         return [Record("orders_lost", {"orders": len(lost)}), *self.issue()] if lost else []
@@ -327,7 +341,7 @@ class Controller:
     def _streams_lost(self) -> list[Effect]:
         """Whatever has not ended, since nobody knows what of it is gone: an order that lies there may have been done by
         an actor whose group is gone. Of two groups the trainer drops the second, of two answers the evaluation."""
-        account, asked, effects = self.state.account, self.state.evaluation, list[Effect]()
+        account, asked, effects = self.state.account, self.state.evaluations.current, list[Effect]()
         if asked is not None:
             version, number, engine = asked.model_version, asked.number, asked.engine
             out = [index for index in range(asked.next_index) if index not in asked.answers]
@@ -340,7 +354,7 @@ class Controller:
 
     def _trainer_stopped(self) -> list[Effect]:
         self.state.phase = RunPhase.FINISHING
-        return [] if self.state.failure else self._evaluator.want_last(self.state)
+        return [] if self.state.failing.reason else self._evaluator.want_last(self.state)
 
     def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
         if report.purpose == Purpose.EVALUATION:
@@ -352,8 +366,8 @@ class Controller:
 
     def _group_outdated(self, report: GroupOutdated) -> list[Effect]:
         self.state.account.give_up(report.index)
-        told = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
-        return [Record("group_outdated", told), *self.issue()]
+        fields = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
+        return [Record("group_outdated", fields), *self.issue()]
 
     def _evaluate(self, *, now: float) -> list[Effect]:
         """What follows for evaluations from what was just decided, and what from a result."""
@@ -361,14 +375,14 @@ class Controller:
         result = self._evaluator.closed(self.state)
         if result is not None:
             return effects + self._evaluated(result, now=now)
-        if self.state.phase is RunPhase.FINISHING and self.state.evaluation is None:
+        if self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None:
             return effects + finish(self.state, self.settings)  # nobody is left to be asked, or nothing is to be
         return effects
 
     def _evaluated(self, result: EvaluationResult, *, now: float) -> list[Effect]:
-        if not self.state.results:
-            self.state.training_since = now
-        self.state.results.append(result)
+        if not self.state.evaluations.results:
+            self.state.trainer.training_since = now
+        self.state.evaluations.results.append(result)
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
         if self.state.phase is RunPhase.FINISHING:
             return effects + finish(self.state, self.settings)
@@ -380,7 +394,7 @@ class Controller:
     def _answer(self, report_id: str, *, publish: bool) -> Send:
         """The directive that a report asks for; the last is kept, since the trainer asks one question at a time."""
         directive = self._directive(report_id, publish=publish)
-        self.state.answers = {report_id: directive}
+        self.state.trainer.answers = {report_id: directive}
         return Send(directive)
 
     def _unasked(self, name: str) -> list[Effect]:
@@ -390,8 +404,57 @@ class Controller:
         return [Send(self._directive(name, publish=False))]
 
     def _directive(self, answers: str, *, publish: bool) -> Directive:
-        wanted, held = publish or self.state.postponed, holds_updates(self.state)
-        self.state.postponed = wanted and held
+        wanted, held = publish or self.state.evaluations.postponed, holds_updates(self.state)
+        self.state.evaluations.postponed = wanted and held
         made = directive(self.state, self.settings, answers=answers, publish=wanted and not held)
-        self.state.stop_sent = self.state.stop_sent or made.stop
+        self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made
+
+
+# --- what is reported and asks for no decision ------------------------------------------------------------------------
+
+
+def _step_record(report: StepDone) -> Record:
+    """An optimizer step, with its figures."""
+    version = report.model_version
+    return Record("step", {"step": version, "model_version": version, "orders": report.orders} | report.stats)
+
+
+def _skip_record(report: StepSkipped, *, step: int) -> Record:
+    """A step that was not finite."""
+    fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
+    return Record("step_skipped", fields)
+
+
+def _publish_record(state: RunState, report: Published) -> Record:
+    """A publication, with its figures."""
+    state.trainer.last_publish = report
+    return Record(
+        "publish",
+        {
+            "model_version": report.model_version,
+            "send_s": report.send_s,
+            "total_s": report.total_s,
+            "pause_s": max(report.pauses_s.values(), default=0.0),
+            "engines": len(report.pauses_s),
+            "failed": report.failed,
+        },
+    )
+
+
+def _handover_record(report: GroupHandedOver) -> Record:
+    """A group that one engine began and another has ended."""
+    fields = {"order_id": report.order_id, "tokens_kept": report.tokens_kept}
+    return Record("group_handed_over", fields | {"tokens_resampled": report.tokens_resampled})
+
+
+def _checkpoint_records(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
+    """A delay is reported again and again: it is an event once, and what the run waits for while it lasts."""
+    version = report.model_version
+    if isinstance(report, Checkpointed):
+        state.trainer.unsaved = ""
+        fields = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
+        return [Record("checkpoint", fields)]
+    is_new = not state.trainer.unsaved
+    state.trainer.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
+    return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []

@@ -1,10 +1,13 @@
 """What the controller decides about engines: inputs and reports in, changes of the fleet and events out.
 
-    EngineRegistered, EngineAnswered, EngineRestarted    joins (anew): weights are due
-    HealthCheckMissed, EngineTimedOut                        gets no work; is dead
-    Published, CanaryChecked                                 has weights; serves, or is dirty, or is out
-    EngineDrainAsked, EngineIdle, Ticked, Removed     ends what it has and is out; is out at once
-    EnginesRequested                                      the launcher starts processes; they offer themselves
+    EngineRegistered, EngineAnswered, EngineRestarted   joins (anew): weights are due
+    HealthCheckMissed, EngineTimedOut                   gets no work; is dead
+    Published, CanaryChecked                            has weights; serves, or is dirty, or is out
+    EngineDrainAsked, EngineIdle, Ticked                `_drain`, then `_expel`: ends what it has and is out
+    EngineRemoved                                       `_remove`, which is `_expel` at once
+    EnginesRequested                                    the launcher starts processes; they offer themselves
+
+Each transition has the verb of the table in `state/fleet.py`: `_drain`, `_expel`, `_publish_failed`, `_answered`.
 
 A swap requests an engine that `replaces` another: the old one is drained when the new one serves, so the run
 always has the engine it had. Nothing here sends: that weights are due follows from the fleet (`awaits_weights`).
@@ -42,34 +45,34 @@ def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) 
     fleet = state.fleet
     match given:
         case EngineRegistered(url=url, incarnation=incarnation, name=name, type=kind):
-            return _joined(url) if fleet.join(url, incarnation, name=name, type=kind) else []
+            return _join_of(url) if fleet.join(url, incarnation, name=name, type=kind) else []
         case HealthCheckMissed(url=url):
             return [Record("engine_suspect", {"url": url})] if fleet.on_missed_poll(url) else []
         case EngineAnswered(url=url):
             return _answered(state, url)
         case EngineRestarted(url=url):
-            return _joined(url) if fleet.restarted(url) else []
+            return _join_of(url) if fleet.restarted(url) else []
         case EngineTimedOut(url=url, reason=reason):
-            return _lost(url, reason) if fleet.on_timeout(url, reason) else []
+            return _loss_of(url, reason) if fleet.on_timeout(url, reason) else []
         case EngineIdle(url=url):
-            return _gone(state, url, "drained") if fleet.is_draining(url) else []
+            return _expel(state, url, "drained") if fleet.is_draining(url) else []
         case EngineDrainAsked(url=url, grace_s=grace_s):
             return _drain(state, url, now=given.now, grace_s=grace_s)
         case EngineRemoved(engine=engine):
-            return _removed(state, engine)
+            return _remove(state, engine)
         case EnginesRequested():
             return _request_engines(state, given, engines_expected=engines_expected)
 
 
 def published(state: RunState, report: Published) -> list[Effect]:
-    """Who has weights now, and who failed to take them."""
+    """Note who has weights now, and who failed to take them."""
     for url in report.pauses_s:
         state.fleet.on_published(url, report.model_version, membership=report.membership)
-    return _failed(state, report)
+    return _publish_failed(state, report)
 
 
 def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> list[Effect]:
-    """Who serves from now on, and who does not, with the figures."""
+    """Note who serves from now on, and who does not, with the figures."""
     fleet, version, membership = state.fleet, report.model_version, report.membership
     effects: list[Effect] = []
     for url, worst in report.worst.items():
@@ -78,15 +81,15 @@ def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> lis
             effects += _drain_replaced(state, url, now=now)
     for url, reason in report.mismatched.items():
         if fleet.canary_failed(url, version, reason, membership=membership):
-            told = {"url": url, "model_version": version, "reason": reason, "lifecycle": fleet.by_url[url].lifecycle}
-            effects += [Record("engine_canary_failed", told), *_lost(url, reason)]
-    return effects + _failed(state, report)
+            fields = {"url": url, "model_version": version, "reason": reason, "lifecycle": fleet.by_url[url].lifecycle}
+            effects += [Record("engine_canary_failed", fields), *_loss_of(url, reason)]
+    return effects + _publish_failed(state, report)
 
 
 def overdue(state: RunState, *, now: float) -> list[Effect]:
     """Engines that were to be drained by now: what they still have is handed over."""
     late = [r.url for r in state.fleet.records() if state.fleet.is_draining(r.url) and r.drain_by < now]
-    return [effect for url in late for effect in _gone(state, url, "drained; what it still had is handed over")]
+    return [effect for url in late for effect in _expel(state, url, "drained; what it still had is handed over")]
 
 
 def awaited(state: RunState, *, engines_expected: int) -> list[str]:
@@ -117,21 +120,21 @@ def removal_reason(state: RunState, url: str) -> str:
 # --- details ---------------------------------------------------------------------------------------------------------
 
 
-def _failed(state: RunState, report: Published | CanaryChecked) -> list[Effect]:
-    """Who did not take the weights, or did not prove them; for some, no retry mends it."""
+def _publish_failed(state: RunState, report: Published | CanaryChecked) -> list[Effect]:
+    """Note who did not take the weights, or did not prove them; for some, no retry mends it."""
     effects: list[Effect] = []
     for url, reason in report.failed.items():
         persistence = Persistence.PERMANENT if url in report.permanent else Persistence.TRANSIENT
         if state.fleet.publish_failed(url, reason, membership=report.membership, persistence=persistence):
-            effects += _lost(url, reason)
+            effects += _loss_of(url, reason)
     return effects
 
 
-def _joined(url: str) -> list[Effect]:
+def _join_of(url: str) -> list[Effect]:
     return [Record("engine_joined", {"url": url})]
 
 
-def _lost(url: str, reason: str) -> list[Effect]:
+def _loss_of(url: str, reason: str) -> list[Effect]:
     return [Record("engine_lost", {"url": url, "reason": reason})]
 
 
@@ -139,7 +142,7 @@ def _answered(state: RunState, url: str) -> list[Effect]:
     proven = url in state.fleet.verified()
     if not state.fleet.answered(url, version=state.version):
         return []
-    return [Record("engine_back", {"url": url})] if proven else _joined(url)
+    return [Record("engine_back", {"url": url})] if proven else _join_of(url)
 
 
 def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
@@ -147,7 +150,7 @@ def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
     name = state.fleet.by_url[url].name
     for request in state.engine_requests:
         if request.name == name and request.replaces and request.wanted:
-            _replaced(state, request.replaces)
+            _cancel_replacement(state, request.replaces)
             return _drain(state, request.replaces, now=now, grace_s=request.grace_s)
     return []
 
@@ -157,31 +160,34 @@ def _drain(state: RunState, url: str, *, now: float, grace_s: float) -> list[Eff
         return []
     if state.fleet.is_draining(url):
         return [Record("engine_draining", {"url": url, "grace_s": grace_s})]
-    return _ended(state, url)
+    return _after_expulsion(state, url)
 
 
-def _removed(state: RunState, engine: str) -> list[Effect]:
+def _remove(state: RunState, engine: str) -> list[Effect]:
     urls = [record.url for record in state.fleet.records() if engine in (record.url, record.name)]
-    effects = [effect for url in urls for effect in _gone(state, url, _REMOVED)]
+    effects = [effect for url in urls for effect in _expel(state, url, _REMOVED)]
     _cancel_request(state, engine)
     return effects
 
 
-def _gone(state: RunState, url: str, reason: str) -> list[Effect]:
-    return _ended(state, url) if state.fleet.expel(url, reason, to_stop=True) else []
+def _expel(state: RunState, url: str, reason: str) -> list[Effect]:
+    """Take an engine out and have its process ended."""
+    return _after_expulsion(state, url) if state.fleet.expel(url, reason, to_stop=True) else []
 
 
-def _ended(state: RunState, url: str) -> list[Effect]:
+def _after_expulsion(state: RunState, url: str) -> list[Effect]:
+    """Nobody is requested in its name or in its place any more."""
     record = state.fleet.by_url[url]
     _cancel_request(state, record.name)
-    _replaced(state, url)
-    return _lost(url, record.last_error)
+    _cancel_replacement(state, url)
+    return _loss_of(url, record.last_error)
 
 
-def _replaced(state: RunState, url: str) -> None:
-    """No hire is to replace it any more: whoever is at that URL next is another engine."""
+def _cancel_replacement(state: RunState, url: str) -> None:
+    """Let no request replace that engine any more: whoever is at its URL next is another one."""
     state.engine_requests = [
-        msgspec.structs.replace(h, replaces="") if h.replaces == url else h for h in state.engine_requests
+        msgspec.structs.replace(request, replaces="") if request.replaces == url else request
+        for request in state.engine_requests
     ]
 
 

@@ -33,53 +33,53 @@ class Evaluator:
 
     def want(self, state: RunState) -> None:
         """An evaluation of the current version is due, unless one is under way."""
-        if self.plan.problems and state.evaluation is None and state.evaluation_due is None:
-            state.evaluation_due = EvaluationDue(version=state.version)
+        if self.plan.problems and state.evaluations.current is None and state.evaluations.due is None:
+            state.evaluations.due = EvaluationDue(version=state.version)
 
     def needs_weights(self, state: RunState) -> bool:
         """Must the current version be published, so that what is due can begin?"""
-        return state.evaluation_due is not None and self.plan.pin is not Pin.NONE
+        return state.evaluations.due is not None and self.plan.pin is not Pin.NONE
 
     def want_last(self, state: RunState) -> list[Effect]:
         """No step will follow: what is under way gives way to an evaluation of the last weights."""
         effects: list[Effect] = []
-        if state.evaluation is not None:
-            effects.append(_abandoned(state.evaluation, "the run ends, and its last weights are evaluated"))
+        if state.evaluations.current is not None:
+            effects.append(_abandoned(state.evaluations.current, "the run ends, and its last weights are evaluated"))
             release(state)
-        state.evaluation = state.evaluation_due = None
-        state.postponed = False
+        state.evaluations.current = state.evaluations.due = None
+        state.evaluations.postponed = False
         self.want(state)
         return effects
 
     def advance(self, state: RunState, *, now: float) -> list[Effect]:
         """Whatever has happened: begin anew when a pin broke, begin when what is due can, and ask on."""
         effects: list[Effect] = []
-        if state.evaluation is not None and (reason := broken(state)):
-            effects += self._restart(state, state.evaluation, reason)
-        if state.evaluation_due is not None:
-            effects += self._begin(state, state.evaluation_due, now=now)
-        if state.evaluation is not None:
-            self._lose_patience(state, state.evaluation, now=now)
-            indices = state.evaluation.to_ask(self._window(state, state.evaluation, now=now))
-            effects += self._asking(state.evaluation, indices)
+        if state.evaluations.current is not None and (reason := broken(state)):
+            effects += self._restart(state, state.evaluations.current, reason)
+        if state.evaluations.due is not None:
+            effects += self._begin(state, state.evaluations.due, now=now)
+        if state.evaluations.current is not None:
+            self._lose_patience(state, state.evaluations.current, now=now)
+            indices = state.evaluations.current.to_ask(self._window(state, state.evaluations.current, now=now))
+            effects += self._asking(state.evaluations.current, indices)
         return effects
 
     def heard(
         self, state: RunState, order_id: str, index: int, answer: EvaluationDone | None, *, now: float
     ) -> list[Effect]:
         """An answer, or None for a problem that failed."""
-        evaluation = state.evaluation
+        evaluation = state.evaluations.current
         if evaluation is None or not evaluation.concerns(order_id):
             return []
         return self._asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
 
     def closed(self, state: RunState) -> EvaluationResult | None:
         """The result of the evaluation, if it has just ended; its engine goes back to the others."""
-        evaluation = state.evaluation
+        evaluation = state.evaluations.current
         if evaluation is None or not (evaluation.complete or evaluation.given_up):
             return None
         release(state)
-        state.evaluation = None
+        state.evaluations.current = None
         seed = rng.key(self._orders.seed, "evaluation-interval")
         return evaluation.result(version=state.version, seed=seed)
 
@@ -111,11 +111,11 @@ class Evaluator:
                 if not agreed:
                     return []
                 version = min(loaded.values())
-        state.evaluation_due = None
-        state.evaluations_begun += 1
-        state.evaluation = Evaluation(
+        state.evaluations.due = None
+        state.evaluations.begun += 1
+        state.evaluations.current = Evaluation(
             model_version=version,
-            number=state.evaluations_begun,
+            number=state.evaluations.begun,
             plan=self.plan,
             epoch=state.epoch,
             pin=pin,
@@ -131,8 +131,8 @@ class Evaluator:
             evaluation.given_up = f"its pin broke {evaluation.restarts + 1} times, the last time since {reason}"
             return []
         release(state)
-        state.evaluation = None
-        state.evaluation_due = EvaluationDue(
+        state.evaluations.current = None
+        state.evaluations.due = EvaluationDue(
             version=state.version, restarts=evaluation.restarts + 1, discarded=evaluation.discarded
         )
         return [_abandoned(evaluation, reason)]
@@ -162,19 +162,19 @@ class Evaluator:
 
 def holds_updates(state: RunState) -> bool:
     """Would a publication give the weights a new version under the evaluation that is under way?"""
-    evaluation = state.evaluation
+    evaluation = state.evaluations.current
     held = evaluation is not None and evaluation.pin is Pin.GATE and not evaluation.given_up
     return held and state.phase is RunPhase.TRAINING and state.version != evaluation.model_version  # type: ignore[union-attr]
 
 
 def comes_first(state: RunState) -> bool:
     """Does training wait for the evaluation before the first step?"""
-    return state.version == 0 and (state.evaluation is not None or state.evaluation_due is not None)
+    return state.version == 0 and (state.evaluations.current is not None or state.evaluations.due is not None)
 
 
 def broken(state: RunState) -> str:
     """Why the pin of the evaluation under way holds no longer; empty while it does."""
-    evaluation, fleet = state.evaluation, state.fleet
+    evaluation, fleet = state.evaluations.current, state.fleet
     if evaluation is None or evaluation.pin is Pin.NONE:
         return ""
     if evaluation.epoch != state.epoch:
@@ -191,10 +191,12 @@ def broken(state: RunState) -> str:
 
 def release(state: RunState) -> None:
     """The pinned engine, if there is one, goes back to the others; it serves again once it has what they have."""
-    if state.evaluation is not None and state.evaluation.engine:
-        state.fleet.release(state.evaluation.engine, version=state.version)
+    if state.evaluations.current is not None and state.evaluations.current.engine:
+        state.fleet.release(state.evaluations.current.engine, version=state.version)
 
 
 def _abandoned(evaluation: Evaluation, reason: str) -> Record:
-    told = {"model_version": evaluation.model_version, "reason": reason, "answered": len(evaluation.answers)}
-    return Record("evaluation_restarted", told | {"problems": evaluation.problems, "restarts": evaluation.restarts + 1})
+    fields = {"model_version": evaluation.model_version, "reason": reason, "answered": len(evaluation.answers)}
+    return Record(
+        "evaluation_restarted", fields | {"problems": evaluation.problems, "restarts": evaluation.restarts + 1}
+    )

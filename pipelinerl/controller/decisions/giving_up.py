@@ -34,20 +34,20 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
     """What follows after a decision if the run cannot go on; called after each."""
     if state.phase is RunPhase.FINISHED:
         return []
-    if state.failure:
-        saved = state.phase is not RunPhase.TRAINING or now - state.failing_since > _SAVE_S
+    if state.failing.reason:
+        saved = state.phase is not RunPhase.TRAINING or now - state.failing.since > _SAVE_S
         return finish(state, settings) if saved else []
-    state.engineless_since = 0.0 if _alive(state) else state.engineless_since or now
+    state.failing.engineless_since = 0.0 if _alive(state) else state.failing.engineless_since or now
     reason = next(_reasons(state, settings, now), None)
     if reason is None:
         return []
-    state.failure, state.failing_since = reason, now
-    told: list[Effect] = [Record("run_failing", {"reason": reason})]
+    state.failing.reason, state.failing.since = reason, now
+    effects: list[Effect] = [Record("run_failing", {"reason": reason})]
     if state.phase is not RunPhase.TRAINING:
-        return told + finish(state, settings)
-    state.stop_reason, state.stop_sent = reason, True
+        return effects + finish(state, settings)
+    state.stop_reason, state.trainer.stop_sent = reason, True
     name = f"fail-e{state.epoch}-{state.version}"
-    return [*told, Send(directive(state, settings, answers=name, publish=False))]
+    return [*effects, Send(directive(state, settings, answers=name, publish=False))]
 
 
 def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
@@ -58,16 +58,16 @@ def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 def last_word(state: RunState, settings: ControllerSettings) -> Finish:
     """How a run that is over has ended."""
-    if state.failure:
-        return Finish(state.failure, End.FAILED)
+    if state.failing.reason:
+        return Finish(state.failing.reason, End.FAILED)
     return Finish(ending(state, settings) or "stopped")
 
 
 def refused(state: RunState, report: GroupFailed) -> None:
     """Note a group that failed, whether that will last, and why."""
     lasts = report.persistence is Persistence.PERMANENT
-    state.refused_groups = state.refused_groups + 1 if lasts else 0
-    state.refused_reason = report.reason
+    state.failing.refused_groups = state.failing.refused_groups + 1 if lasts else 0
+    state.failing.refused_reason = report.reason
 
 
 # --- details ---------------------------------------------------------------------------------------------------------
@@ -81,14 +81,15 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
     if state.phase is RunPhase.FINISHING:
         return  # what is trained is saved; the last evaluation has bounds of its own
     yield from _all_refuse(state, settings)
-    if state.engineless_since and now - state.engineless_since > settings.engine_timeout_s:
+    if state.failing.engineless_since and now - state.failing.engineless_since > settings.engine_timeout_s:
         yield (
             f"no engine has been there for {settings.engine_timeout_s:g} s (run.engine_timeout_s)"
             f"{lost_engines(state)}; start one, or see the engines' logs"
         )
     yield from _no_verdicts(state, now)
-    if state.refused_groups >= max(state.knobs.groups_per_step, _FEW_GROUPS) and not _some_ended_well(state):
-        yield f"engines refuse the prompts of {state.refused_groups} groups in a row: {state.refused_reason}"
+    refused_groups, reason = state.failing.refused_groups, state.failing.refused_reason
+    if refused_groups >= max(state.knobs.groups_per_step, _FEW_GROUPS) and not _some_ended_well(state):
+        yield f"engines refuse the prompts of {refused_groups} groups in a row: {reason}"
 
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
@@ -115,5 +116,5 @@ def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
 
 def _some_ended_well(state: RunState) -> bool:
     """Has any group come to the trainer since the last step, if only to be filtered?"""
-    ledger, before = state.account.ledger(), state.stepped
+    ledger, before = state.account.ledger(), state.trainer.stepped
     return any(ledger[fate] > getattr(before, fate) for fate in ("filtered", "stale"))

@@ -30,34 +30,35 @@ _WHY: Final = {
 
 def progress_mark(state: RunState) -> tuple[Any, ...]:
     """Changes whenever the run gets on, in whatever stage it is."""
-    answered = len(state.evaluation.answers) if state.evaluation is not None else -1
-    return (str(state.phase), state.epoch, state.version, answered, len(state.results))
+    answered = len(state.evaluations.current.answers) if state.evaluations.current is not None else -1
+    return (str(state.phase), state.epoch, state.version, answered, len(state.evaluations.results))
 
 
 def waiting_for(state: RunState, *, now: float) -> str:
     """In words: what the run waits for, and whom; also what keeps a checkpoint, since training will wait for that."""
-    return _stage(state, now) + (f"; {state.unsaved}" if state.unsaved else "")
+    return _stage(state, now) + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
 
 
 def _stage(state: RunState, now: float) -> str:
     if state.phase is RunPhase.FINISHED:
         return "nothing: the run is over"
-    if not state.fleet.members() and state.evaluation is not None and state.fleet.pinned():
-        return f"{_unanswered(state)} answers of {state.evaluation.engine}, which evaluates and is the only engine left"
+    evaluation = state.evaluations.current
+    if not state.fleet.members() and evaluation is not None and state.fleet.pinned():
+        return f"{_unanswered(state)} answers of {evaluation.engine}, which evaluates and is the only engine left"
     if not state.fleet.members():
         return f"an engine to join{lost_engines(state)}"
-    if state.pending_ready is not None:
-        return f"{', '.join(state.awaited)} to join{lost_engines(state)}"
+    if state.trainer.pending_ready is not None:
+        return f"{', '.join(state.trainer.awaited)} to join{lost_engines(state)}"
     if state.phase is RunPhase.STARTING:
         return "the trainer to be ready"
     if not state.fleet.verified():
         return f"{_weights(state)}{_trainer(state, now)}"
-    if state.phase is RunPhase.FINISHING and state.evaluation is not None:
+    if state.phase is RunPhase.FINISHING and evaluation is not None:
         return f"{_unanswered(state)} answers of the last evaluation{_actors(state, now)}"
-    if state.evaluation is not None and state.version == 0:
+    if evaluation is not None and state.version == 0:
         return f"{_unanswered(state)} answers of the first evaluation{_actors(state, now)}"
-    if state.evaluation is not None and holds_updates(state):
-        version = state.evaluation.model_version
+    if evaluation is not None and holds_updates(state):
+        version = evaluation.model_version
         return (
             f"{_unanswered(state)} answers of version {version}: updates are postponed until then{_actors(state, now)}"
         )
@@ -75,8 +76,8 @@ def _weights(state: RunState) -> str:
 
 
 def _unanswered(state: RunState) -> int:
-    assert state.evaluation is not None
-    return state.evaluation.problems - len(state.evaluation.answers)
+    assert state.evaluations.current is not None
+    return state.evaluations.current.problems - len(state.evaluations.current.answers)
 
 
 def _actors(state: RunState, now: float) -> str:
@@ -88,7 +89,7 @@ def _actors(state: RunState, now: float) -> str:
 
 def _untrained(state: RunState) -> str:
     """Why no step came of what was sampled, once that would have made a whole one."""
-    ledger, before = state.account.ledger(), state.stepped
+    ledger, before = state.account.ledger(), state.trainer.stepped
     ended = {fate: ledger[fate] - getattr(before, fate) for fate in _WHY}
     if sum(ended.values()) < state.knobs.groups_per_step:
         return ""
@@ -111,9 +112,9 @@ def _outdated(state: RunState) -> str:
 
 
 def _trainer(state: RunState, now: float) -> str:
-    if state.trainer_heard is None:
+    if state.trainer.heard is None:
         return ""
-    report, heard = state.trainer_heard
+    report, heard = state.trainer.heard
     return f"; the trainer's last word, {report}, came {now - heard:.0f} s ago" if now - heard > SILENT_S else ""
 
 

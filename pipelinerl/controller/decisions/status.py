@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.decisions.engine_watch import EngineLoad, EngineWatch
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.observability import status
@@ -16,16 +19,8 @@ def run_status(
 ) -> status.RunStatus:
     """A snapshot for people; `now` is on the controller's monotonic clock."""
     state = controller.state
-    results = state.results
-    last = results[-1] if results else None
-    step = state.last_step
-    publish = state.last_publish
-    records = state.fleet.records()
-    loads = {record.url: watch.load(record.url) for record in records}
-    healthy = [loads[record.url] for record in records if record.lifecycle is EngineLifecycle.HEALTHY]
-    step_seconds = step.get("step_s", 0.0) + step.get("wait_s", 0.0)
     remaining = controller.settings.steps - state.version
-    done = state.version - state.first_version
+    done = state.version - state.trainer.first_version
     return status.RunStatus(
         run=name,
         phase=_phase(state),
@@ -33,33 +28,10 @@ def run_status(
         total_steps=controller.settings.steps,
         model_version=state.version,
         epoch=state.epoch,
-        reward=step.get("reward"),
-        held_out_accuracy=last.accuracy if last else None,
-        held_out_low=last.low if last else None,
-        held_out_high=last.high if last else None,
-        held_out_version=last.model_version if last else None,
-        held_out_one_version=last.one_version if last else False,
-        held_out_incomplete=last.incomplete if last else "",
-        pass_at=tuple(
-            status.PassAtStatus(k=each.k, value=each.value, low=each.low, high=each.high)
-            for each in (last.pass_at if last else ())
-        ),
+        last_step=_last_step(state),
+        held_out=_held_out(state),
         evaluating=_evaluating(state),
-        first_accuracy=results[0].accuracy if results else None,
-        best_accuracy=max((r.accuracy for r in results if r.accuracy is not None), default=None),
-        tokens_per_s=sum(load.tokens_per_s for load in loads.values()),
-        rollouts_per_s=step.get("rollouts", 0.0) / step_seconds if step_seconds else 0.0,
-        staleness_mean=step.get("staleness_mean", 0.0),
-        staleness_max=int(step.get("staleness_max", 0)),
-        last_update_pause_s=max(publish.pauses_s.values(), default=0.0) if publish else 0.0,
-        engine_occupancy=sum(load.occupancy for load in healthy) / len(healthy) if healthy else 0.0,
-        engines=tuple(_engine(record, loads[record.url]) for record in records),
-        requested=tuple(
-            status.RequestedEngine(name=request.name, type=request.type)
-            for request in state.engine_requests
-            if request.wanted
-        ),
-        to_stop=tuple(to_stop(state)),
+        fleet=_fleet(state, watch),
         actors=tuple(
             status.ActorStatus(name=alive.name, groups_in_flight=alive.groups_in_flight, silent_s=now - heard)
             for alive, heard in state.actors.values()
@@ -68,20 +40,83 @@ def run_status(
         knobs=state.knobs.to_json(),
         waiting_for=waiting_for(state, now=now),
         trainer=_trainer(state, now=now),
-        still_s=now - state.progressed_at if state.progressed_at else 0.0,
+        still_s=now - state.watchdog.moved_at if state.watchdog.moved_at else 0.0,
         elapsed_s=elapsed_s,
-        eta_s=remaining * (now - state.training_since) / done if done and state.training_since else None,
+        eta_s=remaining * (now - state.trainer.training_since) / done
+        if done and state.trainer.training_since
+        else None,
+    )
+
+
+def assignment_of(state: RunState) -> ActorAssignment:
+    """What every actor works by."""
+    return ActorAssignment(
+        serving=tuple(state.fleet.serving()),
+        finishing=tuple(state.fleet.finishing()),
+        groups_in_flight=state.knobs.groups_in_flight,
+        model_version=state.version,
+        k=None if math.isinf(state.knobs.k) else state.knobs.k,
+    )
+
+
+def _last_step(state: RunState) -> status.LastStepStatus:
+    figures = state.trainer.last_step
+    seconds = figures.get("step_s", 0.0) + figures.get("wait_s", 0.0)
+    return status.LastStepStatus(
+        reward=figures.get("reward"),
+        rollouts_per_s=figures.get("rollouts", 0.0) / seconds if seconds else 0.0,
+        staleness_mean=figures.get("staleness_mean", 0.0),
+        staleness_max=int(figures.get("staleness_max", 0)),
+    )
+
+
+def _held_out(state: RunState) -> status.HeldOutStatus:
+    if not state.evaluations.results:
+        return status.HeldOutStatus()
+    first, last = state.evaluations.results[0], state.evaluations.results[-1]
+    return status.HeldOutStatus(
+        accuracy=last.accuracy,
+        low=last.low,
+        high=last.high,
+        version=last.model_version,
+        one_version=last.one_version,
+        incomplete=last.incomplete,
+        pass_at=tuple(
+            status.PassAtStatus(k=each.k, value=each.value, low=each.low, high=each.high) for each in last.pass_at
+        ),
+        first=first.accuracy,
+        best=max(
+            (result.accuracy for result in state.evaluations.results if result.accuracy is not None), default=None
+        ),
+    )
+
+
+def _fleet(state: RunState, watch: EngineWatch) -> status.FleetStatus:
+    records, publish = state.fleet.records(), state.trainer.last_publish
+    loads = {record.url: watch.load(record.url) for record in records}
+    healthy = [loads[record.url] for record in records if record.lifecycle is EngineLifecycle.HEALTHY]
+    return status.FleetStatus(
+        engines=tuple(_engine(record, loads[record.url]) for record in records),
+        requested=tuple(
+            status.RequestedEngine(name=request.name, type=request.type)
+            for request in state.engine_requests
+            if request.wanted
+        ),
+        to_stop=tuple(to_stop(state)),
+        tokens_per_s=sum(load.tokens_per_s for load in loads.values()),
+        occupancy=sum(load.occupancy for load in healthy) / len(healthy) if healthy else 0.0,
+        update_pause_s=max(publish.pauses_s.values(), default=0.0) if publish else 0.0,
     )
 
 
 def _phase(state: RunState) -> status.StatusPhase:
-    if state.phase is RunPhase.TRAINING and state.evaluation is not None and state.version == 0:
+    if state.phase is RunPhase.TRAINING and state.evaluations.current is not None and state.version == 0:
         return status.StatusPhase.EVALUATING
     return status.StatusPhase(state.phase.value)
 
 
 def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
-    evaluation = state.evaluation
+    evaluation = state.evaluations.current
     if evaluation is None:
         return None
     return status.EvaluatingStatus(
@@ -96,9 +131,9 @@ def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
 
 
 def _trainer(state: RunState, *, now: float) -> status.TrainerStatus | None:
-    if state.trainer_heard is None:
+    if state.trainer.heard is None:
         return None
-    report, heard = state.trainer_heard
+    report, heard = state.trainer.heard
     return status.TrainerStatus(last_report=report, silent_s=now - heard)
 
 

@@ -1,38 +1,23 @@
-"""The controller's HTTP routes: what people, engines and launchers ask of a live run. Refusals have OpenAI's shape.
+"""The controller's HTTP routes: what people, engines, actors and launchers ask of a live run; `routes.py` lists them.
 
-GET    /health            liveness, without a token
-GET    /status            RunStatus
-GET    /knobs             values and the log of changes
-PATCH  /knobs             {"k": 4, …} → the new values; 422 with one sentence when they cannot run
-GET    /engines           what actors need: base URLs that may be given work, those that may end what they have, how
-                          many groups each actor may hold, and by which version and bounds a rollout is fresh
-POST   /engines           {"url": …, "incarnation": …}: an engine joins; the incarnation tells one life from the next;
-                          422 for a loopback address of another machine, and where no engine answers an operator's
-                          offer, which has no incarnation
-POST   /engines/request      {"type": …, "count": …, "replaces": …}: the launcher starts engines → their names; 409 when
-                          the one to be replaced is to go already
-POST   /engines/drain     {"engine": …, "grace_s": …}: an engine ends what it has, and is taken out
-DELETE /engines?engine=…  an engine is taken out; only its next life, or a POST without incarnation, brings it back
-
-An engine is named by its URL or by its name. What is taken out and was started by the launcher is ended by it.
-
-POST   /stop              end the run at the next step boundary
+An answer is given once the state is that of the run: a controller that comes back has to read its journal first.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from ipaddress import IPv6Address, ip_address
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
+import msgspec
 from fastapi import Body, FastAPI, Header, Query, Request
-from fastapi.responses import JSONResponse, Response
-from pydantic import AfterValidator
+from fastapi.responses import Response
 
 from inference_contract.errors import ContractError
+from pipelinerl.controller import routes
 from pipelinerl.controller.decisions.engine_decisions import removal_reason
+from pipelinerl.controller.routes import Done, EngineDrain, EngineNames, EngineOffer, EngineStart, KnobsAnswer
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.effects import Record
 from pipelinerl.controller.state.fleet import EngineLifecycle, base_url
@@ -47,36 +32,14 @@ from pipelinerl.controller.state.inputs import (
 from pipelinerl.errors import PipelineError, RecipeError
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 
-
-def _can_be_looked_up(url: str) -> str:
-    try:
-        address = urlsplit(url)
-        (address.hostname or "").encode("idna")
-        found = bool(address.hostname) and address.port != 0
-    except ValueError:
-        found = False
-    if not found:
-        raise ValueError(
-            "must name a host whose labels have 1 to 63 characters each, and a port from 1 to 65535 if any, such as "
-            "http://gpu-1.lab:8001"
-        )
-    return url
-
-
-#: An engine's base URL, as it is written in the fleet: no path, no query, no secret.
-BaseUrl = Annotated[str, Body(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(_can_be_looked_up)]
-
 _LOCALHOST: Final = "localhost"
 _ELSEWHERE: Final = (
     "url: a loopback address leads everybody to their own machine, and this came from {asker}: start the engine with "
     "--host, an address at which the others reach it"
 )
-
 _GOING: Final = "{url} is to go already: {why}; to have one engine more, request one that replaces none"
 
-#: How long what an engine has may run on when the engine is to go, in seconds, unless its operator says otherwise.
-PATIENCE_S: Final = 60.0
-Patience = Annotated[float, Body(ge=0, le=86_400)]
+_Who = Annotated[str, Header(alias=routes.WHO)]
 
 
 def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
@@ -86,121 +49,106 @@ def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
     _add_status(app, service)
     _add_knobs(app, service)
     _add_engines(app, service)
+    _add_engine_commands(app, service)
     refuse_in_one_shape(app)
     guard(app, token=token)
     return app
 
 
 def _add_status(app: FastAPI, service: ControllerService) -> None:
-    @app.get("/status")
+    @app.get(routes.STATUS)
     async def status() -> Response:
         await service.begun()
-        return Response(service.status().to_json(), media_type="application/json")
+        return _answer(service.status())
 
-    @app.post("/stop")
-    async def stop(who: Annotated[str, Header(alias="x-who")] = "somebody") -> dict[str, str]:
+    @app.get(routes.ASSIGNMENT)
+    async def assignment() -> Response:
+        await service.begun()
+        return _answer(service.assignment())
+
+    @app.post(routes.STOP)
+    async def stop(who: _Who = "somebody") -> Response:
         await service.perform(StopAsked(now=await service.now(), reason=f"stopped by {who}"))
-        return {"state": "stopping"}
+        return _answer(Done("stopping"))
 
 
 def _add_knobs(app: FastAPI, service: ControllerService) -> None:
-    @app.get("/knobs")
-    async def knobs() -> dict[str, Any]:
+    @app.get(routes.KNOBS)
+    async def knobs() -> Response:
         await service.begun()
-        log = [
-            {"time": change.time, "step": change.step, "who": change.who, "changes": change.changes}
-            for change in service.controller.state.knob_log
-        ]
-        return {"knobs": service.controller.state.knobs.to_json(), "log": log}
+        state = service.controller.state
+        return _answer(KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log))
 
-    @app.patch("/knobs")
-    async def patch(
-        changes: Annotated[dict[str, Any], Body()], who: Annotated[str, Header(alias="x-who")] = "somebody"
-    ) -> Response:
+    @app.patch(routes.KNOBS)
+    async def patch(changes: Annotated[dict[str, Any], Body()], who: _Who = "somebody") -> Response:
         try:
             await service.perform(KnobsPatched(now=await service.now(), changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
-        return JSONResponse(
-            {"knobs": service.controller.state.knobs.to_json(), "effective": "at the next step boundary"}
-        )
+        state = service.controller.state
+        answer = KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log, effective="at the next step boundary")
+        return _answer(answer)
 
 
 def _add_engines(app: FastAPI, service: ControllerService) -> None:
-    @app.get("/engines")
-    async def engines() -> dict[str, Any]:
+    @app.get(routes.ENGINES)
+    async def engines() -> Response:
         await service.begun()
-        state = service.controller.state
-        return {
-            "serving": state.fleet.serving(),
-            "finishing": state.fleet.finishing(),
-            "members": state.fleet.members(),
-            "groups_in_flight": state.knobs.groups_in_flight,
-            "model_version": state.version,
-            "k": None if math.isinf(state.knobs.k) else state.knobs.k,
-        }
+        return _answer(service.status().fleet)
 
-    @app.post("/engines")
-    async def join(
-        request: Request,
-        url: BaseUrl,
-        incarnation: Annotated[str, Body(max_length=64)] = "",
-        name: Annotated[str, Body(max_length=64)] = "",
-        type: Annotated[str, Body(max_length=64)] = "",
-    ) -> Response:
+    @app.post(routes.ENGINES)
+    async def register(request: Request, offer: EngineOffer) -> Response:
         asker = request.client.host if request.client is not None else _LOCALHOST
-        if _is_local(urlsplit(url).hostname or "") and not _is_local(asker):
+        if _is_local(urlsplit(offer.url).hostname or "") and not _is_local(asker):
             return refusal(422, _ELSEWHERE.format(asker=asker), code="unreachable_engine", param="url")
-        if not incarnation:  # an operator's word; what offers itself has asked itself
+        url = base_url(offer.url)
+        if not offer.incarnation:  # an operator's word; what offers itself has asked itself
             try:
-                await service.probe(base_url(url))
+                await service.probe(url)
             except (ContractError, PipelineError) as error:
                 return refusal(422, f"url: no engine answers there: {error}", code="unreachable_engine", param="url")
-        offer = EngineRegistered(
-            now=await service.now(), url=base_url(url), incarnation=incarnation, name=name, type=type
+        registered = EngineRegistered(
+            now=await service.now(), url=url, incarnation=offer.incarnation, name=offer.name, type=offer.type
         )
-        await service.perform(offer)
-        return JSONResponse({"state": "joining"})
+        await service.perform(registered)
+        return _answer(Done("joining"))
 
-    @app.delete("/engines")
-    async def leave(engine: Annotated[str, Query()]) -> Response:
+    @app.delete(routes.ENGINES)
+    async def remove(engine: Annotated[str, Query()]) -> Response:
         named = _named(service, engine)
         if named is None:
             return _unknown(service)
         await service.perform(EngineRemoved(now=await service.now(), engine=named))
-        return JSONResponse({"state": "removed"})
-
-    _add_engine_commands(app, service)
+        return _answer(Done("removed"))
 
 
 def _add_engine_commands(app: FastAPI, service: ControllerService) -> None:
-    @app.post("/engines/drain")
-    async def drain(engine: Annotated[str, Body()], grace_s: Patience = PATIENCE_S) -> Response:
-        url = _url(service, engine)
+    @app.post(routes.ENGINES_DRAIN)
+    async def drain(order: EngineDrain) -> Response:
+        url = _url(service, order.engine)
         if url is None:
             return _unknown(service)
-        await service.perform(EngineDrainAsked(now=await service.now(), url=url, grace_s=grace_s))
-        return JSONResponse({"state": "draining"})
+        await service.perform(EngineDrainAsked(now=await service.now(), url=url, grace_s=order.grace_s))
+        return _answer(Done("draining"))
 
-    @app.post("/engines/request")
-    async def request_engines(
-        type: Annotated[str, Body(pattern=r"^[a-z0-9_]{1,32}$")],
-        count: Annotated[int, Body(ge=1, le=64)] = 1,
-        replaces: Annotated[str, Body()] = "",
-        grace_s: Patience = PATIENCE_S,
-    ) -> Response:
-        replaced = _url(service, replaces) if replaces else ""
+    @app.post(routes.ENGINES_REQUEST)
+    async def request_engines(start: EngineStart) -> Response:
+        replaced = _url(service, start.replaces) if start.replaces else ""
         if replaced is None:
             return _unknown(service)
         requested = EnginesRequested(
-            now=await service.now(), type=type, count=count, replaces=replaced, grace_s=grace_s
+            now=await service.now(), type=start.type, count=start.count, replaces=replaced, grace_s=start.grace_s
         )
         effects = await service.perform(requested)
-        told = [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "engines_hired"]
-        if not told:
+        records = [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "engines_hired"]
+        if not records:
             why = removal_reason(service.controller.state, replaced)
             return refusal(409, _GOING.format(url=replaced, why=why), code="engine_going", param="replaces")
-        return JSONResponse({"names": told[0]["names"]})
+        return _answer(EngineNames(tuple(records[0]["names"])))
+
+
+def _answer(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def _is_local(host: str) -> bool:

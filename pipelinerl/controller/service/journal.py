@@ -16,6 +16,7 @@ journal is of no use until its next snapshot: `whole` notices, and whoever write
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self, final
 
@@ -23,7 +24,8 @@ import msgspec
 
 from pipelinerl.controller.state.inputs import AnyInput, ReportReceived
 from pipelinerl.controller.state.run_state import RunState
-from pipelinerl.errors import FencedError
+from pipelinerl.errors import FencedError, UserError
+from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id
 
 #: The stream that holds it.
@@ -42,16 +44,25 @@ class Decision(msgspec.Struct, frozen=True, tag=True):
 
 
 class JournalSnapshot(msgspec.Struct, frozen=True, tag=True):
-    """The state, the last report that is part of it, and when the last decision in it was taken."""
+    """The state, the last report that is part of it, when its last decision was taken, and the layout of it all."""
 
     state: RunState
     reports_offset: str
     writer: str = ""
     now: float = 0.0
+    layout: int = LAYOUT
+
+
+class _Layout(msgspec.Struct, frozen=True):
+    """An entry's own name and layout, which are read before anything else of it; the oldest snapshots say none."""
+
+    type: str
+    layout: int = 1
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Decision | JournalSnapshot)
+_LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +141,13 @@ class Journal:
 
     @classmethod
     async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
-        """The journal that lies in `stream`, to be written on, and what it holds; None when it holds no whole story."""
+        """The journal that lies in `stream`, to be written on, and what it holds; None when it holds no whole story.
+
+        Raises:
+            UserError: a controller of another version has written it.
+        """
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
+        _check_layout([entry.payload for entry in entries])
         records = [_DECODER.decode(entry.payload) for entry in entries]
         numbers = [parse_id(entry.entry_id)[0] for entry in entries]
         begin = max((i for i, record in enumerate(records) if isinstance(record, JournalSnapshot)), default=None)
@@ -152,3 +168,10 @@ class Journal:
             reports_offset=journal.reports_offset,
             now=journal.now,
         )
+
+
+def _check_layout(payloads: Sequence[bytes]) -> None:
+    """Refuse a journal that holds a snapshot of another layout; its decisions alone say nothing."""
+    for record in map(_LAYOUTS.decode, payloads):
+        if record.type == JournalSnapshot.__name__ and record.layout != LAYOUT:
+            raise UserError(layout_refusal("the controller's journal", record.layout))

@@ -29,7 +29,8 @@ from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_watch import EngineWatch
 from pipelinerl.controller.decisions.giving_up import last_word
-from pipelinerl.controller.decisions.status import run_status
+from pipelinerl.controller.decisions.status import assignment_of, run_status
+from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.service.journal import Decision, Journal, Recovered
 from pipelinerl.controller.state.effects import Effect, End, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
@@ -47,7 +48,7 @@ from pipelinerl.controller.state.inputs import (
 )
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.errors import PipelineError, RecordError, RunFailed
-from pipelinerl.messages import EPOCHS, ORDERS, PROMPTS, REPORTS, decode_report, encode
+from pipelinerl.messages import DIRECTIVES, EPOCHS, PROMPTS, REPORTS, decode_report, encode
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters
@@ -143,8 +144,8 @@ class ControllerService:
                 raise self._broken
             for loop in loops:
                 loop.cancel()
-        if self.controller.state.failure:
-            raise RunFailed(self.controller.state.failure)
+        if self.controller.state.failing.reason:
+            raise RunFailed(self.controller.state.failing.reason)
 
     async def perform(self, given: AnyInput) -> list[Effect]:
         """Decide on one input, carry the decision out and return it; decisions never overlap. Raises what `decide`
@@ -188,11 +189,15 @@ class ControllerService:
             self.controller, watch=self.watch, name=self._name, now=self._now(), elapsed_s=self._elapsed()
         )
 
+    def assignment(self) -> ActorAssignment:
+        """What every actor works by now."""
+        return assignment_of(self.controller.state)
+
     # --- beginning -------------------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
         """A run that starts, or starts again from its checkpoint."""
-        self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
+        self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
         self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
         state = self.controller.state
         # An epoch after the newest checkpoint may have begun and been cut off: its rollouts may still lie there.
@@ -221,7 +226,7 @@ class ControllerService:
             self._next_entry, self._next_directive = last.next_prompt, last.next_directive
         else:
             self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
-            self._next_directive = fresh_number(await self._stream.last_id(ORDERS))
+            self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
         written = self._events.count_recent(decision=found.number)
         for effect in effects:
             told = isinstance(effect, Record | Finish) and written > 0
@@ -339,9 +344,9 @@ class ControllerService:
                 await self._issue(orders)
             case Send(directive):
                 await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)  # once: later it is a no-op
-                await self._stream.append(ORDERS, [encode(directive)], first_id=self._next_directive)
+                await self._stream.append(DIRECTIVES, [encode(directive)], first_id=self._next_directive)
                 self._next_directive += 1
-                await self._stream.trim(ORDERS, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
+                await self._stream.trim(DIRECTIVES, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
             case Record(kind, fields):
                 if kind == "stalled":
                     log.warning("nothing has got on for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
@@ -365,7 +370,7 @@ class ControllerService:
         frontier = self.controller.state.account.consumed.frontier
         while self._issued and self._issued[0][1] < frontier:
             self._issued.popleft()
-        if self._issued and self.controller.state.evaluation is None:
+        if self._issued and self.controller.state.evaluations.current is None:
             await self._stream.trim(PROMPTS, before=f"{self._issued[0][0]}-0")
 
     def _record(self, kind: str, fields: Mapping[str, Any]) -> None:

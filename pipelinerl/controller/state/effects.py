@@ -19,7 +19,7 @@ class IssuePrompts:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Append this directive to the order stream."""
+    """Append this directive to the stream of directives."""
 
     directive: Directive
 

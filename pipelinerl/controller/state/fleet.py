@@ -22,9 +22,8 @@
 Only a healthy engine is given work, and the only way to become healthy is `on_published`, then `on_verified` of that
 version: an engine that was away, or failed, must first be given the current weights whole, and show that it computes
 with them what the trainer does. One that has shown the contrary stays dirty until there is a newer version, while
-others serve.
-The membership number grows whenever the set that a publication must reach changes, since a process group cannot lose or
-gain a rank; what is reported of an older set says nothing of an engine that joined later.
+others serve. The membership number grows whenever the set that a publication must reach changes, since a process group
+cannot lose or gain a rank; what is reported of an older set says nothing of an engine that joined later.
 
 A healthy engine may be pinned for a while: it keeps the weights it has, and answers only those who ask for it by name.
 Whatever ends its being healthy or suspect ends that, too; released, it joins anew unless its weights are the newest.
@@ -116,7 +115,7 @@ class EngineRecord:
 @final
 @dataclass(slots=True)
 class Fleet:
-    """Records by base URL. Pure: observations come in as arguments. A method that returns a bool says: that is news."""
+    """Records by base URL. Pure: observations are arguments. What returns a bool says whether it changed anything."""
 
     by_url: dict[str, EngineRecord] = field(default_factory=dict)
     membership: int = 0
@@ -292,14 +291,14 @@ class Fleet:
 
     def on_timeout(self, url: str, reason: str) -> bool:
         """The engine has not answered for too long."""
-        return self._lost(url, reason, EngineLifecycle.DEAD)
+        return self._lose(url, reason, EngineLifecycle.DEAD)
 
     def restarted(self, url: str) -> bool:
         """An engine began anew behind our back and lost its weights: it joins anew."""
         record = self.by_url.get(url)
         if record is None or record.loaded < 0:
             return False
-        return self._lost(url, "it restarted", EngineLifecycle.JOINING)
+        return self._lose(url, "it restarted", EngineLifecycle.JOINING)
 
     # --- going -----------------------------------------------------------------------------------------------------
 
@@ -358,7 +357,7 @@ class Fleet:
         self._change(url, lifecycle=lifecycle, loaded=-1, last_error=reason, to_stop=draining)
         return True
 
-    def _lost(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:
+    def _lose(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:
         """A member has lost its weights, or itself; a draining one has nothing left to end."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None or not lifecycle.is_alive:

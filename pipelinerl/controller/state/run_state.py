@@ -45,72 +45,110 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     wanted: bool = True
 
 
+class TrainerRecord(msgspec.Struct, kw_only=True):
+    """What the controller knows of the trainer of this epoch, and what it has told it."""
+
+    heard: tuple[str, float] | None = None
+    """Kind of its last report, and when that came."""
+    pending_ready: TrainerReady | None = None
+    """Its question what to do, while engines that are expected have not joined."""
+    awaited: list[str] = []
+    """Names of those engines."""
+    begun: list[str] = []
+    """The reports with which an epoch has begun, of any trainer; none begins another."""
+    answers: dict[str, Directive] = {}
+    """The last directive by the report that it answers, since a report may be repeated."""
+    reload_asked: tuple[int, int] = (-1, -1)
+    """(epoch, membership) for which a publication between steps was asked last."""
+    stop_sent: bool = False
+    """Was it told to stop?"""
+    first_version: int = 0
+    """Where it began to train."""
+    training_since: float = 0.0
+    """When it began to train, for the estimate of the end."""
+    stepped: ConsumedReport = ConsumedReport()
+    """Its account as of the last step (or of its start): what ended since then was not trained."""
+    last_step: dict[str, float] = {}
+    """Figures of its last step."""
+    last_publish: Published | None = None
+    """Its last publication."""
+    unsaved: str = ""
+    """Why a checkpoint cannot be written yet, in words; training waits once the next one is due."""
+
+
+class Evaluations(msgspec.Struct, kw_only=True):
+    """The evaluations of a run."""
+
+    current: Evaluation | None = None
+    """The one under way."""
+    begun: int = 0
+    """How many were begun, anew or not: the number of the last."""
+    due: EvaluationDue | None = None
+    """One that waits for weights to be served."""
+    postponed: bool = False
+    """Does a publication wait for the current one to end?"""
+    results: list[EvaluationResult] = []
+    """Those that have ended, the oldest first."""
+
+
+class Failing(msgspec.Struct, kw_only=True):
+    """Why the run cannot go on, and what may come to that; `giving_up.py` decides."""
+
+    reason: str = ""
+    """Why it cannot; empty while it can."""
+    since: float = 0.0
+    """When that became known."""
+    engineless_since: float = 0.0
+    """When the last engine went, or the run began without one; 0 while one is alive."""
+    refused_groups: int = 0
+    """Groups in a row whose prompts were refused for good."""
+    refused_reason: str = ""
+    """Why the last of them was."""
+
+
+class Watchdog(msgspec.Struct, kw_only=True):
+    """Whether anything gets on; `stall_diagnosis.py` says what does not."""
+
+    mark: tuple[Any, ...] = ()
+    """The last `progress_mark`."""
+    moved_at: float = 0.0
+    """When it changed; 0 before the first decision."""
+    reported: bool = False
+    """Was it reported that it has not changed since?"""
+
+
 @final
 class RunState(msgspec.Struct, kw_only=True):
-    """State of a run; changed by `Controller` alone.
-
-    Attributes:
-        first_domain_weights: those that the recipe gives.
-        engine_requests: engines beyond the recipe's, in the order of asking; a resumed run begins without.
-        actors: last heartbeat of each, and when it came.
-        first_version, training_since: where and when this trainer began to train, for the estimate of the end.
-        pending_ready: the trainer's question, while engines that are expected have not joined; awaited: their names.
-        begun: the trainers' reports with which an epoch has begun; none begins another.
-        answers: the last directive by the report that it answers, since a report may be repeated.
-        launch: tells the launch of the run that this state is of from others; empty where roles are started by hand.
-        evaluations_begun: how many, begun anew or not: the number of the last.
-        evaluation_due: one that waits for weights to be served; postponed: a publication that waits for one to end.
-        stop_reason, stop_sent: why the run is to end before its last step, and whether the trainer has been told.
-        failure, failing_since: why the run cannot go on, and since when that is known; see `giving_up.py`.
-        engineless_since: when the last engine went, or the run began without one; 0 while one is alive.
-        refused_groups, refused_reason: groups in a row whose prompts were refused for good, and why the last was.
-        reload_asked: (epoch, membership) for which a publication between steps was asked last.
-        resumed_account: of a checkpoint, until the trainer's own account arrives.
-        stepped: the trainer's account as of the last step (or of its start): what ended since then was not trained.
-        trainer_heard: kind of the trainer's last report, and when it came.
-        unsaved: in words, why a checkpoint cannot be written yet; training waits once the next one is due.
-        progress, progressed_at, stall_told: the watchdog's: see `waiting.py`.
-    """
+    """State of a run; changed by `Controller` alone."""
 
     launch: str = ""
-    knobs: Knobs
-    knob_log: list[KnobChange] = []
-    first_domain_weights: dict[str, float]
-    fleet: Fleet = msgspec.field(default_factory=Fleet)
-    engine_requests: list[EngineRequest] = []
-    account: IssuedLedger = msgspec.field(default_factory=IssuedLedger)
+    """Tells the launch of the run that this state is of from others; empty where roles are started by hand."""
     phase: RunPhase = RunPhase.STARTING
     epoch: int = 0
+    """The number of the trainer: how many have begun."""
     version: int = 0
-    evaluation: Evaluation | None = None
-    evaluations_begun: int = 0
-    evaluation_due: EvaluationDue | None = None
-    postponed: bool = False
-    results: list[EvaluationResult] = []
-    last_step: dict[str, float] = {}
-    last_publish: Published | None = None
-    actors: dict[str, tuple[ActorAlive, float]] = {}
-    training_since: float = 0.0
-    first_version: int = 0
-    pending_ready: TrainerReady | None = None
-    awaited: list[str] = []
-    begun: list[str] = []
-    answers: dict[str, Directive] = {}
+    """The newest version of the weights."""
     stop_reason: str | None = None
-    stop_sent: bool = False
-    failure: str = ""
-    failing_since: float = 0.0
-    engineless_since: float = 0.0
-    refused_groups: int = 0
-    refused_reason: str = ""
-    reload_asked: tuple[int, int] = (-1, -1)
+    """Why the run is to end before its last step."""
+    knobs: Knobs
+    """Their values now."""
+    knob_log: list[KnobChange] = []
+    """Every change of them, the oldest first."""
+    first_domain_weights: dict[str, float]
+    """Those that the recipe gives."""
+    fleet: Fleet = msgspec.field(default_factory=Fleet)
+    engine_requests: list[EngineRequest] = []
+    """Engines beyond the recipe's, in the order of asking; a resumed run begins without."""
+    account: IssuedLedger = msgspec.field(default_factory=IssuedLedger)
+    """Prompt orders by what became of them."""
     resumed_account: dict[str, Any] | None = None
-    stepped: ConsumedReport = ConsumedReport()
-    trainer_heard: tuple[str, float] | None = None
-    unsaved: str = ""
-    progress: tuple[Any, ...] = ()
-    progressed_at: float = 0.0
-    stall_told: bool = False
+    """The account of a checkpoint, until the trainer's own arrives."""
+    actors: dict[str, tuple[ActorAlive, float]] = {}
+    """Each actor's last heartbeat, and when it came."""
+    trainer: TrainerRecord = msgspec.field(default_factory=TrainerRecord)
+    evaluations: Evaluations = msgspec.field(default_factory=Evaluations)
+    failing: Failing = msgspec.field(default_factory=Failing)
+    watchdog: Watchdog = msgspec.field(default_factory=Watchdog)
 
     def live_actors(self, now: float) -> list[ActorAlive]:
         """What each actor said last that has been heard of late."""
@@ -135,7 +173,7 @@ class RunState(msgspec.Struct, kw_only=True):
             "knobs": self.knobs.to_json(),
             "first_domain_weights": self.first_domain_weights,
             "knob_log": [msgspec.to_builtins(change) for change in self.knob_log],
-            "evaluations": [msgspec.to_builtins(result) for result in self.results],
+            "evaluations": [msgspec.to_builtins(result) for result in self.evaluations.results],
         }
 
     def resume(self, record: Mapping[str, Any], *, step: int) -> None:
@@ -163,5 +201,5 @@ class RunState(msgspec.Struct, kw_only=True):
                 live=False,
             )
             self.knob_log.append(change)
-        self.results = msgspec.convert(record["evaluations"], list[EvaluationResult])
+        self.evaluations.results = msgspec.convert(record["evaluations"], list[EvaluationResult])
         self.resumed_account = dict(record["account"])

@@ -16,7 +16,7 @@ from typing import Final, final
 import msgspec
 
 from pipelinerl.errors import RecordError
-from pipelinerl.messages import EPOCHS, ORDERS, ROLLOUTS, Directive, decode_directive
+from pipelinerl.messages import DIRECTIVES, EPOCHS, ROLLOUTS, Directive, decode_directive
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import START, Entry, Fence, Stream, parse_id
@@ -50,7 +50,7 @@ class RolloutReader:
 
     async def start(self) -> None:
         """Skip directives that answered an earlier trainer; forget offsets that were saved with another server."""
-        self._directives_offset = await self._stream.last_id(ORDERS)
+        self._directives_offset = await self._stream.last_id(DIRECTIVES)
         await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # only the first ever is kept
         (identity,) = await self._stream.read({_IDENTITY: START}, count=1, block_s=1.0)
         if self._offsets.pop(_IDENTITY, None) != identity.payload.decode():
@@ -61,12 +61,12 @@ class RolloutReader:
         """Read what is new, waiting up to `block_s` for the first entry."""
         await self._scan()
         entries = await self._stream.read(
-            {ORDERS: self._directives_offset, **self._offsets}, count=count, block_s=min(block_s, self._rescan_s)
+            {DIRECTIVES: self._directives_offset, **self._offsets}, count=count, block_s=min(block_s, self._rescan_s)
         )
         groups: list[RolloutGroup] = []
         directives: list[Directive] = []
         for entry in entries:
-            if entry.stream == ORDERS:
+            if entry.stream == DIRECTIVES:
                 directives += await self._decoded(entry)
                 continue
             try:
@@ -77,7 +77,7 @@ class RolloutReader:
 
     async def read_directives(self, *, block_s: float) -> list[Directive]:
         """Read new directives alone, while it is not known yet which rollouts may be read."""
-        entries = await self._stream.read({ORDERS: self._directives_offset}, count=16, block_s=block_s)
+        entries = await self._stream.read({DIRECTIVES: self._directives_offset}, count=16, block_s=block_s)
         return [directive for entry in entries for directive in await self._decoded(entry)]
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:

@@ -128,7 +128,7 @@ def test_prompts_wait_for_weights_and_for_the_first_evaluation() -> None:
     for _ in range(3):
         run.sample()
         run.answer()
-    assert run.controller.state.results[0].accuracy == 1.0
+    assert run.controller.state.evaluations.results[0].accuracy == 1.0
     assert [order.index for order in run.orders] == list(range(8)), "k = 4 steps of two groups"
 
 
@@ -259,11 +259,11 @@ def test_questions_of_an_evaluation_that_a_stream_server_forgot_are_asked_again(
     for _ in range(2):
         run.sample()
         run.answer()
-    (result,) = run.controller.state.results
+    (result,) = run.controller.state.evaluations.results
     assert (result.problems, result.incomplete) == (3, "")
     run.sample()
     run.answer()
-    assert run.controller.state.results == [result], "the second answer to a question counts nowhere"
+    assert run.controller.state.evaluations.results == [result], "the second answer to a question counts nowhere"
 
 
 def test_a_trainer_that_comes_back_during_the_last_evaluation_does_not_cost_its_result() -> None:
@@ -280,7 +280,7 @@ def test_a_trainer_that_comes_back_during_the_last_evaluation_does_not_cost_its_
     while run.finished is None:
         run.act()
     assert run.finished == "all 2 steps are done"
-    assert run.controller.state.results[-1].model_version == 2
+    assert run.controller.state.evaluations.results[-1].model_version == 2
 
 
 def test_the_run_begins_without_an_engine_that_was_taken_out_before_the_trainer_came() -> None:

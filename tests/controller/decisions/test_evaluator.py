@@ -51,13 +51,13 @@ def abandoned(told: list[Record]) -> list[str]:
 
 
 def results(run: World) -> list[EvaluationResult]:
-    return run.controller.state.results
+    return run.controller.state.evaluations.results
 
 
 def until_evaluation(run: World, version: int) -> World:
     """Act until the evaluation of `version` or a later one is under way."""
     for _ in range(20_000):
-        evaluation = run.controller.state.evaluation
+        evaluation = run.controller.state.evaluations.current
         if evaluation is not None and evaluation.model_version >= version:
             return run
         run.act()
@@ -84,13 +84,15 @@ def test_what_an_evaluation_that_was_given_up_hears_late_ends_no_problem_of_the_
     run.awaiting = "ready-2"
     run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=0, consumed=run.consumed()))
     run.publish()
-    evaluation = run.controller.state.evaluation
+    evaluation = run.controller.state.evaluations.current
     assert evaluation is not None and evaluation.restarts == 1
     for order in old:
         run.tell(
             GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="the engine died")
         )
-    assert run.controller.state.evaluation is not None and run.controller.state.evaluation.answers == {}
+    assert (
+        run.controller.state.evaluations.current is not None and run.controller.state.evaluations.current.answers == {}
+    )
 
 
 @pytest.mark.parametrize("pin", [Pin.AUTO, Pin.GATE, Pin.ENGINE])
@@ -120,7 +122,7 @@ def test_whatever_happens_one_version_answers_and_the_run_ends(seed: int, engine
     used = {result.pin for result in found[1:-1]}
     assert used <= ({Pin.GATE} if pin is Pin.GATE or len(engines) == 1 else {Pin.ENGINE, Pin.GATE})
     assert run.controller.state.fleet.pinned() == []
-    assert not run.controller.state.postponed
+    assert not run.controller.state.evaluations.postponed
 
 
 def test_one_engine_answers_alone_while_training_goes_on_with_the_other() -> None:
@@ -128,13 +130,13 @@ def test_one_engine_answers_alone_while_training_goes_on_with_the_other() -> Non
     told = recorded(run)
     run.begin()
     until_evaluation(unanswering(run), 5)
-    pinned = run.controller.state.evaluation
+    pinned = run.controller.state.evaluations.current
     assert pinned is not None and (pinned.pin, pinned.engine) == (Pin.ENGINE, OTHER)
     assert run.controller.state.fleet.serving() == [ENGINE]
     at = pinned.model_version
     while run.version < at + 20:
         run.act()
-    assert run.controller.state.evaluation is pinned, "it takes its time"
+    assert run.controller.state.evaluations.current is pinned, "it takes its time"
     assert run.loaded[OTHER] == at < run.loaded[ENGINE]
     assert {run.where[f"prompt-{group.index:06d}"] for _, groups, _ in run.trained[-10:] for group in groups} == {
         ENGINE
@@ -167,7 +169,7 @@ def test_a_gate_may_be_closed_for_so_long_from_when_it_holds_something_back() ->
     run.give(Ticked(now=70.0))
     for _ in range(2000):
         run.act()
-    evaluation = run.controller.state.evaluation
+    evaluation = run.controller.state.evaluations.current
     assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
 
 
@@ -175,14 +177,14 @@ def test_a_gate_holds_updates_until_the_answers_are_in_and_publishes_then() -> N
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
-    at = run.controller.state.evaluation.model_version  # type: ignore[union-attr]
+    at = run.controller.state.evaluations.current.model_version  # type: ignore[union-attr]
     for _ in range(2000):
         run.act()
     assert run.loaded[ENGINE] == at
     assert run.version == at + 2, "training goes on as far as its rollouts are fresh"
     assert "updates are postponed" in waiting_for(run.controller.state, now=0.0)
     run.give(Ticked(now=59.0))
-    assert run.controller.state.postponed
+    assert run.controller.state.evaluations.postponed
     run.give(Ticked(now=61.0))
     assert results(run)[-1].incomplete == "updates were postponed for 60 s (evaluation.hold_s)"
     assert run.directive is not None and run.directive.publish_to == [ENGINE]
@@ -197,7 +199,7 @@ def test_an_evaluation_whose_engine_is_lost_begins_anew_and_ends_some_day() -> N
     run.begin()
     until_evaluation(unanswering(run), 5)
     for life in range(1, 5):
-        evaluation = run.controller.state.evaluation
+        evaluation = run.controller.state.evaluations.current
         assert evaluation is not None and evaluation.restarts == life - 1
         run.give(EngineTimedOut(now=0.0, url=evaluation.engine, reason="killed"))
         run.give(EngineAnswered(now=0.0, url=evaluation.engine))
@@ -241,7 +243,7 @@ def test_who_stops_a_run_has_its_last_weights_evaluated_by_all() -> None:
     assert run.directive is not None and run.directive.publish_to == list(BOTH), "the pinned one, too"
     run.train()
     assert abandoned(told) == ["the run ends, and its last weights are evaluated"]
-    evaluation = run.controller.state.evaluation
+    evaluation = run.controller.state.evaluations.current
     assert evaluation is not None and (evaluation.pin, evaluation.model_version) == (Pin.GATE, run.version)
     assert {order.engine for order in run.orders[-3:]} == {""}
 

@@ -83,7 +83,7 @@ def test_a_trainer_that_does_not_answer_is_waited_for_within_a_minute() -> None:
 def test_a_refusal_that_may_pass_does_not_end_the_run() -> None:
     made = begun().controller
     assert ends(made, failed_to_publish(made, {ENGINE: "was lost at prepare"}, permanent=[])) == (None, None)
-    assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.DIRTY and not made.state.failure
+    assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.DIRTY and not made.state.failing.reason
 
 
 def test_while_another_engine_may_serve_the_run_goes_on_without_the_one_that_refuses() -> None:
@@ -92,7 +92,7 @@ def test_while_another_engine_may_serve_the_run_goes_on_without_the_one_that_ref
     run.give(EngineRegistered(now=0.0, url=OTHER))
     assert ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE])) == (None, None)
     stop, _ = ends(made, failed_to_publish(made, {OTHER: REFUSAL}, permanent=[OTHER]))
-    assert stop is not None and ENGINE in made.state.failure and OTHER in made.state.failure
+    assert stop is not None and ENGINE in made.state.failing.reason and OTHER in made.state.failing.reason
 
 
 def test_a_new_life_of_an_engine_that_refused_is_heard() -> None:
@@ -121,7 +121,7 @@ def test_an_engine_that_computes_otherwise_twice_ends_the_run() -> None:
         )
         stop, _ = ends(made, heard(report))
         assert (stop is not None) is (version == 1)
-    assert made.state.failure.endswith("another tokenizer")
+    assert made.state.failing.reason.endswith("another tokenizer")
 
 
 def _joining(made: Controller) -> EngineRecord:
@@ -146,7 +146,7 @@ def test_the_clock_of_missing_engines_begins_when_the_last_one_goes_and_stops_wh
     assert ends(made, Ticked(now=1400.0)) == (None, None)
     made.decide(EngineTimedOut(now=1400.0, url=ENGINE, reason="no answer"))
     stop, _ = ends(made, Ticked(now=1701.0))
-    assert stop is not None and f"{ENGINE} is dead: no answer" in made.state.failure
+    assert stop is not None and f"{ENGINE} is dead: no answer" in made.state.failing.reason
 
 
 def beat(name: str, *, judged: int = 0, unjudged: int = 0) -> ActorAlive:
@@ -167,7 +167,7 @@ def test_a_verifier_that_always_fails_ends_the_run_after_a_steps_worth_of_answer
     assert ends(made, heard(beat("a", unjudged=3))) == (None, None)
     stop, _ = ends(made, heard(beat("a", unjudged=4)))
     assert stop is not None
-    assert made.state.failure == "4 answers in a row have no verdict; the last, of domain " + (
+    assert made.state.failing.reason == "4 answers in a row have no verdict; the last, of domain " + (
         "d: verifier_error: its metadata lacks 'task'"
     )
 
@@ -198,4 +198,4 @@ def test_prompts_that_every_engine_refuses_for_good_end_the_run(persistence: Per
         assert ends(made, refused_group(index, persistence)) == (None, None)
     stop, _ = ends(made, refused_group(run.issued[7], persistence))
     assert (stop is not None) is over
-    assert made.state.failure == ("engines refuse the prompts of 8 groups in a row: no template" if over else "")
+    assert made.state.failing.reason == ("engines refuse the prompts of 8 groups in a row: no template" if over else "")

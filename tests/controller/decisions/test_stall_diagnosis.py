@@ -33,9 +33,9 @@ def test_what_gets_on_winds_the_clock_up_again() -> None:
     run.begin()
     run.publish()
     run.give(Ticked(now=100.0))
-    began = run.controller.state.progressed_at
+    began = run.controller.state.watchdog.moved_at
     run.give(ReportReceived(now=101.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0"))
-    assert run.controller.state.progressed_at == began, "to say that one waits is no progress"
+    assert run.controller.state.watchdog.moved_at == began, "to say that one waits is no progress"
     while run.version == 0:
         run.act()
     assert stalls(run, STALL_S - 1) == []

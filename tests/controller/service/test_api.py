@@ -15,7 +15,7 @@ from pipelinerl.controller.service.journal import Journal
 from pipelinerl.controller.service.service import ControllerService, Start
 from pipelinerl.controller.state.inputs import EngineRegistered
 from pipelinerl.errors import EngineUnreachable
-from pipelinerl.messages import ORDERS
+from pipelinerl.messages import DIRECTIVES
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus, StatusPhase
 from pipelinerl.streams.memory_stream import MemoryStream
@@ -46,7 +46,7 @@ async def test_status_of_a_run_that_waits_and_of_one_that_trains(run: Running, h
     await run.tell(step(1))
     status = RunStatus.from_json((await http.get("/status")).content)
     assert (status.run, status.phase, status.step, status.epoch) == ("test", StatusPhase.TRAINING, 1, 1)
-    assert [(engine.url, engine.state) for engine in status.engines] == [(ENGINE, "healthy")]
+    assert [(engine.url, engine.state) for engine in status.fleet.engines] == [(ENGINE, "healthy")]
     assert status.ledger.trained == 2
 
 
@@ -61,15 +61,15 @@ async def test_a_controller_that_comes_back_says_nothing_before_it_knows(tmp_pat
         )
         transport = httpx.ASGITransport(create_api(service, token=None))
         async with httpx.AsyncClient(transport=transport, base_url="http://controller") as http:
-            asking = asyncio.gather(*(http.get(path) for path in ("/engines", "/status", "/knobs")))
+            asking = asyncio.gather(*(http.get(path) for path in ("/assignment", "/status", "/knobs")))
             await asyncio.sleep(0.05)
             assert not asking.done()
             running = asyncio.create_task(service.run())
-            engines, status, knobs = await asyncio.wait_for(asking, 10.0)
+            assignment, status, knobs = await asyncio.wait_for(asking, 10.0)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-    assert engines.json()["members"] == [ENGINE]
-    assert [engine.url for engine in RunStatus.from_json(status.content).engines] == [ENGINE]
+    assert assignment.json()["finishing"] == [ENGINE]
+    assert [engine.url for engine in RunStatus.from_json(status.content).fleet.engines] == [ENGINE]
     assert knobs.status_code == 200
 
 
@@ -122,12 +122,11 @@ async def test_an_engine_joins_by_offering_itself_again_and_again(run: Running, 
     said = {
         "serving": [],
         "finishing": [ENGINE],
-        "members": [ENGINE],
         "groups_in_flight": 8,
         "model_version": 0,
         "k": 4.0,
     }
-    assert (await http.get("/engines")).json() == said
+    assert (await http.get("/assignment")).json() == said
     assert len(run.events("engine_joined")) == 1
 
 
@@ -137,9 +136,9 @@ async def test_an_engine_that_was_taken_out_stays_out(run: Running, http: httpx.
     removed = await http.delete("/engines", params={"engine": f"{ENGINE}/"})
     assert (removed.status_code, run.events("engine_lost")[0]["reason"]) == (200, "removed by an operator")
     await http.post("/engines", json=offer)
-    assert (await http.get("/engines")).json()["members"] == []
+    assert run.controller.state.fleet.members() == []
     await http.post("/engines", json=offer | {"incarnation": "2"})
-    assert (await http.get("/engines")).json()["members"] == [ENGINE]
+    assert run.controller.state.fleet.members() == [ENGINE]
 
 
 async def test_a_host_that_nobody_can_look_up_is_refused_in_a_sentence(run: Running, http: httpx.AsyncClient) -> None:
@@ -243,18 +242,18 @@ async def test_taking_out_what_is_not_there(run: Running, http: httpx.AsyncClien
 async def test_engines_are_hired_and_go_by_name_or_url(run: Running, http: httpx.AsyncClient) -> None:
     requested = await http.post("/engines/request", json={"type": "bigram", "count": 2})
     assert requested.json() == {"names": ["engine-1", "engine-2"]}, "the run began with one"
-    assert [(h.name, h.type) for h in run.service.status().requested] == [
+    assert [(h.name, h.type) for h in run.service.status().fleet.requested] == [
         ("engine-1", "bigram"),
         ("engine-2", "bigram"),
     ]
     await http.post("/engines", json={"url": ENGINE, "incarnation": "1", "name": "engine-1", "type": "bigram"})
-    (listed,) = run.service.status().engines
+    (listed,) = run.service.status().fleet.engines
     assert (listed.url, listed.name, listed.type, listed.state) == (ENGINE, "engine-1", "bigram", "joining")
     assert (await http.post("/engines/drain", json={"engine": "engine-1"})).json() == {"state": "draining"}
     assert (await http.delete("/engines", params={"engine": "engine-2"})).json() == {"state": "removed"}
-    assert run.service.status().to_stop == ("engine-2",), "it had not come yet, and is not wanted any more"
+    assert run.service.status().fleet.to_stop == ("engine-2",), "it had not come yet, and is not wanted any more"
     assert (await http.delete("/engines", params={"engine": ENGINE})).status_code == 200
-    status = run.service.status()
+    status = run.service.status().fleet
     assert (status.to_stop, status.requested) == (("engine-1", "engine-2"), ())
 
 
@@ -299,9 +298,9 @@ async def test_an_engine_is_swapped_once(run: Running, http: httpx.AsyncClient) 
 async def test_an_engine_of_this_machine_has_one_name(run: Running, http: httpx.AsyncClient) -> None:
     await http.post("/engines", json={"url": "http://127.0.0.1:8001", "incarnation": "1", "name": "engine-0"})
     assert (await http.post("/engines", json={"url": "http://localhost:8001/"})).status_code == 200
-    assert (await http.get("/engines")).json()["members"] == ["http://127.0.0.1:8001"]
+    assert run.controller.state.fleet.members() == ["http://127.0.0.1:8001"]
     assert (await http.delete("/engines", params={"engine": "http://localhost:8001"})).status_code == 200
-    assert (await http.get("/engines")).json()["members"] == []
+    assert run.controller.state.fleet.members() == []
 
 
 async def test_a_drained_engine_goes_once_it_has_had_nothing_to_do_for_a_while(
@@ -309,8 +308,9 @@ async def test_a_drained_engine_goes_once_it_has_had_nothing_to_do_for_a_while(
 ) -> None:
     await run.start()
     assert (await http.post("/engines/drain", json={"engine": ENGINE})).status_code == 200
-    said = (await http.get("/engines")).json()
-    assert (said["serving"], said["finishing"], said["members"]) == ([], [ENGINE], [ENGINE])
+    said = (await http.get("/assignment")).json()
+    assert (said["serving"], said["finishing"]) == ([], [ENGINE])
+    assert [engine["state"] for engine in (await http.get("/engines")).json()["engines"]] == ["draining"]
     run.probe.answer = {"slots": 4.0}
     await run.until(lambda: run.events("engine_lost"))
     assert run.events("engine_lost")[0]["reason"] == "drained"
@@ -333,7 +333,7 @@ async def test_orders_that_make_no_sense(
 ) -> None:
     answer = await http.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (422, param)
-    assert run.service.status().requested == ()
+    assert run.service.status().fleet.requested == ()
 
 
 async def test_stop_asks_for_the_last_directive_once(run: Running, http: httpx.AsyncClient) -> None:
@@ -342,7 +342,7 @@ async def test_stop_asks_for_the_last_directive_once(run: Running, http: httpx.A
         assert (await http.post("/stop")).json() == {"state": "stopping"}
     last = (await run.directives())[-1]
     assert (last.stop, last.checkpoint, last.answers) == (True, True, "stop-e1")
-    assert run.stream_length(ORDERS) == 2
+    assert run.stream_length(DIRECTIVES) == 2
     assert run.controller.ending == "stopped by ada"
 
 
@@ -358,6 +358,7 @@ async def test_stop_asks_for_the_last_directive_once(run: Running, http: httpx.A
         ("POST", "/engines/drain"),
         ("DELETE", "/engines"),
         ("GET", "/engines"),
+        ("GET", "/assignment"),
     ],
 )
 async def test_nothing_without_the_token(run: Running, http: httpx.AsyncClient, method: str, path: str) -> None:

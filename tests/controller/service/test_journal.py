@@ -33,9 +33,9 @@ from pipelinerl.controller.state.inputs import (
     Ticked,
 )
 from pipelinerl.controller.state.run_state import RunPhase, RunState
-from pipelinerl.errors import FencedError
+from pipelinerl.errors import FencedError, UserError
 from pipelinerl.messages import (
-    ORDERS,
+    DIRECTIVES,
     PROMPTS,
     REPORTS,
     ActorAlive,
@@ -204,7 +204,7 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
                 start = Start.FROM_JOURNAL
     told = [event for event in read_events(folder / "events.jsonl") if event["kind"] not in VARYING]
     events = [{k: v for k, v in event.items() if k not in ("time", "elapsed_s", "decision")} for event in told]
-    directives = [decode_directive(payload) for payload in stream.history[ORDERS]]
+    directives = [decode_directive(payload) for payload in stream.history[DIRECTIVES]]
     return Outcome(stream.history[PROMPTS], directives, events), killer.passed
 
 
@@ -476,6 +476,16 @@ def same_with_and_without_deaths(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_controller_that_dies_again_and_again_decides_alike(seed: int) -> None:
     same_with_and_without_deaths(seed)
+
+
+@pytest.mark.parametrize("older", [{}, {"layout": 3}])
+async def test_a_journal_of_another_layout_is_refused_before_its_state_is_read(older: dict[str, int]) -> None:
+    """The oldest snapshots say no layout, and hold a state that could be read as a new one's, its fields forgotten."""
+    stream = MemoryStream()
+    snapshot = {"type": "JournalSnapshot", "state": {"launch": "", "trainer_heard": None}, "reports_offset": "0-0"}
+    await stream.append(JOURNAL, [msgspec.msgpack.encode(snapshot | older)], first_id=1)
+    with pytest.raises(UserError, match=rf"must be of layout 2, got layout {older.get('layout', 1)}: another version"):
+        await Journal.recover(stream)
 
 
 @pytest.mark.chaos

@@ -18,8 +18,8 @@ from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs import EngineRegistered, EngineRemoved, KnobsPatched
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import (
+    DIRECTIVES,
     EPOCHS,
-    ORDERS,
     PROMPTS,
     REPORTS,
     ActorAlive,
@@ -101,7 +101,7 @@ class Running:
         return [entry.payload for entry in await self.stream.read({name: START}, count=10_000, block_s=0)]
 
     async def directives(self) -> list[Directive]:
-        return [decode_directive(payload) for payload in await self.payloads(ORDERS)]
+        return [decode_directive(payload) for payload in await self.payloads(DIRECTIVES)]
 
     async def start(self) -> None:
         """The engine joins, the trainer is ready and publishes version 0."""
@@ -252,7 +252,7 @@ async def test_a_silent_engine_is_lost_and_comes_back(tmp_path: Path) -> None:
         assert run.events("engine_lost")[0]["reason"] == "connection refused"
         run.probe.answer = FACTS
         await run.until(lambda: run.controller.state.fleet.members() == [ENGINE])
-        await run.until(lambda: run.stream_length(ORDERS) == 2)
+        await run.until(lambda: run.stream_length(DIRECTIVES) == 2)
         assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
 
 
@@ -280,7 +280,7 @@ async def test_an_engine_that_is_out_is_asked_no_more(tmp_path: Path) -> None:
         asked, ticks = run.probe.asked[ENGINE], len(run.events("engines"))
         await run.until(lambda: len(run.events("engines")) > ticks + 3)
         assert run.probe.asked[ENGINE] == asked
-        assert run.service.status().engines[0].slots == 0, "it has no load"
+        assert run.service.status().fleet.engines[0].slots == 0, "it has no load"
 
 
 @pytest.mark.parametrize("nonsense", [{"slots": 1.5}, {"generated_tokens_total": float("nan")}])

@@ -23,7 +23,7 @@ from typing import Any
 
 from redis import Redis
 
-from pipelinerl.commands.remote import Remote
+from pipelinerl.commands.remote import controller_of
 from pipelinerl.errors import PipelineError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.rng import generator
@@ -92,7 +92,8 @@ def settle(cluster: Cluster) -> None:
     """The run gets on once more and is stopped by its owner."""
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + 4, "four steps after the last kill")
-    Remote.of(cluster.directory).stop()
+    with controller_of(cluster.directory) as controller:
+        controller.stop()
     cluster.until(lambda: cluster.events("run_finished") or _ended(cluster), "the end of the run")
 
 

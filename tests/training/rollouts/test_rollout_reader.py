@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from pipelinerl.messages import ORDERS, ROLLOUTS, Directive, TrainerKnobs, encode
+from pipelinerl.messages import DIRECTIVES, ROLLOUTS, Directive, TrainerKnobs, encode
 from pipelinerl.streams.dead_letter import DEAD_LETTERS
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
@@ -128,7 +128,7 @@ async def test_what_cannot_be_read_is_buried_and_passed_by(stream: MemoryStream)
     good = encode_group(group(2))
     await stream.append(A, [b"nonsense", good[:-1], good])
     reader = await started(stream)
-    await stream.append(ORDERS, [b"\xc1", encode(directive("ready-1"))])
+    await stream.append(DIRECTIVES, [b"\xc1", encode(directive("ready-1"))])
     arrived = await reader.read(block_s=0.0)
     assert [arrived_group.index for arrived_group in arrived.groups] == [2]
     assert [order.answers for order in arrived.directives] == ["ready-1"]
@@ -138,9 +138,9 @@ async def test_what_cannot_be_read_is_buried_and_passed_by(stream: MemoryStream)
 
 
 async def test_directives_of_an_earlier_life_are_not_heard(stream: MemoryStream) -> None:
-    await stream.append(ORDERS, [encode(directive("ready-old"))])
+    await stream.append(DIRECTIVES, [encode(directive("ready-old"))])
     reader = await started(stream)
-    await stream.append(ORDERS, [encode(directive("ready-new"))])
+    await stream.append(DIRECTIVES, [encode(directive("ready-new"))])
     assert [order.answers for order in await reader.read_directives(block_s=0.0)] == ["ready-new"]
     assert (await reader.read(block_s=0.0)).directives == []
 

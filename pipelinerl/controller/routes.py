@@ -1,0 +1,161 @@
+"""The controller's HTTP API as values: its paths, and what is asked and answered, for `service/api.py` and `client.py`.
+
+GET    /health            liveness, without a token
+GET    /status            → `RunStatus`
+GET    /knobs             → `KnobsAnswer`: values and the log of changes
+PATCH  /knobs             {"k": 4, …} → `KnobsAnswer`; 422 with one sentence when they cannot run
+GET    /assignment        → `ActorAssignment`: what an actor works by
+GET    /engines           → `FleetStatus`
+POST   /engines           `EngineOffer` → `Done`: an engine joins; 422 for a loopback address of another machine, and
+                          where no engine answers an operator's offer, which has no incarnation
+POST   /engines/request   `EngineStart` → `EngineNames`: the launcher starts engines; 409 when the one to be replaced is
+                          to go already
+POST   /engines/drain     `EngineDrain` → `Done`: an engine ends what it has, and is taken out
+DELETE /engines?engine=…  → `Done`: an engine is taken out; only its next life, or an offer without incarnation, brings
+                          it back
+POST   /stop              → `Done`: end the run at the next step boundary
+
+An engine is named by its URL or by its name. What is taken out and was started by the launcher is ended by it. The
+header `x-who` says who asks, for the log of changes. Refusals have OpenAI's shape, `Refusal`.
+
+Questions are checked by the controller alone, so that there is one sentence for each mistake.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, Field
+
+from pipelinerl.controller.state.knobs import KnobChange
+
+STATUS: Final = "/status"
+KNOBS: Final = "/knobs"
+ASSIGNMENT: Final = "/assignment"
+ENGINES: Final = "/engines"
+ENGINES_REQUEST: Final = "/engines/request"
+ENGINES_DRAIN: Final = "/engines/drain"
+STOP: Final = "/stop"
+#: The header that says who asks.
+WHO: Final = "x-who"
+
+#: How long what an engine has may run on when the engine is to go, in seconds, unless its operator says otherwise.
+GRACE_S: Final = 60.0
+
+
+def _can_be_looked_up(url: str) -> str:
+    try:
+        address = urlsplit(url)
+        (address.hostname or "").encode("idna")
+        valid = bool(address.hostname) and address.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(
+            "must name a host whose labels have 1 to 63 characters each, and a port from 1 to 65535 if any, such as "
+            "http://gpu-1.lab:8001"
+        )
+    return url
+
+
+#: An engine's base URL, as it is written in the fleet: no path, no query, no secret.
+BaseUrl = Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(_can_be_looked_up)]
+_Name = Annotated[str, Field(max_length=64)]
+_Grace = Annotated[float, Field(ge=0, le=86_400)]
+
+
+class EngineOffer(BaseModel):
+    """An engine that is running.
+
+    Attributes:
+        url: where others reach it.
+        incarnation: tells one life of it from the next; empty when an operator offers it.
+        name: what it calls itself.
+        type: its name in the registry of engines.
+    """
+
+    url: BaseUrl
+    incarnation: _Name = ""
+    name: _Name = ""
+    type: _Name = ""
+
+
+class EngineStart(BaseModel):
+    """Engines that the launcher is to start.
+
+    Attributes:
+        type: their name in the registry of engines.
+        count: how many.
+        replaces: URL or name of an engine that is drained once the new one serves; empty for none.
+        grace_s: how long what that one has may run on, in seconds.
+    """
+
+    type: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,32}$")]
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    replaces: str = ""
+    grace_s: _Grace = GRACE_S
+
+
+class EngineDrain(BaseModel):
+    """An engine, by URL or name, that is to go once it has ended what it has, or after `grace_s` seconds."""
+
+    engine: str
+    grace_s: _Grace = GRACE_S
+
+
+class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What an actor works by: engines, concurrency, and when a rollout is fresh."""
+
+    serving: tuple[str, ...]
+    """Base URLs of the engines that may be given work."""
+    finishing: tuple[str, ...]
+    """Base URLs of those that may end what they have, and are given nothing new."""
+    groups_in_flight: int
+    """How many groups each actor may hold."""
+    model_version: int
+    """The trainer's newest version."""
+    k: float | None
+    """How many versions old a rollout may be at its step; None where there is no bound, which JSON cannot say."""
+
+    @property
+    def staleness_bound(self) -> float:
+        """`k` as a number: infinity where there is no bound."""
+        return math.inf if self.k is None else self.k
+
+
+class KnobsAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The knobs of a live run."""
+
+    knobs: dict[str, Any]
+    """Values by name."""
+    log: list[KnobChange] = []
+    """Every change so far, the oldest first."""
+    effective: str = ""
+    """When a change that was just made takes effect."""
+
+
+class EngineNames(msgspec.Struct, frozen=True):
+    """Names of the engines that will be started."""
+
+    names: tuple[str, ...]
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What became of a question that has no other answer: `joining`, `draining`, `removed`, `stopping`."""
+
+    state: str
+
+
+class RefusalReason(msgspec.Struct, frozen=True):
+    """Why a question was refused, in one sentence."""
+
+    message: str
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The body of an answer that is not a success."""
+
+    error: RefusalReason

@@ -50,7 +50,7 @@ class ServedModel(Protocol):
         ...
 
     def finish_staging(self) -> None:
-        """`staging` is filled; called on the receiving thread before each commit."""
+        """Make of the filled `staging` what will be served; called beside sampling, before each commit."""
         ...
 
 

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from benchmarks.gpu_device import Scale, bytes_per_second, copy_seconds, load_model, wait
 from benchmarks.measure import Row
 from benchmarks.served_engine import EngineOrder, Load, served
-from inference_contract.schemas import Backend, ChatCompletionRequest
+from inference_contract.schemas import ChatCompletionRequest
+from inference_contract.weights import Backend
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.http.client import EngineClient

@@ -14,7 +14,8 @@ from inference_contract.conformance.chat_checks import check_columns
 from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import NotOffered, Session, chunks, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
-from inference_contract.schemas import ChatCompletion, Choice, DType, WeightLayout
+from inference_contract.schemas import ChatCompletion, Choice
+from inference_contract.weights import DType, WeightLayout
 
 if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer

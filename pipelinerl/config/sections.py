@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from inference_contract.schemas import OnUpdate
-from inference_contract.weights import Backend, BaseUrl, Transport
+from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
 from pipelinerl.controller.state.evaluation import Pin
 from pipelinerl.controller.state.knobs import COLDEST, HOTTEST
 from pipelinerl.engines.options import WeightFormat

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Final
 
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.errors import UpdateError
 from trainer_contract.types import ParameterInfo
 

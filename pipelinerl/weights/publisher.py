@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from inference_contract.schemas import OnUpdate, WeightLayout
+from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.errors import ReachedNoEngine, UpdateError
 
 #: Full parameters in layout order; called once per attempt, since an attempt consumes it.

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from typing import final
 
 from inference_contract.errors import EngineStopped, UpdateInProgress
-from inference_contract.schemas import FinishReason, OnUpdate
+from inference_contract.schemas import FinishReason
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, aborted, deliveries, refused, sampled
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
 from pipelinerl.engines.batching.sample_loop import ServedModel

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from inference_contract.schemas import OnUpdate, WeightLayout
+from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.delivery import Delivery, LoopTotals
 from pipelinerl.engines.batching.sequence import Request
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_contract.engine import Engine
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.model_runner import Prefill, RowState

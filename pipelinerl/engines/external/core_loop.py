@@ -26,7 +26,8 @@ from concurrent.futures import Future
 from typing import Any, final
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UpdateInProgress
-from inference_contract.schemas import FinishReason, OnUpdate
+from inference_contract.schemas import FinishReason
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, SampledToken, aborted, deliveries, sampled
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.scheduler import check_room

@@ -26,13 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inference_contract import routes
 from inference_contract.engine import Engine
 from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, InvalidRequest
-from inference_contract.schemas import (
-    ChatCompletionRequest,
-    Health,
-    InitProcessGroupRequest,
-    ModelList,
-    WeightUpdateRequest,
-)
+from inference_contract.schemas import ChatCompletionRequest, Health, ModelList
+from inference_contract.weights import InitProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.observability.metrics import prometheus_text
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
 

@@ -13,7 +13,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_contract.schemas import WeightLayout
+from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.batching.row_table import RowTable
 from pipelinerl.engines.jax import program as jax_program

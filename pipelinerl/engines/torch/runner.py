@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from inference_contract.schemas import WeightLayout
+from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.batching.row_table import RowTable
 from pipelinerl.engines.options import WeightFormat

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, final
 
 import numpy as np
 
-from inference_contract.schemas import Backend, InitProcessGroupRequest
+from inference_contract.weights import Backend, InitProcessGroupRequest
 
 
 class GroupEndpoint(Protocol):

@@ -14,8 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Self, final
 
-from inference_contract.schemas import WeightLayout, WeightUpdateRequest
-from inference_contract.weights import cut
+from inference_contract.weights import WeightLayout, WeightUpdateRequest, cut
 from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
 from pipelinerl.engines.weights.group_member import GroupMember
 from pipelinerl.errors import PipelineError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from inference_contract.schemas import OnUpdate, WeightLayout
+from inference_contract.weights import OnUpdate, WeightLayout
 
 
 class WeightTarget(Protocol):

@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 import torch.distributed
 
-from inference_contract.schemas import Backend
+from inference_contract.weights import Backend
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.addresses import address_towards
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, PeerLost
-from inference_contract.schemas import (
+from inference_contract.weights import (
     Backend,
     InitProcessGroupRequest,
     OnUpdate,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, PeerLost
-from inference_contract.schemas import Transport, UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
+from inference_contract.weights import Transport, UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
 from pipelinerl.errors import DeadlineError, PipelineError, ReachedNoEngine, UpdateError
 from pipelinerl.system.background import in_background, settled
 from pipelinerl.weights.engine_control import EngineControl, Preparation

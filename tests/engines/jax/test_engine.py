@@ -18,7 +18,8 @@ from jax.experimental.pallas import tpu as pallas_tpu
 from jax.sharding import SingleDeviceSharding
 from transformers import AutoModelForCausalLM
 
-from inference_contract.schemas import ChatCompletionRequest, Choice, OnUpdate
+from inference_contract.schemas import ChatCompletionRequest, Choice
+from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inference_contract.errors import NotFinite
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, OnUpdate
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import EngineDevice, TorchEngineSettings, from_options, load_runner

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from inference_contract.schemas import ChatCompletionRequest, OnUpdate
+from inference_contract.schemas import ChatCompletionRequest
+from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.batching_engine import BatchingEngine

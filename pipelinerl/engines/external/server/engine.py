@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from inference_contract.engine import Engine
-from inference_contract.schemas import Continuation, WeightLayout
+from inference_contract.schemas import Continuation
+from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, label_of

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, final
 
-from inference_contract.schemas import OnUpdate
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.engines.external.server.server_http import ServerHttp

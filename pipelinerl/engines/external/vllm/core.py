@@ -25,7 +25,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.executor import Executor
 
-from inference_contract.schemas import DType, OnUpdate, WeightLayout
+from inference_contract.weights import DType, OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.engines.external.vllm.limits import check_request, seed_of

@@ -14,7 +14,8 @@ import os
 from typing import Any, Final
 
 from inference_contract.engine import Engine
-from inference_contract.schemas import Backend, Continuation
+from inference_contract.schemas import Continuation
+from inference_contract.weights import Backend
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
 from pipelinerl.engines.cpu_arithmetic import slow_here

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from inference_contract.schemas import InitProcessGroupRequest
+from inference_contract.weights import InitProcessGroupRequest
 from pipelinerl.engines.weights.group_endpoint import joined
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.system.background import in_background

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import Backend, InitProcessGroupRequest
+from inference_contract.weights import Backend, InitProcessGroupRequest
 from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
 from pipelinerl.errors import DeadlineError, UpdateError
 

@@ -131,7 +131,7 @@ async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, see
         max_waiting=4096,
         context_length=64,
         dtype=arm.dtype,
-        device="cpu",
+        device=Device.CPU,
         threads=1,
         head_precision=arm.head,
     )

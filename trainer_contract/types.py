@@ -58,15 +58,18 @@ class HeadPrecision(StrEnum):
 
 
 class Device(StrEnum):
-    """Where the trainer runs; `auto` takes CUDA when there is one."""
+    """Where a trainer or an engine runs; one that cannot run there refuses it."""
 
     AUTO = "auto"
+    """What its array library prefers: an accelerator where there is one, else the CPU."""
     CPU = "cpu"
     CUDA = "cuda"
+    TPU = "tpu"
+    """Known to JAX alone."""
 
 
 class WeightDType(StrEnum):
-    """What weights are kept in, in a model directory, on their way to engines, or in an engine."""
+    """Names the type that weights have in a model directory, on their way to engines, or in an engine."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

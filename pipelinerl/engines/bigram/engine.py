@@ -25,6 +25,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.weights.pull import PullSource
+from trainer_contract.types import Device, WeightDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,11 @@ def build(settings: BigramEngineSettings, *, pull: PullSource | None = None) -> 
 
 def from_options(options: EngineOptions) -> Engine:
     """The engine that a recipe describes. Raises `ModelError` for a type, device or format that numpy does not have."""
-    if options.dtype != "float32" or options.device == "cuda" or options.weights is not WeightFormat.NATIVE:
+    if (
+        options.dtype is not WeightDType.FLOAT32
+        or options.device not in (Device.AUTO, Device.CPU)
+        or options.weights is not WeightFormat.NATIVE
+    ):
         raise ModelError(
             f"a bigram engine runs in float32 on the cpu with native weights, got {options.dtype} on {options.device} "
             f"with {options.weights} weights"

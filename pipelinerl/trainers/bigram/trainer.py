@@ -81,7 +81,7 @@ class BigramTrainer:
 
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load the table from `spec.model_path`, or table and moments from `spec.restore_from`."""
-        if spec.device is Device.CUDA or spec.precision is not Precision.FP32:
+        if spec.device not in (Device.AUTO, Device.CPU) or spec.precision is not Precision.FP32:
             raise SpecError(f"the bigram trainer runs on the CPU in fp32, got {spec.device} in {spec.precision}")
         if spec.gather_dtype not in (None, WeightDType.FLOAT32):
             raise SpecError(f"the bigram trainer gathers float32, got {spec.gather_dtype}; leave out weights.dtype")

@@ -238,6 +238,8 @@ def _gather_dtype(spec: TrainerSpec) -> torch.dtype:
 
 
 def _accelerator(spec: TrainerSpec) -> Accelerator:
+    if spec.device is Device.TPU:
+        raise SpecError("the torch trainer runs on auto, cpu or cuda, got the device tpu; use trainer.type jax")
     if spec.device is Device.CUDA and not torch.cuda.is_available():
         raise SpecError("device is cuda, but torch finds no CUDA device; set device to auto or cpu")
     # accelerate keeps one state per process, which its trainers share, and refuses a second precision.

@@ -42,7 +42,7 @@ class Received:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _ByteCount:
     """How much has come, and when the last of it did; written by the receiving thread."""
 
     all_bytes: int
@@ -70,7 +70,7 @@ class IncomingUpdate:
     unblock: str
     received: Future[Received]
     give_up: Callable[[], None]
-    _progress: _Progress
+    _progress: _ByteCount
 
     @property
     def progress(self) -> str:
@@ -90,14 +90,14 @@ class IncomingUpdate:
     @classmethod
     def by_broadcast(cls, request: WeightUpdateRequest, inlet: Inlet, member: GroupMember) -> Self:
         """Receive from rank 0 of the group that is joined."""
-        endpoint, progress = member.endpoint(), _Progress(inlet.layout.num_bytes)
+        endpoint, progress = member.endpoint(), _ByteCount(inlet.layout.num_bytes)
         received = _started(request, inlet, lambda: _broadcast(endpoint, request, inlet.layout, inlet.buffer, progress))
         return cls(request, "rank 0", "rank 0 of its group to send or leave", received, member.leave, progress)
 
     @classmethod
     def by_pull(cls, request: WeightUpdateRequest, inlet: Inlet, source: PullSource) -> Self:
         """Fetch from the parameter servers that the request names."""
-        given_up, progress = threading.Event(), _Progress(inlet.layout.num_bytes)
+        given_up, progress = threading.Event(), _ByteCount(inlet.layout.num_bytes)
         groups = request.shards or (request.sources or (),)
         ranges = inlet.layout.shards(len(groups), request.bucket_bytes)
         order = PullOrder(
@@ -122,7 +122,7 @@ def _started(request: WeightUpdateRequest, inlet: Inlet, bring: Callable[[], Rec
 
 
 def _broadcast(
-    endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _Progress
+    endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _ByteCount
 ) -> Received:
     """Receive piece after piece; the time is counted from the first on, since the trainer may come later.
 
@@ -148,7 +148,7 @@ def _broadcast(
     return Received(digest.hexdigest(), time.monotonic() - began)
 
 
-def _pulled(source: PullSource, order: PullOrder, staging: Any, progress: _Progress) -> Received:
+def _pulled(source: PullSource, order: PullOrder, staging: Any, progress: _ByteCount) -> Received:
     began = time.monotonic()
     try:
         digest = source.fetch(order, into=staging, on_progress=progress.on_progress)

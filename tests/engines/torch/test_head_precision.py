@@ -58,7 +58,7 @@ def runner(path: Path, dtype: WeightDType, head: HeadPrecision, forward: Forward
 def logits_after_prompt(engine: TorchRunner) -> torch.Tensor:
     engine.prefill([Prefill(PROMPT[:-1], [0])])
     engine.place([RowState(0, PROMPT[-1], len(PROMPT) - 1, 0, temperature=1.0, top_p=1.0, top_k=0)])
-    plan = engine._cache.plan_decode(engine._positions[:1])
+    plan = engine._cache.plan_decode(engine._rows.positions[:1])
     with torch.inference_mode():
         return engine._forward.logits(torch.tensor([PROMPT[-1:]]), plan.positions, engine._cache, plan)[0]
 

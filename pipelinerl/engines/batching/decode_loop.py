@@ -88,7 +88,7 @@ class DecodeLoop:
         return self.ready
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after its current step; False when it has not ended in time."""
+        """End the thread after its current step. Returns whether it has ended in time."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -97,7 +97,7 @@ class DecodeLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Does the thread run, and will it go on?"""
+        """Returns whether the thread runs, and will go on."""
         return self._thread.is_alive() and not self._stopping
 
     @property

@@ -69,7 +69,7 @@ class SampleLoop(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Does it run, and will it go on?"""
+        """Returns whether it runs, and will go on."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class SampleLoop(Protocol):
         ...
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the current step; False when it has not ended in time."""
+        """End after the current step. Returns whether it has ended in time."""
         ...
 
     def submit(self, request: Request) -> None:

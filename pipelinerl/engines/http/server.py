@@ -145,10 +145,10 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
-    said = first["msg"].removeprefix("Value error, ")
+    reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        said = "this engine does not know it, or not with this value, and would ignore it; leave it out"
-    return InvalidRequest(f"{param or 'body'}: {said}{more}", param=param)
+        reason = "this engine does not know it, or not with this value, and would ignore it; leave it out"
+    return InvalidRequest(f"{param or 'body'}: {reason}{more}", param=param)
 
 
 async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:

@@ -38,7 +38,7 @@ class GroupMember:
         self._membership: _Membership | None = None
 
     def replaced_by(self, request: InitProcessGroupRequest) -> bool:
-        """Does `request` begin a new membership?"""
+        """Returns whether `request` begins a new membership."""
         return self._membership is None or request.generation > self._membership.request.generation
 
     async def join(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:

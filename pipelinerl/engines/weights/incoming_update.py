@@ -79,12 +79,12 @@ class IncomingUpdate:
 
     @property
     def silent(self) -> bool:
-        """Has nothing come for as long as its PREPARE allows?"""
+        """Returns whether nothing has come for as long as its PREPARE allows."""
         return time.monotonic() - self._progress.at > self.request.timeout_s
 
     @property
     def failed(self) -> bool:
-        """Has it ended without all bytes?"""
+        """Returns whether it has ended without all bytes."""
         return self.received.done() and self.received.exception() is not None
 
     @classmethod

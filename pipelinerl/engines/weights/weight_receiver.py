@@ -119,13 +119,13 @@ class _Update:
 
     @property
     def replaceable(self) -> bool:
-        """Nobody waits for it any more: dropped, broken, or received and never committed."""
+        """Returns whether nobody waits for it any more: dropped, broken, or received and never committed."""
         if self.stage is _Stage.COMMITTING:
             return False
         return self.dropped or self.incoming.failed or self.incoming.silent
 
     def given_up_for(self, request: WeightUpdateRequest) -> bool:
-        """Is a later one asked for, and can this one be ended at once? A broadcast ends when its group does."""
+        """Returns whether a later one is asked for and this can end at once; a broadcast ends when its group does."""
         pulled = self.request.transport is request.transport is Transport.PULL
         return pulled and self.stage is _Stage.RECEIVING and self.key < (request.epoch, request.version)
 
@@ -281,7 +281,7 @@ class WeightReceiver:
             raise InvalidRequest("transport pull is not offered by this engine; use broadcast", param="transport")
 
     def _serves(self, request: WeightUpdateRequest) -> bool:
-        """Is this version served already? A dirty engine takes even the same version again.
+        """Returns whether this version is served already. A dirty engine takes even the same version again.
 
         Raises:
             StaleVersion: it serves a later one.

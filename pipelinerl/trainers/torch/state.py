@@ -49,14 +49,14 @@ class Saveable(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Of torch's generators: the CPU's, and CUDA's where there is one."""
+    """The state of torch's generators: the CPU's, and CUDA's where there is one."""
 
     cpu: Tensor
     cuda: Tensor | None
 
     @classmethod
     def now(cls) -> Self:
-        """As it is; passes that draw from it leave this copy alone."""
+        """Copy the state that torch has now; passes that draw from it leave this copy alone."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
 
     def restore(self) -> None:
@@ -77,7 +77,7 @@ class TorchSavedState:
 
     @property
     def random(self) -> RandomState:
-        """Of the trainer that was saved."""
+        """The random state of the trainer that was saved."""
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
     def restore_optimizer(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:

@@ -144,7 +144,7 @@ class Collective:
 
 
 def offers(backend: Backend) -> bool:
-    """Can this process join a group of that backend?"""
+    """Returns whether this process can join a group of that backend."""
     return backend is Backend.GLOO or (torch.cuda.is_available() and hasattr(dist, "ProcessGroupNCCL"))
 
 

@@ -127,7 +127,7 @@ class BroadcastPublisher:
             self._rendezvous = None
 
     async def _attempt(self, progress: PublicationProgress) -> bool:
-        """Try to serve all targets. False: some were dropped or found served, the rest are to be tried again."""
+        """Try to serve all targets. Returns whether that is done; if not, the rest are to be tried again."""
         group = await self._formed(progress)
         if group is None or not await self._prepared(progress, group):
             return not progress.targets
@@ -233,7 +233,7 @@ class BroadcastPublisher:
         )
 
     async def _prepared(self, progress: PublicationProgress, group: _EngineGroup) -> bool:
-        """True when all targets are armed; otherwise those that were are aborted and the group is left."""
+        """Returns whether all targets are armed; if not, those that were are aborted and the group is left."""
         layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
 
         def request(**named: Any) -> WeightUpdateRequest:

@@ -65,7 +65,7 @@ class ServerHttp:
         return await self._call("GET", path, None, CALL_S)
 
     async def answers(self, path: str, *, timeout_s: float) -> bool:
-        """GET; does anything come back in time, whatever it says?"""
+        """Returns whether anything comes back from a GET in time, whatever it says."""
         patience = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         try:
             async with self._session.get(self.url + path, timeout=patience):

@@ -115,8 +115,8 @@ class VllmCore:
             core = cls(client, staged.tensor, endpoints)
             endpoints.lend(staged)
             total = layout.num_bytes + widest
-            told = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path))
-            sizes = await core._in_workers("pipelinerl_attach", *told)
+            arguments = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path))
+            sizes = await core._in_workers("pipelinerl_attach", *arguments)
         core.cache_bytes = sum(sizes)
         await client.set_weight_version_async(label_of(*serving))
         return core

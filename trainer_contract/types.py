@@ -211,7 +211,7 @@ HostWeights = Mapping[str, NDArray[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """What one `backward` gave: the loss it added, and the predictions f32 [T] it was evaluated on, 0 outside the loss mask.
+    """What one `backward` gave: the loss it added, and the predictions f32 [T] of it, 0 outside the loss mask.
 
     What else there is to know of a step is a function of these predictions and the micro-batch.
     """
@@ -222,7 +222,7 @@ class LossStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one `optimizer_step` gave: the gradient's global norm before clipping, and the version these weights now have."""
+    """What one `optimizer_step` gave: the gradient's global norm before clipping, and the new version."""
 
     model_version: int
     grad_norm: float

@@ -306,7 +306,7 @@ class LoadedUpdate:
     after_commit: float
 
     def spans_are_right(self, choices: list[Choice]) -> bool:
-        """Returns whether spans were there to be checked, and fails where they are wrong; False when no sample was open while the update was committed."""
+        """Returns whether a sample was open while the update was committed; fails where a span is wrong."""
         for choice in choices:
             check_columns(choice, versions={self.old, self.new})
         for when, sampled, version in (

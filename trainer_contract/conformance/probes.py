@@ -110,7 +110,7 @@ def practised(subject: Subject) -> Trainer:
 
 
 class ProbeStep(NamedTuple):
-    """What one step gave: the sum of losses, the norm reported, the weights after it, the gradient read off the weights."""
+    """What one step gave: the sum of losses, the norm reported, the new weights, the gradient read off the weights."""
 
     loss: float
     norm: float

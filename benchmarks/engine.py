@@ -25,9 +25,10 @@ from benchmarks.measure import Paired, Row, paired, print_table, write_record
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.torch.engine import EngineDevice, TorchEngineSettings, load_runner
+from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
+from trainer_contract.types import Device
 
 TINY = DecoderShape(hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, vocab=56, max_positions=2048)
 CONTEXT = 320
@@ -122,7 +123,7 @@ def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: i
         batching=BatchingSettings(model_id="m", max_waiting=65536),
         slots=concurrency,
         context_length=CONTEXT,
-        device=EngineDevice.CPU,
+        device=Device.CPU,
         threads=1,
     )
     tokenizer = ChatTokenizer(char_tokenizer(), ())  # no token ends an answer

@@ -29,7 +29,8 @@ import torch
 
 from benchmarks.measure import Row, print_table, write_record
 from benchmarks.served_engine import EngineOrder, served
-from inference_contract.schemas import ChatCompletionRequest, WeightLayout
+from inference_contract.schemas import ChatCompletionRequest
+from inference_contract.weights import WeightLayout
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, random_decoder
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher

@@ -25,10 +25,11 @@ from benchmarks.engine import CONTEXT, LOADS, Job, ours
 from benchmarks.measure import Paired, Row, paired, print_table, write_record
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.engine import EngineDevice, TorchEngineSettings, load_runner
+from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.registry import ENGINES
+from trainer_contract.types import Device
 
 TINY = DecoderShape(hidden=64, layers=2, heads=2, intermediate=128, vocab=56, max_positions=2048)
 CONCURRENCY = (8, 64)
@@ -41,7 +42,7 @@ def torch_engine(path: Path, slots: int) -> BatchingEngine:
         batching=BatchingSettings(model_id="m", max_waiting=65536),
         slots=slots,
         context_length=CONTEXT,
-        device=EngineDevice.CPU,
+        device=Device.CPU,
         threads=1,
     )
     return BatchingEngine(settings.batching, load=lambda: load_runner(settings), tokenizer=_endless())

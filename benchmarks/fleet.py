@@ -35,12 +35,14 @@ from inference_contract.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
-    DType,
     EngineMetrics,
     EngineState,
     Health,
-    InitProcessGroupRequest,
     ModelCard,
+)
+from inference_contract.weights import (
+    DType,
+    InitProcessGroupRequest,
     OnUpdate,
     ParameterSpec,
     ProcessGroupStatus,

@@ -25,17 +25,19 @@ from numpy.typing import NDArray
 from benchmarks.gpu_device import Scale, bytes_per_second, copy_seconds, load_model, wait
 from benchmarks.measure import Row
 from benchmarks.served_engine import EngineOrder, Load, served
-from inference_contract.schemas import Backend, ChatCompletionRequest
+from inference_contract.schemas import ChatCompletionRequest
+from inference_contract.weights import Backend
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.torch.engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
+from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.mismatch import mismatch
 from pipelinerl.system import http_client
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
+from trainer_contract.types import Device, WeightDType
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,13 @@ def prompts(scale: Scale, count: int, *path: str | int) -> list[list[int]]:
 class _Local:
     """An engine in this process, driven from synchronous code."""
 
-    def __init__(self, folder: Path, scale: Scale, device: torch.device, dtype: EngineDType) -> None:
+    def __init__(self, folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> None:
         settings = TorchEngineSettings(
             model_path=folder,
             batching=BatchingSettings(model_id="gpu", prefill_tokens=scale.slots * scale.prompt),
             slots=scale.slots,
             context_length=scale.prompt + scale.answer,
-            device=EngineDevice(device.type),
+            device=Device(device.type),
             dtype=dtype,
         )
         tokenizer = ChatTokenizer(char_tokenizer(), ())  # no token ends a sample
@@ -96,7 +98,7 @@ class _Local:
 
 
 @contextmanager
-def local(folder: Path, scale: Scale, device: torch.device, dtype: EngineDType) -> Iterator[_Local]:
+def local(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> Iterator[_Local]:
     """An engine for as long as the context lasts."""
     engine = _Local(folder, scale, device, dtype)
     try:
@@ -121,11 +123,11 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
     """Engine against transformers."""
     asked = prompts(scale, scale.parity_sequences, "correctness")
     exact = load_model(folder, device, torch.float32)
-    with local(folder, scale, device, EngineDType.FLOAT32) as engine:
+    with local(folder, scale, device, WeightDType.FLOAT32) as engine:
         sampled = engine.sample(asked, scale.answer // 4)
     ours = np.concatenate([each.logprobs for each in sampled])
     full = mismatch(ours, forward_logprobs(exact, sampled, device))
-    with local(folder, scale, device, EngineDType.BFLOAT16) as engine:
+    with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
         sampled = engine.sample(asked, scale.answer // 4)
     ours, truth = np.concatenate([each.logprobs for each in sampled]), forward_logprobs(exact, sampled, device)
     del exact
@@ -145,7 +147,7 @@ def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     asked, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = bytes_per_second(scale.copy_bytes, device)
     seconds: dict[int, list[float]] = {short: [], scale.answer: []}
-    with local(folder, scale, device, EngineDType.BFLOAT16) as engine:
+    with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
         for number in range(scale.rounds + 1):
             for tokens in seconds:
                 wait(device)

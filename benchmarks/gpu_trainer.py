@@ -23,13 +23,12 @@ from numpy.typing import NDArray
 from benchmarks.gpu_device import Scale, flops_per_second, load_model, wait
 from benchmarks.gpu_engine import Sampled, local, prompts
 from benchmarks.measure import Row, paired, seconds_of
-from pipelinerl.engines.torch.engine import EngineDType
 from pipelinerl.numerics.mismatch import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.segments import IMPLEMENTATION, SegmentPlan
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
+from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, WeightDType
 
 _RATE = 1e-6
 
@@ -162,7 +161,7 @@ def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     """Engine against trainer, fp32 and bf16."""
     full, half = (
         _disagreement(folder, scale, device, dtype, precision)
-        for dtype, precision in ((EngineDType.FLOAT32, Precision.FP32), (EngineDType.BFLOAT16, Precision.BF16))
+        for dtype, precision in ((WeightDType.FLOAT32, Precision.FP32), (WeightDType.BFLOAT16, Precision.BF16))
     )
     rows = [
         Row("engine - trainer fp32, largest |Δ logp|", full.max, "<= 1e-3", full.max <= 1e-3),
@@ -173,7 +172,7 @@ def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 
 def _disagreement(
-    folder: Path, scale: Scale, device: torch.device, dtype: EngineDType, precision: Precision
+    folder: Path, scale: Scale, device: torch.device, dtype: WeightDType, precision: Precision
 ) -> Mismatch:
     with local(folder, scale, device, dtype) as engine:
         sampled = engine.sample(prompts(scale, scale.parity_sequences, "parity"), scale.answer // 4)

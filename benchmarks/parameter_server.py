@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Interval, Row, paired, print_table, seconds_of, write_record
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
 from pipelinerl.system.http_service import listen, serve
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous

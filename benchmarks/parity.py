@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.measure import Row, print_table, write_record
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, OnUpdate
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from inference_contract.weights import OnUpdate
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
@@ -130,7 +131,7 @@ async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, see
         max_waiting=4096,
         context_length=64,
         dtype=arm.dtype,
-        device="cpu",
+        device=Device.CPU,
         threads=1,
         head_precision=arm.head,
     )

@@ -88,10 +88,11 @@ def _serve(order: EngineOrder, port: Connection) -> None:
     from benchmarks.update_pause import Stopwatch
     from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
     from pipelinerl.engines.http.server import create_app
-    from pipelinerl.engines.torch.engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
+    from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
     from pipelinerl.models.tiny_decoder import char_tokenizer
     from pipelinerl.models.tokenizer import ChatTokenizer
     from pipelinerl.system.http_service import listen, serve
+    from trainer_contract.types import Device, WeightDType
 
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -100,8 +101,8 @@ def _serve(order: EngineOrder, port: Connection) -> None:
         batching=BatchingSettings(model_id="debug"),
         slots=order.slots,
         context_length=order.context,
-        device=EngineDevice(order.device),
-        dtype=EngineDType(order.dtype),
+        device=Device(order.device),
+        dtype=WeightDType(order.dtype),
         threads=1,
     )
     ends: list[float] = []

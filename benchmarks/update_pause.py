@@ -34,7 +34,8 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
-from inference_contract.schemas import ChatCompletionRequest, WeightLayout
+from inference_contract.schemas import ChatCompletionRequest
+from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.http.client import EngineClient

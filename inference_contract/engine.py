@@ -15,8 +15,10 @@ from inference_contract.schemas import (
     ChatCompletionRequest,
     EngineMetrics,
     Health,
-    InitProcessGroupRequest,
     ModelCard,
+)
+from inference_contract.weights import (
+    InitProcessGroupRequest,
     ProcessGroupStatus,
     WeightUpdateRequest,
     WeightUpdateResponse,

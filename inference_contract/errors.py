@@ -187,7 +187,7 @@ def _tree(root: type[ContractError]) -> list[type[ContractError]]:
 
 
 def has_error_shape(body: Any) -> bool:
-    """Is this decoded JSON body an engine's own error, and not that of something in front of it or around it?"""
+    """Returns whether this decoded JSON body is an engine's own error, not one of what stands in front of it."""
     return isinstance(body, dict) and isinstance(body.get("error"), dict)
 
 

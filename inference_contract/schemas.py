@@ -1,4 +1,4 @@
-"""Wire types of the inference contract: frozen, validated, closed.
+"""Wire types of chat completions and of an engine's state: frozen, validated, closed. `weights` has those of updates.
 
 A field that would be ignored is refused by name, never dropped in silence; one that clients send by default, and that
 changes nothing at this value, is taken (`idle_fields`). Shapes are in elements, times in seconds, sizes in bytes.
@@ -12,21 +12,8 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from inference_contract.idle_fields import OF_MESSAGE, OF_REQUEST, OF_STREAM, without_idle
-from inference_contract.weights import (
-    Backend as Backend,
-    DType as DType,
-    InitProcessGroupRequest as InitProcessGroupRequest,
-    OnUpdate as OnUpdate,
-    ParameterSpec as ParameterSpec,
-    ProcessGroupStatus as ProcessGroupStatus,
-    Transport as Transport,
-    UpdatePhase as UpdatePhase,
-    UpdateStatus as UpdateStatus,
-    WeightLayout as WeightLayout,
-    WeightUpdateRequest as WeightUpdateRequest,
-    WeightUpdateResponse as WeightUpdateResponse,
-)
-from inference_contract.wire import Wire as Wire
+from inference_contract.weights import DType, WeightLayout
+from inference_contract.wire import Wire
 
 # --- chat completions --------------------------------------------------------------------------------------------
 

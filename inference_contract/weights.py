@@ -1,7 +1,4 @@
-"""The half of the contract that speaks of weights: the group they travel in, their layout, the phases of an update.
-
-Readers import these names from `schemas`, where the whole contract is in one place.
-"""
+"""Wire types of weight updates: the group that weights travel in, their layout, the phases of an update."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def check_weights(weights: HostWeights, layout: Sequence[ParameterInfo]) -> None
 
 
 def num_bytes(info: ParameterInfo) -> int:
-    """Of a whole parameter."""
+    """Return the size of a whole parameter."""
     return prod(info.shape) * (2 if info.dtype == "bfloat16" else np.dtype(info.dtype).itemsize)
 
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from trainer_contract.errors import ProtocolError
 from trainer_contract.types import (
     Float32,
     HostWeights,
@@ -26,6 +27,8 @@ from trainer_contract.types import (
     StepStats,
     TrainerSpec,
 )
+
+W = TypeVar("W")
 
 
 class Trainer(Protocol):
@@ -105,3 +108,14 @@ class Trainer(Protocol):
     def close(self) -> None:
         """Free devices and processes. The trainer is not used again."""
         ...
+
+
+def started(worker: W | None) -> W:
+    """Return what `init_worker` made, of a trainer that keeps None until then.
+
+    Raises:
+        ProtocolError: it was not called yet, or `close` was.
+    """
+    if worker is None:
+        raise ProtocolError("the trainer has no model: call init_worker first")
+    return worker

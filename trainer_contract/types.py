@@ -58,15 +58,18 @@ class HeadPrecision(StrEnum):
 
 
 class Device(StrEnum):
-    """Where the trainer runs; `auto` takes CUDA when there is one."""
+    """Where a trainer or an engine runs; one that cannot run there refuses it."""
 
     AUTO = "auto"
+    """What its array library prefers: an accelerator where there is one, else the CPU."""
     CPU = "cpu"
     CUDA = "cuda"
+    TPU = "tpu"
+    """Known to JAX alone."""
 
 
 class WeightDType(StrEnum):
-    """What weights are kept in, in a model directory, on their way to engines, or in an engine."""
+    """Names the type that weights have in a model directory, on their way to engines, or in an engine."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -208,7 +211,7 @@ HostWeights = Mapping[str, NDArray[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """Of one `backward`: the loss it added, and the predictions f32 [T] it was evaluated on, 0 outside the loss mask.
+    """What one `backward` gave: the loss it added, and the predictions f32 [T] of it, 0 outside the loss mask.
 
     What else there is to know of a step is a function of these predictions and the micro-batch.
     """
@@ -219,7 +222,7 @@ class LossStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Of one `optimizer_step`: the gradient's global norm before clipping, and the version these weights now have."""
+    """What one `optimizer_step` gave: the gradient's global norm before clipping, and the new version."""
 
     model_version: int
     grad_norm: float

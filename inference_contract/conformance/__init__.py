@@ -46,7 +46,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 class CheckOutcome(StrEnum):
-    """Of one check."""
+    """Says how one check ended."""
 
     PASSED = "passed"
     FAILED = "failed"

@@ -119,10 +119,13 @@ def stop_string_over_the_border(session: Session) -> None:
 
 
 def _stopped(session: Session, **asked: Any) -> tuple[Choice, Choice, int] | None:
-    """An answer that a stop string ends, its rest after all but its last token, and how many tokens those are."""
+    """Return an answer that a stop string ends, its rest after all but its last token, and how many tokens those are.
+
+    An answer of one repeated character will do, as a greedy one may be: it ends with its second token, and no text.
+    """
     text = session.chat(**asked).choices[0].message.content
     stop = text[1:3]
-    if len(stop) < 2 or "\ufffd" in text or stop in text[:2]:
+    if len(stop) < 2 or "\ufffd" in text:
         return None
     whole = session.chat(**asked, stop=stop).choices[0]
     end = len(ids_of(whole)) - 1

@@ -18,7 +18,7 @@ import xxhash
 
 from inference_contract import routes
 from inference_contract.conformance.session import Session
-from inference_contract.schemas import ParameterSpec, WeightLayout
+from inference_contract.weights import ParameterSpec, WeightLayout
 
 dist: Any = torch.distributed
 

@@ -14,7 +14,8 @@ from inference_contract.conformance.chat_checks import check_columns
 from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import NotOffered, Session, chunks, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
-from inference_contract.schemas import ChatCompletion, Choice, DType, WeightLayout
+from inference_contract.schemas import ChatCompletion, Choice
+from inference_contract.weights import DType, WeightLayout
 
 if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer
@@ -305,7 +306,7 @@ class LoadedUpdate:
     after_commit: float
 
     def spans_are_right(self, choices: list[Choice]) -> bool:
-        """Fails where they are not; False when no sample was open while the update was committed."""
+        """Returns whether a sample was open while the update was committed; fails where a span is wrong."""
         for choice in choices:
             check_columns(choice, versions={self.old, self.new})
         for when, sampled, version in (
@@ -324,11 +325,11 @@ class LoadedUpdate:
         return sum(count for choice in choices for each, count in choice.version_spans or () if each == version)
 
     def streamed_choices(self) -> list[Choice]:
-        """Of all answers, when they were streamed."""
+        """The choices of all answers, when they were streamed."""
         return [c for answer in self.answers for c in gathered(chunks(answer, answer.text.splitlines()))]
 
     def whole_choices(self) -> list[Choice]:
-        """Of all answers."""
+        """The choices of all answers."""
         return [c for answer in self.answers for c in ChatCompletion.model_validate(succeeded(answer)).choices]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterator
 
-from inference_contract.schemas import Backend
+from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.recipe import RunConfig

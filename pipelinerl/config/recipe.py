@@ -18,7 +18,7 @@ from typing import Any, Self
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from inference_contract.schemas import Backend, Transport
+from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
 from pipelinerl.config.layers import merged, overridden
 from pipelinerl.config.learning import (

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from inference_contract.schemas import OnUpdate
-from inference_contract.weights import Backend, BaseUrl, Transport
+from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
 from pipelinerl.choices import COLDEST, HOTTEST, Pin, WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds

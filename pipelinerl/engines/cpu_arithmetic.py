@@ -29,7 +29,7 @@ def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
 
 
 def _flags(cpuinfo: Path) -> frozenset[str]:
-    """Of the first CPU; none where the system does not list them."""
+    """The flags of the first CPU; none where the system does not list them."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

@@ -10,7 +10,7 @@ from typing import Any
 from pipelinerl.choices import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.weights.pull import PullSource
-from trainer_contract.types import HeadPrecision
+from trainer_contract.types import Device, HeadPrecision, WeightDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,10 @@ class EngineOptions:
         slots: sequences that run at once.
         max_waiting: samples that may wait for a slot.
         context_length: most tokens of a sequence, prompt included.
-        dtype: `float32`, `bfloat16` or `float16`.
+        dtype: of weights, cache and arithmetic.
         weights: how the weights of linear layers are kept.
         head_precision: of the output layer; the trainer's must be the same.
-        device: `auto`, `cpu` or `cuda`.
+        device: where the model runs.
         devices: how many of them share one engine's model.
         memory_share: most of each GPU's memory that the engine takes; None sets no bound. On a CPU it takes none.
         options: of this engine type alone, for the library that computes.
@@ -41,10 +41,10 @@ class EngineOptions:
     slots: int
     max_waiting: int
     context_length: int
-    dtype: str = "float32"
+    dtype: WeightDType = WeightDType.FLOAT32
     weights: WeightFormat = WeightFormat.NATIVE
     head_precision: HeadPrecision = HeadPrecision.MODEL
-    device: str = "auto"
+    device: Device = Device.AUTO
     devices: int = 1
     memory_share: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)

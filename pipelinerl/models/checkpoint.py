@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 #: Longest header that safetensors itself reads, in bytes.
 _LONGEST_HEADER: Final = 100_000_000
-DTypeName = Literal["float32", "bfloat16", "float16"]
 #: What is loaded: the language model, or its layers alone, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]
 
@@ -96,14 +95,14 @@ def model_dtype(path: Path) -> WeightDType:
         table = json.loads((path / "config.json").read_text())
         text = table.get("text_config") or {}
         named = [part.get(key) for part in (table, text) for key in ("dtype", "torch_dtype")]
-        said = next((str(name).removeprefix("torch.") for name in named if name), None) or _stored_dtype(path)
+        name = next((str(each).removeprefix("torch.") for each in named if each), None) or _stored_dtype(path)
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{path / 'config.json'} must be a JSON object: {error}; copy it again") from None
     try:
-        return WeightDType(said)
+        return WeightDType(name)
     except ValueError:
         raise ModelError(
-            f"{path} keeps its weights in {said}; expected {', '.join(WeightDType)}: save the model in one of these"
+            f"{path} keeps its weights in {name}; expected {', '.join(WeightDType)}: save the model in one of these"
         ) from None
 
 
@@ -143,8 +142,23 @@ def check_weights(path: Path) -> PreTrainedModel:
     return _load(path, device_map="meta")
 
 
+def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
+    """Return the causal LM of a local directory with its names, shapes and `dtype`, but no values.
+
+    Its parameters stand in the order in which a trainer sends them.
+
+    Raises:
+        ModelError: `load_model` would raise it.
+    """
+    import torch
+
+    skeleton: Any = check_weights(path)
+    named: PreTrainedModel = skeleton.to(getattr(torch, dtype))
+    return named
+
+
 def load_model(
-    path: Path, *, dtype: DTypeName = "float32", attention: str | None = None, part: Part = "causal_lm"
+    path: Path, *, dtype: WeightDType = WeightDType.FLOAT32, attention: str | None = None, part: Part = "causal_lm"
 ) -> PreTrainedModel:
     """The causal LM of a local directory (or its `part`), on CPU, in eval mode.
 

@@ -81,7 +81,7 @@ class Parameter:
 
     @property
     def stacked_axes(self) -> tuple[str | None, ...]:
-        """Of `stacked_shape`; layers are never divided."""
+        """The mesh axes that `stacked_shape` is divided over; layers are never divided."""
         return self.axes if self.layers is None else (None, *self.axes)
 
     @property

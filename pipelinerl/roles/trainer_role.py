@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from inference_contract.schemas import ChatMessage, Transport
+from inference_contract.schemas import ChatMessage
+from inference_contract.weights import Transport
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
-from inference_contract.schemas import OnUpdate
+from inference_contract.weights import OnUpdate
 from pipelinerl.choices import NoSignal
 from pipelinerl.errors import DeadlineError, DivergedError
 from pipelinerl.messages import (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, final
 
 from inference_contract.errors import NotPrepared
-from inference_contract.schemas import (
+from inference_contract.weights import (
     InitProcessGroupRequest,
     ProcessGroupStatus,
     WeightLayout,

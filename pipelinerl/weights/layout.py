@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Final
 
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 
 #: What engines make into one another.
 _FLOATS: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)

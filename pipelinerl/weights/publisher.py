@@ -5,11 +5,12 @@ A publication is all or nothing per engine, and its report says for each engine 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, final
 
-from inference_contract.schemas import DType, OnUpdate, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.errors import ReachedNoEngine, UpdateError
 from trainer_contract.types import ParameterInfo
 
@@ -75,6 +76,52 @@ class PublishReport:
             pauses_s={},
             failed=dict.fromkeys(publication.engines, str(error)) | dict(reasons),
             permanent=error.permanent if isinstance(error, ReachedNoEngine) else frozenset(),
+        )
+
+
+@final
+@dataclass(slots=True)
+class PublicationProgress:
+    """One publication while it runs: who is still to be served, and what became of the others.
+
+    Attributes:
+        targets: engines (base URLs) that are still to be served.
+        deadline: by `time.monotonic`, as `began` is.
+        broke: whether a broadcast of this publication has broken off already.
+    """
+
+    publication: Publication
+    targets: list[str]
+    deadline: float
+    began: float
+    send_s: float = 0.0
+    digest: str = ""
+    broke: bool = False
+    pauses_s: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    permanent: set[str] = field(default_factory=set)
+
+    @property
+    def remaining_s(self) -> float:
+        """Time until the deadline, and enough for a last answer once it has passed."""
+        return max(self.deadline - time.monotonic(), 0.05)
+
+    def drop(self, failures: Mapping[str, str]) -> None:
+        """Serve these no more in this publication."""
+        self.failed |= failures
+        self.targets = [url for url in self.targets if url not in failures]
+
+    def report(self) -> PublishReport:
+        """The outcome so far."""
+        return PublishReport(
+            version=self.publication.version,
+            epoch=self.publication.epoch,
+            digest=self.digest,
+            send_s=self.send_s,
+            total_s=time.monotonic() - self.began,
+            pauses_s=self.pauses_s,
+            failed=self.failed,
+            permanent=frozenset(self.permanent & self.failed.keys()),
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inference_contract.errors import OutOfRange
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.weights.broadcast.collective import shared_tensor
 
 #: Elements that are converted at once: what is made on the way stays small beside the model.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_contract.schemas import OnUpdate
+from inference_contract.weights import OnUpdate
 from pipelinerl.config import recipe as config
 from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
 from pipelinerl.errors import RecipeError

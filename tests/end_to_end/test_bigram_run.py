@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from inference_contract.schemas import ChatMessage, OnUpdate
+from inference_contract.schemas import ChatMessage
+from inference_contract.weights import OnUpdate
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.choices import NoSignal
 from pipelinerl.config.recipe import parse

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, final
 
-from inference_contract.schemas import WeightLayout
+from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
 
 DEADLINE_S = 10.0

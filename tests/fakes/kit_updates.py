@@ -11,7 +11,8 @@ import torch
 
 from inference_contract.conformance.session import Session
 from inference_contract.conformance.trainer import KitTrainer, digest
-from inference_contract.schemas import ChatCompletion, Choice, WeightLayout
+from inference_contract.schemas import ChatCompletion, Choice
+from inference_contract.weights import WeightLayout
 from pipelinerl.engines.torch.weights import parameters_in
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final, Self, final
 
 import numpy as np
 
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.http.server import create_app

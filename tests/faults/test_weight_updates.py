@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from inference_contract.schemas import (
-    ChatCompletion,
-    ChatCompletionRequest,
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from inference_contract.weights import (
     InitProcessGroupRequest,
     ProcessGroupStatus,
     WeightUpdateRequest,

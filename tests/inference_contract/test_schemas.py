@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
-from inference_contract.schemas import (
-    ChatCompletionRequest,
+from inference_contract.schemas import ChatCompletionRequest
+from inference_contract.weights import (
     DType,
     InitProcessGroupRequest,
     ParameterSpec,

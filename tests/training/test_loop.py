@@ -13,7 +13,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 import pytest
 
-from inference_contract.schemas import OnUpdate
+from inference_contract.weights import OnUpdate
 from pipelinerl.choices import NoSignal
 from pipelinerl.errors import DeadlineError, DivergedError, FencedError, UpdateError
 from pipelinerl.messages import (

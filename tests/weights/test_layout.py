@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_contract.schemas import DType
+from inference_contract.weights import DType
 from pipelinerl.errors import UpdateError
 from pipelinerl.weights.layout import describe_bucket, parameters_in
 from pipelinerl.weights.publisher import wire_layout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inference_contract.errors import OutOfRange
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
 from pipelinerl.weights import torch_conversion
 from pipelinerl.weights.layout import converted_by

@@ -43,15 +43,15 @@ class _Measuring:
         return frozenset({self.measure})
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
-        """See `types.Objective`."""
+        """The scalar loss."""
         return -(columns[self.measure] * columns["weights"]).sum() + 0.0 * predictions.sum()
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """See `types.Objective`."""
+        """The closed form of its gradient in the predictions, [T]."""
         return predictions * 0
 
     def measure_gradients(self, predictions: Any, columns: Columns, /) -> Mapping[HeadMeasure, Any]:
-        """See `types.MeasuringObjective`."""
+        """The closed form of its gradient in each measure, [T]."""
         return {self.measure: -(predictions * 0 + columns["weights"])}
 
 

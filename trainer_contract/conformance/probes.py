@@ -43,11 +43,11 @@ class LinearObjective:
     needs: frozenset[str] = frozenset()
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
-        """See `types.Objective`."""
+        """The scalar loss."""
         return -(predictions * columns["weights"] * columns["advantages"]).sum()
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """See `types.Objective`."""
+        """The closed form of its gradient in the predictions, [T]."""
         return -(predictions * 0 + columns["weights"] * columns["advantages"])
 
 
@@ -110,7 +110,7 @@ def practised(subject: Subject) -> Trainer:
 
 
 class ProbeStep(NamedTuple):
-    """Of one step: the sum of losses, the norm reported, the weights after it, the gradient read off the weights."""
+    """What one step gave: the sum of losses, the norm reported, the new weights, the gradient read off the weights."""
 
     loss: float
     norm: float

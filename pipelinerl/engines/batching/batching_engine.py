@@ -25,11 +25,13 @@ from inference_contract.schemas import (
     EngineMetrics,
     EngineState,
     Health,
-    InitProcessGroupRequest,
     ModelCard,
+    StreamOptions,
+)
+from inference_contract.weights import (
+    InitProcessGroupRequest,
     OnUpdate,
     ProcessGroupStatus,
-    StreamOptions,
     WeightLayout,
     WeightUpdateRequest,
     WeightUpdateResponse,

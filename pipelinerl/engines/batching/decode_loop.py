@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from typing import final
 
 from inference_contract.errors import EngineStopped, UpdateInProgress
-from inference_contract.schemas import FinishReason, OnUpdate
+from inference_contract.schemas import FinishReason
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, aborted, deliveries, refused, sampled
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
 from pipelinerl.engines.batching.sample_loop import ServedModel
@@ -87,7 +88,7 @@ class DecodeLoop:
         return self.ready
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after its current step; False when it has not ended in time."""
+        """End the thread after its current step. Returns whether it has ended in time."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -96,7 +97,7 @@ class DecodeLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Does the thread run, and will it go on?"""
+        """Returns whether the thread runs, and will go on."""
         return self._thread.is_alive() and not self._stopping
 
     @property

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from inference_contract.schemas import WeightLayout
+from pipelinerl.engines.batching.sample_loop import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +46,8 @@ class RowState:
     num_sampled: int = 0
 
 
-class ModelRunner(Protocol):
-    """A model with room for `slots` sequences of at most `context_length` tokens each."""
-
-    @property
-    def slots(self) -> int:
-        """Rows."""
-        ...
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of a sequence, prompt included."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        ...
-
-    @property
-    def layout(self) -> WeightLayout:
-        """The parameters in the order in which their bytes lie in `staging`."""
-        ...
-
-    @property
-    def cache_bytes(self) -> int:
-        """Size of the cache of all rows."""
-        ...
+class ModelRunner(ServedModel, Protocol):
+    """A model with room for `slots` sequences, each a row, of at most `context_length` tokens each."""
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Fill the cache of the named rows. Does not touch what they feed next."""
@@ -96,14 +71,6 @@ class ModelRunner(Protocol):
         Each row then feeds what it sampled. A row whose logits are no distribution (NaN or +inf among them) has a NaN
         log-prob and some token of the vocabulary; the other rows are not touched by it.
         """
-        ...
-
-    def staging(self) -> Any:
-        """The buffer for the next weights: flat uint8 [layout.num_bytes], not read by the model."""
-        ...
-
-    def finish_staging(self) -> None:
-        """`staging` is filled; called before each `swap`, beside decoding, to make of the bytes what will be served."""
         ...
 
     def swap(self) -> None:

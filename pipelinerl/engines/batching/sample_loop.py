@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from inference_contract.schemas import OnUpdate, WeightLayout
+from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.delivery import Delivery, LoopTotals
 from pipelinerl.engines.batching.sequence import Request
 
@@ -50,7 +50,7 @@ class ServedModel(Protocol):
         ...
 
     def finish_staging(self) -> None:
-        """`staging` is filled; called on the receiving thread before each commit."""
+        """Make of the filled `staging` what will be served; called beside sampling, before each commit."""
         ...
 
 
@@ -69,7 +69,7 @@ class SampleLoop(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Does it run, and will it go on?"""
+        """Returns whether it runs, and will go on."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class SampleLoop(Protocol):
         ...
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the current step; False when it has not ended in time."""
+        """End after the current step. Returns whether it has ended in time."""
         ...
 
     def submit(self, request: Request) -> None:

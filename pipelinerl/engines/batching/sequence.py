@@ -120,7 +120,7 @@ class Request:
 
     @property
     def shares_prompt(self) -> bool:
-        """Do its samples follow the same tokens?"""
+        """Returns whether its samples follow the same tokens."""
         return not any(sequence.prefix for sequence in self.sequences)
 
     @property

@@ -41,7 +41,7 @@ class TextWindow:
         self._stopped = False
 
     def push(self, token_id: int) -> bool:
-        """Append a token's text; True when it completed a stop string."""
+        """Append a token's text. Returns whether it completed a stop string."""
         return self._append(self._detokenizer.push(token_id))
 
     def close(self) -> None:
@@ -63,9 +63,9 @@ class TextWindow:
         # A stop string may have begun before `new`, but ends within it.
         start = max(0, len(self.text) - self._longest_stop + 1)
         self.text += new
-        found = [at for at in (self.text.find(stop, start) for stop in self._stops) if at >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+        ends = [at for at in (self.text.find(stop, start) for stop in self._stops) if at >= 0]
+        if ends:
+            self.text = self.text[: min(ends)]
             self._stopped = True
         return self._stopped
 

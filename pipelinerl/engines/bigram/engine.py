@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_contract.engine import Engine
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
 from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
@@ -27,6 +27,7 @@ from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.weights.pull import PullSource
 from trainer_contract.host_weights import bytes_of
+from trainer_contract.types import Device, WeightDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,11 @@ def build(settings: BigramEngineSettings, *, pull: PullSource | None = None) -> 
 
 def from_options(options: EngineOptions) -> Engine:
     """The engine that a recipe describes. Raises `ModelError` for a type, device or format that numpy does not have."""
-    if options.dtype != "float32" or options.device == "cuda" or options.weights is not WeightFormat.NATIVE:
+    if (
+        options.dtype is not WeightDType.FLOAT32
+        or options.device not in (Device.AUTO, Device.CPU)
+        or options.weights is not WeightFormat.NATIVE
+    ):
         raise ModelError(
             f"a bigram engine runs in float32 on the cpu with native weights, got {options.dtype} on {options.device} "
             f"with {options.weights} weights"

@@ -26,7 +26,8 @@ from concurrent.futures import Future
 from typing import Any, final
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UpdateInProgress
-from inference_contract.schemas import FinishReason, OnUpdate
+from inference_contract.schemas import FinishReason
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, SampledToken, aborted, deliveries, sampled
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.scheduler import check_room
@@ -84,7 +85,7 @@ class CoreLoop:
         return self._ready
 
     def stop(self, timeout_s: float) -> bool:
-        """End the core and the thread; False when they have not ended in time. Stopping twice is a no-op."""
+        """End the core and the thread. Returns whether they have ended in time. Stopping twice is a no-op."""
         with self._guard:
             self._stopping = True
             if self._stepping is not None:  # so its event loop is open: `_end`, which takes the guard, comes before
@@ -94,7 +95,7 @@ class CoreLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Does the core run, and will it go on?"""
+        """Returns whether the core runs, and will go on."""
         return self._thread.is_alive() and not self._stopping
 
     @property

@@ -17,13 +17,9 @@ from pydantic import BaseModel, ValidationError
 
 from inference_contract import routes
 from inference_contract.errors import ContractError, from_wire, has_error_shape
-from inference_contract.schemas import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    Health,
+from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, Health, ModelList
+from inference_contract.weights import (
     InitProcessGroupRequest,
-    ModelList,
     ProcessGroupStatus,
     WeightUpdateRequest,
     WeightUpdateResponse,

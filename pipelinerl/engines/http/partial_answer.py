@@ -81,7 +81,7 @@ class PartialAnswer:
 
     @property
     def is_whole(self) -> bool:
-        """Has every sample ended?"""
+        """Returns whether every sample has ended."""
         return all(sample.finish_reason is not None for sample in self._samples.values())
 
     def rest(self) -> ChatCompletionRequest:
@@ -99,7 +99,7 @@ class PartialAnswer:
         return self._request.model_copy(update=changes)
 
     def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:
-        """Add what came from the engine at `url`; False if weights of another epoch than before have sampled it.
+        """Add what came from the engine at `url`. Returns whether weights of the same epoch as before have sampled it.
 
         Raises:
             EngineUnreachable: it is not what was asked for.

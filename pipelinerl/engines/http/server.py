@@ -26,13 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inference_contract import routes
 from inference_contract.engine import Engine
 from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, InvalidRequest
-from inference_contract.schemas import (
-    ChatCompletionRequest,
-    Health,
-    InitProcessGroupRequest,
-    ModelList,
-    WeightUpdateRequest,
-)
+from inference_contract.schemas import ChatCompletionRequest, Health, ModelList
+from inference_contract.weights import InitProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.observability.metrics import prometheus_text
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
 
@@ -150,10 +145,10 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
-    said = first["msg"].removeprefix("Value error, ")
+    reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        said = "this engine does not know it, or not with this value, and would ignore it; leave it out"
-    return InvalidRequest(f"{param or 'body'}: {said}{more}", param=param)
+        reason = "this engine does not know it, or not with this value, and would ignore it; leave it out"
+    return InvalidRequest(f"{param or 'body'}: {reason}{more}", param=param)
 
 
 async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:

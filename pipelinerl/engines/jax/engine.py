@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,23 +33,7 @@ from pipelinerl.models.jax import memory as jax_memory
 from pipelinerl.models.jax.checkpoint import load_weights
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.weights.pull import PullSource
-
-
-class JaxDType(StrEnum):
-    """Type of weights, cache and arithmetic; norms, softmax, logits and log-probs are fp32 whatever it is."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class JaxDevice(StrEnum):
-    """Where the model runs; `auto` takes what JAX prefers: a TPU, else a GPU, else the CPU."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-    TPU = "tpu"
+from trainer_contract.types import Device, WeightDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +45,8 @@ class JaxEngineSettings:
         slots: sequences that run at once.
         context_length: most tokens of a sequence, prompt included; None takes the model's.
         cache_bytes: most memory for keys and values; None for whatever slots and context need.
+        dtype: of weights, cache and arithmetic; norms, softmax, logits and log-probs are fp32 whatever it is.
+        device: where the model runs; `auto` takes a TPU, else a GPU, else the CPU.
         devices: how many share the model, heads and vocabulary divided among them.
         memory_share: most of each GPU's memory, which JAX reserves; None for three quarters.
     """
@@ -71,8 +56,8 @@ class JaxEngineSettings:
     slots: int = 64
     context_length: int | None = None
     cache_bytes: int | None = None
-    dtype: JaxDType = JaxDType.FLOAT32
-    device: JaxDevice = JaxDevice.AUTO
+    dtype: WeightDType = WeightDType.FLOAT32
+    device: Device = Device.AUTO
     devices: int = 1
     memory_share: float | None = None
 
@@ -104,8 +89,8 @@ def from_options(options: EngineOptions) -> Engine:
             batching=BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed),
             slots=options.slots,
             context_length=options.context_length,
-            dtype=JaxDType(options.dtype),
-            device=JaxDevice(options.device),
+            dtype=options.dtype,
+            device=options.device,
             devices=options.devices,
             memory_share=options.memory_share,
         ),
@@ -148,7 +133,7 @@ def assembled(settings: JaxEngineSettings) -> JaxRunner:
     return JaxRunner(DecoderProgram(config, prompts), weights, cache)
 
 
-_PLATFORM: Final = {JaxDevice.AUTO: None, JaxDevice.CPU: "cpu", JaxDevice.CUDA: "cuda", JaxDevice.TPU: "tpu"}
+_PLATFORM: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", Device.TPU: "tpu"}
 
 
 def _mesh(settings: JaxEngineSettings, config: DecoderConfig) -> Mesh:

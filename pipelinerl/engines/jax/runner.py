@@ -1,21 +1,21 @@
 """`JaxRunner`: a `ModelRunner` for Llama-family decoders on any device that XLA knows.
 
-The device holds weights and cache; what a row feeds and how it samples is kept in small host arrays, since every step
-returns to the host anyway. Every call runs programs of `jax_program` at shapes from `jax_buckets`: `warm_up` compiles
-all but those of truncated sampling, and new weights never compile anything.
+The device holds weights and cache; what a row feeds and how it samples stands in a `RowTable` on the host. Every call
+runs programs of `engines.jax.program` at shapes from `engines.jax.buckets`: `warm_up` compiles all but those of
+truncated sampling, and new weights never compile anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_contract.schemas import WeightLayout
-from pipelinerl import rng
+from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.batching.row_table import RowTable
 from pipelinerl.engines.jax import program as jax_program
 from pipelinerl.engines.jax.buckets import Buckets
 from pipelinerl.engines.jax.program import Cache, DecoderProgram
@@ -42,13 +42,7 @@ class JaxRunner:
         self._program = program
         self._weights = weights
         self._cache = cache
-        self._feeds = np.zeros(self.slots, dtype=np.int32)
-        self._positions = np.zeros(self.slots, dtype=np.int32)
-        self._num_sampled = np.zeros(self.slots, dtype=np.int64)
-        self._noise_keys = np.zeros(self.slots, dtype=np.uint64)
-        self._temperature = np.ones(self.slots, dtype=np.float32)
-        self._top_p = np.ones(self.slots, dtype=np.float32)
-        self._top_k = np.zeros(self.slots, dtype=np.int32)
+        self._rows = RowTable(self.slots, ids=np.int32)
 
     @property
     def layout(self) -> WeightLayout:
@@ -59,20 +53,11 @@ class JaxRunner:
 
     def place(self, states: Sequence[RowState]) -> None:
         """Set what the named rows feed next and how they sample."""
-        rows = [state.row for state in states]
-        self._feeds[rows] = [state.token_id for state in states]
-        self._positions[rows] = [state.position for state in states]
-        self._num_sampled[rows] = [state.num_sampled for state in states]
-        self._noise_keys[rows] = [state.noise_key for state in states]
-        self._temperature[rows] = [state.temperature for state in states]
-        self._top_p[rows] = [state.top_p for state in states]
-        self._top_k[rows] = [state.top_k for state in states]
+        self._rows.place(states)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move whole rows; no row is both a source and a target."""
-        self._copy(sources, targets, int(self._positions[list(sources)].max()))
-        for column in self._columns():
-            column[list(targets)] = column[list(sources)]
+        self._copy(sources, targets, self._rows.move(sources, targets))
 
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Give each of `rows` the first `num_tokens` of the cache of row `source`."""
@@ -92,17 +77,6 @@ class JaxRunner:
         padded = np.zeros(self.slots, dtype=np.int32)
         padded[: len(rows)] = rows
         return padded
-
-    def _columns(self) -> tuple[NDArray[Any], ...]:
-        return (
-            self._feeds,
-            self._positions,
-            self._num_sampled,
-            self._noise_keys,
-            self._temperature,
-            self._top_p,
-            self._top_k,
-        )
 
     # --- forward -------------------------------------------------------------------------------------------------
 
@@ -135,28 +109,26 @@ class JaxRunner:
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """One step of rows 0..num_rows-1. Those beyond, up to the bucket, run too: what they write is never seen."""
-        run, used = slice(0, self.buckets.rows_for(num_rows)), slice(0, num_rows)
+        rows, run, used = self._rows, slice(0, self.buckets.rows_for(num_rows)), slice(0, num_rows)
         logits, self._cache = jax_program.decode(
             self._program,
             self._weights.current,
             self._cache,
-            self._feeds[run],
-            self._positions[run],
-            length=self.buckets.length_for(int(self._positions[used].max()) + 1),
+            rows.feeds[run],
+            rows.positions[run],
+            length=self.buckets.length_for(int(rows.positions[used].max()) + 1),
         )
-        truncates = (self._top_k[used] > 0) | (self._top_p[used] < 1)
+        truncates = (rows.top_k[used] > 0) | (rows.top_p[used] < 1)
         token_ids, logprobs = sample(
             logits,
-            temperature=self._temperature[run],
-            top_k=self._top_k[run],
-            top_p=self._top_p[run],
-            noise=rng.uniform(self._noise_keys[run], self._num_sampled[run]),
+            temperature=rows.temperature[run],
+            top_k=rows.top_k[run],
+            top_p=rows.top_p[run],
+            noise=rows.noise(run),
             truncates=bool(truncates.any()),
         )
         sampled = np.asarray(token_ids)[used]
-        self._feeds[used] = sampled
-        self._positions[used] += 1
-        self._num_sampled[used] += 1
+        rows.advance(used, sampled)
         return sampled.tolist(), np.asarray(logprobs)[used].tolist()
 
     def warm_up(self) -> None:
@@ -168,12 +140,11 @@ class JaxRunner:
             for prompts in self.buckets.prompts_at(length):
                 self.prefill([Prefill([0] * length, [row]) for row in range(prompts)])
             self._copy([], [], length)
-            self._positions[:] = length - 1
-            for rows in self.buckets.rows:
-                self._positions[:rows] = length - 1
-                self.decode(rows)
-        for column in (self._feeds, self._positions, self._num_sampled):
-            column[:] = 0
+            self._rows.positions[:] = length - 1
+            for num_rows in self.buckets.rows:
+                self._rows.positions[:num_rows] = length - 1
+                self.decode(num_rows)
+        self._rows.clear()
 
     # --- weights -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import Sharding
 from numpy.typing import NDArray
 
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter
 from pipelinerl.models.jax.checkpoint import export_order
 

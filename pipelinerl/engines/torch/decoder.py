@@ -82,7 +82,7 @@ class LlamaForward:
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Is `model` of the family, with nothing in it that this forward does not compute?"""
+        """Returns whether `model` is of the family, with nothing in it that this forward does not compute."""
         if type(model).__name__ not in _FAMILY or model.config.hidden_act != "silu":
             return False
         rope = getattr(model.config, "rope_parameters", None) or {}

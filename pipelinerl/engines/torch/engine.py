@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics import torch_head
 from pipelinerl.weights.pull import PullSource
-from trainer_contract.types import HeadPrecision
-
-
-class EngineDType(StrEnum):
-    """Type of weights, cache and arithmetic; log-probs are fp32 whatever it is."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class EngineDevice(StrEnum):
-    """Where the model runs; `auto` takes CUDA when there is one."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
+from trainer_contract.types import Device, HeadPrecision, WeightDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +31,7 @@ class TorchEngineSettings:
         slots: sequences that run at once.
         context_length: most tokens of a sequence, prompt included; None takes the model's.
         cache_bytes: most memory for keys and values; None for whatever slots and context need.
+        dtype: of weights, cache and arithmetic; log-probs are fp32 whatever it is.
         memory_share: most of the GPU's memory for this process; None for all of it.
         weights: how linear layers are kept; cache and the arithmetic between them are in `dtype` all the same.
         head_precision: of the output layer.
@@ -60,10 +44,10 @@ class TorchEngineSettings:
     slots: int = 64
     context_length: int | None = None
     cache_bytes: int | None = None
-    dtype: EngineDType = EngineDType.FLOAT32
+    dtype: WeightDType = WeightDType.FLOAT32
     weights: WeightFormat = WeightFormat.NATIVE
     head_precision: HeadPrecision = HeadPrecision.MODEL
-    device: EngineDevice = EngineDevice.AUTO
+    device: Device = Device.AUTO
     memory_share: float | None = None
     threads: int | None = None
     forward: ForwardKind = ForwardKind.AUTO
@@ -89,10 +73,10 @@ def from_options(options: EngineOptions) -> Engine:
             batching=BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed),
             slots=options.slots,
             context_length=options.context_length,
-            dtype=EngineDType(options.dtype),
+            dtype=options.dtype,
             weights=options.weights,
             head_precision=options.head_precision,
-            device=EngineDevice(options.device),
+            device=options.device,
             memory_share=options.memory_share,
             threads=options.threads,
         ),
@@ -104,8 +88,8 @@ def load_runner(settings: TorchEngineSettings) -> TorchRunner:
     """The model with its cache; called on the thread that will run it.
 
     Raises:
-        ModelError: there is no usable model, its context is shorter than asked for, the cache exceeds its budget, or
-            its weights cannot be kept in the format asked for.
+        ModelError: there is no usable model or device, the model's context is shorter than asked for, the cache exceeds
+            its budget, or its weights cannot be kept in the format asked for.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -113,7 +97,7 @@ def load_runner(settings: TorchEngineSettings) -> TorchRunner:
     share = settings.memory_share if device.type == "cuda" else None
     if share is not None:  # the process fails before a neighbour on the GPU does
         torch.cuda.set_per_process_memory_fraction(share)
-    model = load_for_decoding(settings.model_path, dtype=settings.dtype.value, device=device)
+    model = load_for_decoding(settings.model_path, dtype=settings.dtype, device=device)
     config: Any = model.config
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
@@ -138,8 +122,10 @@ def load_runner(settings: TorchEngineSettings) -> TorchRunner:
     return runner
 
 
-def _device(device: EngineDevice) -> torch.device:
-    if device is EngineDevice.AUTO:
+def _device(device: Device) -> torch.device:
+    if device is Device.TPU:
+        raise ModelError("the torch engine runs on auto, cpu or cuda, got the device tpu; use engine.type jax")
+    if device is Device.AUTO:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device.value)
 

@@ -17,7 +17,8 @@ from pipelinerl.engines.torch import attention as torch_attention
 from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.row_cache import DecodePlan, PrefillPlan, RowCache
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import DTypeName, load_model
+from pipelinerl.models.checkpoint import load_model
+from trainer_contract.types import WeightDType
 
 
 class Forward(Protocol):
@@ -66,7 +67,7 @@ class ModuleForward:
         return output.logits[:, -1]
 
 
-def load_for_decoding(path: Path, *, dtype: DTypeName, device: torch.device) -> nn.Module:
+def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -> nn.Module:
     """The causal language model in the directory `path`, ready for `TorchRunner`.
 
     Raises:

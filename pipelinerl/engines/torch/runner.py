@@ -1,7 +1,7 @@
 """`TorchRunner`: a `ModelRunner` for any Hugging Face causal language model, on CPU or CUDA.
 
-The model's forward is `torch_forward`'s, attention and cache are ours. What a row feeds and how it samples is
-kept in small host arrays, since every step returns to the host anyway; on the CPU the model reads them in place.
+The model's forward is that of `engines.torch.forward`, attention and cache are ours. What a row feeds and how it
+samples stands in a `RowTable` on the host; on the CPU the model reads it in place.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from inference_contract.schemas import WeightLayout
-from pipelinerl import rng
+from inference_contract.weights import WeightLayout
 from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.batching.row_table import RowTable
 from pipelinerl.engines.torch.forward import ForwardKind, forward_of
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.row_cache import CacheShape, RowCache
@@ -31,7 +31,8 @@ class TorchRunner:
 
     Args:
         model: from `load_model`; its parameters belong to the runner from here on.
-        slots: rows. context_length: most tokens of a sequence.
+        slots: number of rows.
+        context_length: most tokens of a sequence.
         prefill_tokens: most padded tokens of one prefill forward; a longer prompt runs alone.
         weights: how linear layers are kept.
     """
@@ -59,13 +60,7 @@ class TorchRunner:
         self._cache = RowCache(shape, dtype=parameter.dtype, device=self._device)
         self._cache_bytes = shape.num_bytes(parameter.dtype)
         self._prefill_tokens = prefill_tokens
-        self._feeds = np.zeros((slots, 1), dtype=np.int64)
-        self._positions = np.zeros(slots, dtype=np.int64)
-        self._num_sampled = np.zeros(slots, dtype=np.int64)
-        self._noise_keys = np.zeros(slots, dtype=np.uint64)
-        self._temperature = np.ones(slots, dtype=np.float32)
-        self._top_p = np.ones(slots, dtype=np.float32)
-        self._top_k = np.zeros(slots, dtype=np.int64)
+        self._rows = RowTable(slots)
 
     @property
     def layout(self) -> WeightLayout:
@@ -81,37 +76,17 @@ class TorchRunner:
 
     def place(self, states: Sequence[RowState]) -> None:
         """Set what the named rows feed next and how they sample."""
-        rows = [state.row for state in states]
-        self._feeds[rows, 0] = [state.token_id for state in states]
-        self._positions[rows] = [state.position for state in states]
-        self._num_sampled[rows] = [state.num_sampled for state in states]
-        self._noise_keys[rows] = [state.noise_key for state in states]
-        self._temperature[rows] = [state.temperature for state in states]
-        self._top_p[rows] = [state.top_p for state in states]
-        self._top_k[rows] = [state.top_k for state in states]
+        self._rows.place(states)
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move whole rows; no row is both a source and a target."""
-        self._cache.copy(sources, targets, int(self._positions[list(sources)].max()))
-        for column in self._columns():
-            column[list(targets)] = column[list(sources)]
+        self._cache.copy(sources, targets, self._rows.move(sources, targets))
 
     @torch.inference_mode()
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Give each of `rows` the first `num_tokens` of the cache of row `source`."""
         self._cache.copy([source] * len(rows), rows, num_tokens)
-
-    def _columns(self) -> tuple[NDArray[Any], ...]:
-        return (
-            self._feeds,
-            self._positions,
-            self._num_sampled,
-            self._noise_keys,
-            self._temperature,
-            self._top_p,
-            self._top_k,
-        )
 
     # --- forward -------------------------------------------------------------------------------------------------
 
@@ -142,19 +117,17 @@ class TorchRunner:
     @torch.inference_mode()
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """One step of rows 0..num_rows-1."""
-        used = slice(0, num_rows)
-        plan = self._cache.plan_decode(self._positions[used])
+        rows, used = self._rows, slice(0, num_rows)
+        plan = self._cache.plan_decode(rows.positions[used])
         token_ids, logprobs = sample(
-            self._forward.logits(self._on_device(self._feeds[used]), plan.positions, self._cache, plan),
-            temperature=torch.from_numpy(self._temperature[used]),
-            top_k=torch.from_numpy(self._top_k[used]),
-            top_p=torch.from_numpy(self._top_p[used]),
-            noise=torch.from_numpy(rng.uniform(self._noise_keys[used], self._num_sampled[used])),
+            self._forward.logits(self._on_device(rows.feeds[used, None]), plan.positions, self._cache, plan),
+            temperature=torch.from_numpy(rows.temperature[used]),
+            top_k=torch.from_numpy(rows.top_k[used]),
+            top_p=torch.from_numpy(rows.top_p[used]),
+            noise=torch.from_numpy(rows.noise(used)),
         )
         sampled = token_ids.cpu()
-        self._feeds[used, 0] = sampled.numpy()
-        self._positions[used] += 1
-        self._num_sampled[used] += 1
+        rows.advance(used, sampled.numpy())
         return sampled.tolist(), logprobs.tolist()
 
     def _on_device(self, values: NDArray[Any]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, final
 
 import numpy as np
 
-from inference_contract.schemas import Backend, InitProcessGroupRequest
+from inference_contract.weights import Backend, InitProcessGroupRequest
 
 
 class GroupEndpoint(Protocol):
@@ -35,7 +35,7 @@ class EndpointFactory(Protocol):
     """Where an engine sits."""
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """Can groups of `backend` bring bytes into `staging`?"""
+        """Returns whether groups of `backend` can bring bytes into `staging`."""
         ...
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
@@ -60,17 +60,17 @@ class _InProcess:
     """The endpoint is in the engine's process, and bytes go straight into its staging buffer."""
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """NCCL carries bytes from device to device."""
+        """Returns whether `staging` lies where the backend carries bytes to: NCCL goes from GPU to GPU."""
         return backend is not Backend.NCCL or str(getattr(staging, "device", "cpu")).startswith("cuda")
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Of the same kind, on the same device."""
+        """A fresh array of the same kind, on the same device."""
         if isinstance(staging, np.ndarray):
             return np.empty(num_bytes, np.uint8)
         return staging.new_empty(num_bytes)
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
-        """See `EndpointFactory`."""
+        """Join a group from this process."""
         return joined(request)
 
 

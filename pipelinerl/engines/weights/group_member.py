@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, NotPrepared, PeerLost, StaleGeneration
-from inference_contract.schemas import InitProcessGroupRequest, ProcessGroupStatus
+from inference_contract.weights import InitProcessGroupRequest, ProcessGroupStatus
 from pipelinerl.engines.weights.group_endpoint import EndpointFactory, GroupEndpoint
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.system.background import in_background, settled
@@ -38,7 +38,7 @@ class GroupMember:
         self._membership: _Membership | None = None
 
     def replaced_by(self, request: InitProcessGroupRequest) -> bool:
-        """Does `request` begin a new membership?"""
+        """Returns whether `request` begins a new membership."""
         return self._membership is None or request.generation > self._membership.request.generation
 
     async def join(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:

@@ -14,8 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Self, final
 
-from inference_contract.schemas import WeightLayout, WeightUpdateRequest
-from inference_contract.weights import cut
+from inference_contract.weights import WeightLayout, WeightUpdateRequest, cut
 from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
 from pipelinerl.engines.weights.group_member import GroupMember
 from pipelinerl.errors import PipelineError
@@ -43,7 +42,7 @@ class Received:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _ByteCount:
     """How much has come, and when the last of it did; written by the receiving thread."""
 
     all_bytes: int
@@ -71,7 +70,7 @@ class IncomingUpdate:
     unblock: str
     received: Future[Received]
     give_up: Callable[[], None]
-    _progress: _Progress
+    _progress: _ByteCount
 
     @property
     def progress(self) -> str:
@@ -80,25 +79,25 @@ class IncomingUpdate:
 
     @property
     def silent(self) -> bool:
-        """Has nothing come for as long as its PREPARE allows?"""
+        """Returns whether nothing has come for as long as its PREPARE allows."""
         return time.monotonic() - self._progress.at > self.request.timeout_s
 
     @property
     def failed(self) -> bool:
-        """Has it ended without all bytes?"""
+        """Returns whether it has ended without all bytes."""
         return self.received.done() and self.received.exception() is not None
 
     @classmethod
     def by_broadcast(cls, request: WeightUpdateRequest, inlet: Inlet, member: GroupMember) -> Self:
         """Receive from rank 0 of the group that is joined."""
-        endpoint, progress = member.endpoint(), _Progress(inlet.layout.num_bytes)
+        endpoint, progress = member.endpoint(), _ByteCount(inlet.layout.num_bytes)
         received = _started(request, inlet, lambda: _broadcast(endpoint, request, inlet.layout, inlet.buffer, progress))
         return cls(request, "rank 0", "rank 0 of its group to send or leave", received, member.leave, progress)
 
     @classmethod
     def by_pull(cls, request: WeightUpdateRequest, inlet: Inlet, source: PullSource) -> Self:
         """Fetch from the parameter servers that the request names."""
-        given_up, progress = threading.Event(), _Progress(inlet.layout.num_bytes)
+        given_up, progress = threading.Event(), _ByteCount(inlet.layout.num_bytes)
         groups = request.shards or (request.sources or (),)
         ranges = inlet.layout.shards(len(groups), request.bucket_bytes)
         order = PullOrder(
@@ -123,7 +122,7 @@ def _started(request: WeightUpdateRequest, inlet: Inlet, bring: Callable[[], Rec
 
 
 def _broadcast(
-    endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _Progress
+    endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _ByteCount
 ) -> Received:
     """Receive piece after piece; the time is counted from the first on, since the trainer may come later.
 
@@ -149,7 +148,7 @@ def _broadcast(
     return Received(digest.hexdigest(), time.monotonic() - began)
 
 
-def _pulled(source: PullSource, order: PullOrder, staging: Any, progress: _Progress) -> Received:
+def _pulled(source: PullSource, order: PullOrder, staging: Any, progress: _ByteCount) -> Received:
     began = time.monotonic()
     try:
         digest = source.fetch(order, into=staging, on_progress=progress.on_progress)

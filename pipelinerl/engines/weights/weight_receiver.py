@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from inference_contract.errors import (
     ContractError,
@@ -36,7 +36,7 @@ from inference_contract.errors import (
     StaleVersion,
     UpdateInProgress,
 )
-from inference_contract.schemas import (
+from inference_contract.weights import (
     InitProcessGroupRequest,
     OnUpdate,
     ProcessGroupStatus,
@@ -50,10 +50,37 @@ from inference_contract.schemas import (
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.group_member import GroupMember, as_contract
 from pipelinerl.engines.weights.incoming_update import IncomingUpdate, Inlet, Received
-from pipelinerl.engines.weights.weight_target import WeightTarget
 from pipelinerl.system.background import settled
 from pipelinerl.weights.layout import converted_by
 from pipelinerl.weights.pull import PullSource
+
+
+class WeightTarget(Protocol):
+    """The weights of an engine: a buffer that serves, one that is filled meanwhile, and a swap."""
+
+    @property
+    def layout(self) -> WeightLayout:
+        """The model's parameters in the order in which they are received."""
+        ...
+
+    def staging(self) -> Any:
+        """Flat uint8 [layout.num_bytes], numpy or torch, that the model does not read until `commit`."""
+        ...
+
+    def finish_staging(self) -> None:
+        """Do with the filled `staging` whatever makes `commit` quick. Called on the receiving thread."""
+        ...
+
+    async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
+        """Serve what `staging` holds from the next decode step on; returns the pause in seconds.
+
+        A `ContractError` says that the old weights still serve; any other error leaves the engine dirty.
+        """
+        ...
+
+    def serving(self) -> tuple[int, int]:
+        """(epoch, version) of the weights that serve."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +119,13 @@ class _Update:
 
     @property
     def replaceable(self) -> bool:
-        """Nobody waits for it any more: dropped, broken, or received and never committed."""
+        """Returns whether nobody waits for it any more: dropped, broken, or received and never committed."""
         if self.stage is _Stage.COMMITTING:
             return False
         return self.dropped or self.incoming.failed or self.incoming.silent
 
     def given_up_for(self, request: WeightUpdateRequest) -> bool:
-        """Is a later one asked for, and can this one be ended at once? A broadcast ends when its group does."""
+        """Returns whether a later one is asked for and this can end at once; a broadcast ends when its group does."""
         pulled = self.request.transport is request.transport is Transport.PULL
         return pulled and self.stage is _Stage.RECEIVING and self.key < (request.epoch, request.version)
 
@@ -254,7 +281,7 @@ class WeightReceiver:
             raise InvalidRequest("transport pull is not offered by this engine; use broadcast", param="transport")
 
     def _serves(self, request: WeightUpdateRequest) -> bool:
-        """Is this version served already? A dirty engine takes even the same version again.
+        """Returns whether this version is served already. A dirty engine takes even the same version again.
 
         Raises:
             StaleVersion: it serves a later one.

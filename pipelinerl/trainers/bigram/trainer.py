@@ -23,6 +23,7 @@ from pipelinerl.numerics.logprobs import log_softmax, measure_slopes, measured
 from trainer_contract.batch import check
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.host_weights import check_weights
+from trainer_contract.trainer import started
 from trainer_contract.types import (
     Device,
     Float32,
@@ -49,7 +50,7 @@ _VALUES: Final = "bigram.values"
 
 @final
 @dataclass(slots=True)
-class _Worker:
+class BigramWorker:
     """Master weights, Adam's moments and the gradient: each a table [V, V] of logits, or [V] of values."""
 
     spec: OptimizerSpec
@@ -66,7 +67,7 @@ class BigramTrainer:
     """Satisfies `trainer_contract.trainer.Trainer`, where the verbs are described."""
 
     def __init__(self) -> None:
-        self._state: _Worker | None = None
+        self._state: BigramWorker | None = None
 
     @property
     def model_version(self) -> int:
@@ -74,14 +75,12 @@ class BigramTrainer:
         return self._worker.model_version
 
     @property
-    def _worker(self) -> _Worker:
-        if self._state is None:
-            raise ProtocolError("the trainer has no model: call init_worker first")
-        return self._state
+    def _worker(self) -> BigramWorker:
+        return started(self._state)
 
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load the table from `spec.model_path`, or table and moments from `spec.restore_from`."""
-        if spec.device is Device.CUDA or spec.precision is not Precision.FP32:
+        if spec.device not in (Device.AUTO, Device.CPU) or spec.precision is not Precision.FP32:
             raise SpecError(f"the bigram trainer runs on the CPU in fp32, got {spec.device} in {spec.precision}")
         if spec.gather_dtype not in (None, WeightDType.FLOAT32):
             raise SpecError(f"the bigram trainer gathers float32, got {spec.gather_dtype}; leave out weights.dtype")
@@ -94,7 +93,7 @@ class BigramTrainer:
         except ModelError as error:
             raise SpecError(str(error)) from error
         table = logits if spec.head is Head.POLICY else np.zeros(len(logits))
-        fresh = _Worker(spec.optimizer, spec.head, table, np.zeros_like(table), np.zeros_like(table), 0)
+        fresh = BigramWorker(spec.optimizer, spec.head, table, np.zeros_like(table), np.zeros_like(table), 0)
         self._state = fresh if spec.restore_from is None else _restored(fresh, spec.restore_from)
 
     def forward(self, micro_batch: MicroBatch) -> Float32:
@@ -189,7 +188,7 @@ class BigramTrainer:
         return PARAMETER if self._worker.head is Head.POLICY else _VALUES
 
 
-def _forward(worker: _Worker, batch: MicroBatch) -> Float32:
+def _forward(worker: BigramWorker, batch: MicroBatch) -> Float32:
     check(batch, vocab_size=len(worker.table))
     where = np.flatnonzero(batch.position_ids > 0)
     predictions = np.zeros(batch.num_tokens, dtype=np.float32)
@@ -199,7 +198,7 @@ def _forward(worker: _Worker, batch: MicroBatch) -> Float32:
     return predictions
 
 
-def _predict(worker: _Worker, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
+def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
     """Predictions [N] of the tokens at `where`, and the log-probs [N, V] of the distributions they were taken from."""
     rows = worker.table[batch.token_ids[where - 1]]
     if worker.head is Head.VALUE:
@@ -218,7 +217,7 @@ def _measures(objective: Objective, distributions: Float64 | None) -> dict[str, 
     return {str(measure): measured(measure, distributions).astype(np.float64, copy=False) for measure in asked}
 
 
-def _restored(fresh: _Worker, path: Path) -> _Worker:
+def _restored(fresh: BigramWorker, path: Path) -> BigramWorker:
     try:
         tensors = load_file(path / _STATE)
         version = int(tensors["model_version"][0])
@@ -227,7 +226,7 @@ def _restored(fresh: _Worker, path: Path) -> _Worker:
         raise StateError(f"{path / _STATE} is missing or damaged: {error}; restore another checkpoint") from error
     if any(array.shape != fresh.table.shape for array in (table, exp_avg, exp_avg_sq)):
         raise StateError(f"{path / _STATE} holds a table {table.shape}, but model and head make it {fresh.table.shape}")
-    return _Worker(fresh.spec, fresh.head, table, exp_avg, exp_avg_sq, version)
+    return BigramWorker(fresh.spec, fresh.head, table, exp_avg, exp_avg_sq, version)
 
 
 def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> Mapping[str, Any]:

@@ -156,7 +156,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """As msgpack."""
+    """Return the command as msgpack."""
     return msgspec.msgpack.encode(message)
 
 
@@ -188,7 +188,7 @@ def decode_batch(columns: Columns) -> MicroBatch:
 
 
 def encode_spec(spec: TrainerSpec) -> dict[str, Any]:
-    """As plain values; the options but for `distributed`, of which each rank has its own."""
+    """Return the spec as plain values, with its options but for `distributed`, of which each rank has its own."""
     options = {name: value for name, value in spec.options.items() if name != "distributed"}
     plain: dict[str, Any] = msgspec.to_builtins(spec, enc_hook=_plain_path)
     return plain | {"options": options}

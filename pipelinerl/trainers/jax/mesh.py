@@ -79,7 +79,7 @@ def of_parameter(mesh: Mesh, parameter: Parameter) -> NamedSharding:
 
 
 def gathered(mesh: Mesh, parameter: Parameter) -> NamedSharding:
-    """Of one layer's parameter where it is used: whole along `fsdp`, divided along `tensor`."""
+    """The sharding of one layer's parameter where it is used: whole along `fsdp`, divided along `tensor`."""
     return NamedSharding(mesh, P(*(axis if axis == "tensor" else None for axis in parameter.axes)))
 
 
@@ -89,5 +89,5 @@ def everywhere(mesh: Mesh, value: np.ndarray[Any, Any]) -> jax.Array:
 
 
 def of_rows(mesh: Mesh) -> NamedSharding:
-    """Of [R, …]: rows over `data` and `fsdp`."""
+    """The sharding of [R, …]: rows over `data` and `fsdp`."""
     return NamedSharding(mesh, P(ROWS))

@@ -51,7 +51,7 @@ class _Pending:
 
     @property
     def has_failed(self) -> bool:
-        """Did rank 0's part end with what is no finding of the verb?"""
+        """Returns whether rank 0's part ended with what is no finding of the verb."""
         return self.result.done() and not isinstance(self.result.exception(), TrainerError | None)
 
 

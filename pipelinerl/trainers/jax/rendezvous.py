@@ -38,7 +38,7 @@ _JAX_SHUTDOWN_S: Final = 10
 
 
 def gather_ranks(distributed: Distributed) -> dict[int, Channel]:
-    """As rank 0: wait for all others and become one JAX with them.
+    """Wait for all other ranks and become one JAX with them; called by rank 0.
 
     Raises:
         SpecError: the address cannot be listened at, ranks are missing, or JAX was used in this process before.
@@ -73,7 +73,7 @@ def gather_ranks(distributed: Distributed) -> dict[int, Channel]:
 
 
 def join_rank0(distributed: Distributed) -> Channel:
-    """As another rank: connect to rank 0 and become one JAX with all.
+    """Connect to rank 0 and become one JAX with all; called by the other ranks.
 
     Raises:
         SpecError: rank 0 does not answer, or refuses this rank, or JAX was used in this process before.

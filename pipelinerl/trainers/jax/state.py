@@ -10,8 +10,6 @@ error, never zeros. Durability, and the rename that makes a checkpoint appear, a
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -24,9 +22,9 @@ import tensorstore
 from jax.sharding import NamedSharding
 
 from pipelinerl.models.decoder_config import DecoderConfig
+from pipelinerl.trainers.state_record import architecture_of, read_record, write_record
 from trainer_contract.errors import StateError
 
-_FORMAT: Final = 1
 #: Arrays by name, by kind: the master weights and Adam's two moments.
 Kinds = Mapping[str, Mapping[str, jax.Array]]
 KINDS: Final = ("weights", "mean", "square")
@@ -90,13 +88,7 @@ def save_record(path: Path, arrays: Kinds, *, config: DecoderConfig, model_versi
             _raise_if_parts_lack(path, kind, name, array)
     sharding = next(iter(arrays["weights"].values())).sharding
     mesh = dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {}
-    record = {
-        "format": _FORMAT,
-        "model_version": model_version,
-        "architecture": _architecture(config),
-        "mesh": mesh,
-    }
-    (path / "trainer.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(path, model_version=model_version, architecture=_architecture(config), mesh=mesh)
 
 
 def load(path: Path, *, expected: DecoderConfig) -> JaxSavedState:
@@ -105,21 +97,8 @@ def load(path: Path, *, expected: DecoderConfig) -> JaxSavedState:
     Raises:
         StateError: it is missing, damaged, or of another model.
     """
-    try:
-        record = json.loads((path / "trainer.json").read_text())
-        version, architecture, found = int(record["model_version"]), record["architecture"], record["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(
-            f"the trainer state in {path} is missing or damaged: {error}; restore another checkpoint"
-        ) from error
-    if found != _FORMAT:
-        raise StateError(f"the trainer state in {path} has format {found!r}, expected {_FORMAT}")
-    if architecture != _architecture(expected):
-        raise StateError(
-            f"the trainer state in {path} is of another model than model_path ({expected.model_type}); "
-            "start from the model it was saved with"
-        )
-    return JaxSavedState(path, version)
+    record = read_record(path, architecture=_architecture(expected), model_type=expected.model_type)
+    return JaxSavedState(path, record["model_version"])
 
 
 def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutures]:
@@ -165,6 +144,5 @@ def _spec(path: Path, kind: str, name: str) -> dict[str, Any]:
 
 
 def _architecture(config: DecoderConfig) -> str:
-    """Digest of what makes the model the model it is; the dtype of its directory does not."""
-    fields = {name: value for name, value in asdict(config).items() if name != "dtype"}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+    """Return the digest of the model, whatever the dtype of its directory."""
+    return architecture_of({name: value for name, value in asdict(config).items() if name != "dtype"})

@@ -43,6 +43,7 @@ from pipelinerl.trainers.jax.worker import JaxWorker
 from trainer_contract.batch import check
 from trainer_contract.errors import ProtocolError, RankError, SpecError, TrainerError
 from trainer_contract.host_weights import check_weights
+from trainer_contract.trainer import started
 from trainer_contract.types import (
     Float32,
     Head,
@@ -76,9 +77,7 @@ class JaxTrainer:
 
     @property
     def _worker(self) -> JaxWorker:
-        if self._state is None:
-            raise ProtocolError("the trainer has no model: call init_worker first")
-        return self._state
+        return started(self._state)
 
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load weights from `spec.model_path`, or weights and moments from `spec.restore_from`, onto the mesh."""

@@ -44,7 +44,7 @@ from trainer_contract.types import (
     TrainerSpec,
 )
 
-_PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda"}
+_PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", Device.TPU: "tpu"}
 
 
 @final

@@ -9,8 +9,6 @@ Digests are the caller's: what is checked here is that the state is complete and
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pipelinerl.trainers.state_record import architecture_of, damaged, read_record, write_record
 from pipelinerl.trainers.torch.value_model import HEAD_FILE
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
 
-_FORMAT: Final = 1
 _MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
 #: Parts of a configuration that do not make it another model.
 _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
@@ -51,14 +49,14 @@ class Saveable(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Of torch's generators: the CPU's, and CUDA's where there is one."""
+    """The state of torch's generators: the CPU's, and CUDA's where there is one."""
 
     cpu: Tensor
     cuda: Tensor | None
 
     @classmethod
     def now(cls) -> Self:
-        """As it is; passes that draw from it leave this copy alone."""
+        """Copy the state that torch has now; passes that draw from it leave this copy alone."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
 
     def restore(self) -> None:
@@ -79,7 +77,7 @@ class TorchSavedState:
 
     @property
     def random(self) -> RandomState:
-        """Of the trainer that was saved."""
+        """The random state of the trainer that was saved."""
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
     def restore_optimizer(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
@@ -123,9 +121,7 @@ def save(
         tensors |= {f"{name_of[id(parameter)]}.{kind}": moments[kind].contiguous() for kind in _MOMENTS}
     model.save(path / "model", weights)
     save_file(tensors, path / "optimizer.safetensors")
-    architecture = _architecture(model.model.config)
-    record = {"format": _FORMAT, "head": head, "model_version": model_version, "architecture": architecture}
-    (path / "trainer.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(path, model_version=model_version, architecture=_architecture(model.model.config), head=head)
 
 
 def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedState:
@@ -134,28 +130,18 @@ def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedSta
     Raises:
         StateError: something is missing, damaged, or of another model.
     """
+    record = read_record(path, architecture=_architecture(expected), model_type=expected.model_type)
     try:
-        record = json.loads((path / "trainer.json").read_text())
-        version, architecture = int(record["model_version"]), record["architecture"]
         tensors = load_file(path / "optimizer.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise StateError(
-            f"the trainer state in {path} is missing or damaged: {error}; restore another checkpoint"
-        ) from error
-    if record.get("format") != _FORMAT:
-        raise StateError(f"the trainer state in {path} has format {record.get('format')!r}, expected {_FORMAT}")
-    if architecture != _architecture(expected):
-        raise StateError(
-            f"the trainer state in {path} is of another model than model_path ({expected.model_type}); "
-            "start from the model it was saved with"
-        )
+    except (OSError, SafetensorError) as error:
+        raise damaged(path, error) from error
     if record.get("head") != head:
         raise StateError(f"the trainer state in {path} has the head {record.get('head')!r}, expected {str(head)!r}")
     if head is Head.VALUE and not (path / "model" / HEAD_FILE).is_file():
         raise StateError(f"the trainer state in {path} lacks model/{HEAD_FILE}; restore another checkpoint")
     if "rng.cpu" not in tensors:
         raise StateError(f"the trainer state in {path} has no random state; restore another checkpoint")
-    return TorchSavedState(path / "model", version, tensors)
+    return TorchSavedState(path / "model", record["model_version"], tensors)
 
 
 @contextmanager
@@ -170,6 +156,4 @@ def damage_is_state_error(saved: TorchSavedState | None) -> Iterator[None]:
 
 
 def _architecture(config: PreTrainedConfig) -> str:
-    """Digest of what makes the model the model it is."""
-    fields = {name: value for name, value in config.to_dict().items() if name not in _INCIDENTAL}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return architecture_of({name: value for name, value in config.to_dict().items() if name not in _INCIDENTAL})

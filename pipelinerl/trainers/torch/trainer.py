@@ -7,7 +7,8 @@ without padding and never see one another. On CPU, and on CUDA with deterministi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, final
@@ -23,13 +24,14 @@ from pipelinerl import rng
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype
 from pipelinerl.numerics import torch_head
-from pipelinerl.trainers.torch import other_weights as torch_other_weights, state as torch_state
+from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.packed_model import PackedModel, load_config, load_for_training
 from pipelinerl.trainers.torch.segments import SegmentPlan
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.batch import check
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError
 from trainer_contract.host_weights import check_weights
+from trainer_contract.trainer import started
 from trainer_contract.types import (
     Device,
     Float32,
@@ -51,7 +53,7 @@ from trainer_contract.types import (
 
 @final
 @dataclass(slots=True)
-class _Worker:
+class TorchWorker:
     """What `init_worker` makes; `model` and `optimizer` are as accelerate prepared them."""
 
     spec: TrainerSpec
@@ -85,7 +87,7 @@ class TorchTrainer:
     """Satisfies `trainer_contract.trainer.Trainer`, where the verbs are described."""
 
     def __init__(self) -> None:
-        self._state: _Worker | None = None
+        self._state: TorchWorker | None = None
 
     @property
     def model_version(self) -> int:
@@ -93,10 +95,8 @@ class TorchTrainer:
         return self._worker.model_version
 
     @property
-    def _worker(self) -> _Worker:
-        if self._state is None:
-            raise ProtocolError("the trainer has no model: call init_worker first")
-        return self._state
+    def _worker(self) -> TorchWorker:
+        return started(self._state)
 
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
@@ -115,7 +115,7 @@ class TorchTrainer:
         model.to(accelerator.device)
         model.probe(accelerator.device)
         model, optimizer = accelerator.prepare(model, _adamw(model, spec.optimizer))
-        self._state = _Worker(
+        self._state = TorchWorker(
             spec=spec,
             accelerator=accelerator,
             model=model,
@@ -146,7 +146,7 @@ class TorchTrainer:
         """`forward` through the same modules, whose parameters hold the given weights meanwhile."""
         worker = self._worker
         check_weights(weights, self.weight_layout())
-        with torch_other_weights.lent(worker.named_parameters(), weights, dtype=worker.gather_dtype):
+        with _lent(worker.named_parameters(), weights, dtype=worker.gather_dtype):
             return [self.forward(micro_batch) for micro_batch in micro_batches]
 
     def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
@@ -238,6 +238,8 @@ def _gather_dtype(spec: TrainerSpec) -> torch.dtype:
 
 
 def _accelerator(spec: TrainerSpec) -> Accelerator:
+    if spec.device is Device.TPU:
+        raise SpecError("the torch trainer runs on auto, cpu or cuda, got the device tpu; use trainer.type jax")
     if spec.device is Device.CUDA and not torch.cuda.is_available():
         raise SpecError("device is cuda, but torch finds no CUDA device; set device to auto or cpu")
     # accelerate keeps one state per process, which its trainers share, and refuses a second precision.
@@ -270,7 +272,7 @@ def _load(source: Path, spec: TrainerSpec, *, served: torch.dtype) -> PackedMode
 
 
 def _predictions(
-    worker: _Worker, batch: MicroBatch, inside: np.ndarray, measures: tuple[HeadMeasure, ...] = ()
+    worker: TorchWorker, batch: MicroBatch, inside: np.ndarray, measures: tuple[HeadMeasure, ...] = ()
 ) -> Tensor:
     """[1 + M, N]: current log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there."""
     device = worker.device
@@ -285,6 +287,30 @@ def _predictions(
             measures,
         ),
     )
+
+
+@contextmanager
+def _lent(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]], weights: HostWeights, *, dtype: torch.dtype
+) -> Iterator[None]:
+    """Give each parameter other values; afterwards, whatever happened, the storage that it held before.
+
+    Gradients and optimizer state hang on the parameter, not on its storage, and are not seen here. Tied parameters are
+    one parameter, so both ends change.
+
+    Args:
+        weights: bytes of every parameter, checked against the layout.
+        dtype: theirs.
+    """
+    own = {name: (parameter, parameter.data) for name, parameter in parameters}
+    try:
+        for name, (parameter, data) in own.items():
+            values = torch.from_numpy(weights[name]).view(dtype).view(data.shape)
+            parameter.data = values.to(device=data.device, dtype=data.dtype)
+        yield
+    finally:
+        for parameter, data in own.values():
+            parameter.data = data
 
 
 def _columns(batch: MicroBatch, inside: np.ndarray, device: torch.device) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ import logging
 from concurrent.futures import Executor
 from typing import final
 
-from inference_contract.schemas import OnUpdate
+from inference_contract.weights import OnUpdate
 from pipelinerl.errors import UpdateError
 from pipelinerl.messages import CanaryChecked, Directive, Published
 from pipelinerl.training.controller_link import ControllerLink

@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 import torch.distributed
 
-from inference_contract.schemas import Backend
+from inference_contract.weights import Backend
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.addresses import address_towards
 
@@ -144,7 +144,7 @@ class Collective:
 
 
 def offers(backend: Backend) -> bool:
-    """Can this process join a group of that backend?"""
+    """Returns whether this process can join a group of that backend."""
     return backend is Backend.GLOO or (torch.cuda.is_available() and hasattr(dist, "ProcessGroupNCCL"))
 
 

@@ -21,11 +21,11 @@ import itertools
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, PeerLost
-from inference_contract.schemas import (
+from inference_contract.weights import (
     Backend,
     InitProcessGroupRequest,
     OnUpdate,
@@ -41,7 +41,7 @@ from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from pipelinerl.weights.broadcast.sender import WeightSender
 from pipelinerl.weights.engine_control import EngineControl, Preparation
 from pipelinerl.weights.fan_out import each, each_until_failure, lasting
-from pipelinerl.weights.publisher import Publication, PublishReport
+from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
 
 #: Generations rise with (epoch, membership, attempt), so a restarted trainer's are above its predecessor's.
 _EPOCH_STEP: Final = 2**40
@@ -55,53 +55,13 @@ _VICTIM = (DeadlineExceeded, PeerLost)
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _EngineGroup:
+    """The group that `members` (base URLs) have joined beside this process, which is rank 0."""
+
     collective: Collective
     generation: int
     membership: tuple[int, int]
     members: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class _Progress:
-    """One publication: who is still to be served, and what became of the others."""
-
-    publication: Publication
-    targets: list[str]
-    deadline: float
-    began: float
-    send_s: float = 0.0
-    digest: str = ""
-    broke: bool = False
-    pauses_s: dict[str, float] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    permanent: set[str] = field(default_factory=set)
-
-    @property
-    def remaining_s(self) -> float:
-        return max(self.deadline - time.monotonic(), 0.05)
-
-    @property
-    def group_timeout_s(self) -> float:
-        """Longest silence of an engine: time remains to serve the others without it."""
-        return min(self.publication.timeout_s / 3, self.remaining_s)
-
-    def drop(self, failures: dict[str, str]) -> None:
-        """These are not served by this publication."""
-        self.failed |= failures
-        self.targets = [url for url in self.targets if url not in failures]
-
-    def report(self) -> PublishReport:
-        return PublishReport(
-            version=self.publication.version,
-            epoch=self.publication.epoch,
-            digest=self.digest,
-            send_s=self.send_s,
-            total_s=time.monotonic() - self.began,
-            pauses_s=self.pauses_s,
-            failed=self.failed,
-            permanent=frozenset(self.permanent & self.failed.keys()),
-        )
 
 
 @final
@@ -125,7 +85,7 @@ class BroadcastPublisher:
         self._backend = backend
         self._bucket_bytes = bucket_bytes
         self._rendezvous: Rendezvous | None = None
-        self._group: _Group | None = None
+        self._group: _EngineGroup | None = None
         self._generation = -1
         self._turn = asyncio.Lock()
 
@@ -138,7 +98,7 @@ class BroadcastPublisher:
         async with self._turn:
             now = time.monotonic()
             targets = list(dict.fromkeys(publication.engines))
-            progress = _Progress(publication, targets, now + publication.timeout_s, now)
+            progress = PublicationProgress(publication, targets, now + publication.timeout_s, now)
             if not targets:
                 sender = WeightSender(publication.layout, publication.weights, self._bucket_bytes)
                 progress.digest = await self._sent(progress, sender, None)
@@ -166,8 +126,8 @@ class BroadcastPublisher:
             self._rendezvous.close()
             self._rendezvous = None
 
-    async def _attempt(self, progress: _Progress) -> bool:
-        """Try to serve all targets. False: some were dropped or found served, the rest are to be tried again."""
+    async def _attempt(self, progress: PublicationProgress) -> bool:
+        """Try to serve all targets. Returns whether that is done; if not, the rest are to be tried again."""
         group = await self._formed(progress)
         if group is None or not await self._prepared(progress, group):
             return not progress.targets
@@ -183,7 +143,7 @@ class BroadcastPublisher:
 
     # --- the group -----------------------------------------------------------------------------------------------
 
-    async def _formed(self, progress: _Progress) -> _Group | None:
+    async def _formed(self, progress: PublicationProgress) -> _EngineGroup | None:
         """A group of exactly the targets; None when some had to be dropped."""
         publication, members = progress.publication, tuple(progress.targets)
         membership = (publication.epoch, publication.membership)
@@ -194,14 +154,14 @@ class BroadcastPublisher:
         floor = publication.epoch * _EPOCH_STEP + publication.membership * _MEMBERSHIP_STEP
         self._generation = generation = max(self._generation + 1, floor)
         meeting = await self._meeting_place(members)
-        requests = self._join_requests(meeting, members, generation, progress.group_timeout_s)
+        requests = self._join_requests(meeting, members, generation, _group_timeout_s(progress))
         own = self._own_join(meeting, generation, len(members) + 1, requests[members[0]].timeout_s)
         answers = await each_until_failure(
             members, lambda url: self._control.init_process_group(url, requests[url]), victim=_VICTIM
         )
         failures = {url: answer for url, answer in answers.items() if isinstance(answer, Exception)}
         if not failures and await settled(own, timeout_s=progress.remaining_s) and own.exception() is None:
-            self._group = _Group(own.result(), generation, membership, members)
+            self._group = _EngineGroup(own.result(), generation, membership, members)
             return self._group
         own.add_done_callback(_close_when_done)
         culprits = {url: error for url, error in failures.items() if not isinstance(error, _VICTIM)} or failures
@@ -261,7 +221,7 @@ class BroadcastPublisher:
 
     # --- the phases ----------------------------------------------------------------------------------------------
 
-    def _request(self, progress: _Progress, phase: UpdatePhase, **fields: Any) -> WeightUpdateRequest:
+    def _request(self, progress: PublicationProgress, phase: UpdatePhase, **fields: Any) -> WeightUpdateRequest:
         publication = progress.publication
         return WeightUpdateRequest(
             phase=phase,
@@ -269,11 +229,11 @@ class BroadcastPublisher:
             epoch=publication.epoch,
             on_update=publication.on_update,
             bucket_bytes=self._bucket_bytes,
-            **{"timeout_s": progress.group_timeout_s, **fields},
+            **{"timeout_s": _group_timeout_s(progress), **fields},
         )
 
-    async def _prepared(self, progress: _Progress, group: _Group) -> bool:
-        """True when all targets are armed; otherwise those that were are aborted and the group is left."""
+    async def _prepared(self, progress: PublicationProgress, group: _EngineGroup) -> bool:
+        """Returns whether all targets are armed; if not, those that were are aborted and the group is left."""
         layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
 
         def request(**named: Any) -> WeightUpdateRequest:
@@ -306,7 +266,7 @@ class BroadcastPublisher:
         progress.targets = [url for url in progress.targets if url not in served]
         return False
 
-    async def _sent(self, progress: _Progress, sender: WeightSender, group: Collective | None) -> str:
+    async def _sent(self, progress: PublicationProgress, sender: WeightSender, group: Collective | None) -> str:
         """Gather, hash and broadcast on a thread; returns the digest."""
         began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
         sending = in_background(
@@ -318,10 +278,10 @@ class BroadcastPublisher:
         progress.send_s = time.monotonic() - began
         return sending.result()
 
-    async def _commit(self, progress: _Progress, group: _Group) -> None:
+    async def _commit(self, progress: PublicationProgress, group: _EngineGroup) -> None:
         # Sequences may take longer to drain than an engine may be silent.
         drains = progress.publication.on_update is OnUpdate.DRAIN
-        patience = progress.remaining_s if drains else progress.group_timeout_s
+        patience = progress.remaining_s if drains else _group_timeout_s(progress)
         request = self._request(progress, UpdatePhase.COMMIT, digest=progress.digest, timeout_s=patience)
         answers = await each(group.members, lambda url: self._control.request_weight_update(url, request))
         served = {url: answer.pause_s for url, answer in answers.items() if not isinstance(answer, Exception)}
@@ -338,7 +298,7 @@ class BroadcastPublisher:
             {url: f"did not commit: {error}" for url, error in errors.items() if hopeless or url not in missed}
         )
 
-    async def _abandon(self, progress: _Progress, reason: str, *, can_retry: bool) -> None:
+    async def _abandon(self, progress: PublicationProgress, reason: str, *, can_retry: bool) -> None:
         """The broadcast broke: release the engines, and leave out those that no longer answer."""
         self._leave()
         answers = await each(progress.targets, lambda url: self._abort(progress, url))
@@ -353,7 +313,7 @@ class BroadcastPublisher:
         if hopeless or not can_retry or time.monotonic() > progress.deadline:
             progress.drop(dict.fromkeys(progress.targets, f"the broadcast broke: {reason}"))
 
-    async def _abort(self, progress: _Progress, url: str) -> WeightUpdateResponse:
+    async def _abort(self, progress: PublicationProgress, url: str) -> WeightUpdateResponse:
         request = self._request(progress, UpdatePhase.ABORT, timeout_s=min(2.0, progress.publication.timeout_s))
         return await self._control.request_weight_update(url, request)
 
@@ -370,3 +330,8 @@ def _version(publication: Publication) -> str:
 def _listed(failed: dict[str, str]) -> str:
     shown = [f"{url} {reason}" for url, reason in itertools.islice(failed.items(), 8)]
     return "; ".join(shown) + ("" if len(failed) <= 8 else f"; and {len(failed) - 8} more")
+
+
+def _group_timeout_s(progress: PublicationProgress) -> float:
+    """Return the longest silence of an engine: time remains to serve the others without it."""
+    return min(progress.publication.timeout_s / 3, progress.remaining_s)

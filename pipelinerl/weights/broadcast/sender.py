@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from inference_contract.schemas import ParameterSpec, WeightLayout
-from inference_contract.weights import cut
+from inference_contract.weights import ParameterSpec, WeightLayout, cut
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.weights.broadcast.collective import Collective
 from pipelinerl.weights.digest import WeightDigest

@@ -18,18 +18,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, PeerLost
-from inference_contract.schemas import Transport, UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
+from inference_contract.weights import Transport, UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
 from pipelinerl.errors import DeadlineError, PipelineError, ReachedNoEngine, UpdateError
 from pipelinerl.system.background import in_background, settled
 from pipelinerl.weights.engine_control import EngineControl, Preparation
 from pipelinerl.weights.fan_out import each, lasting
 from pipelinerl.weights.parameter_server.retention import Key
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
-from pipelinerl.weights.publisher import Publication, PublishReport
+from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
 
 log = logging.getLogger("pipelinerl")
 
@@ -39,37 +38,6 @@ _SERVER_FAILED: Final = (PeerLost, DeadlineExceeded, DigestMismatch)
 _ATTEMPTS: Final = 3
 #: Longest wait to tell servers who serves what; they hear it again with the next publication.
 _CONFIRM_S: Final = 5.0
-
-
-@dataclass(slots=True)
-class _Progress:
-    """One publication: who is still to be served, and what became of the others."""
-
-    publication: Publication
-    targets: list[str]
-    deadline: float
-    began: float
-    send_s: float = 0.0
-    digest: str = ""
-    pauses_s: dict[str, float] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    permanent: set[str] = field(default_factory=set)
-
-    @property
-    def remaining_s(self) -> float:
-        return max(self.deadline - time.monotonic(), 0.05)
-
-    def report(self) -> PublishReport:
-        return PublishReport(
-            version=self.publication.version,
-            epoch=self.publication.epoch,
-            digest=self.digest,
-            send_s=self.send_s,
-            total_s=time.monotonic() - self.began,
-            pauses_s=self.pauses_s,
-            failed=self.failed,
-            permanent=frozenset(self.permanent),
-        )
 
 
 @final
@@ -93,7 +61,7 @@ class PullPublisher:
         async with self._turn:
             now = time.monotonic()
             targets = list(dict.fromkeys(publication.engines))
-            progress = _Progress(publication, list(targets), now + publication.timeout_s, now)
+            progress = PublicationProgress(publication, list(targets), now + publication.timeout_s, now)
             try:
                 await self._attempts(progress)
             finally:
@@ -111,7 +79,7 @@ class PullPublisher:
         """Close the connections; engines and servers keep what they have."""
         self._placement.close()
 
-    async def _attempts(self, progress: _Progress) -> None:
+    async def _attempts(self, progress: PublicationProgress) -> None:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 uploaded = await self._uploaded(progress)
@@ -124,7 +92,7 @@ class PullPublisher:
             if not progress.targets:
                 return
 
-    async def _uploaded(self, progress: _Progress) -> Uploaded:
+    async def _uploaded(self, progress: PublicationProgress) -> Uploaded:
         """The version on the servers, which are told who is going to fetch it."""
         publication, began = progress.publication, time.monotonic()
         members = {url: self._confirmed.get(url) for url in progress.publication.engines if url not in progress.failed}
@@ -143,7 +111,7 @@ class PullPublisher:
             log.warning("parameter server %s does not hold version %d: %s", url, publication.version, reason)
         return uploaded
 
-    async def _serve(self, progress: _Progress, uploaded: Uploaded, *, is_last: bool) -> None:
+    async def _serve(self, progress: PublicationProgress, uploaded: Uploaded, *, is_last: bool) -> None:
         order = {url: number for number, url in enumerate(progress.targets)}
         answers = await each(
             progress.targets, lambda url: self._update(progress, uploaded, url, _turned(uploaded, order[url]))
@@ -161,7 +129,7 @@ class PullPublisher:
         progress.targets = again
 
     async def _update(
-        self, progress: _Progress, uploaded: Uploaded, url: str, sources: dict[str, Any]
+        self, progress: PublicationProgress, uploaded: Uploaded, url: str, sources: dict[str, Any]
     ) -> WeightUpdateResponse:
         publication = progress.publication
 
@@ -184,7 +152,7 @@ class PullPublisher:
             return prepared
         return await self._control.request_weight_update(url, request(UpdatePhase.COMMIT))
 
-    async def _confirm(self, progress: _Progress) -> None:
+    async def _confirm(self, progress: PublicationProgress) -> None:
         """Servers hear what each engine serves now, and that they need not wait for those that failed."""
         publication = progress.publication
         key = (publication.epoch, publication.version)

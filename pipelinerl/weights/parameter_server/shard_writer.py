@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_contract import routes
-from inference_contract.schemas import WeightLayout
+from inference_contract.weights import WeightLayout
 from pipelinerl.errors import DeadlineError
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.parameter_server import wire

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 
 from numpy.typing import NDArray
 
-from inference_contract.schemas import WeightLayout
+from inference_contract.weights import WeightLayout
 from pipelinerl.errors import CheckpointError
 from pipelinerl.system.storage import Storage
 from pipelinerl.weights.digest import WeightDigest

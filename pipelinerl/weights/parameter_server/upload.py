@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
 from inference_contract.errors import ContractError, DigestMismatch, NotPrepared, Overloaded, StaleVersion
-from inference_contract.schemas import WeightLayout
+from inference_contract.weights import WeightLayout
 from pipelinerl.errors import DeadlineError, FencedError, PipelineError, ServerLost, UpdateError
 from pipelinerl.weights.parameter_server import wire
 from pipelinerl.weights.parameter_server.connection import ServerClient

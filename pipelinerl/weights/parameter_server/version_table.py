@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import final
 
 from inference_contract.errors import DigestMismatch, LayoutMismatch, NotPrepared, Overloaded, StaleVersion
-from inference_contract.schemas import WeightLayout
+from inference_contract.weights import WeightLayout
 from pipelinerl.weights.parameter_server.retention import Key, collectable, holders, named
 from pipelinerl.weights.parameter_server.shared_memory import SharedMemory
 from pipelinerl.weights.parameter_server.wire import Announcement, ShardSpec, VersionRecord

@@ -10,8 +10,7 @@ from typing import Final, Self
 
 from pydantic import Field, model_validator
 
-from inference_contract.schemas import WeightLayout
-from inference_contract.weights import BaseUrl
+from inference_contract.weights import BaseUrl, WeightLayout
 from inference_contract.wire import Wire
 from pipelinerl.weights.parameter_server.retention import Key
 from pipelinerl.weights.parameter_server.shared_memory import SharedMemoryAddress

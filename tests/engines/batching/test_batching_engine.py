@@ -26,9 +26,9 @@ from inference_contract.schemas import (
     Choice,
     EngineState,
     FinishReason,
-    OnUpdate,
     StreamOptions,
 )
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.model_runner import RowState
 from pipelinerl.engines.bigram.engine import BigramRunner

@@ -15,9 +15,9 @@ from inference_contract.schemas import (
     ChatCompletionRequest,
     Choice,
     FinishReason,
-    OnUpdate,
     StreamOptions,
 )
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from tests.fakes.gated_runner import DEADLINE_S, GatedRunner
 

@@ -11,16 +11,8 @@ from typing import Any, final
 import pytest
 
 from inference_contract.errors import EngineStopped, InvalidRequest
-from inference_contract.schemas import (
-    ChatCompletion,
-    ChatCompletionRequest,
-    ChatMessage,
-    DType,
-    EngineState,
-    OnUpdate,
-    ParameterSpec,
-    WeightLayout,
-)
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, EngineState
+from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.batching.text import Detokenizer

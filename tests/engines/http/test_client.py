@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from inference_contract.errors import ContractError, InvalidRequest, NotPrepared, Unauthorized, UnknownModel
-from inference_contract.schemas import ChatCompletionRequest, ChatMessage, UpdatePhase, WeightUpdateRequest
+from inference_contract.schemas import ChatCompletionRequest, ChatMessage
+from inference_contract.weights import UpdatePhase, WeightUpdateRequest
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import EngineUnreachable
 from tests.fakes.scripted_engine import LAYOUT, application

@@ -18,7 +18,8 @@ from jax.experimental.pallas import tpu as pallas_tpu
 from jax.sharding import SingleDeviceSharding
 from transformers import AutoModelForCausalLM
 
-from inference_contract.schemas import ChatCompletionRequest, Choice, OnUpdate
+from inference_contract.schemas import ChatCompletionRequest, Choice
+from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
@@ -27,7 +28,7 @@ from pipelinerl.engines.bigram.engine import sample_rows
 from pipelinerl.engines.jax import engine as jax_engine
 from pipelinerl.engines.jax.attention import PromptAttention
 from pipelinerl.engines.jax.buckets import Buckets
-from pipelinerl.engines.jax.engine import JaxDevice, JaxEngineSettings
+from pipelinerl.engines.jax.engine import JaxEngineSettings
 from pipelinerl.engines.jax.runner import JaxRunner
 from pipelinerl.engines.jax.sampling import sample
 from pipelinerl.engines.jax.weights import JaxWeights
@@ -40,6 +41,7 @@ from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
+from trainer_contract.types import Device
 
 #: Two lengths are compiled for, 128 and all of it.
 CONTEXT: Final = 160
@@ -74,7 +76,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def settings(model_path: Path) -> JaxEngineSettings:
     batching = BatchingSettings(model_id="m")
-    return JaxEngineSettings(model_path=model_path, batching=batching, slots=SLOTS, device=JaxDevice.CPU)
+    return JaxEngineSettings(model_path=model_path, batching=batching, slots=SLOTS, device=Device.CPU)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def twin(model_path: Path) -> ModelRunner:
     """The torch engine's runner of the same weights."""
     batching = BatchingSettings(model_id="m")
     settings = torch_engine.TorchEngineSettings(
-        model_path=model_path, batching=batching, slots=SLOTS, device=torch_engine.EngineDevice.CPU, threads=1
+        model_path=model_path, batching=batching, slots=SLOTS, device=Device.CPU, threads=1
     )
     return torch_engine.load_runner(settings)
 
@@ -406,7 +408,7 @@ def test_what_it_cannot_serve_is_refused_in_one_sentence(settings: JaxEngineSett
     with pytest.raises(ModelError, match="devices is 64"):
         jax_engine.load_runner(replace(settings, devices=64))
     with pytest.raises(ModelError, match="device is tpu"):
-        jax_engine.load_runner(replace(settings, device=JaxDevice.TPU))
+        jax_engine.load_runner(replace(settings, device=Device.TPU))
     options = EngineOptions(
         model_path=settings.model_path,
         model_id="m",

@@ -12,15 +12,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inference_contract.errors import NotFinite
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, OnUpdate
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.engine import EngineDevice, TorchEngineSettings, from_options, load_runner
+from pipelinerl.engines.torch.engine import TorchEngineSettings, from_options, load_runner
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
+from trainer_contract.types import Device
 
 CONTEXT = 128
 
@@ -40,7 +42,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def settings(model_path: Path) -> TorchEngineSettings:
     batching = BatchingSettings(model_id="m")
-    return TorchEngineSettings(model_path=model_path, batching=batching, slots=8, device=EngineDevice.CPU, threads=1)
+    return TorchEngineSettings(model_path=model_path, batching=batching, slots=8, device=Device.CPU, threads=1)
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ async def gate_and_engine(
 async def test_an_engine_from_options_chats(model_path: Path) -> None:
     engine = from_options(
         EngineOptions(
-            model_path=model_path, model_id="m", slots=4, max_waiting=8, context_length=64, device="cpu", threads=1
+            model_path=model_path, model_id="m", slots=4, max_waiting=8, context_length=64, device=Device.CPU, threads=1
         )
     )
     await engine.start()
@@ -168,13 +170,13 @@ def test_a_cache_beyond_its_budget_is_refused_with_what_it_needs(settings: Torch
 
 def test_a_share_of_a_gpus_memory_bounds_nothing_on_a_cpu(settings: TorchEngineSettings) -> None:
     """The launcher gives shares of the GPU that it sees, which a torch without CUDA does not use."""
-    load_runner(replace(settings, device=EngineDevice.CPU, memory_share=1e-9))
+    load_runner(replace(settings, device=Device.CPU, memory_share=1e-9))
 
 
 @pytest.mark.gpu
 def test_the_cache_must_fit_the_share_of_the_gpus_memory(settings: TorchEngineSettings) -> None:
     """And nothing of the process goes beyond it; the last line gives the memory back to the other tests."""
-    on_gpu = replace(settings, device=EngineDevice.CUDA)
+    on_gpu = replace(settings, device=Device.CUDA)
     load_runner(replace(on_gpu, memory_share=0.5))
     with pytest.raises(ModelError, match=r"bytes of cache, allowed are -?\d+; lower slots or context_length"):
         load_runner(replace(on_gpu, memory_share=0.5, slots=2**24))

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.batching_engine import BatchingSettings
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
-from pipelinerl.engines.torch.engine import EngineDevice, EngineDType, TorchEngineSettings, load_runner
+from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
 from pipelinerl.engines.torch.forward import ForwardKind
 from pipelinerl.engines.torch.runner import TorchRunner
-from trainer_contract.types import HeadPrecision
+from trainer_contract.types import Device, HeadPrecision, WeightDType
 
 PROMPT = [7, 12, 9, 20, 31, 8, 44]
 SIZES = {
@@ -39,7 +39,7 @@ def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def runner(path: Path, dtype: EngineDType, head: HeadPrecision, forward: ForwardKind) -> TorchRunner:
+def runner(path: Path, dtype: WeightDType, head: HeadPrecision, forward: ForwardKind) -> TorchRunner:
     return load_runner(
         TorchEngineSettings(
             model_path=path,
@@ -48,7 +48,7 @@ def runner(path: Path, dtype: EngineDType, head: HeadPrecision, forward: Forward
             context_length=32,
             dtype=dtype,
             head_precision=head,
-            device=EngineDevice.CPU,
+            device=Device.CPU,
             threads=1,
             forward=forward,
         )
@@ -58,7 +58,7 @@ def runner(path: Path, dtype: EngineDType, head: HeadPrecision, forward: Forward
 def logits_after_prompt(engine: TorchRunner) -> torch.Tensor:
     engine.prefill([Prefill(PROMPT[:-1], [0])])
     engine.place([RowState(0, PROMPT[-1], len(PROMPT) - 1, 0, temperature=1.0, top_p=1.0, top_k=0)])
-    plan = engine._cache.plan_decode(engine._positions[:1])
+    plan = engine._cache.plan_decode(engine._rows.positions[:1])
     with torch.inference_mode():
         return engine._forward.logits(torch.tensor([PROMPT[-1:]]), plan.positions, engine._cache, plan)[0]
 
@@ -66,7 +66,7 @@ def logits_after_prompt(engine: TorchRunner) -> torch.Tensor:
 @pytest.mark.parametrize("forward", ForwardKind)
 def test_logits_are_not_rounded_to_the_models_dtype(model_path: Path, forward: ForwardKind) -> None:
     rounded, exact = (
-        logits_after_prompt(runner(model_path, EngineDType.BFLOAT16, head, forward)) for head in HeadPrecision
+        logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, head, forward)) for head in HeadPrecision
     )
     assert rounded.dtype == torch.bfloat16 and exact.dtype == torch.float32
     assert not torch.equal(exact, exact.to(torch.bfloat16).float())
@@ -74,15 +74,15 @@ def test_logits_are_not_rounded_to_the_models_dtype(model_path: Path, forward: F
 
 
 def test_the_straight_line_rounds_less_than_modules_do(model_path: Path) -> None:
-    full = logits_after_prompt(runner(model_path, EngineDType.FLOAT32, HeadPrecision.MODEL, ForwardKind.MODULES))
+    full = logits_after_prompt(runner(model_path, WeightDType.FLOAT32, HeadPrecision.MODEL, ForwardKind.MODULES))
     line, modules = (
-        logits_after_prompt(runner(model_path, EngineDType.BFLOAT16, HeadPrecision.FP32, kind)) for kind in ForwardKind
+        logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, HeadPrecision.FP32, kind)) for kind in ForwardKind
     )
     assert (line - full).abs().mean() < (modules - full).abs().mean()
 
 
 def test_a_swap_reaches_the_head() -> None:
-    engine = runner(MODELS / "tiny_speller", EngineDType.BFLOAT16, HeadPrecision.FP32, ForwardKind.AUTO)
+    engine = runner(MODELS / "tiny_speller", WeightDType.BFLOAT16, HeadPrecision.FP32, ForwardKind.AUTO)
     engine.staging().zero_()
     engine.finish_staging()
     before = logits_after_prompt(engine)

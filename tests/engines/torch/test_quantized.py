@@ -18,8 +18,8 @@ from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
 from pipelinerl.engines.torch.quantized import QuantizedLinear, quantize
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import DTypeName
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from trainer_contract.types import WeightDType
 
 VOCAB, CONTEXT, STEPS = 50, 64, 12
 SHAPE = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=CONTEXT)
@@ -53,7 +53,7 @@ def _runner(
     weights: WeightFormat,
     *,
     forward: ForwardKind = ForwardKind.AUTO,
-    dtype: DTypeName = "float32",
+    dtype: WeightDType = WeightDType.FLOAT32,
 ) -> TorchRunner:
     model = load_for_decoding(path, dtype=dtype, device=torch.device("cpu"))
     return TorchRunner(model, slots=4, context_length=CONTEXT, forward=forward, weights=weights)
@@ -198,7 +198,7 @@ def test_the_wire_carries_the_models_own_layout(path: Path) -> None:
 
 
 def test_a_swap_moves_no_bytes(path: Path, other: Path) -> None:
-    model = load_for_decoding(path, dtype="float32", device=torch.device("cpu"))
+    model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, slots=1, context_length=8, weights=WeightFormat.INT8)
     _stage(runner, other)
     served = [parameter.data_ptr() for parameter in model.parameters()]
@@ -213,7 +213,7 @@ def test_a_swap_moves_no_bytes(path: Path, other: Path) -> None:
 
 
 def test_what_serves_is_a_quarter_but_for_embeddings_and_norms(path: Path) -> None:
-    model = load_for_decoding(path, dtype="float32", device=torch.device("cpu"))
+    model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] != VOCAB)
     rest = sum(parameter.numel() for parameter in model.parameters()) - linears
     TorchRunner(model, slots=1, context_length=8, weights=WeightFormat.INT8)
@@ -230,7 +230,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
 
 
 def test_linear_layers_that_share_weights_are_refused(path: Path) -> None:
-    model: Any = load_for_decoding(path, dtype="float32", device=torch.device("cpu"))
+    model: Any = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight share their weights"):
         TorchRunner(model, slots=1, context_length=8, weights=WeightFormat.INT8)

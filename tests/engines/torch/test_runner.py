@@ -22,6 +22,7 @@ from pipelinerl.engines.torch.forward import ForwardKind, ModuleForward, forward
 from pipelinerl.engines.torch.row_cache import DecodePlan
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
+from trainer_contract.types import WeightDType
 
 VOCAB, CONTEXT = 50, 96
 _BASE = {
@@ -76,7 +77,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _runner(path: Path, forward: ForwardKind = ForwardKind.AUTO) -> TorchRunner:
-    model = load_for_decoding(path, dtype="float32", device=torch.device("cpu"))
+    model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     return TorchRunner(model, slots=8, context_length=CONTEXT, forward=forward)
 
 
@@ -158,7 +159,7 @@ def test_batched_decoding_equals_full_recomputation(
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_straight_line_is_taken_where_it_fits(directories: dict[str, Path], name: str) -> None:
-    model = load_for_decoding(directories[name], dtype="float32", device=torch.device("cpu"))
+    model = load_for_decoding(directories[name], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     chosen = {kind: type(forward_of(model, kind, context_length=8)) for kind in ForwardKind}
     expected = LlamaForward if name in STRAIGHT else ModuleForward
     assert chosen == {ForwardKind.AUTO: expected, ForwardKind.MODULES: ModuleForward}
@@ -288,7 +289,7 @@ def test_swapped_weights_serve_and_recomputation_rebuilds_the_cache(directories:
 
 
 def test_a_swap_moves_no_bytes_and_a_second_one_restores(directories: dict[str, Path]) -> None:
-    model = load_for_decoding(directories["llama"], dtype="float32", device=torch.device("cpu"))
+    model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, slots=1, context_length=8)
     parameters = list(model.parameters())
     before = [parameter.data_ptr() for parameter in parameters]
@@ -303,7 +304,7 @@ def test_a_swap_moves_no_bytes_and_a_second_one_restores(directories: dict[str, 
 
 def test_mixed_dtypes_are_served_from_one_buffer(directories: dict[str, Path]) -> None:
     """A half-precision parameter of odd size leaves the next one off its boundary."""
-    model = load_for_decoding(directories["llama"], dtype="float32", device=torch.device("cpu"))
+    model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     model.model.layers[0].input_layernorm.weight.data = torch.ones(31, dtype=torch.bfloat16)
     expected = [parameter.detach().clone() for parameter in model.parameters()]
     runner = TorchRunner(model, slots=1, context_length=8)
@@ -336,11 +337,11 @@ def test_architectures_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> No
     falcon = hf.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     hf.FalconForCausalLM(falcon).save_pretrained(tmp_path / "falcon")
     with pytest.raises(ModelError, match="Falcon"):
-        load_for_decoding(tmp_path / "falcon", dtype="float32", device=torch.device("cpu"))
+        load_for_decoding(tmp_path / "falcon", dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     sinks = hf.GptOssConfig(**_BASE, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
     hf.GptOssForCausalLM(sinks).save_pretrained(tmp_path / "sinks")
     runner = _runner(tmp_path / "sinks")
     with pytest.raises(ModelError, match="s_aux"):
         runner.warm_up()
     with pytest.raises(ModelError, match=r"lacks config\.json"):
-        load_for_decoding(tmp_path, dtype="float32", device=torch.device("cpu"))
+        load_for_decoding(tmp_path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inference_contract.errors import InvalidRequest, LayoutMismatch, NotPrepared, OutOfRange, Persistence
-from inference_contract.schemas import Backend, DType, UpdatePhase, UpdateStatus, WeightLayout
+from inference_contract.weights import Backend, DType, UpdatePhase, UpdateStatus, WeightLayout
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes, attach
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.weights.digest import WeightDigest

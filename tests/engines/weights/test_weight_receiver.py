@@ -23,7 +23,7 @@ from inference_contract.errors import (
     StaleVersion,
     UpdateInProgress,
 )
-from inference_contract.schemas import (
+from inference_contract.weights import (
     Backend,
     DType,
     InitProcessGroupRequest,

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from inference_contract.schemas import ChatCompletionRequest, OnUpdate
+from inference_contract.schemas import ChatCompletionRequest
+from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.recipe import MODELS
@@ -67,7 +68,7 @@ def trained(step: TrainStep, groups: list[RolloutGroup], *, producing: int) -> N
 async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samples: int) -> list[Rollout]:
     """Sixteen long samples, so many to a prompt, of an engine that is given versions 1 and 2 while it samples."""
     options = EngineOptions(
-        model_path=MODEL, model_id="m", slots=8, max_waiting=64, context_length=64, device="cpu", threads=1
+        model_path=MODEL, model_id="m", slots=8, max_waiting=64, context_length=64, device=Device.CPU, threads=1
     )
     engine = cast(BatchingEngine, from_options(options))
     await engine.start()

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference_contract.schemas import (
-    ChatCompletionRequest,
+from inference_contract.schemas import ChatCompletionRequest
+from inference_contract.weights import (
     InitProcessGroupRequest,
     OnUpdate,
     ProcessGroupStatus,

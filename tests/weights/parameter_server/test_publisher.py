@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 
 from inference_contract.errors import PeerLost
-from inference_contract.schemas import (
-    ChatCompletionRequest,
-    UpdatePhase,
-    UpdateStatus,
-    WeightUpdateRequest,
-    WeightUpdateResponse,
-)
+from inference_contract.schemas import ChatCompletionRequest
+from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import FencedError, UpdateError
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from inference_contract.errors import DigestMismatch
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.errors import DeadlineError, FencedError, UpdateError
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.parameter_server.retention import Key

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.system.ports import free_ports

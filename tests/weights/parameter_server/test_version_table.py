@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inference_contract.errors import DigestMismatch, LayoutMismatch, NotPrepared, Overloaded, StaleVersion
-from inference_contract.schemas import DType, ParameterSpec, WeightLayout
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.weights.parameter_server.retention import Key
 from pipelinerl.weights.parameter_server.version_table import Version, VersionTable
 from pipelinerl.weights.parameter_server.wire import Announcement

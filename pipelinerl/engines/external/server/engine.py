@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from inference_contract.engine import Engine
-from inference_contract.schemas import Continuation, WeightLayout
+from inference_contract.schemas import Continuation
+from inference_contract.weights import WeightLayout
 from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.external.core_loop import CoreLoop
@@ -79,11 +80,11 @@ def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) ->
 
 async def _started(options: EngineOptions, speak: Speak, serving: tuple[int, int]) -> tuple[EngineCore, CoreModel]:
     from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
-    from pipelinerl.engines.external.worker.torch_skeleton import skeleton
     from pipelinerl.engines.torch.weights import layout_of
+    from pipelinerl.models.checkpoint import load_skeleton
 
     assert options.server is not None
-    model = skeleton(options)
+    model = load_skeleton(options.model_path, dtype=options.dtype)
     layout, text = layout_of(model), model.config.get_text_config()
     http = ServerHttp(options.server, token=os.environ.get(KEY_VARIABLE))
     opened = False

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, final
 
-from inference_contract.schemas import OnUpdate
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.engines.external.server.server_http import ServerHttp
@@ -257,7 +257,7 @@ class ServerCore:
             self._following.pop(sample.name, None)
 
     def _tell(self, sample: _Sample, chunk: Chunk) -> None:
-        """Of what came, as far as it is certain which weights sampled it."""
+        """Deliver what came, as far as it is certain which weights sampled it."""
         certain = [LabelSpan(sample.label, 0, len(sample.token_ids))] if sample.updates == self._updates else []
         spans = _checked(sample, chunk.spans) if chunk.ended else certain
         arrived, ended = len(chunk.token_ids), chunk.ended

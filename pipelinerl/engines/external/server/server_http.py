@@ -60,7 +60,7 @@ class ServerHttp:
         return await self._call("GET", path, None, CALL_S)
 
     async def answers(self, path: str, *, timeout_s: float) -> bool:
-        """GET; does anything come back in time, whatever it says?"""
+        """Returns whether anything comes back from a GET in time, whatever it says."""
         try:
             async with self._session.get(self.url + path, timeout=http_client.call_timeout(timeout_s)):
                 return True

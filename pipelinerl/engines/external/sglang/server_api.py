@@ -20,7 +20,7 @@ from typing import Any, Final, final
 from urllib.parse import urlsplit
 
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import OnUpdate, WeightLayout
+from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.engine_core import sample_id
 from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerModel
@@ -41,7 +41,7 @@ _JOIN_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _ServerGroup:
     """A group that the server's ranks have joined, and the `Collective` whose rank 0 this process is."""
 
     name: str
@@ -59,7 +59,7 @@ class SglangServerApi:
         self._layout = layout
         self._staged = staged.tensor
         self._ranks = 0
-        self._group: _Group | None = None
+        self._group: _ServerGroup | None = None
         self._retracted = False
 
     async def open(self, label: str) -> ServerModel:
@@ -218,7 +218,7 @@ class SglangServerApi:
         )
         try:
             await self._succeeds("/init_weights_update_group", join)
-            self._group = _Group(name, await asyncio.wrap_future(forming))
+            self._group = _ServerGroup(name, await asyncio.wrap_future(forming))
         finally:
             meeting.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed
 
-from inference_contract.schemas import Backend
+from inference_contract.weights import Backend
 from pipelinerl.errors import DeadlineError
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous as Rendezvous
 

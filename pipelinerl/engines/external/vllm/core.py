@@ -25,7 +25,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.executor import Executor
 
-from inference_contract.schemas import DType, OnUpdate, WeightLayout
+from inference_contract.weights import DType, OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.engines.external.vllm.limits import check_request, seed_of
@@ -115,8 +115,8 @@ class VllmCore:
             core = cls(client, staged.tensor, endpoints)
             endpoints.lend(staged)
             total = layout.num_bytes + widest
-            told = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path))
-            sizes = await core._in_workers("pipelinerl_attach", *told)
+            arguments = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path))
+            sizes = await core._in_workers("pipelinerl_attach", *arguments)
         core.cache_bytes = sum(sizes)
         await client.set_weight_version_async(label_of(*serving))
         return core

@@ -14,7 +14,8 @@ import os
 from typing import Any, Final
 
 from inference_contract.engine import Engine
-from inference_contract.schemas import Backend, Continuation
+from inference_contract.schemas import Continuation
+from inference_contract.weights import Backend
 from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
@@ -22,11 +23,11 @@ from pipelinerl.engines.cpu_arithmetic import slow_here
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
 from pipelinerl.engines.external.vllm.options import check_fields, check_names, check_on_cpu
-from pipelinerl.engines.external.worker.torch_skeleton import skeleton
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.weights import layout_of
 from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import load_skeleton
 from pipelinerl.models.tokenizer import ChatTokenizer
 from trainer_contract.types import HeadPrecision
 
@@ -104,7 +105,7 @@ def loop_of(
     async def start_core() -> tuple[EngineCore, CoreModel]:
         if (slow := slow_on_cpu(options.dtype)) is not None:
             log.warning(slow)
-        model = skeleton(options)
+        model = load_skeleton(options.model_path, dtype=options.dtype)
         layout = layout_of(model)
         text: Any = model.config.get_text_config()
         _prepare_environment(options)

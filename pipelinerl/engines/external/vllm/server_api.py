@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, final
 
-from inference_contract.schemas import OnUpdate, WeightLayout
+from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.engine_core import sample_id
 from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerModel

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from inference_contract.schemas import WeightLayout
+from inference_contract.weights import WeightLayout
 from pipelinerl.engines.external.vllm.worker import load_into
 from pipelinerl.engines.external.worker.torch_shared_bytes import attach
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers import utils as vllm_layers
 
-from inference_contract.schemas import WeightLayout
+from inference_contract.weights import WeightLayout
 from pipelinerl.engines.external.worker.torch_endpoint import serve_endpoints
 from pipelinerl.engines.external.worker.torch_shared_bytes import attach
 from pipelinerl.engines.torch.weights import parameters_in

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from inference_contract.schemas import InitProcessGroupRequest
+from inference_contract.weights import InitProcessGroupRequest
 from pipelinerl.engines.weights.group_endpoint import joined
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.system.background import in_background
@@ -39,8 +39,8 @@ def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
 def _serve(line: socket.socket, staged: Tensor, device: torch.device) -> None:
     with line:
         while True:
-            told, ends, _, _ = socket.recv_fds(line, 1, 1)
-            if not told:
+            greeting, ends, _, _ = socket.recv_fds(line, 1, 1)
+            if not greeting:
                 return  # the engine's process has ended
             membership = _Membership(socket.socket(fileno=ends[0]), staged, device)
             in_background("endpoint", membership.serve)
@@ -90,8 +90,11 @@ class _Membership:
         except PipelineError as error:
             return {"error": "deadline" if isinstance(error, DeadlineError) else "broke", "message": str(error)}
         except RuntimeError as error:  # the device's: it has no room, or has failed
-            said = str(error).partition("\n")[0]
-            return {"error": "broke", "message": f"the worker's {self._device} failed: {type(error).__name__}: {said}"}
+            reason = str(error).partition("\n")[0]
+            return {
+                "error": "broke",
+                "message": f"the worker's {self._device} failed: {type(error).__name__}: {reason}",
+            }
         return {}
 
     def _join(self, request: InitProcessGroupRequest) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import Backend, InitProcessGroupRequest
+from inference_contract.weights import Backend, InitProcessGroupRequest
 from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
 from pipelinerl.errors import DeadlineError, UpdateError
 
@@ -88,7 +88,7 @@ class WorkerEndpointFactory:
             self._line.close()
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """The worker's device decides, not the memory of the host."""
+        """Returns whether the worker's device can join a group of `backend`, wherever `staging` lies."""
         return backend in self._backends
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
@@ -105,7 +105,7 @@ class WorkerEndpointFactory:
         return self._shared.further[:num_bytes]
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
-        """See `EndpointFactory`."""
+        """Have the worker join a group, and return what stands for its membership here."""
         ours, theirs = socket.socketpair()
         endpoint = WorkerEndpoint(ours, name=f"group {request.group!r} generation {request.generation}")
         with theirs:
@@ -132,7 +132,7 @@ class WorkerEndpoint:
         self._left = False
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
-        """See `GroupEndpoint`; the worker receives into the same bytes, and returns when it writes there no more."""
+        """Have the worker receive into the same bytes; it answers when it writes there no more."""
         start = tensor.storage_offset()
         timeout_s = max(deadline - time.monotonic(), 1e-3)
         self.order({"receive": [start, start + tensor.numel()], "timeout_s": timeout_s})
@@ -158,7 +158,7 @@ class WorkerEndpoint:
             raise _ERRORS[answer["error"]](answer["message"])
 
     def close(self) -> None:
-        """See `GroupEndpoint`. An order that waits ends when the worker has ended it: until then it may write."""
+        """Leave the group. An order that waits ends when the worker has ended it: until then it may write."""
         with self._guard, suppress(OSError):
             self._left = True
             self._line.shutdown(socket.SHUT_WR)

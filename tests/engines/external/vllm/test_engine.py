@@ -22,7 +22,8 @@ from inference_contract.conformance.load import Load
 from inference_contract.conformance.session import Session, refused
 from inference_contract.conformance.trainer import weights
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import EngineState, FinishReason, WeightLayout
+from inference_contract.schemas import EngineState, FinishReason
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.choices import WeightFormat
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.sequence import Request
@@ -215,11 +216,11 @@ class TestOptions:
         assert (arguments.block_size, arguments.max_logprobs) == (64, 7)
         assert arguments.gpu_memory_utilization == 0.4
         assert vllm_core._arguments(replace(settings, memory_share=None)).gpu_memory_utilization > 0.8, "vLLM's own"
+        layout = WeightLayout(parameters=(ParameterSpec(name="weight", shape=(1,), dtype=DType.FLOAT32),))
         for wrong in ({"block_size": "many"}, {"max_num_seqs": "x"}):
             with pytest.raises(ModelError, match=r"vLLM cannot serve .*: [^\n]+$") as refused:
-                empty = WeightLayout(parameters=())
                 endpoints = WorkerEndpointFactory(frozenset())
-                await vllm_core.VllmCore.start(replace(settings, options=wrong), empty, (0, 0), endpoints)
+                await vllm_core.VllmCore.start(replace(settings, options=wrong), layout, (0, 0), endpoints)
             if "block_size" in wrong:
                 assert "block_size: Input should be a valid integer" in str(refused.value)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference_contract.schemas import Backend, InitProcessGroupRequest
+from inference_contract.weights import Backend, InitProcessGroupRequest
 from pipelinerl.engines.external.worker.torch_endpoint import serve_endpoints
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes, attach
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpoint, WorkerEndpointFactory

@@ -357,11 +357,12 @@ def _identity(
     from pipelinerl.roles.process import Identity, read_token
 
     config: RunConfig = recipes.load(recipe, changes or [])
+    of_recipe = config.streams.redis_url
     return Identity(
         config=config,
         run_dir=run_dir or config.run_directory,
         name=name,
-        redis_url=redis_url or config.streams.redis_url or LOCAL_REDIS,
+        redis_url=redis_url or (of_recipe.get_secret_value() if of_recipe else LOCAL_REDIS),
         controller_url=controller_url.rstrip("/"),
         token=read_token(token_file),
         host=host,

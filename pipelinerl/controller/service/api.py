@@ -74,6 +74,9 @@ _ELSEWHERE: Final = (
 
 _GOING: Final = "{url} is to go already: {why}; to have one engine more, request one that replaces none"
 
+#: Who asks, for the log of changes.
+Who = Annotated[str, Header(alias="x-who", max_length=128)]
+
 #: How long what an engine has may run on when the engine is to go, in seconds, unless its operator says otherwise.
 PATIENCE_S: Final = 60.0
 Patience = Annotated[float, Body(ge=0, le=86_400)]
@@ -98,7 +101,7 @@ def _add_status(app: FastAPI, service: ControllerService) -> None:
         return Response(service.status().to_json(), media_type="application/json")
 
     @app.post("/stop")
-    async def stop(who: Annotated[str, Header(alias="x-who")] = "somebody") -> dict[str, str]:
+    async def stop(who: Who = "somebody") -> dict[str, str]:
         await service.perform(StopAsked(now=await service.now(), reason=f"stopped by {who}"))
         return {"state": "stopping"}
 
@@ -114,9 +117,7 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
         return {"knobs": service.controller.state.knobs.to_json(), "log": log}
 
     @app.patch("/knobs")
-    async def patch(
-        changes: Annotated[dict[str, Any], Body()], who: Annotated[str, Header(alias="x-who")] = "somebody"
-    ) -> Response:
+    async def patch(changes: Annotated[dict[str, Any], Body()], who: Who = "somebody") -> Response:
         try:
             await service.perform(KnobsPatched(now=await service.now(), changes=changes, who=who, time=time.time()))
         except RecipeError as error:

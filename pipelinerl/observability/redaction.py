@@ -11,7 +11,7 @@ from typing import Final
 
 #: User and password of an address, as they stand before its host, and as redis-py takes them from its query.
 _USER_INFO: Final = re.compile(r"""(?<=://)[^/?#\s"']*@""")
-_USER_QUERY: Final = re.compile(r"""(?<=[?&])(?:username|password)=[^&#\s"']*(?:&(?:amp;)?)?""")
+_USER_QUERY: Final = re.compile(r"""(?:(?<=[?&])|(?<=&amp;))(?:username|password)=[^&#\s"']*(?:&(?:amp;)?)?""")
 
 
 def without_secrets(text: str) -> str:

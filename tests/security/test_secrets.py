@@ -57,7 +57,7 @@ def test_a_refusal_of_an_address_does_not_repeat_it() -> None:
         assert PASSWORD not in str(refused.value)
 
 
-@pytest.mark.parametrize("url", [f"http://u:{PASSWORD}@h", f"redis://127.0.0.1:1/0?password={PASSWORD}"])
+@pytest.mark.parametrize("url", [f"http://u:{PASSWORD}@h", f"redis://127.0.0.1:port/0?password={PASSWORD}"])
 async def test_a_server_that_does_not_answer_is_named_without_it(url: str) -> None:
     with pytest.raises(UserError) as refused:
         await open_stream(url, namespace="x")

@@ -89,9 +89,14 @@ def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
     _add_status(app, service)
     _add_knobs(app, service)
     _add_engines(app, service)
+    app.add_exception_handler(RecipeError, _cannot_be)
     refuse_in_one_shape(app)
     guard(app, token=token)
     return app
+
+
+async def _cannot_be(_: Request, error: Exception) -> Response:
+    return refusal(422, str(error), code="invalid_request_error")
 
 
 def _add_status(app: FastAPI, service: ControllerService) -> None:

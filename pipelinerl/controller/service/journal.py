@@ -15,6 +15,7 @@ journal is of no use until its next snapshot: `whole` notices, and whoever write
 
 from __future__ import annotations
 
+import logging
 import uuid
 from dataclasses import dataclass
 from typing import Final, Self, final
@@ -23,10 +24,12 @@ import msgspec
 
 from pipelinerl.controller.state.inputs import AnyInput, ReportReceived
 from pipelinerl.controller.state.run_state import RunState
-from pipelinerl.errors import FencedError
+from pipelinerl.errors import FencedError, RecipeError
 from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id
 
 #: The stream that holds it.
+log = logging.getLogger("pipelinerl")
+
 JOURNAL: Final = "journal"
 #: Decisions between two snapshots: what a recovery has to decide again, at most.
 _SNAPSHOT_EVERY: Final = 500
@@ -96,6 +99,13 @@ class Journal:
         self.now = decision.given.now
         return self.number
 
+    def refuse_unwritable(self, given: AnyInput) -> None:
+        """Raise RecipeError for an input that cannot be written down: it must not be decided on either."""
+        try:
+            _ENCODER.encode(given)
+        except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
+            raise RecipeError(f"what is asked cannot be recorded: {error}") from None
+
     @property
     def snapshot_due(self) -> bool:
         """Are there enough decisions since the last snapshot?"""
@@ -132,7 +142,11 @@ class Journal:
     async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
         """The journal that lies in `stream`, to be written on, and what it holds; None when it holds no whole story."""
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
-        records = [_DECODER.decode(entry.payload) for entry in entries]
+        try:
+            records = [_DECODER.decode(entry.payload) for entry in entries]
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            log.error("the journal cannot be read (%s): the run goes on from its checkpoint", error)
+            return None
         numbers = [parse_id(entry.entry_id)[0] for entry in entries]
         begin = max((i for i, record in enumerate(records) if isinstance(record, JournalSnapshot)), default=None)
         if begin is None or numbers[begin:] != list(range(numbers[begin], numbers[begin] + len(numbers) - begin)):

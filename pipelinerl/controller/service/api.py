@@ -124,7 +124,9 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     @app.patch("/knobs")
     async def patch(changes: Annotated[dict[str, Any], Body()], who: Who = "somebody") -> Response:
         try:
-            await service.perform(KnobsPatched(now=await service.now(), changes=changes, who=who, time=time.time()))
+            now = await service.now()
+            service.controller.state.knobs.patched(changes)  # what cannot run is refused in the words of its knob
+            await service.perform(KnobsPatched(now=now, changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
         return JSONResponse(

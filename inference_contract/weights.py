@@ -11,14 +11,18 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from inference_contract.wire import Wire
 
 # --- process group -----------------------------------------------------------------------------------------------
 
+
+#: No update travels in more pieces than this: each costs an exchange, or a range to remember.
+MAX_PIECES: Final = 2**20
 
 #: Text that errors may repeat.
 ShortText = Annotated[str, StringConstraints(max_length=128)]
@@ -207,8 +211,27 @@ class UpdatePhase(StrEnum):
     ABORT = "abort"
 
 
-#: Where a server answers: no path, no query, no secret.
-BaseUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^/?#@\s]+$", max_length=256)]
+def _can_be_looked_up(url: str) -> str:
+    try:
+        address = urlsplit(url)
+        (address.hostname or "").encode("idna")
+        found = bool(address.hostname) and address.port != 0
+    except ValueError:
+        found = False
+    if not found:
+        raise ValueError(
+            "must name a host whose labels have 1 to 63 characters each, and a port from 1 to 65535 if any, such as "
+            "http://gpu-1.lab:8001"
+        )
+    return url
+
+
+#: Where a server answers: no path, no query, no secret, and a host that can be looked up.
+BaseUrl = Annotated[
+    str,
+    StringConstraints(pattern=r"^https?://[^/?#@\s]+$", max_length=256),
+    AfterValidator(_can_be_looked_up),
+]
 
 
 #: Servers that hold the same bytes, the one to ask first in front.

@@ -12,7 +12,7 @@ its report. Every message has a deterministic id, so that repeating it is a no-o
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -283,6 +283,11 @@ Report = (
 #: Reports that an actor makes; the others are the trainer's.
 FROM_ACTORS = (GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive)
 
+_Message = TypeVar("_Message")
+
+#: So far beyond what it knows of may an order be that a message speaks of; a forged one is further.
+MOST_AHEAD = 2**20
+
 _REPORTS = msgspec.msgpack.Decoder(Report)
 _DIRECTIVES = msgspec.msgpack.Decoder(Directive)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -303,9 +308,16 @@ def encode(message: ControlMessage) -> bytes:
 
 def decode_report(payload: bytes) -> Report:
     """Inverse of `encode` for reports; raises `msgspec.DecodeError` on anything else."""
-    return _REPORTS.decode(payload)
+    return _decoded(_REPORTS, payload)
 
 
 def decode_directive(payload: bytes) -> Directive:
     """Inverse of `encode` for directives; raises `msgspec.DecodeError` on anything else."""
-    return _DIRECTIVES.decode(payload)
+    return _decoded(_DIRECTIVES, payload)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
+    try:
+        return decoder.decode(payload)
+    except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through as they are
+        raise msgspec.DecodeError(str(error)) from None

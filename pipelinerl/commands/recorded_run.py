@@ -121,7 +121,7 @@ def _is_live(run_dir: Path) -> bool:
 def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
     """The run's own server where the recipe names one, else a copy of the embedded one's data."""
     if config.streams.redis_url is not None:
-        yield os.environ.get(REDIS_VARIABLE) or config.streams.redis_url
+        yield os.environ.get(REDIS_VARIABLE) or config.streams.redis_url.get_secret_value()
         return
     if _is_live(run_dir):
         raise UserError(f"{run_dir} is live; stop it first: pipelinerl stop {run_dir}")

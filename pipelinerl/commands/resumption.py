@@ -18,11 +18,11 @@ from typing import Final
 
 import tomli_w
 
-from pipelinerl.config.recipe import RunConfig, check_layout, load, parse, to_table, write_layout
+from pipelinerl.config.recipe import RunConfig, check_layout, load, parse, save, to_table, write_layout
 from pipelinerl.errors import CheckpointError, UserError
 from pipelinerl.roles.wiring import checkpoints_of, copies_of, objective_of
 from pipelinerl.system.storage import Storage
-from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies, without_secrets
+from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies
 from pipelinerl.training.checkpoints.manifest import MANIFEST
 from pipelinerl.training.checkpoints.retention import Retention
 
@@ -57,7 +57,7 @@ def claim(config: RunConfig) -> bool:
     place = Storage(url)
     if place.names():
         return False
-    place.write(_RECIPE, without_secrets(tomli_w.dumps(to_table(config)).encode()))
+    place.write(_RECIPE, tomli_w.dumps(to_table(config)).encode())
     return True
 
 
@@ -123,7 +123,7 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
         if file.is_file() and file.name != MANIFEST:
             shutil.copyfile(file, draft / "model" / file.name)
     moved = config.model_copy(update={"model": config.model.model_copy(update={"path": str(run_dir / "model")})})
-    (draft / _RECIPE).write_text(tomli_w.dumps(to_table(moved)))
+    save(moved, draft / _RECIPE)
 
 
 def _refuse_older(config: RunConfig, run_dir: Path) -> None:

@@ -64,11 +64,12 @@ class RoleOptions:
         from pipelinerl.roles.process import Identity, read_token
 
         config = recipes.load(self.recipe, [*(self.changes or []), *changes])
+        of_recipe = config.streams.redis_url
         return Identity(
             config=config,
             run_dir=self.run_dir or config.run_directory,
             name=self.name,
-            redis_url=self.redis_url or config.streams.redis_url or LOCAL_REDIS,
+            redis_url=self.redis_url or (of_recipe.get_secret_value() if of_recipe else LOCAL_REDIS),
             controller_url=self.controller_url.rstrip("/"),
             token=read_token(self.token_file),
             host=self.host,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
@@ -48,6 +48,7 @@ from pipelinerl.config.sections import (
 )
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
+from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.system.files import write_private
 from trainer_contract.types import Device
 
@@ -236,17 +237,19 @@ def _sentences(error: ValidationError) -> str:
         elif message.startswith(path):
             path = ""  # a finding on several fields names them itself
         lines.append(f"{path}: {message}" if path else message)
-    return "\n".join(lines)
+    return without_secrets("\n".join(lines))
 
 
 def to_table(config: RunConfig) -> dict[str, Any]:
-    """The resolved recipe as plain TOML values; keys that are None are left out."""
+    """The resolved recipe as plain TOML values, without its secrets; keys that are None are left out."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: plain(item) for key, item in value.items() if item is not None}
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
+        if isinstance(value, SecretStr):
+            return without_secrets(value.get_secret_value())
         return str(value) if isinstance(value, Path) else value
 
     table: dict[str, Any] = plain(config.model_dump(mode="python"))
@@ -256,8 +259,11 @@ def to_table(config: RunConfig) -> dict[str, Any]:
 
 
 def save(config: RunConfig, path: Path) -> None:
-    """Write the resolved recipe, whole: no base, no overrides. It may hold a secret, and is its owner's only."""
-    write_private(path, tomli_w.dumps(to_table(config)))
+    """Write the resolved recipe, whole: no base, no overrides, its secrets with it. It is its owner's only."""
+    table = to_table(config)
+    if config.streams.redis_url is not None:
+        table["streams"]["redis_url"] = config.streams.redis_url.get_secret_value()
+    write_private(path, tomli_w.dumps(table))
 
 
 def write_layout(run_dir: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
 from pipelinerl.choices import COLDEST, HOTTEST, Pin, WeightFormat
@@ -230,14 +230,15 @@ class CheckpointSection(Section):
 class StreamsSection(Section):
     """Where the streams live; without `redis_url` the launcher starts an embedded server."""
 
-    redis_url: str | None = None
+    redis_url: SecretStr | None = None
+    """It may hold a password: nothing that prints a recipe shows it."""
     max_groups: int = Field(default=4096, ge=1)
     """Most groups issued and not yet accounted for: the bound of every stream."""
 
     @field_validator("redis_url")
     @classmethod
-    def _of_a_server(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(
+    def _of_a_server(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(
             ("redis://", "rediss://", "unix://")
         ):  # not shown: it may hold a secret
             raise ValueError("must begin with redis://, rediss:// or unix://; leave it out for an embedded server")

@@ -3,8 +3,8 @@
     {"time": 1760000000.123, "level": "info", "run": "tiny", "role": "engine-0", "step": 12, "model_version": 12,
      "message": "weights committed"}
 
-Every line that this process logs, third parties' included, carries the same facts. `ProcessLog.at` moves `step` and
-`model_version` on; `extra={"facts": {...}}` adds to one line.
+Every line that this process logs, third parties' included, carries the same facts, and no password of an address.
+`ProcessLog.at` moves `step` and `model_version` on; `extra={"facts": {...}}` adds to one line.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import logging
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO, final
+
+from pipelinerl.observability.redaction import without_secrets
 
 #: Libraries whose `info` lines say nothing of the run.
 _TALKATIVE = ("httpx", "httpcore", "uvicorn.access", "matplotlib", "asyncio", "filelock", "urllib3")
@@ -48,7 +50,7 @@ class ProcessLog:
             fields.update(extra)
         if record.exc_info:
             fields["trace"] = logging.Formatter().formatException(record.exc_info)
-        return json.dumps(fields, default=str)
+        return without_secrets(json.dumps(fields, default=str))
 
 
 def configure(*, run: str, role: str, stream: TextIO | None = None, level: int = logging.INFO) -> ProcessLog:

@@ -17,6 +17,7 @@ from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg
 from pipelinerl.observability.evaluations import HEAD, evaluation_rows, pass_at_lines
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.picture import draw
+from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.observability.run_history import RunHistory, Series, tell
 from pipelinerl.observability.status import format_duration
 from pipelinerl.observability.summary import outcome, summary_rows
@@ -41,7 +42,7 @@ def write_report(run_dir: Path) -> ReportFiles:
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
-    page = render(history, recipe.read_text() if recipe.is_file() else "")
+    page = without_secrets(render(history, recipe.read_text() if recipe.is_file() else ""))
     files = ReportFiles(run_dir / "report.html", run_dir / "learning_curve.png")
     files.html.write_text(page)
     draw(history, files.picture)

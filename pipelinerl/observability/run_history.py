@@ -82,11 +82,6 @@ class RunHistory:
         return next((event for event in reversed(self.evaluations) if _number(event, "accuracy") is not None), None)
 
     @property
-    def best_accuracy(self) -> float | None:
-        """The highest held-out accuracy."""
-        return max(self.series(self.evaluations, "accuracy").y, default=None)
-
-    @property
     def first_reward(self) -> float | None:
         """Mean reward over the first tenth of the steps."""
         return self._mean_reward(slice(0, max(1, len(self.steps) // 10)))

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from pydantic import SecretStr
+
 from pipelinerl.commands.resumption import claim
 from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.controller.decisions.controller import Controller
@@ -186,7 +188,7 @@ def _leave_recipe(identity: Identity, *, begins: bool) -> None:
     if path.exists():
         return
     if urlsplit(identity.redis_url).hostname not in _HERE:
-        streams = config.streams.model_copy(update={"redis_url": identity.redis_url})
+        streams = config.streams.model_copy(update={"redis_url": SecretStr(identity.redis_url)})
         config = config.model_copy(update={"streams": streams})
     url, taken = config.checkpoint.url_of(config.run.name), False
     try:

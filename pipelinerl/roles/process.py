@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +25,7 @@ import uvloop
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import AddressError, UserError
 from pipelinerl.observability.logs import ProcessLog, configure
+from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.stream import Stream
 
@@ -43,9 +44,9 @@ class Identity:
     config: RunConfig
     run_dir: Path
     name: str
-    redis_url: str
+    redis_url: str = field(repr=False)
     controller_url: str
-    token: str | None
+    token: str | None = field(repr=False)
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -129,7 +130,7 @@ def _status_of(error: BaseException) -> int:
     """Say what went wrong and return the exit status."""
     causes = _leaves(error)
     if all(isinstance(cause, UserError) for cause in causes):
-        print("\n".join(f"pipelinerl: {cause}" for cause in causes), file=sys.stderr)
+        print(without_secrets("\n".join(f"pipelinerl: {cause}" for cause in causes)), file=sys.stderr)
         # A peer that cannot be reached may come back: the supervisor should try again.
         return 1 if any(isinstance(cause, AddressError) for cause in causes) else 2
     for cause in causes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pipelinerl.errors import AddressError
+from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.streams.memory_stream import MemoryStream
-from pipelinerl.streams.redis_stream import RedisStream, without_password
+from pipelinerl.streams.redis_stream import RedisStream
 from pipelinerl.streams.stream import Stream
 
 
@@ -25,5 +26,5 @@ async def open_stream(url: str, *, namespace: str, timeout_s: float = 10.0, max_
     if scheme in ("redis", "rediss", "unix"):
         return await RedisStream.connect(url, namespace=namespace, timeout_s=timeout_s, max_length=max_length)
     raise AddressError(
-        f"a stream server's address must be memory:// or redis://host:port, got {without_password(url)!r}"
+        f"a stream server's address must be memory:// or redis://host:port, got {without_secrets(url)!r}"
     )

@@ -34,6 +34,8 @@ from pipelinerl.errors import RecordError
 from pipelinerl.types import Outcome, PromptOrder, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
 
 FORMAT: Final = 1
+#: No order, version or epoch of a run has a number so large.
+_MOST: Final = 2**53
 _MAGIC: Final = b"PLRL"
 _PREFIX: Final = struct.Struct("<4sBBHII")
 _DIGEST: Final = struct.Struct("<Q")
@@ -185,6 +187,7 @@ def decode_group(record: bytes) -> RolloutGroup:
             )
         ]
         rollouts = _rollouts(header, turns)
+        _refuse_implausible(header)
     except (ValueError, IndexError) as error:
         raise _inconsistent(header, error) from None
     return RolloutGroup(
@@ -333,6 +336,18 @@ def _turn_lengths(header: _GroupHeader) -> list[int]:
     return [lengths[number] for number in header.turn_spans]
 
 
+def _refuse_implausible(header: _GroupHeader) -> None:
+    """Raise `ValueError` for numbers that no run comes to, and that would cost whoever counts up to them."""
+    if not 0 <= header.index < _MOST:
+        raise ValueError(f"index {header.index}")
+    for span in (span for spans in header.spans for span in spans):
+        if not (0 <= span.model_version < _MOST and 0 <= span.num_tokens < _MOST):
+            raise ValueError(f"a span of {span.num_tokens} tokens by version {span.model_version}")
+    for ending in header.endings:
+        if not 0 <= ending.epoch < _MOST:
+            raise ValueError(f"epoch {ending.epoch}")
+
+
 def _inconsistent(header: _GroupHeader, error: Exception) -> RecordError:
     return RecordError(f"group {header.group_id} is inconsistent in itself ({error}); its producer is wrong")
 
@@ -349,7 +364,7 @@ def _open_group(record: bytes) -> tuple[_GroupHeader, memoryview]:
 def _parse(decoder: msgspec.msgpack.Decoder[_Header], header: memoryview) -> _Header:
     try:
         return decoder.decode(header)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(f"the header of a record is not what its kind demands: {error}") from None
 
 

@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, Self, final
-from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -42,6 +41,7 @@ from redis.exceptions import (
 )
 
 from pipelinerl.errors import AddressError, PipelineError
+from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.streams.stream import START, Entry, Fence, parse_id
 
 log = logging.getLogger("pipelinerl")
@@ -121,7 +121,7 @@ class RedisStream:
             AddressError: the address is malformed, nobody answers there, or the password is refused.
             PipelineError: the server has no room.
         """
-        address = without_password(url)
+        address = without_secrets(url)
         try:
             client = Redis.from_url(
                 url,
@@ -366,12 +366,6 @@ class _RefusedError(PipelineError):
 
     def __init__(self, answer: str, address: str) -> None:
         super().__init__(f"{answer} (answer of the stream server at {address})")
-
-
-def without_password(url: str) -> str:
-    """`url` as it may be shown: without user and password."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def _is_for_want_of_room(error: ResponseError) -> bool:

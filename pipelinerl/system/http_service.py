@@ -1,9 +1,10 @@
-"""What every HTTP service of ours shares: a bound socket, a gate that asks for the token, one shape of refusal, an end.
+"""What every HTTP service of ours shares: a bound socket, bounded connections, a gate, one shape of refusal, an end.
 
 Promises: everything binds loopback unless told otherwise, and another address is refused without a token; the token is
-compared in constant time; `/health` alone needs none; whatever is refused is refused in OpenAI's shape, `{"error":
+compared in constant time; `/health` alone needs none; no web page of another origin can make a server act, token or
+none; bodies are JSON, bounded in size and time; whatever is refused is refused in OpenAI's shape, `{"error":
 {"message", "type", "param", "code"}}`, without repeating the body; what the application's start raises is raised by
-`serve_until`; a signal ends the server after what runs was answered or cut.
+`serve_until`; a signal ends the server after what runs was answered or cut. What bounds a connection is `connection`'s.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from enum import Enum
 from ipaddress import ip_address
 from typing import Any, Final, final
+from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
@@ -24,43 +27,153 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelinerl.errors import AddressError
+from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
 
-#: Longer than a client keeps an idle connection, so that it is the client that closes it and no request meets a close.
-KEEP_ALIVE_S: Final = 75
 GRACE_S: Final = 3
 OPEN_PATH: Final = "/health"
+
+#: A layout of a hundred thousand parameters takes 10 MB; prompts take far less.
+MAX_BODY_BYTES: Final = 32 * 2**20
+#: A body that has not come by then is not coming; a request that is being served has no such limit.
+BODY_TIMEOUT_S: Final = 30.0
+
 _NOT_JSON: Final = "the body must be JSON, with the header Content-Type: application/json"
+_TOO_LARGE: Final = "the body must be at most {} bytes, got more"
+#: Headers that decide something here. Sent twice, two readers of a request could disagree on it.
+_DECIDING: Final = frozenset(
+    {
+        b"authorization", b"host", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding",
+        b"content-length", b"transfer-encoding", b"content-range", b"range",
+    }
+)  # fmt: skip
+_READS_ONLY: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
-def guard(app: FastAPI, *, token: str | None) -> None:
-    """Let requests in only with the token; None lets everybody in, and then only loopback is served."""
-    app.add_middleware(_Gate, token=token)
+class BodyRule(Enum):
+    """Who bounds the body of a method's requests."""
+
+    JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
+    STREAMED = "the route, which takes it as it comes"
+
+
+def guard(app: FastAPI, *, token: str | None, puts: BodyRule = BodyRule.JSON) -> None:
+    """Put the gate in front of everything that the application does.
+
+    Args:
+        token: what a request must carry; None lets everybody of this machine in, web pages excepted, and then only
+            loopback is served.
+        puts: who bounds the bodies of PUT.
+    """
+    app.add_middleware(_Gate, token=token, puts=puts)
     app.state.guarded = token is not None
 
 
 @final
 class _Gate:
-    """ASGI middleware around everything."""
+    """ASGI middleware around everything: who asks, whether a web page does, and what may be in a body."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, token: str | None, puts: BodyRule) -> None:
         self._app = app
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._expected = None if token is None else f"bearer {token}".encode()
+        self._streamed = "PUT" if puts is BodyRule.STREAMED else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._may_enter(scope):
-            message = "a valid bearer token is required: send the header Authorization: Bearer <token>"
-            await refusal(401, message, code="unauthorized")(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        given: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            if name in _DECIDING:
+                if name in given:
+                    await _twice(name)(scope, receive, send)
+                    return
+                given[name] = value
+        refused = self._stranger(scope, given) or self._web_page(scope, given)
+        if refused is None and scope["method"] != self._streamed:
+            refused = _unfit_body(scope, given)
+            receive = _BoundedBody(receive)
+        await (self._app if refused is None else refused)(scope, receive, send)
 
-    def _may_enter(self, scope: Scope) -> bool:
+    def _stranger(self, scope: Scope, given: dict[bytes, bytes]) -> Response | None:
         if self._expected is None or scope["path"] == OPEN_PATH:
-            return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+            return None
+        scheme, _, credential = given.get(b"authorization", b"").partition(b" ")
+        if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):  # RFC 7235, 2.1
+            return None
+        message = "a valid bearer token is required: send the header Authorization: Bearer <token>"
+        return refusal(401, message, code="unauthorized")
+
+    def _web_page(self, scope: Scope, given: dict[bytes, bytes]) -> Response | None:
+        """A browser says where a page comes from that asks, and under which name it looked this server up."""
+        host, origin = given.get(b"host", b""), given.get(b"origin")
+        if self._expected is None and not _is_own_name(host):
+            message = "without a token, Host must be localhost or an IP address: other names can be made to lead here"
+            return refusal(421, message, code="foreign_host")
+        foreign = origin is not None and origin != scope["scheme"].encode() + b"://" + host
+        if not foreign and scope["method"] not in _READS_ONLY:
+            foreign = given.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
+        if foreign:
+            return refusal(403, "pages of other origins may not ask this server", code="foreign_origin")
+        return None
+
+
+def _twice(name: bytes) -> Response:
+    return refusal(400, f"the header {name.decode()} must come once", code="repeated_header")
+
+
+def _is_own_name(host: bytes) -> bool:
+    """Can no name server make this host lead elsewhere? (A page of evil.example, which first leads to its own server
+    and then here, is of the same origin to the browser.)"""
+    try:
+        name = urlsplit("//" + host.decode("ascii")).hostname or ""
+        return name == "localhost" or bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
+    """A form of a web page can send text, and no JSON unasked; nothing here unpacks what is compressed."""
+    size = given.get(b"content-length", b"0")
+    if (size == b"0" and b"transfer-encoding" not in given) or scope["method"] in _READS_ONLY:
+        return None
+    if size.isdigit() and int(size) > MAX_BODY_BYTES:
+        return refusal(413, _TOO_LARGE.format(MAX_BODY_BYTES), code=_CODES[413])
+    if given.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        return refusal(415, _NOT_JSON, code="not_json")
+    if given.get(b"content-encoding", b"identity").lower() != b"identity":
+        return refusal(415, "the body must not be compressed: leave Content-Encoding out", code="compressed")
+    return None
+
+
+@final
+class _BoundedBody:
+    """`receive`, which raises HTTPException for a body that is too large or too slow."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._size = 0
+        self._deadline: float | None = None
+        self._is_whole = False
+
+    async def __call__(self) -> Message:
+        if self._is_whole:  # what comes now is that the client leaves
+            return await self._receive()
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body must come within {BODY_TIMEOUT_S:g} s") from None
+        self._size += len(message.get("body", b""))
+        if self._size > MAX_BODY_BYTES:
+            raise HTTPException(413, _TOO_LARGE.format(MAX_BODY_BYTES))
+        self._is_whole = not message.get("more_body", False)
+        return message
 
 
 def refusal(status: int, message: str, *, code: str, param: str | None = None) -> JSONResponse:
@@ -82,6 +195,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if error.status_code == 400:
         return refusal(400, _NOT_JSON, code="invalid_json")
     detail = str(error.detail)
+    if error.status_code in _CODES:
+        return refusal(error.status_code, detail, code=_CODES[error.status_code])
     answer = refusal(
         error.status_code, f"{request.method} {request.url.path}: {detail}", code=detail.lower().replace(" ", "_")
     )
@@ -134,6 +249,22 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def config_of(app: ASGIApp) -> uvicorn.Config:
+    """How uvicorn is to serve any application of ours; its `lifespan` is the caller's."""
+    return uvicorn.Config(
+        app,
+        http=LimitedConnection,  # type: ignore[arg-type]  # which has the methods of an asyncio.Protocol
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+
+
 async def serve_until(app: FastAPI, listener: socket.socket, *, over: asyncio.Future[Any] | None = None) -> None:
     """Serve a guarded application on `listener` until `over` completes, a signal comes or this task is cancelled.
 
@@ -144,20 +275,7 @@ async def serve_until(app: FastAPI, listener: socket.socket, *, over: asyncio.Fu
     if not ip_address(address).is_loopback and not app.state.guarded:
         listener.close()
         raise AddressError(f"refusing to serve on {address} without a token: give one, or bind 127.0.0.1")
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-    )
+    server = uvicorn.Server(config_of(app))
     if over is not None:
         over.add_done_callback(lambda _: setattr(server, "should_exit", True))
     with listener:

@@ -116,7 +116,11 @@ class TrainingLoop:
             teaches=is_judged if learns_from_equals(objective, settings.shaping) else has_signal,
             vocab_size=settings.vocab_size,
         )
-        self._reader = RolloutReader(stream, offsets=restored.offsets if restored else {})
+        self._reader = RolloutReader(
+            stream,
+            offsets=restored.offsets if restored else {},
+            frontier=lambda: self._batcher.ledger.frontier,
+        )
         self._link = ControllerLink(stream, self._reader, deadline_s=settings.deadline_s)
         self._publishing = Publishing(
             self._trainer,

@@ -84,10 +84,6 @@ HTTP_LIBRARIES_NOT_USED = frozenset({"requests", "urllib3", "pycurl", "httplib2"
 OPENS_HTTP = {
     "pipelinerl/system/http_client.py": "the factory",
     "inference_contract/conformance/session.py": "the kit stands alone, and checks engines that are not ours",
-    "launch/run.py": "the typed client of the controller's API replaces it",
-    "pipelinerl/commands/remote.py": "the typed client of the controller's API replaces it",
-    "pipelinerl/roles/actor_role.py": "the typed client of the controller's API replaces it",
-    "pipelinerl/roles/engine_role.py": "the typed client of the controller's API replaces it",
 }
 
 Problems = Iterator[str]

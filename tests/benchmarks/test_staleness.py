@@ -59,7 +59,7 @@ def _events(steps: int) -> list[Event]:
 
 
 def _outcome(arm: Arm, *, seed: int = 0) -> Outcome:
-    return outcome(arm, seed, FinishedRun(story=tell(_events(4)), accuracy=0.5, completed=True))
+    return outcome(arm, seed, FinishedRun(history=tell(_events(4)), accuracy=0.5, completed=True))
 
 
 def test_the_figures_are_those_of_the_steps() -> None:
@@ -75,7 +75,7 @@ def test_the_figures_are_those_of_the_steps() -> None:
 def test_a_figure_that_steps_do_not_report_is_named() -> None:
     events = [{key: value for key, value in event.items() if key != "stale_tokens"} for event in _events(2)]
     with pytest.raises(ValueError, match="to report stale_tokens"):
-        outcome(arms()[0], 0, FinishedRun(story=tell(events), accuracy=0.5, completed=True))
+        outcome(arms()[0], 0, FinishedRun(history=tell(events), accuracy=0.5, completed=True))
 
 
 def test_the_figure_is_a_picture(tmp_path: Path) -> None:

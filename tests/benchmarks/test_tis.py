@@ -107,7 +107,7 @@ def _events(steps: int) -> list[Event]:
 
 
 def _outcome(name: str, *, seed: int = 0, trained: float = 0.5, completed: bool = True) -> Outcome:
-    return outcome(Arm(name, ()), seed, FinishedRun(story=tell(_events(4)), accuracy=trained, completed=completed))
+    return outcome(Arm(name, ()), seed, FinishedRun(history=tell(_events(4)), accuracy=trained, completed=completed))
 
 
 def test_the_figures_are_those_of_the_steps() -> None:
@@ -126,7 +126,7 @@ def test_the_figures_are_those_of_the_steps() -> None:
 def test_a_figure_that_steps_do_not_report_is_named() -> None:
     events = [{key: value for key, value in event.items() if key != "ess"} for event in _events(2)]
     with pytest.raises(ValueError, match="to report ess"):
-        outcome(Arm("native", ()), 0, FinishedRun(story=tell(events), accuracy=0.5, completed=True))
+        outcome(Arm("native", ()), 0, FinishedRun(history=tell(events), accuracy=0.5, completed=True))
 
 
 def test_the_table_has_a_row_for_each_arm_and_says_which_broke_down() -> None:

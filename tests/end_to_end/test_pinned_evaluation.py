@@ -48,5 +48,5 @@ def test_one_version_answers_while_the_trainer_takes_steps(tmp_path: Path) -> No
     published = [event["model_version"] for event in run.events("publish")]
     during = range(pinned[0]["model_version"], pinned[0]["model_version"] + pinned[0]["steps_meanwhile"])
     assert set(during) <= set(published), "updates at every step"
-    assert status["held_out_one_version"] and [each["k"] for each in status["pass_at"]] == [1, 8]
+    assert status["held_out"]["one_version"] and [each["k"] for each in status["held_out"]["pass_at"]] == [1, 8]
     assert "pass@8" in run.output

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from pipelinerl.system.http_service import listen
+from pipelinerl.system.http_service import config_of, listen
 from tests.patience import PATIENCE_S
 
 
@@ -22,9 +22,8 @@ from tests.patience import PATIENCE_S
 def in_thread(app: Any, *, starts_in_s: float = PATIENCE_S) -> Iterator[str]:
     """Serve `app` and yield its base URL; stopped on leaving."""
     listener = listen("127.0.0.1", 0)
-    config = uvicorn.Config(
-        app, loop="uvloop", http="httptools", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=1
-    )
+    config = config_of(app)
+    config.loop, config.lifespan, config.timeout_graceful_shutdown = "uvloop", "auto", 1
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()

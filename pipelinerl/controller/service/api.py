@@ -39,7 +39,7 @@ _ELSEWHERE: Final = (
 )
 _GOING: Final = "{url} is to go already: {why}; to have one engine more, request one that replaces none"
 
-_Who = Annotated[str, Header(alias=routes.WHO)]
+_Who = Annotated[str, Header(alias=routes.WHO, max_length=128)]
 
 
 def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
@@ -50,9 +50,14 @@ def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
     _add_knobs(app, service)
     _add_engines(app, service)
     _add_engine_commands(app, service)
+    app.add_exception_handler(RecipeError, _cannot_be)
     refuse_in_one_shape(app)
     guard(app, token=token)
     return app
+
+
+async def _cannot_be(_: Request, error: Exception) -> Response:
+    return refusal(422, str(error), code="invalid_request_error")
 
 
 def _add_status(app: FastAPI, service: ControllerService) -> None:
@@ -82,7 +87,9 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     @app.patch(routes.KNOBS)
     async def patch(changes: Annotated[dict[str, Any], Body()], who: _Who = "somebody") -> Response:
         try:
-            await service.perform(KnobsPatched(now=await service.now(), changes=changes, who=who, time=time.time()))
+            now = await service.now()
+            service.controller.state.knobs.patched(changes)  # what cannot run is refused in the words of its knob
+            await service.perform(KnobsPatched(now=now, changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
         state = service.controller.state

@@ -15,6 +15,7 @@ journal is of no use until its next snapshot: `whole` notices, and whoever write
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +25,13 @@ import msgspec
 
 from pipelinerl.controller.state.inputs import AnyInput, ReportReceived
 from pipelinerl.controller.state.run_state import RunState
-from pipelinerl.errors import FencedError, UserError
+from pipelinerl.errors import FencedError, RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id
 
 #: The stream that holds it.
+log = logging.getLogger("pipelinerl")
+
 JOURNAL: Final = "journal"
 #: Decisions between two snapshots: what a recovery has to decide again, at most.
 _SNAPSHOT_EVERY: Final = 500
@@ -107,6 +110,13 @@ class Journal:
         self.now = decision.given.now
         return self.number
 
+    def refuse_unwritable(self, given: AnyInput) -> None:
+        """Raise RecipeError for an input that cannot be written down: it must not be decided on either."""
+        try:
+            _ENCODER.encode(given)
+        except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
+            raise RecipeError(f"what is asked cannot be recorded: {error}") from None
+
     @property
     def snapshot_due(self) -> bool:
         """Are there enough decisions since the last snapshot?"""
@@ -147,8 +157,12 @@ class Journal:
             UserError: a controller of another version has written it.
         """
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
-        _check_layout([entry.payload for entry in entries])
-        records = [_DECODER.decode(entry.payload) for entry in entries]
+        try:
+            _check_layout([entry.payload for entry in entries])
+            records = [_DECODER.decode(entry.payload) for entry in entries]
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            log.error("the journal cannot be read (%s): the run goes on from its checkpoint", error)
+            return None
         numbers = [parse_id(entry.entry_id)[0] for entry in entries]
         begin = max((i for i, record in enumerate(records) if isinstance(record, JournalSnapshot)), default=None)
         if begin is None or numbers[begin:] != list(range(numbers[begin], numbers[begin] + len(numbers) - begin)):

@@ -48,7 +48,17 @@ from pipelinerl.controller.state.inputs import (
 )
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.errors import PipelineError, RecordError, RunFailed
-from pipelinerl.messages import DIRECTIVES, EPOCHS, PROMPTS, REPORTS, decode_report, encode
+from pipelinerl.messages import (
+    DIRECTIVES,
+    EPOCHS,
+    MOST_AHEAD,
+    PROMPTS,
+    REPORTS,
+    ConsumedReport,
+    Report,
+    decode_report,
+    encode,
+)
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters
@@ -86,6 +96,12 @@ class EngineProbe(Protocol):
     async def metrics(self, url: str) -> Mapping[str, float]:
         """Raises ContractError or PipelineError when the engine does not answer in time."""
         ...
+
+
+def _furthest(report: Report) -> int:
+    """The last order that a trainer accounts for."""
+    consumed: ConsumedReport | None = getattr(report, "consumed", None)
+    return -1 if consumed is None else max(consumed.frontier - 1, *consumed.beyond, -1)
 
 
 @final
@@ -152,6 +168,7 @@ class ControllerService:
         does."""
         await self._begun.wait()
         async with self._turn:
+            self._journal.refuse_unwritable(given)
             effects = self.controller.decide(given)
             if not effects and isinstance(given, Ticked):
                 return effects
@@ -219,8 +236,14 @@ class ControllerService:
         for decision in found.decisions:
             effects = self.controller.decide(decision.given)
         entries = await self._stream.read({PROMPTS: START}, count=_ALL, block_s=0)
-        orders = [(parse_id(entry.entry_id)[0], decode_order(entry.payload)) for entry in entries]
-        self._issued.extend((entry, order.index) for entry, order in orders if order.purpose is Purpose.TRAINING)
+        for entry in entries:
+            try:
+                order = decode_order(entry.payload)
+            except RecordError as error:
+                await self._dead_letters.bury(entry, error)
+                continue
+            if order.purpose is Purpose.TRAINING:
+                self._issued.append((parse_id(entry.entry_id)[0], order.index))
         if found.decisions:
             last = found.decisions[-1]
             self._next_entry, self._next_directive = last.next_prompt, last.next_directive
@@ -256,6 +279,9 @@ class ControllerService:
             report = decode_report(entry.payload)
         except msgspec.DecodeError as error:
             await self._dead_letters.bury(entry, RecordError(f"not a report: {error}"))
+            return
+        if (ahead := _furthest(report)) >= self.controller.state.account.cursor + 2 * MOST_AHEAD:
+            await self._dead_letters.bury(entry, RecordError(f"a report of order {ahead}, which was never issued"))
             return
         await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -41,7 +42,7 @@ from pipelinerl.engines.batching import responses as answers
 from pipelinerl.engines.batching.decode_loop import DecodeLoop
 from pipelinerl.engines.batching.delivery import Delivery
 from pipelinerl.engines.batching.model_runner import ModelRunner
-from pipelinerl.engines.batching.request_checks import add_samples, room_after
+from pipelinerl.engines.batching.request_checks import add_samples, refuse_oversized, room_after
 from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.scheduler import Scheduler
 from pipelinerl.engines.batching.sequence import Request
@@ -128,6 +129,7 @@ class BatchingEngine:
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one: of long texts, one is in memory
         self._events: asyncio.AbstractEventLoop
 
     # --- life ----------------------------------------------------------------------------------------------------
@@ -142,6 +144,7 @@ class BatchingEngine:
         if self._model is None:
             return
         self._receiver.close()
+        self._encoder.shutdown(wait=False, cancel_futures=True)
         ended = await asyncio.to_thread(self._loop.stop, self._settings.stop_timeout_s)
         if not ended:
             stuck = f"the decode thread has not ended its step within {self._settings.stop_timeout_s:g} s"
@@ -153,7 +156,7 @@ class BatchingEngine:
 
     async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
         """Sample all choices and answer when the last has ended. Cancelling it frees what it held."""
-        work = self._work(request, streams=False)
+        work = await self._work(request, streams=False)
         ended: asyncio.Future[Delivery] = self._events.create_future()
         self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
         try:
@@ -176,7 +179,7 @@ class BatchingEngine:
         self, request: ChatCompletionRequest, interval_s: float
     ) -> AsyncGenerator[ChatCompletionChunk]:
         """Looks at what the loop's thread has sampled, which costs that thread nothing."""
-        work = self._work(request, streams=False)
+        work = await self._work(request, streams=False)
         news = answers.News(request, work, self._settings.model_id, self._tokenizer)
         ended: asyncio.Future[Delivery] = self._events.create_future()
         self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
@@ -195,7 +198,7 @@ class BatchingEngine:
             yield answers.usage_chunk(request, work, self._settings.model_id, news.version)
 
     async def _at_once(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        work = self._work(request, streams=True)
+        work = await self._work(request, streams=True)
         model = self._settings.model_id
         news: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, news.put_nowait)
@@ -218,14 +221,14 @@ class BatchingEngine:
         if request.stream_options is not None and request.stream_options.include_usage:
             yield answers.usage_chunk(request, work, model, version)
 
-    def _work(self, asked: ChatCompletionRequest, *, streams: bool) -> Request:
+    async def _work(self, asked: ChatCompletionRequest, *, streams: bool) -> Request:
         """The request as the decode loop knows it. Raises `InvalidRequest`, `UnknownModel`, `Dirty`."""
         model = self._started()
         if self._receiver.dirty is not None:
             raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
         if asked.model is not None and asked.model != self._settings.model_id:
             raise UnknownModel(f"this engine serves {self._settings.model_id!r}, got {asked.model!r}", param="model")
-        prompt = asked.prompt_token_ids or self._encoded(asked.messages or [])
+        prompt = asked.prompt_token_ids or await self._encoded(asked.messages or [], model)
         room = room_after(prompt, model, "prompt_token_ids" if asked.prompt_token_ids else "messages")
         number = next(self._numbers)
         work = Request(
@@ -250,9 +253,11 @@ class BatchingEngine:
         )
         return work
 
-    def _encoded(self, messages: list[ChatMessage]) -> list[int]:
+    async def _encoded(self, messages: list[ChatMessage], model: ServedModel) -> list[int]:
+        """The prompt's tokens, made beside the event loop: a long text takes seconds, and others wait for tokens."""
+        refuse_oversized(messages, model)
         try:
-            return self._tokenizer.encode_chat(messages)
+            return await self._events.run_in_executor(self._encoder, self._tokenizer.encode_chat, messages)
         except PipelineError as error:
             raise InvalidRequest(str(error), param="messages") from error
 

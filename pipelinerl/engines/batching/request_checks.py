@@ -7,14 +7,33 @@ samples are asked for with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest
+from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest, ChatMessage
 from pipelinerl import rng
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.batching.text import TextWindow
+
+#: Characters; vocabularies have a few tokens of so many, all of them spaces or dashes.
+_LONGEST_TOKEN: Final = 128
+
+
+def refuse_oversized(messages: Sequence[ChatMessage], model: ServedModel) -> None:
+    """Raise `InvalidRequest` for messages that cannot fit, by their characters: before the work of tokenising them.
+
+    A message has a token at least, and no tokenizer's tokens are longer than `_LONGEST_TOKEN` on an average.
+    """
+    most = model.context_length * _LONGEST_TOKEN
+    length = sum(len(message.content) for message in messages)
+    if length > most or len(messages) > model.context_length:
+        raise InvalidRequest(
+            f"the prompt must leave room for a token in the context of {model.context_length} tokens, it has "
+            f"{len(messages)} messages of {length} characters; shorten it",
+            param="messages",
+        )
 
 
 def room_after(prompt: list[int], model: ServedModel, param: str) -> int:

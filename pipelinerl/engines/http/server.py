@@ -1,8 +1,7 @@
 """`create_app`: the inference contract over HTTP, in front of anything that satisfies `Engine`.
 
 Promises: every answer that is not a success has OpenAI's error shape, whatever went wrong; no error repeats the body;
-every route but `/health` wants the bearer token, compared in constant time; bodies are bounded; a client that goes away
-cancels what it asked for.
+every route is behind `http_service`'s gate; a client that goes away cancels what it asked for.
 
 The POSTs are plain ASGI on bytes, for they are the hot path: one validation of the body, one serialisation of the
 answer, nothing between.
@@ -25,19 +24,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_contract import routes
 from inference_contract.engine import Engine
-from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, InvalidRequest
+from inference_contract.errors import ContractError, EngineStopped, InvalidRequest
 from inference_contract.schemas import ChatCompletionRequest, Health, ModelList
 from inference_contract.weights import InitProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.observability.metrics import prometheus_text
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
 
 Body = TypeVar("Body", bound=BaseModel)
-
-#: A layout of a hundred thousand parameters takes 10 MB; prompts take far less.
-MAX_BODY_BYTES: Final = 32 * 2**20
-
-#: A body that has not come by then is not coming; a request that is being served has no such limit.
-BODY_TIMEOUT_S: Final = 30.0
 
 METRICS_PREFIX: Final = "pipelinerl_engine"
 
@@ -112,13 +105,10 @@ async def _parsed(schema: type[Body], receive: Receive) -> Body:
     """The validated body.
 
     Raises:
-        InvalidRequest: malformed, too large, or not as the schema wants it; `param` is the path of the field.
+        InvalidRequest: malformed, or not as the schema wants it; `param` is the path of the field.
+        HTTPException: too large, or not here in time.
     """
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await _body(receive)
-    except TimeoutError:
-        raise DeadlineExceeded(f"the body must come within {BODY_TIMEOUT_S:g} s") from None
+    body = await _body(receive)
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
@@ -126,16 +116,12 @@ async def _parsed(schema: type[Body], receive: Receive) -> Body:
 
 
 async def _body(receive: Receive) -> bytes:
-    chunks, size = [], 0
+    chunks: list[bytes] = []
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise _Disconnected
-        chunk: bytes = message.get("body", b"")
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise InvalidRequest(f"the body must be at most {MAX_BODY_BYTES} bytes, got more")
-        chunks.append(chunk)
+        chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(chunks)
 

@@ -37,6 +37,7 @@ from inference_contract.errors import (
     UpdateInProgress,
 )
 from inference_contract.weights import (
+    MAX_PIECES,
     InitProcessGroupRequest,
     OnUpdate,
     ProcessGroupStatus,
@@ -250,12 +251,12 @@ class WeightReceiver:
                 raise NotPrepared(
                     f"layout_id {request.layout_id!r} is not known here; send the full layout", param="layout_id"
                 )
-            return known[request.layout_id]
+            return _in_pieces(known[request.layout_id], request.bucket_bytes)
         difference = ours.difference(sent, converted=converted_by(ours))
         if difference is not None:
             raise LayoutMismatch(f"the update does not fit the model: {difference}", param="layout")
         self._wire = sent
-        return sent
+        return _in_pieces(sent, request.bucket_bytes)
 
     def _inlet(self, wire: WeightLayout) -> Inlet:
         """Where it arrives: in the staging buffer itself, unless its dtypes are others than the model's."""
@@ -405,3 +406,11 @@ class WeightReceiver:
 
 def _named(request: WeightUpdateRequest) -> str:
     return f"{request.epoch}.{request.version}"
+
+
+def _in_pieces(layout: WeightLayout, bucket_bytes: int) -> WeightLayout:
+    """The layout. Raises `InvalidRequest` for buckets in which it would not end to come."""
+    if layout.num_bytes // bucket_bytes > MAX_PIECES:
+        least = -(-layout.num_bytes // MAX_PIECES)
+        raise InvalidRequest(f"bucket_bytes must be at least {least} for these weights, got {bucket_bytes}")
+    return layout

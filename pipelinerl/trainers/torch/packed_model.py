@@ -123,11 +123,11 @@ def probe_packing(trunk: PreTrainedModel, device: torch.device) -> tuple[Tensor,
 
 
 def load_config(path: Path) -> PreTrainedConfig:
-    """The configuration in a model directory. Raises SpecError when there is none."""
+    """The configuration in a model directory, none of whose code is run. Raises SpecError when there is none."""
     if not (path / "config.json").is_file():
         raise SpecError(f"model_path must be a Hugging Face model directory with config.json, got {path}")
     try:
-        return cast(PreTrainedConfig, AutoConfig.from_pretrained(path, local_files_only=True))
+        return cast(PreTrainedConfig, AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, KeyError) as error:
         raise SpecError(f"the configuration in {path} cannot be read: {error}") from error
 

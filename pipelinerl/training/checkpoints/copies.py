@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, final
 
 from pipelinerl.errors import CheckpointError, FencedError
+from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.system.storage import Storage
 from pipelinerl.training.checkpoints.manifest import (
     MANIFEST,
@@ -35,14 +36,6 @@ log = logging.getLogger("pipelinerl")
 _FOLDER: Final = re.compile(r"step-(\d+)-e(\d+)(?:-(\d+))?-[0-9a-f]{8}")
 #: Below it lie the files of the run itself.
 RUN: Final = "run"
-#: User and password of an address, as they stand before its host, and as redis-py takes them from its query.
-_USER_INFO: Final = re.compile(rb"""(?<=://)[^/?#\s"']*@""")
-_USER_QUERY: Final = re.compile(rb"""(?<=[?&])(?:username|password)=[^&#\s"']*&?""")
-
-
-def without_secrets(text: bytes) -> bytes:
-    """A recipe or an event log as others than its owner may read it: addresses without users and passwords."""
-    return _USER_QUERY.sub(b"", _USER_INFO.sub(b"", text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +77,7 @@ class CheckpointCopies:
         self._raise_if_fenced(local.state)
         folder = self._folder_of(f"{path.name}-e{local.state.epoch}", local.digest[:8])
         if not self._place.has(f"{folder}/{MANIFEST}"):
-            beside = {
-                f"{RUN}/{file.name}": without_secrets(_whole_lines(file)) for file in self._run_files if file.is_file()
-            }
+            beside = {f"{RUN}/{file.name}": _for_others(file) for file in self._run_files if file.is_file()}
             for name in local.files:
                 self._place.upload(path / name, f"{folder}/{name}")
             for name, data in beside.items():
@@ -175,3 +166,8 @@ def _whole_lines(file: Path) -> bytes:
     """Without the end of a line that is being written."""
     data = file.read_bytes()
     return data[: data.rfind(b"\n") + 1]
+
+
+def _for_others(file: Path) -> bytes:
+    """The whole lines of a file of the run, as they may lie at the location."""
+    return without_secrets(_whole_lines(file).decode(errors="surrogateescape")).encode(errors="surrogateescape")

@@ -16,7 +16,7 @@ from typing import Final, final
 import msgspec
 
 from pipelinerl.errors import RecordError
-from pipelinerl.messages import DIRECTIVES, EPOCHS, ROLLOUTS, Directive, decode_directive
+from pipelinerl.messages import DIRECTIVES, EPOCHS, MOST_AHEAD, ROLLOUTS, Directive, decode_directive
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import START, Entry, Fence, Stream, parse_id
@@ -38,7 +38,16 @@ class Arrivals:
 class RolloutReader:
     """Reads all rollout partitions, and the controller's directives with them."""
 
-    def __init__(self, stream: Stream, *, offsets: dict[str, str], rescan_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        offsets: dict[str, str],
+        rescan_s: float = 1.0,
+        frontier: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Every order below `frontier` has ended; none may be further beyond it than `MOST_AHEAD`."""
+        self._frontier = frontier
         self._stream = stream
         self._dead_letters = DeadLetters(stream)
         self._offsets = dict(offsets)
@@ -116,6 +125,8 @@ class RolloutReader:
     def _decoded_group(self, entry: Entry) -> RolloutGroup:
         self._offsets[entry.stream] = entry.entry_id
         group = decode_group(entry.payload)
+        if group.index >= self._frontier() + MOST_AHEAD:
+            raise RecordError(f"group {group.group_id} has the index {group.index}, which no order has yet")
         # The first of two copies counts: the second may be dropped as its duplicate, and must not stand for it then.
         self._waiting.setdefault(entry.stream, {}).setdefault(group.index, entry.entry_id)
         return group

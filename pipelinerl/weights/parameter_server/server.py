@@ -50,7 +50,7 @@ from inference_contract import routes
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, InvalidRequest
 from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.system.background import in_background
-from pipelinerl.system.http_service import guard, refuse_in_one_shape
+from pipelinerl.system.http_service import BodyRule, guard, refuse_in_one_shape
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.parameter_server import wire
 from pipelinerl.weights.parameter_server.retention import Key, named
@@ -220,7 +220,7 @@ def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
     app.add_exception_handler(ContractError, _refused)
     app.add_exception_handler(PipelineError, _failed)
     refuse_in_one_shape(app)
-    guard(app, token=token)
+    guard(app, token=token, puts=BodyRule.STREAMED)
     return app
 
 
@@ -274,7 +274,7 @@ class _Read:
         key = _key(scope)
         whole = self._table.whole(key)
         size, asked = whole.layout.num_bytes, _header(scope, b"range")
-        start, end = _range("bytes=0-" if asked is None else asked, r"bytes=(\d+)-(\d*)", whole)
+        start, end = _range("bytes=0-" if asked is None else asked, r"bytes=(\d{1,18})-(\d{0,18})", whole)
         with self._table.using(key) as version:
             headers = [(b"content-length", str(end - start).encode()), (b"content-type", b"application/octet-stream")]
             if asked is not None:
@@ -310,7 +310,7 @@ class _Write:
                 raise InvalidRequest(f"version {named(key)} is complete and cannot be written any more")
             size = version.layout.num_bytes
             named_range = _header(scope, b"content-range") or f"bytes 0-{size - 1}/{size}"
-            at, end = _range(named_range, rf"bytes (\d+)-(\d+)/{size}", version)
+            at, end = _range(named_range, rf"bytes (\d{{1,18}})-(\d{{1,18}})/{size}", version)
             more = True
             while more:
                 message = await _in_time(receive)

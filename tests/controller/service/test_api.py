@@ -60,7 +60,7 @@ async def test_a_controller_that_comes_back_says_nothing_before_it_knows(tmp_pat
             controller(), name="test", stream=stream, probe=Probe(), events=events, start=Start.FROM_JOURNAL
         )
         transport = httpx.ASGITransport(create_api(service, token=None))
-        async with httpx.AsyncClient(transport=transport, base_url="http://controller") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             asking = asyncio.gather(*(http.get(path) for path in ("/assignment", "/status", "/knobs")))
             await asyncio.sleep(0.05)
             assert not asking.done()

@@ -18,11 +18,11 @@ import pytest
 
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import ChatCompletionRequest, EngineMetrics
-from pipelinerl.engines.http import server as http_server
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.server import METRICS_PREFIX, create_app
 from pipelinerl.errors import AddressError
 from pipelinerl.observability.metrics import prometheus_text
+from pipelinerl.system import http_service
 from pipelinerl.system.http_service import listen, serve
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
@@ -105,18 +105,18 @@ def test_a_header_that_is_not_ascii_is_a_wrong_token(url: str) -> None:
 
 
 def test_a_body_over_the_limit_is_refused(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_BODY_BYTES", 1000)
-    answer = client.post("/v1/chat/completions", content=b" " * 1001)
-    assert answer.status_code == 400 and "at most 1000 bytes" in answer.json()["error"]["message"]
+    monkeypatch.setattr(http_service, "MAX_BODY_BYTES", 1000)
+    answer = client.post("/v1/chat/completions", content=b" " * 1001, headers={"content-type": "application/json"})
+    assert answer.status_code == 413 and "at most 1000 bytes" in answer.json()["error"]["message"]
 
 
 def test_a_body_that_never_ends_is_given_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_service, "BODY_TIMEOUT_S", 0.2)
     address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
     with socket.create_connection(address, timeout=5) as slow:
         lines = ("POST /v1/chat/completions HTTP/1.1", "host: x", f"authorization: Bearer {TOKEN}", "content-length: 9")
-        slow.sendall("\r\n".join([*lines, "", ""]).encode())
-        assert b"504" in slow.recv(4096).split(b"\r\n")[0]
+        slow.sendall("\r\n".join([*lines, "content-type: application/json", "", ""]).encode())
+        assert b"408" in slow.recv(4096).split(b"\r\n")[0]
 
 
 def test_metrics_are_one_sample_per_field(client: httpx.Client) -> None:

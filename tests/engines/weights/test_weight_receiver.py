@@ -35,6 +35,7 @@ from inference_contract.weights import (
     WeightLayout,
     WeightUpdateRequest,
 )
+from pipelinerl.engines.weights import weight_receiver
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.system.background import in_background
@@ -503,3 +504,13 @@ async def test_a_prepare_that_replaces_an_update_takes_its_commit_away(setting: 
 async def test_pull_that_is_not_offered_is_refused(setting: Setting) -> None:
     with pytest.raises(InvalidRequest, match="transport pull is not offered"):
         await setting.phase(UpdatePhase.PREPARE, **PULL)
+
+
+@pytest.mark.parametrize("layout", [True, False], ids=["layout", "layout_id"])
+async def test_weights_that_would_come_byte_by_byte_are_refused(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, layout: bool
+) -> None:
+    monkeypatch.setattr(weight_receiver, "MAX_PIECES", LAYOUT.num_bytes - 1)
+    named = {} if layout else {"layout": None, "layout_id": LAYOUT.layout_id}
+    with pytest.raises(InvalidRequest, match="bucket_bytes must be at least 2 for these weights, got 1"):
+        await setting.phase(UpdatePhase.PREPARE, bucket_bytes=1, **PULL, **named)

@@ -1,0 +1,19 @@
+"""`without_secrets`: text as others than its owner may read it.
+
+Whatever leaves a process as text goes through it: log lines, reports, copies of recipes and events, sentences on
+addresses. What is kept secret beside that (the run's token) is never put into a text at all.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+#: User and password of an address, as they stand before its host, and as redis-py takes them from its query.
+_USER_INFO: Final = re.compile(r"""(?<=://)[^/?#\s"']*@""")
+_USER_QUERY: Final = re.compile(r"""(?:(?<=[?&])|(?<=&amp;))(?:username|password)=[^&#\s"']*(?:&(?:amp;)?)?""")
+
+
+def without_secrets(text: str) -> str:
+    """Addresses in `text` come out without users and passwords."""
+    return _USER_QUERY.sub("", _USER_INFO.sub("", text))

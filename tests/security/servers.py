@@ -1,0 +1,29 @@
+"""Every server of the project as an application, with a token or without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.controller.service.api import create_api
+from pipelinerl.controller.service.service import ControllerService
+from pipelinerl.observability.events import EventLog
+from pipelinerl.streams.memory_stream import MemoryStream
+from tests.controller.service.test_service import Probe
+from tests.controller.world import controller
+from tests.fakes import parameter_server, scripted_engine
+
+TOKEN = "run-token"
+SERVERS = ("engine", "controller", "parameter server")
+
+
+def application(server: str, directory: Path, *, token: str | None = TOKEN) -> Any:
+    """The application of one of `SERVERS`."""
+    if server == "engine":
+        return scripted_engine.application(token=token)
+    if server == "parameter server":
+        return parameter_server.application(token=token)
+    service = ControllerService(
+        controller(), name="test", stream=MemoryStream(), probe=Probe(), events=EventLog(directory / "events.jsonl")
+    )
+    return create_api(service, token=token)

@@ -1,0 +1,239 @@
+"""What anybody who reaches a port can do with bytes alone: heads without end, slow ones, lying lengths."""
+
+from __future__ import annotations
+
+import gzip
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pipelinerl.system import connection, http_service
+from tests.fakes.served import in_thread
+from tests.security.raw_http import code, connect, exchange, hear, say, statuses
+from tests.security.servers import SERVERS, TOKEN, application
+
+HOST = b"host: 127.0.0.1\r\n"
+ALIVE = b"GET /health HTTP/1.1\r\n" + HOST
+LAST = ALIVE + b"connection: close\r\n\r\n"
+KNOWN = b"authorization: Bearer " + TOKEN.encode() + b"\r\n"
+JSON = b"content-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with in_thread(application(request.param, tmp_path_factory.mktemp("run"))) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with in_thread(application("engine", tmp_path_factory.mktemp("run"))) as served:
+        yield served
+
+
+def answers(url: str) -> None:
+    """The server is there for others, and at once."""
+    began = time.monotonic()
+    assert httpx.get(url + "/health", trust_env=False, timeout=5.0).status_code == 200
+    assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        ALIVE + b"x: " + b"a" * 2**25,
+        ALIVE + b"x: a\r\n" * 2**21,
+        b"GET /" + b"a" * 2**24,
+        ALIVE + b"x" * 2**24,
+        b"\r\n" * 2**20,
+    ],
+    ids=["one long value", "many", "a long target", "a long name", "blank lines"],
+)
+def test_a_head_without_an_end_is_refused_and_stalls_nobody(url: str, head: bytes) -> None:
+    began = time.monotonic()
+    heard = exchange(url, head)
+    assert time.monotonic() - began < 4.0
+    assert statuses(heard) in ([431], []), "none: the reset that follows has overtaken the answer"
+    answers(url)
+
+
+def test_a_head_that_is_too_large_and_whole_is_told_so(url: str) -> None:
+    heard = exchange(url, ALIVE + b"x: " + b"a" * connection.MAX_HEAD_BYTES)
+    assert statuses(heard) == [431] and code(heard) == "headers_too_large"
+    assert statuses(exchange(url, ALIVE + b"x: " + b"a" * 16_000 + b"\r\nconnection: close\r\n\r\n")) == [200]
+
+
+@pytest.mark.parametrize("begun", [b"", b"\r\n", b"G", ALIVE, ALIVE + b"x: y\r\n"])
+def test_a_head_that_does_not_end_in_time_is_given_up(url: str, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    heard = exchange(url, begun)
+    assert statuses(heard) == ([408] if begun.strip() else [])
+
+
+def test_a_head_that_comes_byte_by_byte_is_given_up(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    began = time.monotonic()
+    with connect(engine) as slow:
+        for byte in ALIVE + b"x: y\r\n" * 100:
+            say(slow, bytes([byte]))
+            time.sleep(0.01)
+            if time.monotonic() - began > 1.0:
+                break
+        assert statuses(hear(slow)) == [408]
+
+
+def test_blank_lines_keep_no_connection_open(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.3)
+    with connect(engine) as idle:
+        say(idle, ALIVE + b"\r\n")
+        for _ in range(5):
+            time.sleep(0.1)
+            say(idle, b"\r\n")
+        assert statuses(hear(idle)) == [200]
+
+
+def test_the_time_for_a_head_is_none_for_an_answer(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request at work outlives the limits of the head before it, and of the one begun after it."""
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    body = b'{"messages": [{"role": "user", "content": "x"}], "n": 8, "max_tokens": 180, "seed": 1}'
+    with connect(engine) as asking:
+        size = str(len(body)).encode()
+        say(asking, b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + KNOWN + JSON + b"content-length: " + size)
+        say(asking, b"\r\n\r\n" + body + b"GET /hea")
+        assert statuses(hear(asking)) == [200, 408]
+
+
+def test_a_body_that_nobody_reads_is_not_taken_for_ever(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    with connect(url) as stranger:
+        say(stranger, b"POST /versions HTTP/1.1\r\n" + HOST + JSON + b"content-length: 1000000000\r\n\r\n")
+        began = time.monotonic()
+        while time.monotonic() - began < 5.0:
+            try:
+                stranger.sendall(b" " * 1000)
+            except OSError:
+                break
+            time.sleep(0.05)
+        assert time.monotonic() - began < 4.0
+
+
+def test_connections_beyond_the_most_are_refused_and_those_that_are_served_go_on(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 8)
+    held = [connect(engine) for _ in range(8)]
+    try:
+        held[0].sendall(ALIVE + b"\r\n")
+        assert held[0].recv(65536).startswith(b"HTTP/1.1 200")
+        heard = exchange(engine, LAST)
+        assert statuses(heard) == [503] and code(heard) == "too_many_connections"
+        held[0].sendall(LAST)
+        assert statuses(hear(held[0])) == [200]
+    finally:
+        for each in held:
+            each.close()
+    time.sleep(0.2)
+    answers(engine)
+
+
+def test_a_process_keeps_half_of_its_files_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection.resource, "getrlimit", lambda _: (256, 256))
+    assert connection.max_connections() == 128
+
+
+CHUNKED = b"transfer-encoding: chunked\r\n"
+VERSIONS = b"POST /versions HTTP/1.1\r\n" + HOST + KNOWN + JSON
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (VERSIONS + CHUNKED + b"content-length: 5\r\n\r\n0\r\n\r\n" + LAST, [400]),
+        (VERSIONS + b"content-length: 5\r\ncontent-length: 6\r\n\r\n12345" + LAST, [400]),
+        (VERSIONS + b"content-length: -1\r\n\r\n" + LAST, [400]),
+        (VERSIONS + b"content-length: " + b"9" * 40 + b"\r\n\r\n", [400]),
+        (VERSIONS + b"content-length : 0\r\n\r\n" + LAST, [400]),
+        (VERSIONS + b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n" + LAST, [400]),
+        (VERSIONS + CHUNKED + b"\r\nfffffffffffffffff\r\n", [400]),
+        (b"GET /health HTTP/1.1\r\n" + HOST + HOST + b"connection: close\r\n\r\n", [400]),
+        (b"GET /versions HTTP/1.1\r\n" + HOST + KNOWN + KNOWN + b"connection: close\r\n\r\n", [400]),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", [400]),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", [400]),
+        (ALIVE + b"\r\n" + ALIVE + b"\r\n" + LAST, [200, 200, 200]),
+    ],
+    ids=[
+        "two framings", "two lengths", "a negative length", "a length of 40 digits", "a space before the colon",
+        "a framing that is none", "a chunk of 2**68 bytes", "two hosts", "two tokens", "TLS", "HTTP/2", "pipelined",
+    ],
+)  # fmt: skip
+def test_no_two_readings_of_a_request(url: str, request_: bytes, expected: list[int]) -> None:
+    assert [status for status in statuses(exchange(url, request_)) if status != 404] == expected
+
+
+def test_a_trailer_is_no_header(engine: str) -> None:
+    """Else a token, or a second host, could follow a body that was looked at before."""
+    trailed = VERSIONS.replace(KNOWN, b"").replace(b"/versions", b"/v1/chat/completions") + CHUNKED
+    with connect(engine) as stranger:
+        say(stranger, trailed + b"\r\n2\r\n{}\r\n0\r\n" + KNOWN + b"\r\n" + LAST)
+        assert statuses(hear(stranger)) == [401, 200]
+
+
+def test_a_trailer_without_an_end_is_refused(engine: str) -> None:
+    began = time.monotonic()
+    heard = exchange(engine, VERSIONS + CHUNKED + b"\r\n2\r\n{}\r\n0\r\nx: " + b"a" * 2**25)
+    assert time.monotonic() - began < 4.0 and set(statuses(heard)) <= {404, 431}
+    answers(engine)
+
+
+@pytest.mark.parametrize(
+    ("path", "server"),
+    [("/v1/chat/completions", "engine"), ("/engines", "controller"), ("/versions", "parameter server")],
+)
+class TestBodies:
+    """The same bounds on each server's bodies, and in the same words."""
+
+    @pytest.fixture
+    def served(self, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+        monkeypatch.setattr(http_service, "MAX_BODY_BYTES", 1000)
+        monkeypatch.setattr(http_service, "BODY_TIMEOUT_S", 0.3)
+        with in_thread(application(server, tmp_path)) as url:
+            yield url
+
+    def test_size(self, served: str, path: str) -> None:
+        head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
+        for body in (b"content-length: 1001\r\n\r\n", CHUNKED + b"\r\n3e9\r\n" + b" " * 1001 + b"\r\n0\r\n\r\n"):
+            heard = exchange(served, head + body)
+            assert statuses(heard) == [413] and code(heard) == "body_too_large"
+
+    def test_time(self, served: str, path: str) -> None:
+        head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
+        for body in (b"content-length: 900\r\n\r\n{", CHUNKED + b"\r\n5\r\n{"):
+            heard = exchange(served, head + body)
+            assert statuses(heard) == [408] and code(heard) == "body_too_slow"
+
+    def test_nothing_is_unpacked(self, served: str, path: str) -> None:
+        headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json", "content-encoding": "gzip"}
+        bomb = gzip.compress(b" " * 10**5)
+        answer = httpx.post(served + path, content=bomb, headers=headers, trust_env=False, timeout=5.0)
+        assert answer.status_code == 415 and answer.json()["error"]["code"] == "compressed"
+
+
+def test_four_hundred_that_never_end_are_gone(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 1.0)
+    held: list[socket.socket] = []
+    try:
+        for _ in range(400):
+            held.append(connect(engine))
+            held[-1].sendall(ALIVE)
+        answers(engine)
+        deadline = time.monotonic() + 10.0
+        for each in held:
+            each.settimeout(max(0.1, deadline - time.monotonic()))
+            assert statuses(hear(each)) == [408]
+    finally:
+        for each in held:
+            each.close()

@@ -1,0 +1,53 @@
+"""What who has the token can say to a parameter server: whatever it is, the answer is a sentence and no failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.parameter_server import TOKEN, application
+from tests.fakes.served import in_thread
+
+LAYOUT = {"parameters": [{"name": "w", "shape": [1000], "dtype": "float32"}]}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with in_thread(application()) as served:
+        announced = ask(served, "POST", "/versions", json={"epoch": 1, "version": 1, "layout": LAYOUT})
+        assert announced.status_code == 200
+        yield served
+
+
+def ask(url: str, method: str, path: str, headers: dict[str, Any] | None = None, **rest: Any) -> httpx.Response:
+    known = {"authorization": f"Bearer {TOKEN}"} | (headers or {})
+    return httpx.request(method, url + path, headers=known, trust_env=False, timeout=10.0, **rest)
+
+
+@pytest.mark.parametrize(
+    "named", ["bytes 0-{}/4000", "bytes {}-{}/4000", "bytes {}-1/4000", "bytes -{}/4000", "{}", "bytes \u0661-2/4000"]
+)
+def test_ranges_of_five_thousand_digits(url: str, named: str) -> None:
+    header = named.replace("{}", "9" * 5000).encode()
+    for method, name in (("PUT", "content-range"), ("GET", "range")):
+        answer = ask(url, method, "/weights/1/1", {name: header}, content=b"x" if method == "PUT" else b"")
+        assert 400 <= answer.status_code < 500 and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("key", ["9" * 5000, "1e9", "-1", "\u0661", "1_0"])
+def test_versions_that_are_no_numbers(url: str, key: str) -> None:
+    for path in (f"/weights/{key}/1", f"/weights/1/{key}", f"/versions/1/{key}"):
+        assert 400 <= ask(url, "GET", path).status_code < 500
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["http://[::1", "http://host:99999", "http://" + "a" * 64 + ".lab", "http://a..b", "http://host:0", "http://[x]"],
+)
+def test_sources_that_cannot_be_looked_up(url: str, source: str) -> None:
+    order = {"source": source, "digest": "0", "whole": "0", "timeout_s": 1.0}
+    answer = ask(url, "POST", "/versions/1/1/copy", json=order)
+    assert answer.status_code == 422 and answer.json()["error"]["param"] == "source"

@@ -1,0 +1,94 @@
+"""What one client's text can do to the others of an engine: nothing. Its length is looked at before its tokens are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+import pytest
+
+from inference_contract.errors import InvalidRequest
+from inference_contract.schemas import ChatCompletionRequest, ChatMessage
+from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from tests.fakes.version_engine import PROMPT, VersionRunner
+
+CONTEXT: Final = VersionRunner.context_length
+SLOW_S: Final = 1.0
+
+
+class SlowTokenizer:
+    """Takes its time over each text, as a real one over megabytes, and counts them."""
+
+    def __init__(self) -> None:
+        self.texts = 0
+        self.eos_token_ids: frozenset[int] = frozenset()
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        self.texts += 1
+        time.sleep(SLOW_S)
+        return PROMPT
+
+    def decode(self, token_ids: object) -> str:
+        return ""
+
+    def detokenizer(self) -> SlowTokenizer:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[BatchingEngine, SlowTokenizer]]:
+    tokenizer = SlowTokenizer()
+    engine = BatchingEngine(BatchingSettings(model_id="m"), load=VersionRunner, tokenizer=tokenizer)
+    await engine.start()
+    yield engine, tokenizer
+    await engine.close()
+
+
+def asked(*contents: str) -> ChatCompletionRequest:
+    return ChatCompletionRequest(messages=[ChatMessage(role="user", content=each) for each in contents], max_tokens=1)
+
+
+@pytest.mark.parametrize("contents", [("a" * 4_000_000,), ("a" * 20_000,) * 2, ("a",) * 100_000])
+async def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+    served: tuple[BatchingEngine, SlowTokenizer], contents: tuple[str, ...]
+) -> None:
+    engine, tokenizer = served
+    request = asked(*contents)
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match=f"the context of {CONTEXT} tokens"):
+        await engine.complete(request)
+    with pytest.raises(InvalidRequest):
+        async for _ in engine.stream(request):
+            pass
+    assert tokenizer.texts == 0 and time.monotonic() - began < SLOW_S
+
+
+async def test_others_go_on_while_a_long_text_is_tokenised(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
+    engine, tokenizer = served
+    long = asyncio.create_task(engine.complete(asked("a" * 10_000)))
+    while not tokenizer.texts:
+        await asyncio.sleep(0.01)
+    began = time.monotonic()
+    other = await engine.complete(ChatCompletionRequest(prompt_token_ids=PROMPT, max_tokens=1))
+    assert time.monotonic() - began < SLOW_S / 2 and other.choices and not long.done()
+    assert (await long).choices
+
+
+async def test_an_engine_closes_with_a_text_at_work(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
+    engine, tokenizer = served
+    asking = [asyncio.create_task(engine.complete(asked("a"))) for _ in range(3)]
+    while not tokenizer.texts:
+        await asyncio.sleep(0.01)
+    await engine.close()
+    for each in asking:
+        each.cancel()
+    ended = await asyncio.gather(*asking, return_exceptions=True)
+    assert all(isinstance(each, BaseException) for each in ended)

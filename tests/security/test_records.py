@@ -1,0 +1,163 @@
+"""What who has the Redis password can write into the streams: it ends in the dead letters, and ends nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from pipelinerl.controller.service.api import create_api
+from pipelinerl.controller.service.journal import JOURNAL, Journal
+from pipelinerl.controller.service.service import ControllerService, Start
+from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.errors import RecordError
+from pipelinerl.messages import (
+    MOST_AHEAD,
+    ORDERS,
+    PROMPTS,
+    ConsumedReport,
+    GroupFailed,
+    OrdersEnded,
+    decode_directive,
+    decode_report,
+    encode,
+)
+from pipelinerl.observability.events import EventLog
+from pipelinerl.streams.dead_letter import DEAD_LETTERS
+from pipelinerl.streams.memory_stream import MemoryStream
+from pipelinerl.streams.records import Kind, _seal, decode_group, decode_order, encode_group
+from pipelinerl.training.rollouts.rollout_reader import RolloutReader
+from tests.controller.service.test_service import Probe, Running, running, step
+from tests.controller.world import ENGINE, controller
+from tests.fakes.rollouts import group
+
+#: A text of one byte that is no UTF-8, in the place of a name of one letter.
+NO_TEXT = encode(GroupFailed(order_id="x", index=1, purpose="training", reason="\u20ac")).replace(
+    b"\xe2\x82\xac", b"\xff\xff\xff"
+)
+DEEP = b"\x81\xa4kind" + b"\x91" * 100_000
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("payload", [NO_TEXT, DEEP, b"", b"\xc1", b"\x00" * 100])
+def test_bytes_that_are_no_message_are_a_decode_error(payload: bytes) -> None:
+    for decode in (decode_report, decode_directive):
+        with pytest.raises(msgspec.DecodeError):
+            decode(payload)
+
+
+def test_a_record_whose_names_are_no_text_is_a_record_error() -> None:
+    record = _seal(Kind.ORDER, {"order_id": "aaaa"})
+    header = msgspec.msgpack.encode({"order_id": "aaaa"}).replace(b"aaaa", b"\xff" * 4)
+    with pytest.raises(RecordError):
+        decode_order(_sealed(Kind.ORDER, header))
+    with pytest.raises(RecordError):
+        decode_order(record)
+    with pytest.raises(RecordError):
+        decode_group(_sealed(Kind.GROUP, b"\x91" * 100_000))
+
+
+def _sealed(kind: Kind, header: bytes) -> bytes:
+    return _seal(kind, msgspec.Raw(header))
+
+
+@pytest.mark.parametrize("index", [-1, 2**53, 2**62])
+def test_a_group_with_an_index_of_no_order_is_a_record_error(index: int) -> None:
+    with pytest.raises(RecordError, match="index"):
+        decode_group(encode_group(dataclasses.replace(group(1), index=index)))
+
+
+def test_a_group_of_impossible_versions_is_a_record_error() -> None:
+    whole = group(1)
+    for change in ({"model_version": -1}, {"model_version": 2**60}):
+        turn = whole.rollouts[0].turns[0]
+        spans = tuple(span._replace(**change) for span in turn.spans)
+        rollout = dataclasses.replace(whole.rollouts[0], turns=(dataclasses.replace(turn, spans=spans),))
+        with pytest.raises(RecordError, match="version"):
+            decode_group(encode_group(dataclasses.replace(whole, rollouts=(rollout, *whole.rollouts[1:]))))
+
+
+async def test_a_trainer_reads_on_behind_what_nobody_ordered() -> None:
+    stream = MemoryStream()
+    reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
+    await reader.start()
+    await stream.append(ORDERS, [NO_TEXT, DEEP])
+    far = dataclasses.replace(group(1), index=7 + MOST_AHEAD)
+    await stream.append("rollouts:a", [encode_group(far), encode_group(group(3)), _sealed(Kind.GROUP, b"\xa1\xff")])
+    found: list[Any] = []
+    for _ in range(3):
+        found += (await reader.read(block_s=0.1)).groups
+    assert [each.index for each in found] == [3]
+    assert await stream.length(DEAD_LETTERS) == 4
+
+
+async def test_reports_of_hostile_bytes_and_numbers_end_no_controller(run: Running) -> None:
+    await run.start()
+    forged = [
+        OrdersEnded(epoch=1, model_version=0, consumed=ConsumedReport(trained=1, beyond=[2**62])),
+        OrdersEnded(epoch=1, model_version=0, consumed=ConsumedReport(trained=1, frontier=2**62)),
+    ]
+    await run.tell(NO_TEXT, DEEP, *forged)
+    await run.tell(step(1))
+    assert run.controller.state.version == 1 and run.controller.state.account.cursor < 1000
+    assert run.stream_length(DEAD_LETTERS) == 4
+
+
+async def test_a_bad_entry_among_the_prompts_keeps_no_controller_from_coming_back(tmp_path: Path) -> None:
+    before, stream = controller(), MemoryStream()
+    before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
+    await (await Journal.begin(stream)).snapshot(before.state)
+    await stream.append(PROMPTS, [b"nothing", _sealed(Kind.ORDER, b"\xa1\xff")])
+    with EventLog(tmp_path / "events.jsonl") as events:
+        service = ControllerService(
+            controller(), name="test", stream=stream, probe=Probe(), events=events, start=Start.FROM_JOURNAL
+        )
+        await service._go_on(*_there(await Journal.recover(stream)))
+    assert await stream.length(DEAD_LETTERS) == 2
+
+
+def _there(found: Any) -> Any:
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("entry", [NO_TEXT, DEEP, b"", b"nothing"])
+async def test_a_journal_that_cannot_be_read_tells_no_story(entry: bytes) -> None:
+    stream = MemoryStream()
+    journal = await Journal.begin(stream)
+    await journal.snapshot(controller().state)
+    await stream.append(JOURNAL, [entry])
+    assert await Journal.recover(stream) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"j": 1' + b"0" * 30 + b"}", b'{"j": 1' + b"0" * 30 + b', "preset": "rlax"}', b'{"k": 1' + b"0" * 400 + b"}"],
+)
+async def test_a_knob_that_cannot_be_recorded_is_not_turned(run: Running, body: bytes) -> None:
+    before = run.controller.state.knobs
+    transport = httpx.ASGITransport(create_api(run.service, token=None))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        answer = await http.patch("/knobs", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422 and run.controller.state.knobs == before
+    assert run.controller.state.knob_log == []
+
+
+async def test_half_a_character_is_not_a_name(run: Running) -> None:
+    """JSON can spell half a surrogate pair, which nothing can be written with."""
+    transport = httpx.ASGITransport(create_api(run.service, token=None))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        headers = {"content-type": "application/json"}
+        body = b'{"url": "http://127.0.0.1:9", "incarnation": "1", "name": "\\ud800"}'
+        answer = await http.post("/engines", content=body, headers=headers)
+    assert answer.status_code == 422 and run.controller.state.fleet.records() == []

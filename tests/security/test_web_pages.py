@@ -1,0 +1,97 @@
+"""What a web page in a browser on the same machine can do to a server that asks for no token: nothing.
+
+A page can send GETs, and POSTs of forms and text, to any address; it cannot take the `Origin` off them. A page whose
+name is made to lead to 127.0.0.1 after it was loaded (rebinding) is of one origin with the server, and cannot take its
+name out of `Host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.served import in_thread
+from tests.security.servers import SERVERS, TOKEN, application
+
+#: A route of each server that does something, and its method.
+ACTS = {
+    "engine": ("POST", "/v1/chat/completions"),
+    "controller": ("POST", "/stop"),
+    "parameter server": ("POST", "/versions"),
+}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def open_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A server without a token: its URL, and what it is."""
+    with in_thread(application(request.param, tmp_path_factory.mktemp("run"), token=None)) as served:
+        yield served, request.param
+
+
+def ask(served: str, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx.Response:
+    return httpx.request(method, served + path, headers=headers, content=body, trust_env=False, timeout=10.0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"origin": "https://evil.example"} | JSON, 403, "foreign_origin"),
+        ({"origin": "null"} | JSON, 403, "foreign_origin"),
+        ({"origin": "http://localhost:3000"} | JSON, 403, "foreign_origin"),
+        ({"sec-fetch-site": "cross-site"} | JSON, 403, "foreign_origin"),
+        ({"sec-fetch-site": "same-site"} | JSON, 403, "foreign_origin"),
+        ({"host": "evil.example"} | JSON, 421, "foreign_host"),
+        ({"host": "evil.example:8000", "origin": "http://evil.example:8000"} | JSON, 421, "foreign_host"),
+        ({"host": "localhost.evil.example"} | JSON, 421, "foreign_host"),
+        ({"host": "127.0.0.1.evil.example"} | JSON, 421, "foreign_host"),
+        ({"host": "[::1"} | JSON, 421, "foreign_host"),
+        ({"host": ""} | JSON, 421, "foreign_host"),
+        ({"content-type": "text/plain"}, 415, "not_json"),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415, "not_json"),
+        ({"content-type": "multipart/form-data; boundary=x"}, 415, "not_json"),
+        ({"content-type": "text/plain; application/json"}, 415, "not_json"),
+        ({}, 415, "not_json"),
+    ],
+)
+def test_a_page_makes_no_server_act(
+    open_server: tuple[str, str], headers: dict[str, str], status: int, code: str
+) -> None:
+    served, server = open_server
+    answer = ask(served, *ACTS[server], headers, b"{}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}])
+def test_a_page_cannot_end_a_run_without_a_body_either(headers: dict[str, str], tmp_path: Any) -> None:
+    with in_thread(application("controller", tmp_path, token=None)) as served:
+        assert ask(served, "POST", "/stop", headers).status_code == 403
+        assert ask(served, "DELETE", "/engines?engine=x", headers).status_code == 403
+
+
+def test_a_page_reads_nothing_by_a_name_that_leads_here(open_server: tuple[str, str]) -> None:
+    served, _ = open_server
+    for path in ("/health", "/v1/models", "/knobs", "/versions"):
+        assert ask(served, "GET", path, {"host": "evil.example"}).status_code == 421
+    assert ask(served, "OPTIONS", "/health", {"origin": "https://evil.example"}).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"])
+def test_people_and_programs_of_this_machine_are_served(open_server: tuple[str, str], host: str) -> None:
+    served, server = open_server
+    assert ask(served, "GET", "/health", {"host": host}).status_code == 200
+    method, path = ACTS[server]
+    if server != "controller":
+        own = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"} | JSON
+        answer = ask(served, method, path, own, b"{}")
+        assert answer.status_code in (400, 422), "it was read"
+
+
+def test_with_a_token_a_server_has_any_name_and_pages_of_others_are_refused_all_the_same(tmp_path: Any) -> None:
+    with in_thread(application("engine", tmp_path)) as served:
+        known = {"authorization": f"Bearer {TOKEN}", "host": "engine-1.lab:8001"}
+        assert ask(served, "GET", "/v1/models", known).status_code == 200
+        assert ask(served, "GET", "/v1/models", known | {"origin": "https://evil.example"}).status_code == 403

@@ -24,7 +24,7 @@ CALLED_FROM_OUTSIDE = {
     "pipelinerl/engines/external/vllm/transfer.py": "vLLM calls the methods of its weight-transfer back ends",
     "inference_contract/errors.py": "a client raises the class whose code the answer names",
     "launch/supervisor.py": "tests kill what it runs by `pids`",
-    "pipelinerl/observability/status.py": "whoever reads `pipelinerl status --json` in Python calls `RunStatus.from_json`",
+    "pipelinerl/observability/status.py": "a reader of `pipelinerl status --json` calls `RunStatus.from_json`",
     "pipelinerl/system/connection.py": "uvicorn, the transport and the parser call the methods of a connection",
     "pipelinerl/engines/jax/buckets.py": "`num_programs` is the bound that its tests hold the compiler to",
     "pipelinerl/streams/records.py": "dead letters and further columns are read by whoever looks into a stream",

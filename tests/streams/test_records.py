@@ -171,7 +171,7 @@ def any_group(draw: st.DrawFn) -> RolloutGroup:
     )
     return RolloutGroup(
         group_id=draw(st.text(max_size=20)),
-        index=draw(st.integers(0, 2**60)),
+        index=draw(st.integers(0, 2**53 - 1)),
         domain=draw(st.text(max_size=5)),
         actor=draw(st.text(max_size=5)),
         rollouts=tuple(draw(st.lists(rollouts, max_size=4))),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.run_directory import create, open_run
-from pipelinerl.config.recipe import RunConfig, parse, to_table
+from pipelinerl.config.recipe import RunConfig, parse, to_table, write_layout
 from pipelinerl.errors import RecipeError, UserError
 
 
@@ -81,6 +81,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run"):
         open_run(tmp_path)
     (tmp_path / "recipe.toml").write_text("run = 3")
+    write_layout(tmp_path)
     with pytest.raises(RecipeError):
         open_run(tmp_path)
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""A endpoint that another process takes: bytes arrive in memory that both map, and whoever leaves is missed at once."""
+"""An endpoint that another process takes: bytes arrive in memory that both map, and whoever leaves is missed at once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Setting:
         self.memory = shared.tensor
         self.rendezvous = Rendezvous("127.0.0.1")
         self.generation = 0
-        self.endpoints: list[WorkerEndpoint] = []
+        self.joined: list[WorkerEndpoint] = []
 
     def pair(self, *, timeout_s: float = 10.0) -> tuple[Collective, WorkerEndpoint]:
         """Rank 0 and the worker's endpoint, in a group of the next generation."""
@@ -54,7 +54,7 @@ class Setting:
         root = in_background("root", lambda: self.rank_0(timeout_s))
         endpoint = self.endpoints.join(self.request(timeout_s))
         assert isinstance(endpoint, WorkerEndpoint)
-        self.endpoints.append(endpoint)
+        self.joined.append(endpoint)
         return root.result(), endpoint
 
     def rank_0(self, timeout_s: float) -> Collective:
@@ -64,7 +64,7 @@ class Setting:
         return _joining(self.rendezvous, generation=self.generation, timeout_s=timeout_s)
 
     def close(self) -> None:
-        for endpoint in self.endpoints:
+        for endpoint in self.joined:
             endpoint.close()
         self.worker.kill()
         self.worker.join()

@@ -1,4 +1,4 @@
-"""An endpoint that another process takes: bytes arrive in memory that both map, and whoever leaves is missed at once."""
+"""An endpoint that another process takes: bytes arrive in memory that both map; whoever leaves is missed at once."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from pipelinerl.types import Outcome, Rollout, Turn, Verdict, VersionSpan
-from trainer_contract.types import Device, HeadPrecision, MicroBatch, Precision, TrainerSpec
+from trainer_contract.types import Device, HeadPrecision, MicroBatch, Precision, TrainerSpec, WeightDType
 
 TINY = MODELS / "tiny_speller"
 TEMPERATURES = (0.7, 1.0, 1.5)
@@ -130,7 +130,7 @@ async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, see
         slots=2 * GROUP,
         max_waiting=4096,
         context_length=64,
-        dtype=arm.dtype,
+        dtype=WeightDType(arm.dtype),
         device=Device.CPU,
         threads=1,
         head_precision=arm.head,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import socket
-from itertools import islice
+from itertools import count as counting
 from typing import Final
 
 from pipelinerl.errors import AddressError
 
 #: Below Linux' default range of outgoing ports (32768 and up).
 _LISTENING: Final = range(20000, 32000)
+#: How many places this process has looked at.
+_LOOKED_AT: Final = counting()
 
 
 def free_ports(count: int) -> tuple[int, ...]:
@@ -22,12 +24,16 @@ def free_ports(count: int) -> tuple[int, ...]:
     A client that keeps trying to reach a service that is away could otherwise be given the service's own port, connect
     to itself, and keep the service from coming back.
     """
-    start = os.getpid() * 37 % len(_LISTENING)  # launchers that start together look in different places
-    candidates = (*_LISTENING[start:], *_LISTENING[:start])
-    free = tuple(islice(filter(is_free, candidates), count))
-    if len(free) < count:
-        raise AddressError(f"fewer than {count} ports of {_LISTENING.start} to {_LISTENING.stop - 1} are free")
-    return free
+    found: list[int] = []
+    for _ in _LISTENING:
+        # Launchers that start together look in different places, and one process never in the same place twice: what
+        # it was given a moment ago may not be bound yet.
+        port = _LISTENING[(os.getpid() * 37 + next(_LOOKED_AT)) % len(_LISTENING)]
+        if is_free(port):
+            found.append(port)
+        if len(found) == count:
+            return tuple(found)
+    raise AddressError(f"fewer than {count} ports of {_LISTENING.start} to {_LISTENING.stop - 1} are free")
 
 
 def is_free(port: int) -> bool:

@@ -29,6 +29,7 @@ LONG_ANSWERS = (
     "engine.slots=32",
     "actor.stream_interval_s=0.01",
     "training.rollouts_per_step=16",
+    "training.no_signal=train",  # at that temperature no answer is right
 )
 LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "launch.restarts=1000")
 

@@ -56,7 +56,7 @@ def until_steps(run: LiveRun, more: int) -> None:
 
 
 def swap_to_and_fro(
-    run: LiveRun, types: Sequence[str], *, times: int, engine: str = "engine-0", patience_s: float = 60.0
+    run: LiveRun, types: Sequence[str], *, times: int, engine: str = "engine-0", grace_s: float = 60.0
 ) -> str:
     """Replace `engine` by one of the first type, that by one of the second, and so on; returns who serves in the end.
 
@@ -64,7 +64,7 @@ def swap_to_and_fro(
     """
     for kind in islice(cycle(types), times):
         old, process = engine, run.role(engine)
-        joined, gone = engines(run, "swap", old, "--type", kind, "--patience", f"{patience_s}").splitlines()
+        joined, gone = engines(run, "swap", old, "--type", kind, "--patience", f"{grace_s}").splitlines()
         engine = joined.split()[0]
         assert joined.split()[1:3] == [kind, "healthy"] and gone.split()[0] == old and "drained" in gone
         process.wait(30)

@@ -15,7 +15,7 @@ import pytest
 from launch.run_directory import open_run
 from pipelinerl.commands import resumption
 from pipelinerl.commands.remote import address_of, controller_of
-from pipelinerl.config.recipe import RunConfig, load, to_table
+from pipelinerl.config.recipe import RunConfig, load, to_table, write_layout
 from pipelinerl.controller.service.service import Start
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
@@ -110,6 +110,7 @@ async def test_the_recipe_that_is_there_stays_as_it_is(tmp_path: Path, redis_url
     config.run_directory.mkdir()
     recipe = config.run_directory / "recipe.toml"
     recipe.write_text("# edited since\n")
+    write_layout(config.run_directory)
     async with serving(identity(config, redis_url)):
         assert recipe.read_text() == "# edited since\n"
 
@@ -118,7 +119,8 @@ def test_the_recipe_names_a_stream_server_that_any_machine_reaches(tmp_path: Pat
     config = config_in(tmp_path)
     config.run_directory.mkdir()
     controller_role._leave_recipe(identity(config, "redis://:secret@db.lab:6379/0"), begins=True)
-    assert open_run(config.run_directory).config.streams.redis_url == "redis://:secret@db.lab:6379/0"
+    address = open_run(config.run_directory).config.streams.redis_url
+    assert address is not None and address.get_secret_value() == "redis://:secret@db.lab:6379/0"
 
 
 def test_a_location_that_takes_no_recipe_does_not_keep_the_run_from_beginning(

@@ -17,8 +17,8 @@ from pipelinerl.controller.service.service import ControllerService, Start
 from pipelinerl.controller.state.inputs import EngineRegistered
 from pipelinerl.errors import RecordError
 from pipelinerl.messages import (
+    DIRECTIVES,
     MOST_AHEAD,
-    ORDERS,
     PROMPTS,
     ConsumedReport,
     GroupFailed,
@@ -91,7 +91,7 @@ async def test_a_trainer_reads_on_behind_what_nobody_ordered() -> None:
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
     await reader.start()
-    await stream.append(ORDERS, [NO_TEXT, DEEP])
+    await stream.append(DIRECTIVES, [NO_TEXT, DEEP])
     far = dataclasses.replace(group(1), index=7 + MOST_AHEAD)
     await stream.append("rollouts:a", [encode_group(far), encode_group(group(3)), _sealed(Kind.GROUP, b"\xa1\xff")])
     found: list[Any] = []

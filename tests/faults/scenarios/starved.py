@@ -155,7 +155,8 @@ def drawn(seed: int) -> Starved:
     j, k = rng.choice([(1, 1.0), (1, 2.0), (2, 4.0), (1, math.inf)])
     k = min(k, 4.0) if situation is Situation.ALL_STALE else k
     made = controller(steps=10_000, evaluation_problems=0, j=j, k=k, max_groups=6)
-    made.settings = replace(made.settings, max_groups=rng.choice([2, 3, 6]))
+    # That a run without an engine ends at last is `giving_up`'s; here it waits for as long as it takes.
+    made.settings = replace(made.settings, max_groups=rng.choice([2, 3, 6]), engine_timeout_s=math.inf)
     timed = TimedController(made)
     return Starved(situation, World(timed, rng), timed, rng)  # type: ignore[arg-type]
 

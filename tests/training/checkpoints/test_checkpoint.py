@@ -188,7 +188,7 @@ def test_what_fails_after_it_is_in_place_may_be_tried_again(
 ) -> None:
     save(store, 2)
     save(store, 4)
-    captured, sync = capture(store, state_of(4, epoch=2)), checkpoint._sync
+    captured, sync = capture(store, state_of(4, epoch=2)), checkpoint.sync
 
     def broken(path: Path) -> None:
         if path == store.directory:
@@ -196,7 +196,7 @@ def test_what_fails_after_it_is_in_place_may_be_tried_again(
         sync(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_sync", broken)
+        patched.setattr(checkpoint, "sync", broken)
         for _ in range(2):
             with pytest.raises(OSError, match="Input/output error"):
                 store.commit(captured)

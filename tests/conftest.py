@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from pipelinerl.system.addresses import address_towards
@@ -20,6 +21,10 @@ os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS)
 # A shell's background job ignores Ctrl-C and hands that down; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# A machine that is busy draws examples slowly, which says nothing of the strategy.
+hypothesis.settings.register_profile("busy", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 #: Where single tests take minutes: these begin first, and the short ones fill the gaps between them and their ends. The
 #: longest file is the first, since nothing shares its tests out.

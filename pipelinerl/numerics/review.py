@@ -79,27 +79,27 @@ class Review:
         return asdict(self)
 
 
-def review(story: RunHistory) -> Review | None:
+def review(history: RunHistory) -> Review | None:
     """The mismatch of a run; None when no step of it has figures."""
-    measured = [step for step in story.steps if any(key.startswith("mismatch_") for key in step)]
+    measured = [step for step in history.steps if any(key.startswith("mismatch_") for key in step)]
     if not measured:
         return None
-    ess = story.by_step("ess")
+    ess = history.by_step("ess")
     return Review(
-        run=story.run,
+        run=history.run,
         steps=len(measured),
-        current=dict(_causes(story, "mismatch", len(measured))),
-        old=dict(_causes(story, "old_mismatch", len(measured))),
-        ages=_ages(story, len(measured)),
+        current=dict(_causes(history, "mismatch", len(measured))),
+        old=dict(_causes(history, "old_mismatch", len(measured))),
+        ages=_ages(history, len(measured)),
         ess=_course("ess", ess) if ess else None,
     )
 
 
-def _causes(story: RunHistory, prefix: str, steps: int) -> Iterator[tuple[Cause, CauseReview]]:
+def _causes(history: RunHistory, prefix: str, steps: int) -> Iterator[tuple[Cause, CauseReview]]:
     for cause in Cause:
-        share = story.by_step(f"{prefix}_{cause}_share")
+        share = history.by_step(f"{prefix}_{cause}_share")
         if share:
-            series = {name: story.by_step(f"{prefix}_{cause}_{name}") for name in FIGURES}
+            series = {name: history.by_step(f"{prefix}_{cause}_{name}") for name in FIGURES}
             courses = {name: _course(name, each) for name, each in series.items() if each}
             yield cause, CauseReview(cause=cause, share=sum(share.y) / steps, figures=courses)
 
@@ -119,17 +119,17 @@ def _course(name: str, series: Series) -> Course:
     )
 
 
-def _ages(story: RunHistory, steps: int) -> dict[str, dict[str, float]]:
+def _ages(history: RunHistory, steps: int) -> dict[str, dict[str, float]]:
     """Means over all tokens of the run: a step counts by the share of its tokens that have the age."""
-    keys = {key for step in story.steps for key in step if key.startswith("age_") and key.endswith("_share")}
+    keys = {key for step in history.steps for key in step if key.startswith("age_") and key.endswith("_share")}
     ages = (key.removeprefix("age_").removesuffix("_share") for key in keys)
     found: dict[str, dict[str, float]] = {}
     for age in sorted(ages, key=lambda age: int(age.split("_")[0])):
-        share = story.by_step(f"age_{age}_share")
+        share = history.by_step(f"age_{age}_share")
         total = sum(share.y)
         found[age] = {"share": total / steps}
         for name in ("clipped", "truncated", "masked"):
-            cut = story.by_step(f"age_{age}_{name}")
+            cut = history.by_step(f"age_{age}_{name}")
             if cut.x == share.x and total > 0:
                 found[age][name] = sum(a * b for a, b in zip(share.y, cut.y, strict=True)) / total
     return found

@@ -13,13 +13,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from launch.ports import free_ports
 from pipelinerl.config.recipe import load
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles import parameter_server_role
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import publisher_of
+from pipelinerl.system.ports import free_ports
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore

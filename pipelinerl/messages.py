@@ -22,7 +22,8 @@ from inference_contract.errors import Persistence
 #: run that another version of the project began is refused, and never misread.
 #: 1: directives lie in the stream `orders`, the journal's snapshot holds the state in one flat record, and no number.
 #: 2: directives lie in the stream `directives`, the snapshot holds the state in parts, and both say their layout.
-LAYOUT = 2
+#: 3: a group says which problem it answers, a verdict its answer and parts, an evaluation's answer its domain.
+LAYOUT = 3
 
 PROMPTS = "prompts"
 REPORTS = "reports"
@@ -204,7 +205,9 @@ class GroupHandedOver(ControlMessage, frozen=True):
 class EvaluationDone(ControlMessage, frozen=True):
     """The samples of one held-out problem: how many have a verdict, and how many are right.
 
-    The versions are those of the oldest and the newest of all their tokens, `epoch` the oldest that began one.
+    The versions are those of the oldest and the newest of all their tokens, `epoch` the oldest that began one. Sample
+    by sample: `lengths`, tokens that were sampled; `answers`, what the verifier took for the answer; `right`, was it
+    judged and right. `truncated` counts those that ended for want of tokens.
     """
 
     order_id: str
@@ -215,6 +218,12 @@ class EvaluationDone(ControlMessage, frozen=True):
     newest_version: int
     num_tokens: int
     epoch: int = 0
+    domain: str = ""
+    tags: list[str] = []
+    truncated: int = 0
+    lengths: list[int] = []
+    answers: list[str] = []
+    right: list[bool] = []
 
 
 class ActorAlive(ControlMessage, frozen=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,34 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One task. `ground_truth` is what the domain's verifier compares with; `metadata` is for that verifier alone."""
+    """One task. `ground_truth` is what the domain's verifier compares with; `metadata` is for that verifier alone.
+
+    `tags`, such as `subject=algebra`, are what figures are told apart by beside the domain.
+    """
 
     problem_id: str
     domain: str
     messages: tuple[Message, ...]
     ground_truth: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+
+
+class ProblemSummary(NamedTuple):
+    """What a group tells of its problem, to those who count and read; its text is in the first turn's context.
+
+    `ground_truth` is cut to `MOST_SHOWN` characters.
+    """
+
+    problem_id: str = ""
+    tags: tuple[str, ...] = ()
+    ground_truth: str = ""
+
+
+_UNNAMED: Final = ProblemSummary()
+
+#: So many characters of a text that nobody computes with are kept for readers.
+MOST_SHOWN: Final = 1000
 
 
 class Purpose(StrEnum):
@@ -117,13 +138,28 @@ class Outcome(StrEnum):
         return self in (Outcome.CORRECT, Outcome.WRONG)
 
 
+class RewardPart(NamedTuple):
+    """One of the rewards that a domain adds up."""
+
+    name: str
+    reward: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A verifier's finding; `reward` is meaningless unless the outcome is a judgement."""
+    """A verifier's finding; `reward` is meaningless unless the outcome is a judgement.
+
+    Attributes:
+        answer: what the verifier took for the answer, in a form in which equal answers are equal: majorities are
+            counted by it. Empty where it has no such notion.
+        parts: of a reward that is a weighted sum, each part by name, before its weight.
+    """
 
     outcome: Outcome
     reward: float
     reason: str = ""
+    answer: str = ""
+    parts: tuple[RewardPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +217,7 @@ class RolloutGroup:
     domain: str
     actor: str
     rollouts: tuple[Rollout, ...]
+    problem: ProblemSummary = _UNNAMED
 
     @property
     def oldest_version(self) -> int:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, final
 
 from inference_contract.errors import ContractError, Persistence
-from inference_contract.schemas import ChatCompletionRequest, ChatMessage
+from inference_contract.schemas import ChatCompletionRequest, ChatMessage, FinishReason
 from pipelinerl.actor.freshness import Freshness, Held
 from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble
 from pipelinerl.errors import PipelineError, RecordError
@@ -359,4 +359,10 @@ def _evaluation(order: PromptOrder, group: RolloutGroup) -> EvaluationDone:
         newest_version=max(rollout.newest_version for rollout in group.rollouts),
         num_tokens=sum(rollout.num_sampled_tokens for rollout in group.rollouts),
         epoch=group.epoch,
+        domain=group.domain,
+        tags=list(group.problem.tags),
+        truncated=sum(rollout.finish_reason == FinishReason.LENGTH for rollout in group.rollouts),
+        lengths=[rollout.num_sampled_tokens for rollout in group.rollouts],
+        answers=[rollout.verdict.answer for rollout in group.rollouts],
+        right=[outcome is Outcome.CORRECT for outcome in outcomes],
     )

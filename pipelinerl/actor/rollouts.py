@@ -18,7 +18,16 @@ from pipelinerl.errors import FencedError, RecordError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import Stream, fresh_number
-from pipelinerl.types import PromptOrder, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+from pipelinerl.types import (
+    MOST_SHOWN,
+    ProblemSummary,
+    PromptOrder,
+    Rollout,
+    RolloutGroup,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,11 @@ def assemble(order: PromptOrder, answers: Sequence[Answer], *, actor: str) -> Ro
         domain=order.problem.domain,
         actor=actor,
         rollouts=tuple(_rollout(order, answer) for answer in answers),
+        problem=ProblemSummary(
+            problem_id=order.problem.problem_id,
+            tags=order.problem.tags,
+            ground_truth=order.problem.ground_truth[:MOST_SHOWN],
+        ),
     )
 
 

@@ -31,9 +31,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from pipelinerl.errors import RecordError
-from pipelinerl.types import Outcome, PromptOrder, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+from pipelinerl.types import (
+    Outcome,
+    ProblemSummary,
+    PromptOrder,
+    RewardPart,
+    Rollout,
+    RolloutGroup,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 #: No order, version or epoch of a run has a number so large.
 _MOST: Final = 2**53
 _MAGIC: Final = b"PLRL"
@@ -76,6 +86,8 @@ class _Finding(NamedTuple):
     outcome: Outcome
     reward: float
     reason: str
+    answer: str
+    parts: tuple[RewardPart, ...]
 
 
 class _Ending(NamedTuple):
@@ -97,6 +109,7 @@ class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     index: int
     domain: str
     actor: str
+    problem: ProblemSummary
     context_lengths: list[int]
     spans: list[tuple[VersionSpan, ...]]
     findings: list[_Finding]
@@ -145,16 +158,22 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
     spans, turn_spans = _distinct([turn.spans for turn in turns])
     # An outcome is keyed by identity, since hashing an enum member runs Python code.
     verdicts = [rollout.verdict for rollout in rollouts]
-    findings, rollout_findings = _distinct([(id(each.outcome), each.reward, each.reason) for each in verdicts])
+    findings, rollout_findings = _distinct(
+        [(id(each.outcome), each.reward, each.reason, each.answer, each.parts) for each in verdicts]
+    )
     endings, rollout_endings = _distinct([(each.finish_reason, each.temperature, each.epoch) for each in rollouts])
     header = _GroupHeader(
         group_id=group.group_id,
         index=group.index,
         domain=group.domain,
         actor=group.actor,
+        problem=group.problem,
         context_lengths=[len(context) for context in contexts],
         spans=[turns[place].spans for place in spans],
-        findings=[_Finding(each.outcome, each.reward, each.reason) for each in (verdicts[i] for i in findings)],
+        findings=[
+            _Finding(each.outcome, each.reward, each.reason, each.answer, each.parts)
+            for each in (verdicts[i] for i in findings)
+        ],
         endings=[_Ending(each.finish_reason, each.temperature, each.epoch) for each in (rollouts[i] for i in endings)],
         turn_contexts=turn_contexts,
         turn_spans=turn_spans,
@@ -191,7 +210,12 @@ def decode_group(record: bytes) -> RolloutGroup:
     except (ValueError, IndexError) as error:
         raise _inconsistent(header, error) from None
     return RolloutGroup(
-        group_id=header.group_id, index=header.index, domain=header.domain, actor=header.actor, rollouts=rollouts
+        group_id=header.group_id,
+        index=header.index,
+        domain=header.domain,
+        actor=header.actor,
+        rollouts=rollouts,
+        problem=header.problem,
     )
 
 
@@ -373,7 +397,7 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
     ends = (0, *accumulate(header.rollout_turns))
     if ends[-1] != len(turns):
         raise ValueError(f"{len(turns)} turns where rollouts have {ends[-1]}")
-    verdicts = [Verdict(outcome=outcome, reward=reward, reason=reason) for outcome, reward, reason in header.findings]
+    verdicts = [Verdict(**finding._asdict()) for finding in header.findings]
     rollouts = []
     parts = zip(pairwise(ends), header.rollout_findings, header.rollout_endings, strict=True)
     for (first, last), finding, ending in parts:

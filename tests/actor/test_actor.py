@@ -404,6 +404,10 @@ async def test_an_evaluation_is_answered_to_the_controller_alone(text: str, corr
         newest_version=5,
         num_tokens=9,
         epoch=6,
+        domain="d",
+        lengths=[3, 3, 3],
+        answers=["", "", ""],
+        right=[text == "7", False, False],
     )
     assert await watched.groups() == []
 

@@ -28,8 +28,10 @@ from pipelinerl.types import (
     Message,
     Outcome,
     Problem,
+    ProblemSummary,
     PromptOrder,
     Purpose,
+    RewardPart,
     Rollout,
     RolloutGroup,
     Sampling,
@@ -57,7 +59,8 @@ def turn(context: np.ndarray, *tokens: int, version: int = 7) -> Turn:
 
 
 def rollout(*turns: Turn, reward: float = 1.0, outcome: Outcome = Outcome.CORRECT) -> Rollout:
-    verdict = Verdict(outcome=outcome, reward=reward)
+    parts = (RewardPart("format", 1.0), RewardPart("right", reward)) if reward else ()
+    verdict = Verdict(outcome=outcome, reward=reward, answer="2" if reward else "", parts=parts)
     return Rollout(turns=turns, verdict=verdict, finish_reason="stop", temperature=1.0, epoch=2)
 
 
@@ -71,6 +74,7 @@ GROUP = RolloutGroup(
         rollout(turn(PROMPT, 1, 2)),
         rollout(turn(PROMPT, 3), turn(ids(9), 4), reward=0.0, outcome=Outcome.WRONG),
     ),
+    problem=ProblemSummary("gsm-1", ("level=3",), "2"),
 )
 ORDER = PromptOrder(
     order_id="prompt-000123",
@@ -82,6 +86,7 @@ ORDER = PromptOrder(
         messages=(Message("user", "1 + 1 = ?"),),
         ground_truth="2",
         metadata={"level": 3},
+        tags=("level=3",),
     ),
     sampling=Sampling(num_samples=16, stop=("\n",)),
     seed=42,
@@ -94,33 +99,25 @@ GOLDEN = {
 }
 GOLDEN_BYTES = {
     "group": (
-        "504c524c010100006c000000300000009ead70726f6d70742d3030303132337ba46d617468a2613092030192919207029192"
-        "07019293a7636f7272656374cb3ff0000000000000a093a577726f6e67cb0000000000000000a09193a473746f70cb3ff000"
-        "0000000000029300000193000101920102920001920000900000000005000000060000000700000009000000010000000200"
-        "00000300000004000000000000bf000080bf0000c0bf000000c02b74b294693731ad"
+        "504c524c02010000a4000000300000009fad70726f6d70742d3030303132337ba46d617468a2613093a567736d2d3191a76c"
+        "6576656c3d33a1329203019291920702919207019295a7636f7272656374cb3ff0000000000000a0a1329292a6666f726d61"
+        "74cb3ff000000000000092a57269676874cb3ff000000000000095a577726f6e67cb0000000000000000a0a0909193a47374"
+        "6f70cb3ff0000000000000029300000193000101920102920001920000900000000005000000060000000700000009000000"
+        "01000000020000000300000004000000000000bf000080bf0000c0bf000000c0586e40d355cf2352"
     ),
     "order": (
-        "504c524c01020000f60000000000000087a86f726465725f6964ad70726f6d70742d303030313233a5696e6465787ba77075"
-        "72706f7365a8747261696e696e67a770726f626c656d85aa70726f626c656d5f6964a567736d2d31a6646f6d61696ea46d61"
+        "504c524c02020000040100000000000087a86f726465725f6964ad70726f6d70742d303030313233a5696e6465787ba77075"
+        "72706f7365a8747261696e696e67a770726f626c656d86aa70726f626c656d5f6964a567736d2d31a6646f6d61696ea46d61"
         "7468a86d657373616765739192a475736572a931202b2031203d203fac67726f756e645f7472757468a132a86d6574616461"
-        "746181a56c6576656c03a873616d706c696e6786ab6e756d5f73616d706c657310ab74656d7065726174757265cb3ff00000"
-        "00000000a5746f705f70cb3ff0000000000000a5746f705f6b00aa6d61785f746f6b656e73cd0100a473746f7091a10aa473"
-        "6565642aa6656e67696e65a0000027a1bc9af13e8c0c"
+        "746181a56c6576656c03a47461677391a76c6576656c3d33a873616d706c696e6786ab6e756d5f73616d706c657310ab7465"
+        "6d7065726174757265cb3ff0000000000000a5746f705f70cb3ff0000000000000a5746f705f6b00aa6d61785f746f6b656e"
+        "73cd0100a473746f7091a10aa4736565642aa6656e67696e65a000000000ae610dfc290b4af6"
     ),
     "message": (
-        "504c524c010300001b0000000000000092a47374657082a47374657039a46c6f7373cb3fd000000000000000000000009ecb"
-        "fd6fee8e5c07"
+        "504c524c020300001b0000000000000092a47374657082a47374657039a46c6f7373cb3fd000000000000000000000000900"
+        "728c7e2d51cd"
     ),
 }
-#: Of an order from before orders could name an engine.
-OLDER_ORDER = (
-    "504c524c01020000ee0000000000000086a86f726465725f6964ad70726f6d70742d303030313233a5696e6465787ba77075"
-    "72706f7365a8747261696e696e67a770726f626c656d85aa70726f626c656d5f6964a567736d2d31a6646f6d61696ea46d61"
-    "7468a86d657373616765739192a475736572a931202b2031203d203fac67726f756e645f7472757468a132a86d6574616461"
-    "746181a56c6576656c03a873616d706c696e6786ab6e756d5f73616d706c657310ab74656d7065726174757265cb3ff00000"
-    "00000000a5746f705f70cb3ff0000000000000a5746f705f6b00aa6d61785f746f6b656e73cd0100a473746f7091a10aa473"
-    "6565642a0000e24230be5f4fa209"
-)
 
 
 def plain(value: Any) -> Any:
@@ -332,7 +329,7 @@ def test_a_record_of_another_kind_or_format_is_named() -> None:
         decode_message(GOLDEN["group"][0])
     with pytest.raises(RecordError, match="unknown kind 77"):
         decode_message(sealed(77, {}))
-    with pytest.raises(RecordError, match="format 9, but this program reads 1"):
+    with pytest.raises(RecordError, match="format 9, but this program reads 2"):
         decode_message(sealed(Kind.MESSAGE, ["x", {}], version=9))
     with pytest.raises(RecordError, match="something else was written here"):
         decode_message(b"\x80\x04pickled, perhaps, and long enough")
@@ -353,9 +350,10 @@ def group_header(**changes: Any) -> list[Any]:
         "index": 0,
         "domain": "d",
         "actor": "a",
+        "problem": ["", [], ""],
         "context_lengths": [2],
         "spans": [[[0, 2]]],
-        "findings": [["correct", 1.0, ""]],
+        "findings": [["correct", 1.0, "", "", []]],
         "endings": [["stop", 1.0, 0]],
         "turn_contexts": [0],
         "turn_spans": [0],
@@ -383,7 +381,8 @@ def group_header(**changes: Any) -> list[Any]:
         {"rollout_turns": []},
         {"rollout_findings": [3]},
         {"rollout_endings": []},
-        {"findings": [["maybe", 1.0, ""]]},
+        {"findings": [["maybe", 1.0, "", "", []]]},
+        {"findings": [["correct", 1.0, ""]]},
     ],
     ids=lambda changes: repr(changes),
 )
@@ -439,5 +438,4 @@ def test_golden_bytes(kind: str) -> None:
 def test_golden_bytes_are_read() -> None:
     assert plain(decode_group(bytes.fromhex(GOLDEN_BYTES["group"]))) == plain(GROUP)
     assert decode_order(bytes.fromhex(GOLDEN_BYTES["order"])) == ORDER
-    assert decode_order(bytes.fromhex(OLDER_ORDER)) == ORDER
     assert decode_message(bytes.fromhex(GOLDEN_BYTES["message"])) == ("step", {"step": 57, "loss": 0.25})

@@ -226,11 +226,20 @@ class EvaluationDone(ControlMessage, frozen=True):
     right: list[bool] = []
 
 
+class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What an actor's verifier of one domain has done since the actor began; `seconds` is the sum over its verdicts."""
+
+    judged: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    seconds: float = 0.0
+
+
 class ActorAlive(ControlMessage, frozen=True):
     """An actor's heartbeat.
 
     `judged` counts verdicts that say something of an answer; since the last of them `unjudged_in_a_row` have not, and
-    `unjudged_reason` is the newest reason, behind its domain.
+    `unjudged_reason` is the newest reason, behind its domain. `verifiers` is by domain.
     """
 
     name: str
@@ -240,6 +249,7 @@ class ActorAlive(ControlMessage, frozen=True):
     judged: int = 0
     unjudged_in_a_row: int = 0
     unjudged_reason: str = ""
+    verifiers: dict[str, VerifierFigures] = {}
 
 
 class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from pipelinerl.messages import (
     TrainerKnobs,
     TrainerReady,
     TrainerStopped,
+    VerifierFigures,
     decode_directive,
     decode_report,
     encode,
@@ -189,6 +190,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             judged=8,
             unjudged_in_a_row=3,
             unjudged_reason="math: timeout",
+            verifiers={"math": VerifierFigures(judged=8, errors=1, timeouts=3, seconds=0.5)},
         ),
         {
             "name": "actor-0",
@@ -198,6 +200,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "judged": 8,
             "unjudged_in_a_row": 3,
             "unjudged_reason": "math: timeout",
+            "verifiers": {"math": {"judged": 8, "errors": 1, "timeouts": 3, "seconds": 0.5}},
         },
     ),
     (

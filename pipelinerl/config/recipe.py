@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import SecretStr, ValidationError, field_validator, model_validator
 
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
+from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.layers import merged, overridden
 from pipelinerl.config.learning import (
     CriticSection,
     KLControlSection,
     ReferenceSection,
-    RewardSection,
     TrainingSection,
 )
 from pipelinerl.config.sections import (
@@ -55,17 +55,6 @@ from trainer_contract.types import Device
 __all__ = ["MODELS", "RECIPES", "RunConfig", "load", "parse", "save", "to_table"]
 
 RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
-
-
-class DomainSection(Section):
-    """A kind of problem: where its problems come from, what verifies them, and its share of the mixture."""
-
-    name: str
-    source: str
-    verifier: str = "math_answer"
-    weight: float = Field(default=1.0, gt=0)
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    reward: RewardSection | None = None
 
 
 class RunConfig(Section):

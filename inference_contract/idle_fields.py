@@ -39,7 +39,6 @@ OF_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),

@@ -98,6 +98,10 @@ class ChatCompletionRequest(Wire):
     `prefixes` asks for the rest of an answer: `n` samples, each by its index, with the tokens that are sampled already
     and count towards `max_tokens`. What comes is new tokens with their log-probs and spans; the text is that of the
     whole answer, and a stop string may lie across the border. A prefix that has ended already is refused.
+
+    `chat_template_kwargs` are names that the chat template may look up beside the messages (Qwen3's `enable_thinking`),
+    as vLLM's; a template that looks up no such name is not changed by it, nor is an engine without templates. What the
+    engine itself gives its template may not be set.
     """
 
     model: str | None = None
@@ -119,6 +123,7 @@ class ChatCompletionRequest(Wire):
     priority: int = Field(default=0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
     user: str | None = None
     prefixes: list[AnswerPrefix] | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod

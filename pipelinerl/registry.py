@@ -67,6 +67,13 @@ TRAINERS_WITH_OPTIONS: Final = frozenset({"jax"})
 #: Trainers that can be given a value head.
 VALUE_HEADS: Final = frozenset({"torch", "bigram"})
 
+#: `(SourceRequest) -> ProblemSource`; what a recipe says after a colon is the request's argument.
+SOURCES: Final[Mapping[str, RegistryEntry]] = {
+    "reasoning_gym": RegistryEntry("pipelinerl.data.generated:open_reasoning_gym", ("reasoning_gym",)),
+    "addition": RegistryEntry("pipelinerl.data.generated:open_addition"),
+    "files": RegistryEntry("pipelinerl.data.files.source:open_files"),
+}
+
 #: A class without arguments that satisfies `Verifier`.
 VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),

@@ -87,6 +87,16 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DomainSampling:
+    """What a domain has its own way: None is as the rest of the run. `chat_template_kwargs` go to the chat template."""
+
+    temperature: float | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    chat_template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOrder:
     """The controller's order to sample one problem G times.
 
@@ -101,6 +111,7 @@ class PromptOrder:
     sampling: Sampling
     seed: int
     engine: str = ""
+    chat_template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,6 +311,7 @@ class Actor:
             seed=(order.seed + attempt) % 2**63,
             return_token_ids=True,
             priority=Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
+            chat_template_kwargs=dict(order.chat_template_kwargs),
         )
 
     async def _flush(self, partition: RolloutWriter) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs
+from pipelinerl.commands.prompt_findings import prompt_findings
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
@@ -36,7 +37,7 @@ from pipelinerl.system.storage import Storage
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import Verifier
 
-#: Problems of each kind that are looked at; of the evaluation's, all are.
+#: Problems of each domain whose reference answers are verified.
 _LOOKED_AT = 16
 
 
@@ -108,11 +109,9 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         alone = config.model_copy(update={"domains": (domain,)})
         verifier: Verifier = registry.load(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)()
         asyncio.run(_check_verifier(training_problems(alone), verifier, where=f"domains.{domain.name}"))
-    for name, mixture, count, answer in (
-        ("training", training_problems(config), _LOOKED_AT, config.sampling.max_tokens),
-        ("held out", held_out_problems(config), config.evaluation.problems, config.evaluation_max_tokens),
-    ):
-        yield name, _look_at(mixture, count, tokenizer, room=config.engine.context_length - answer)
+    yield from prompt_findings(
+        config, tokenizer, training=training_problems(config), held_out=held_out_problems(config)
+    )
 
 
 def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -199,18 +198,3 @@ async def _check_verifier(mixture: Mixture, verifier: Verifier, *, where: str) -
         f"{problems[0].ground_truth!r} to {problems[0].messages[-1].content!r}; choose the verifier that "
         "belongs to the source"
     )
-
-
-def _look_at(mixture: Mixture, count: int, tokenizer: ChatTokenizer, *, room: int) -> str:
-    """Are there so many problems, and is there room for the prompts? Says what the first one is."""
-    problems = [mixture.problem(index) for index in range(count)]
-    if not problems:
-        return "no problems"
-    longest = max(len(tokenizer.encode_chat(problem.messages)) for problem in problems)
-    if longest > room:
-        raise RecipeError(
-            f"engine.context_length leaves {room} tokens for a prompt beside max_tokens for its answer, and a prompt "
-            f"of {longest} tokens was found; raise it, or lower max_tokens"
-        )
-    first = problems[0]
-    return f"{first.messages[-1].content!r} → {first.ground_truth!r}; prompts of up to {longest} tokens"

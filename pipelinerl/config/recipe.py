@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import SecretStr, ValidationError, field_validator, model_validator
 
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
+from pipelinerl.config.beside_recipe import resolved_beside
+from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.layers import merged, overridden
 from pipelinerl.config.learning import (
     CriticSection,
     KLControlSection,
     ReferenceSection,
-    RewardSection,
     TrainingSection,
 )
 from pipelinerl.config.sections import (
@@ -55,17 +56,6 @@ from trainer_contract.types import Device
 __all__ = ["MODELS", "RECIPES", "RunConfig", "load", "parse", "save", "to_table"]
 
 RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
-
-
-class DomainSection(Section):
-    """A kind of problem: where its problems come from, what verifies them, and its share of the mixture."""
-
-    name: str
-    source: str
-    verifier: str = "math_answer"
-    weight: float = Field(default=1.0, gt=0)
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    reward: RewardSection | None = None
 
 
 class RunConfig(Section):
@@ -126,9 +116,10 @@ class RunConfig(Section):
             )
         for path, tokens in (
             ("sampling.max_tokens", self.sampling.max_tokens),
-            ("evaluation.max_tokens", self.evaluation_max_tokens),
+            ("evaluation.max_tokens", self.evaluation.max_tokens),
+            *((f"domains.{domain.name}.max_tokens", domain.max_tokens) for domain in self.domains),
         ):
-            if tokens >= self.engine.context_length:
+            if tokens is not None and tokens >= self.engine.context_length:
                 raise ValueError(
                     f"{path} ({tokens}) must be below engine.context_length ({self.engine.context_length}): the prompt "
                     "needs room too"
@@ -169,10 +160,13 @@ class RunConfig(Section):
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
 
-    @property
-    def evaluation_max_tokens(self) -> int:
+    def max_tokens_of(self, domain: DomainSection) -> int:
+        """Most tokens of an answer to train on."""
+        return domain.max_tokens or self.sampling.max_tokens
+
+    def evaluation_max_tokens_of(self, domain: DomainSection) -> int:
         """Most tokens of a held-out answer."""
-        return self.evaluation.max_tokens or self.sampling.max_tokens
+        return self.evaluation.max_tokens or self.max_tokens_of(domain)
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -217,6 +211,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise RecipeError(f"{path} cannot be read: {error.strerror}") from None
+    table = resolved_beside(table, path)
     base = table.pop("base", None)
     if base is None:
         return table

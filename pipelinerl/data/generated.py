@@ -11,6 +11,8 @@ from typing import Any, Final, final
 
 from pipelinerl import rng
 from pipelinerl.data.drafts import Draft, Split, split_of, to_problem
+from pipelinerl.data.prompts import NO_PROMPTS, Prompts
+from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
 
@@ -26,6 +28,7 @@ class GeneratedSource:
     Args:
         draw: the draft of a 63-bit key, a pure function.
         pattern: what the whole ground truth must match, if anything.
+        prompts: how the domain asks.
     """
 
     def __init__(
@@ -36,12 +39,14 @@ class GeneratedSource:
         split: Split,
         seed: int,
         pattern: re.Pattern[str] | None = None,
+        prompts: Prompts = NO_PROMPTS,
     ) -> None:
         self._draw = draw
         self._domain = domain
         self._split = split
         self._seed = seed
         self._pattern = pattern
+        self._prompts = prompts
         # Distinct problems have to be enumerated; this is a cache of a pure function, nothing more.
         self._distinct: dict[tuple[Message, ...], Problem] = {}
         self._in_order: list[Problem] = []
@@ -50,10 +55,10 @@ class GeneratedSource:
     def problem(self, index: int) -> Problem:
         """Problem `index`. Raises `RecipeError` when the generator yields too few that fit."""
         if self._split is Split.TRAIN:
-            return self._fitting(index)
+            return self._prompts.dress(self._fitting(index))
         while len(self._in_order) <= index:
             self._append_distinct()
-        return self._in_order[index]
+        return self._prompts.dress(self._in_order[index])
 
     def _fitting(self, index: int) -> Problem:
         for attempt in range(_MAX_DRAWS):
@@ -82,6 +87,33 @@ class GeneratedSource:
     def _fits(self, draft: Draft) -> bool:
         right_split = split_of(draft.messages) is self._split
         return right_split and (self._pattern is None or self._pattern.fullmatch(draft.ground_truth) is not None)
+
+
+def open_addition(asked: SourceRequest) -> GeneratedSource:
+    """The source `addition`."""
+    if asked.argument:
+        raise RecipeError(f"{asked.where}.source must be addition alone, got addition:{asked.argument}")
+    return _generated(asked, lambda own: addition_drafts(own, where=asked.where))
+
+
+def open_reasoning_gym(asked: SourceRequest) -> GeneratedSource:
+    """The source `reasoning_gym:<task>`."""
+    if not asked.argument:
+        raise RecipeError(f"{asked.where}.source must be reasoning_gym:<task>, got no task")
+    return _generated(asked, lambda own: reasoning_gym_drafts(asked.argument, own, where=asked.where))
+
+
+def _generated(asked: SourceRequest, drafts: Callable[[Mapping[str, Any]], Callable[[int], Draft]]) -> GeneratedSource:
+    """Of any generator; `answer_pattern` is a regular expression that the whole answer must match."""
+    own = dict(asked.parameters)
+    answer_pattern = own.pop("answer_pattern", None)
+    try:
+        pattern = None if answer_pattern is None else re.compile(answer_pattern)
+    except (re.error, TypeError) as error:
+        raise RecipeError(f"{asked.where}.parameters.answer_pattern must be a regular expression: {error}") from None
+    return GeneratedSource(
+        drafts(own), domain=asked.domain, split=asked.split, seed=asked.seed, pattern=pattern, prompts=asked.prompts
+    )
 
 
 def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:

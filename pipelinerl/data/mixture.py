@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from pipelinerl import rng
-from pipelinerl.data.problems import ProblemSource
+from pipelinerl.data.source import ProblemSource
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem
 

@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from pipelinerl.errors import ModelError
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 #: A message as templates take it: `role` and `content`.
 Turn = dict[str, str]
+#: Renders a template, as `ContentGuard` says.
+Render = Callable[[Sequence[Turn], bool, Mapping[str, Any]], str]
+
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 #: Of these roles the contents are data, which may not become inner control tokens either.
 _DATA_ROLES: Final = frozenset({"user", "tool"})
@@ -78,8 +83,8 @@ class ContentGuard:
     Args:
         backend: without truncation and padding.
         template: the source of the chat template, empty if there is none.
-        render: the template's text of these turns; the second argument says whether it opens the assistant's turn.
-            Raises `ModelError` for turns that the template refuses.
+        render: the template's text of these turns; the second argument says whether it opens the assistant's turn,
+            the third what else the template may look up. Raises `ModelError` for turns that the template refuses.
         ends: ids that end a sample.
         unknown: the id that stands for characters which the tokenizer does not know.
     """
@@ -89,14 +94,14 @@ class ContentGuard:
         backend: Tokenizer,
         *,
         template: str,
-        render: Callable[[Sequence[Turn], bool], str],
+        render: Render,
         ends: Iterable[int],
         unknown: int | None,
     ) -> None:
         self._backend = backend
         self._render = render
         try:
-            around = render([{"role": "user", "content": "a"}], False)
+            around = render([{"role": "user", "content": "a"}], False, _NOTHING)
         except ModelError:
             around = template  # which wants more than a user message: then all that it mentions is structure
         added, ends = backend.get_added_tokens_decoder(), frozenset(ends)
@@ -113,18 +118,25 @@ class ContentGuard:
         self._closed_to_data = Spellings.of(self._control.values())
         self._expected = lru_cache(maxsize=_SHAPES)(self._structure_of_shape)
 
-    def encode_chat(self, turns: Sequence[Turn]) -> list[int]:
+    def encode_chat(self, turns: Sequence[Turn], also: Mapping[str, Any] = _NOTHING) -> list[int]:
         """Token ids of the rendered conversation, the opening of the assistant's turn included.
 
+        Args:
+            also: what the template may look up beside the turns; it writes the texts in it as it likes, so that none
+                may spell a control token.
+
         Raises:
-            ModelError: the template refuses the turns, or a content spells a control token where it cannot be told what
-                the template does with it.
+            ModelError: the template refuses the turns; a text of `also` spells a control token; or a content does where
+                it cannot be told what the template does with it.
         """
-        text = self._render(turns, True)
+        for name, value in also.items():
+            if isinstance(value, str) and self._closed_to_data.starts(value):
+                raise ModelError(f"chat_template_kwargs.{name} spells a control token of this model; leave it out")
+        text = self._render(turns, True, also)
         ids = self._ids(text)
         spelt = [self._closed_to(turn["role"]).starts(turn["content"]) for turn in turns]
         if any(spelt):
-            data = self._places(turns, spelt, text)
+            data = self._places(turns, spelt, text, also)
             if data is None:
                 row = next(row for row, found in enumerate(spelt) if found)
                 raise ModelError(
@@ -134,9 +146,11 @@ class ContentGuard:
             return self._apart(text, data)
         # A normalizer, or the template, may still make a control token of what contents hold.
         shape = tuple((turn["role"], not turn["content"].strip()) for turn in turns)
-        if self._structure(ids) == self._expected(shape):
+        if self._structure(ids) == self._expected(shape, tuple(sorted(also.items()))):
             return ids
-        data = self._places(turns, [[at.start() for at in _SYMBOL.finditer(turn["content"])] for turn in turns], text)
+        data = self._places(
+            turns, [[at.start() for at in _SYMBOL.finditer(turn["content"])] for turn in turns], text, also
+        )
         # None: what this template writes depends on contents, none of which spells a control token.
         return ids if data is None else self._apart(text, data)
 
@@ -158,15 +172,21 @@ class ContentGuard:
         structural = self._structural
         return [index for index in ids if index in structural]
 
-    def _structure_of_shape(self, shape: tuple[tuple[str, bool], ...]) -> list[int] | None:
+    def _structure_of_shape(
+        self, shape: tuple[tuple[str, bool], ...], also: tuple[tuple[str, Any], ...]
+    ) -> list[int] | None:
         """What the template writes around contents that are blank or not; None if it refuses them."""
         try:
-            text = self._render([{"role": role, "content": "" if blank else "a"} for role, blank in shape], True)
+            text = self._render(
+                [{"role": role, "content": "" if blank else "a"} for role, blank in shape], True, dict(also)
+            )
         except ModelError:
             return None
         return self._structure(self._ids(text))
 
-    def _places(self, turns: Sequence[Turn], starts: Sequence[Sequence[int]], text: str) -> frozenset[int] | None:
+    def _places(
+        self, turns: Sequence[Turn], starts: Sequence[Sequence[int]], text: str, also: Mapping[str, Any]
+    ) -> frozenset[int] | None:
         """Where in the rendered `text` those characters are that stand in the turns' contents at `starts`.
 
         None: with these characters marked, the template renders something else. Raises `ModelError` when the messages
@@ -182,7 +202,7 @@ class ContentGuard:
             {**turn, "content": _marked(turn["content"], places, marks)}
             for turn, places in zip(turns, starts, strict=True)
         ]
-        rendered = self._render(marked, True)
+        rendered = self._render(marked, True, also)
         if rendered.translate({ord(mark): char for char, mark in marks.items()}) != text:
             return None
         used = frozenset(marks.values())

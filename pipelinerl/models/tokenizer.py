@@ -8,11 +8,13 @@ whole characters only, whose concatenation equals decoding everything at once.
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.control_tokens import ContentGuard, Turn
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 #: More undecided tokens than any character has bytes: then the bytes are not text, and are shown as they are.
 _MAX_UNDECIDED = 16
+_NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class ChatTurn(Protocol):
@@ -85,15 +88,20 @@ class ChatTokenizer:
         """Number of tokens, added ones included."""
         return self._vocab_size
 
-    def encode_chat(self, messages: Sequence[ChatTurn]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatTurn], template_kwargs: Mapping[str, Any] = _NO_KWARGS) -> list[int]:
         """Token ids of the rendered conversation, the opening of the assistant's turn included.
 
         A control token that a content spells comes out as plain text.
 
+        Args:
+            template_kwargs: names that the template may look up beside the messages.
+
         Raises:
-            ModelError: the model has no chat template, it refuses the messages, or a spelling cannot be followed.
+            ModelError: the model has no chat template, it refuses the messages, a spelling cannot be followed, or a
+                name is not for `template_kwargs`.
         """
-        return self._contents.encode_chat([{"role": message.role, "content": message.content} for message in messages])
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        return self._contents.encode_chat(turns, template_kwargs)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as the assistant's content: no control token that structures a chat comes out.
@@ -119,15 +127,28 @@ class ChatTokenizer:
             backend, template=template, render=self._render, ends=self._eos_token_ids, unknown=tokenizer.unk_token_id
         )
 
-    def _render(self, turns: Sequence[Turn], opens: bool) -> str:
+    def _render(self, turns: Sequence[Turn], opens: bool, template_kwargs: Mapping[str, Any] = _NO_KWARGS) -> str:
         """The template's text; `opens` adds the opening of the assistant's turn."""
         from jinja2 import TemplateError
 
+        tokenizer = self._tokenizer
+        if taken := sorted(template_kwargs.keys() & self._not_for_templates):
+            raise ModelError(
+                f"chat_template_kwargs must not set {', '.join(taken)}, which the engine decides; remove it"
+            )
         try:
-            text = self._tokenizer.apply_chat_template(list(turns), add_generation_prompt=opens, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                list(turns), add_generation_prompt=opens, tokenize=False, **template_kwargs
+            )
         except (ValueError, TemplateError) as error:
             raise ModelError(f"the chat template cannot render {len(turns)} messages: {error}") from error
         return str(text)
+
+    @cached_property
+    def _not_for_templates(self) -> frozenset[str]:
+        """What `apply_chat_template` takes for itself, and what it gives templates of its own accord."""
+        signature = inspect.signature(self._tokenizer.apply_chat_template)
+        return frozenset({*signature.parameters, *self._tokenizer.special_tokens_map, "messages"})
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included."""

@@ -173,7 +173,12 @@ def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
                 name=domain.name,
                 weight=domain.weight,
                 source=open_source(
-                    domain.source, domain=domain.name, split=split, seed=seed, parameters=domain.parameters
+                    domain.source,
+                    domain=domain.name,
+                    split=split,
+                    seed=seed,
+                    parameters=domain.parameters,
+                    prompts=domain.prompts,
                 ),
             )
             for domain in config.domains

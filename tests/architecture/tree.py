@@ -34,8 +34,8 @@ FLOORS: dict[str, int] = {
     "launch": 8,
     "benchmarks": 9,
 }
-VALUES = frozenset({"types", "choices", "arrays", "staleness", "rng", "errors", "messages"})
-COMPOSITION = frozenset({"cli", "roles", "commands", "config", "registry"})
+VALUES = frozenset({"types", "choices", "arrays", "staleness", "rng", "errors", "messages", "registry"})
+COMPOSITION = frozenset({"cli", "roles", "commands", "config"})
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
             refuse(config)
         return
     found = dict(findings(config))
-    assert list(found) == ["model", "engine", "trainer", "objective", "staleness", "training", "held out"]
+    assert list(found) == ["model", "engine", "trainer", "objective", "staleness", "prompt", "training", "held out"]
     assert found["training"] != found["held out"]
 
 
@@ -219,13 +219,13 @@ def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None
 @pytest.mark.parametrize(
     ("domain", "sentence"),
     [
-        ({"source": "zzz"}, "domains.d.source must be reasoning_gym:<task>, addition or jsonl, got 'zzz'"),
+        ({"source": "zzz"}, "domains.d.source must be one of reasoning_gym, addition, files, got 'zzz'"),
         ({"source": "reasoning_gym:zzz"}, "domains.d: reasoning-gym refuses task 'zzz'"),
         (
             {"source": "reasoning_gym:spell_backward", "parameters": {"zz": 1}},
             "domains.d: reasoning-gym refuses task 'spell_backward'",
         ),
-        ({"source": "jsonl"}, "domains.d.parameters.path must be the path of a file, got None"),
+        ({"source": "files"}, "domains.d.parameters.path must be the path of a file or folder, got None"),
         ({"source": "addition", "verifier": "zzz"}, "domains.d.verifier must be one of .*, got 'zzz'"),
         (
             {"source": "addition", "verifier": "reasoning_gym"},
@@ -245,7 +245,7 @@ def test_sources_and_verifiers_must_belong_together(domain: dict[str, object], s
 def test_every_problem_of_the_evaluation_must_be_there(tmp_path: Path) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(100)))
-    table = to_table(with_domain(source="jsonl", parameters={"path": str(file)}))
+    table = to_table(with_domain(source="files", parameters={"path": str(file)}))
     assert dict(findings(parse(table | {"evaluation": {"problems": 2}})))["held out"]
     with pytest.raises(RecipeError, match=r"the held_out split holds .* problems; ask for fewer"):
         list(findings(parse(table | {"evaluation": {"problems": 100}})))

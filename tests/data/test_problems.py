@@ -78,8 +78,8 @@ def test_reasoning_gym_problems_fit_the_parameters_and_vary_in_length():
         ("addition", {"digits": 3}, "takes max_digits"),
         ("addition", {"max_digits": 0}, "takes max_digits"),
         ("addition", {"answer_pattern": "("}, "regular expression"),
-        ("jsonl", {"path": "/no/such/file"}, "must be the path of a file"),
-        ("jsonl", {"file": "x"}, "unknown file"),
+        ("files", {"path": "/no/such/file"}, "must be the path of a file or folder"),
+        ("files", {"file": "x"}, "unknown file"),
     ],
 )
 def test_wrong_parameters_are_named(kind, parameters, message):
@@ -99,7 +99,7 @@ def write(path, prompts_):
 
 def test_a_jsonl_file_is_split_by_hash_and_every_line_is_used(tmp_path):
     path = write(tmp_path / "a.jsonl", [f"q{i}" for i in range(100)])
-    splits = {split: source("jsonl", split, path=path) for split in Split}
+    splits = {split: source("files", split, path=path) for split in Split}
     seen = {split: prompts(problems, len(problems)) for split, problems in splits.items()}
     assert sorted(itertools.chain.from_iterable(seen.values())) == sorted(
         (Message("user", f"q{i}"),) for i in range(100)
@@ -110,7 +110,7 @@ def test_a_jsonl_file_is_split_by_hash_and_every_line_is_used(tmp_path):
 
 
 def test_each_epoch_of_a_jsonl_file_holds_every_problem_once_in_another_order(tmp_path):
-    problems = source("jsonl", path=write(tmp_path / "a.jsonl", [f"q{i}" for i in range(100)]))
+    problems = source("files", path=write(tmp_path / "a.jsonl", [f"q{i}" for i in range(100)]))
     size = len(problems)
     first, second = ([problems.problem(epoch * size + i) for i in range(size)] for epoch in (0, 1))
     assert first != second
@@ -122,9 +122,9 @@ def test_each_epoch_of_a_jsonl_file_holds_every_problem_once_in_another_order(tm
 def test_what_a_held_out_file_contains_is_not_trained_on(tmp_path):
     path = write(tmp_path / "train.jsonl", [f"q{i}" for i in range(50)])
     held_out = write(tmp_path / "test.jsonl", ["q3", "q4", "other"])
-    tested = source("jsonl", Split.HELD_OUT, path=path, held_out_path=held_out)
-    trained = source("jsonl", Split.TRAIN, path=path, held_out_path=held_out)
-    checked = source("jsonl", Split.VALIDATION, path=path, held_out_path=held_out)
+    tested = source("files", Split.HELD_OUT, path=path, held_out_path=held_out)
+    trained = source("files", Split.TRAIN, path=path, held_out_path=held_out)
+    checked = source("files", Split.VALIDATION, path=path, held_out_path=held_out)
     parts = [set(prompts(part, len(part))) for part in (tested, trained, checked)]
     assert parts[0] == {(Message("user", text),) for text in ("q3", "q4", "other")}
     assert all(not one & other for one, other in itertools.combinations(parts, 2))
@@ -134,8 +134,8 @@ def test_what_a_held_out_file_contains_is_not_trained_on(tmp_path):
 def test_a_bad_line_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": "a"}\n')
-    with pytest.raises(RecipeError, match=r"a\.jsonl:3: expected an object"):
-        source("jsonl", path=str(path))
+    with pytest.raises(RecipeError, match=r'a\.jsonl line 3: field "answer" is missing; the row has prompt$'):
+        source("files", path=str(path))
 
 
 def test_messages_of_a_jsonl_file_keep_their_roles(tmp_path):
@@ -143,7 +143,7 @@ def test_messages_of_a_jsonl_file_keep_their_roles(tmp_path):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path.write_text(json.dumps({"messages": turns, "answer": 4, "metadata": {"level": 2}}))
     split = split_of((Message("system", "s"), Message("user", "u")))
-    problem = source("jsonl", split, path=str(path)).problem(0)
+    problem = source("files", split, path=str(path)).problem(0)
     assert problem == Problem(
         problem_id=problem.problem_id,
         domain="d",

@@ -25,7 +25,7 @@ class SlowTokenizer:
         self.texts = 0
         self.eos_token_ids: frozenset[int] = frozenset()
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage], template_kwargs: object = ()) -> list[int]:
         self.texts += 1
         time.sleep(SLOW_S)
         return PROMPT

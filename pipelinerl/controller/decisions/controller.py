@@ -81,6 +81,7 @@ class Controller:
         self._orders = PromptOrderFactory(
             seed=settings.seed,
             sampling=settings.sampling,
+            by_domain=settings.by_domain,
             evaluation=settings.evaluation,
             training_problem=training_problem,
             held_out_problem=held_out_problem,

@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import dataclass, field, replace
+from typing import Final, final
 
 from pipelinerl import rng
 from pipelinerl.controller.state.evaluation import EvaluationPlan
-from pipelinerl.types import Problem, PromptOrder, Purpose, Sampling
+from pipelinerl.types import DomainSampling, Problem, PromptOrder, Purpose, Sampling
+
+_AS_THE_RUN: Final = DomainSampling()
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOrderFactory:
-    """What orders are written from."""
+    """What orders are written from.
+
+    A domain's own temperature, length and stop strings come before those of the run, and before the knob `temperature`.
+    Evaluations have the temperature of their plan, and its length where it names one.
+    """
 
     seed: int
     sampling: Sampling
+    by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
     evaluation: EvaluationPlan
     training_problem: Callable[[int, Mapping[str, float]], Problem]
     held_out_problem: Callable[[int], Problem]
 
     def training(self, index: int, *, temperature: float, domain_weights: Mapping[str, float]) -> PromptOrder:
         """Training order `index`, from the mixture of these weights."""
+        problem = self.training_problem(index, domain_weights)
+        own = self._own(problem)
+        sampling = replace(
+            self.sampling,
+            temperature=temperature if own.temperature is None else own.temperature,
+            max_tokens=own.max_tokens or self.sampling.max_tokens,
+            stop=self._stop(own),
+        )
         return PromptOrder(
             order_id=f"prompt-{index:06d}",
             index=index,
             purpose=Purpose.TRAINING,
-            problem=self.training_problem(index, domain_weights),
-            sampling=replace(self.sampling, temperature=temperature),
+            problem=problem,
+            sampling=sampling,
             seed=rng.key(self.seed, "sampling", index),
+            chat_template_kwargs=own.chat_template_kwargs,
         )
 
     def asking(self, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
@@ -38,21 +54,30 @@ class PromptOrderFactory:
 
         Equal at each asking but for its id and engine: a sample is a function of its seed and of the weights.
         """
-        plan = self.evaluation
+        plan, problem = self.evaluation, self.held_out_problem(index)
+        own = self._own(problem)
         sampling = replace(
             self.sampling,
             num_samples=plan.samples,
             temperature=plan.temperature,
             top_p=1.0,
             top_k=0,
-            max_tokens=plan.max_tokens,
+            max_tokens=plan.max_tokens or own.max_tokens or self.sampling.max_tokens,
+            stop=self._stop(own),
         )
         return PromptOrder(
             order_id=f"eval-{version}-{number}-{index:06d}",
             index=index,
             purpose=Purpose.EVALUATION,
-            problem=self.held_out_problem(index),
+            problem=problem,
             sampling=sampling,
             seed=rng.key(self.seed, "evaluation", index),
             engine=engine,
+            chat_template_kwargs=own.chat_template_kwargs,
         )
+
+    def _own(self, problem: Problem) -> DomainSampling:
+        return self.by_domain.get(problem.domain, _AS_THE_RUN)
+
+    def _stop(self, own: DomainSampling) -> tuple[str, ...]:
+        return self.sampling.stop if own.stop is None else own.stop

@@ -23,6 +23,7 @@ class EvaluationPlan:
 
     Attributes:
         problems: how many held-out problems; 0: no evaluations.
+        max_tokens: 0: as in training, each domain its own.
         pass_at: the k of pass@k, each at most `samples`.
         hold_s: longest that `gate` postpones updates; then what has been answered is all.
         grace_s: an evaluation that gets no answer for so long ends with those it has.

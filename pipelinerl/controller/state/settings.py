@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pipelinerl.controller.state.evaluation import EvaluationPlan
-from pipelinerl.types import Sampling
+from pipelinerl.types import DomainSampling, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,8 @@ class ControllerSettings:
     until_accuracy: float | None
     max_groups: int
     sampling: Sampling
+    by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
+    """What domains have their own way."""
     evaluation: EvaluationPlan
     stall_s: float = 120.0
     """The watchdog speaks when nothing has got on for so long."""

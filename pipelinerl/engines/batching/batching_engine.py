@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, final
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UnknownModel
@@ -62,7 +63,7 @@ class Tokenizer(Protocol):
         """Tokens that end a sample."""
         ...
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any] = ...) -> list[int]:
         """The prompt's tokens, the opening of the assistant's turn included."""
         ...
 
@@ -228,7 +229,7 @@ class BatchingEngine:
             raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
         if asked.model is not None and asked.model != self._settings.model_id:
             raise UnknownModel(f"this engine serves {self._settings.model_id!r}, got {asked.model!r}", param="model")
-        prompt = asked.prompt_token_ids or await self._encoded(asked.messages or [], model)
+        prompt = asked.prompt_token_ids or await self._encoded(asked, model)
         room = room_after(prompt, model, "prompt_token_ids" if asked.prompt_token_ids else "messages")
         number = next(self._numbers)
         work = Request(
@@ -253,11 +254,13 @@ class BatchingEngine:
         )
         return work
 
-    async def _encoded(self, messages: list[ChatMessage], model: ServedModel) -> list[int]:
+    async def _encoded(self, asked: ChatCompletionRequest, model: ServedModel) -> list[int]:
         """The prompt's tokens, made beside the event loop: a long text takes seconds, and others wait for tokens."""
+        messages = asked.messages or []
         refuse_oversized(messages, model)
+        encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs)
         try:
-            return await self._events.run_in_executor(self._encoder, self._tokenizer.encode_chat, messages)
+            return await self._events.run_in_executor(self._encoder, encode)
         except PipelineError as error:
             raise InvalidRequest(str(error), param="messages") from error
 

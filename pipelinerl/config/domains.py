@@ -1,0 +1,85 @@
+"""`DomainSection`: a `[[domains]]` block of a recipe. It says where problems come from, how they are asked, and what
+judges the answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from pipelinerl.choices import COLDEST, HOTTEST
+from pipelinerl.config.learning import RewardSection
+from pipelinerl.config.sections import Section
+from pipelinerl.data.prompts import Prompts
+from pipelinerl.data.templates import Template
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import DomainSampling, Message
+
+
+class FewShotSection(Section):
+    """One message of an example conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class DomainSection(Section):
+    """A kind of problem: where its problems come from, how they are asked, what verifies them, and its share."""
+
+    name: str
+    source: str
+    verifier: str = "math_answer"
+    weight: float = Field(default=1.0, gt=0)
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    reward: RewardSection | None = None
+
+    # how problems are asked: docs/data.md
+    system_prompt: str = ""
+    prompt_template: Annotated[str, Field(min_length=1)] | None = None
+    """The last user message, as a Jinja template or with `{field}` alone, over the fields of the problem's row."""
+    few_shot: tuple[FewShotSection, ...] = ()
+    """Example messages before each problem; in a recipe also the path of a JSON file that holds them."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """What the model's chat template is given beside the messages, such as Qwen3's enable_thinking."""
+
+    # how answers are sampled, where it differs from [sampling]
+    temperature: float | None = Field(default=None, ge=COLDEST, le=HOTTEST)
+    """Of training. The knob `temperature` leaves it alone: it sets that of the domains which have none of their own."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _is_template(cls, text: str | None) -> str | None:
+        try:
+            _ = text and Template(text)
+        except RecipeError as error:
+            raise ValueError(str(error)) from None
+        return text
+
+    @model_validator(mode="after")
+    def _examples_are_answered(self) -> Self:
+        if self.few_shot and self.few_shot[-1].role != "assistant":
+            raise ValueError(f"few_shot must end with the assistant's answer, got {self.few_shot[-1].role!r} last")
+        if self.system_prompt and any(shot.role == "system" for shot in self.few_shot):
+            raise ValueError("few_shot must not hold a system message beside system_prompt; leave one of them out")
+        return self
+
+    @property
+    def prompts(self) -> Prompts:
+        """How problems are asked."""
+        return Prompts(
+            system=self.system_prompt,
+            few_shot=tuple(Message(shot.role, shot.content) for shot in self.few_shot),
+            template=None if self.prompt_template is None else Template(self.prompt_template),
+        )
+
+    @property
+    def sampling(self) -> DomainSampling:
+        """How answers are sampled, where it differs from the rest of the run."""
+        return DomainSampling(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )

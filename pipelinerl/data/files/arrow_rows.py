@@ -1,0 +1,107 @@
+"""`ArrowRows`: rows of Parquet files, and of the Arrow files that `datasets` saves; pyarrow reads both.
+
+Promises that rows stay in columns until they are asked for, that only the columns which somebody needs are read, and
+that a struct has the fields of its own row: those that are null since another row has them are left out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, final
+
+from pipelinerl.data.files.rows import Row
+from pipelinerl.errors import RecipeError
+
+#: Rows that become Python values at a time when all are looked at.
+_AT_A_TIME: Final = 4096
+
+
+@final
+class ArrowRows:
+    """The rows of one file."""
+
+    def __init__(self, table: Any, name: str, *, also: tuple[str, ...] = ()) -> None:
+        """`table` is a `pyarrow.Table`; `also` names columns that the file has and the table has not."""
+        import pyarrow as pa
+
+        self._name = name
+        self._also = also
+        self._batches = table.to_batches()
+        self._ends = list(itertools.accumulate(batch.num_rows for batch in self._batches))
+        self._nested = frozenset(field.name for field in table.schema if pa.types.is_nested(field.type))
+
+    @classmethod
+    def read(cls, path: Path, fields: frozenset[str]) -> ArrowRows:
+        """Read these columns of the file, as far as it has them.
+
+        Raises:
+            RecipeError: pyarrow is not installed, or cannot read the file.
+        """
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ModuleNotFoundError:
+            raise RecipeError(
+                f"{path} is read by pyarrow, which is not installed; pip install 'pipelinerl[data]'"
+            ) from None
+        try:
+            if path.suffix == ".parquet":
+                with pq.ParquetFile(path) as file:
+                    names = file.schema_arrow.names
+                    table = file.read(columns=[name for name in names if name in fields])
+            else:
+                with pa.memory_map(str(path)) as source:
+                    table = _ipc_reader(source).read_all()
+                names = table.column_names
+                table = table.select([name for name in names if name in fields])
+        except (pa.ArrowException, OSError) as error:
+            raise RecipeError(f"{path} cannot be read: {error}") from None
+        return cls(table, str(path), also=tuple(name for name in names if name not in fields))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def row(self, index: int) -> Row:
+        """One row; the columns that were not read stand there as None."""
+        number = bisect.bisect_right(self._ends, index)
+        within = index - (self._ends[number - 1] if number else 0)
+        (row,) = self._batches[number].slice(within, 1).to_pylist()
+        return {**dict.fromkeys(self._also), **{name: without_nulls(value) for name, value in row.items()}}
+
+    def scan(self, fields: frozenset[str]) -> Iterator[Row]:
+        """All rows with these fields."""
+        for batch in self._batches:
+            names = [name for name in batch.schema.names if name in fields]
+            for first in range(0, batch.num_rows, _AT_A_TIME):
+                part = batch.slice(first, _AT_A_TIME)
+                columns = [part.column(name).to_pylist() for name in names]
+                if not columns:
+                    yield from ({} for _ in range(part.num_rows))
+                for at in [at for at, name in enumerate(names) if name in self._nested]:
+                    columns[at] = [without_nulls(value) for value in columns[at]]
+                for values in zip(*columns, strict=True):
+                    yield dict(zip(names, values, strict=True))
+
+    def place(self, index: int) -> str:
+        """`train.parquet row 17`, counted from 0."""
+        return f"{self._name} row {index}"
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the nulls of structs, at any depth; those in lists stay, since places count there."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _ipc_reader(source: Any) -> Any:
+    """`datasets` writes streams; other writers files."""
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.open_stream(source)
+    except pa.ArrowInvalid:
+        return pa.ipc.open_file(source)

@@ -1,0 +1,195 @@
+"""`Columns`: which fields of a row are a problem's prompt, answer, metadata, tags and id.
+
+Promises that what is missing, or of another type than it must be, is an error that names the field (who knows where the
+row is adds that); and that a row's digest, which decides its split, is one of what the row asks, not of how a template
+puts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import orjson
+
+from pipelinerl.data.drafts import Draft, text_of, to_problem
+from pipelinerl.data.files.rows import Row
+from pipelinerl.data.prompts import asked_by, question
+from pipelinerl.data.templates import Template
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Message, Problem
+
+_PROMPT: Final = "prompt"
+_MESSAGES: Final = "messages"
+_METADATA: Final = "metadata"
+_ROLES: Final = ("system", "user", "assistant", "tool")
+_TEXTS: Final = ("prompt_field", "answer_field", "messages_field", "id_field")
+_LISTS: Final = ("metadata_fields", "tag_fields")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Names of fields; `a.b` is the field b of the struct a.
+
+    Attributes:
+        prompt_field: the question: text, or a list of messages. By default `prompt`, where there are no messages.
+        messages_field: the conversation. By default `messages`.
+        metadata_fields: what the verifier is given; by default what the object `metadata` holds.
+        tag_fields: each a tag of its problem, `field=value`.
+        tags_field: a list of tags.
+        id_field: the problem's name; by default the digest of what it asks.
+        template: of the last user message, over the row's fields.
+    """
+
+    prompt_field: str = ""
+    answer_field: str = "answer"
+    messages_field: str = ""
+    metadata_fields: tuple[str, ...] | None = None
+    tag_fields: tuple[str, ...] = ()
+    tags_field: str = ""
+    id_field: str = ""
+    template: Template | None = None
+
+    @classmethod
+    def taken_from(cls, parameters: dict[str, Any], template: Template | None, *, where: str) -> Self:
+        """Those that a recipe names; taken out of its `parameters`. Raises `RecipeError` for what is no name."""
+        named: dict[str, Any] = {}
+        for key in _TEXTS:
+            value = parameters.pop(key, None)
+            if value is not None and not (isinstance(value, str) and value):
+                raise RecipeError(f"{where}.parameters.{key} must be the name of a field, got {value!r}")
+            named |= {key: value} if value is not None else {}
+        for key in _LISTS:
+            value = parameters.pop(key, None)
+            if value is not None and not (isinstance(value, list | tuple) and all(isinstance(i, str) for i in value)):
+                raise RecipeError(f"{where}.parameters.{key} must be a list of names of fields, got {value!r}")
+            named |= {key: tuple(value)} if value is not None else {}
+        return cls(**named, template=template)
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The columns that problems are made of."""
+        asked = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
+        more = {*(self.metadata_fields or (_METADATA,)), *self.tag_fields}
+        return frozenset(name.partition(".")[0] for name in asked | more if name) | self._of_template
+
+    @property
+    def fields_of_text(self) -> frozenset[str]:
+        """Those of them that `text` and `check` look at."""
+        asked = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
+        return frozenset(name.partition(".")[0] for name in asked if name) | self._of_template
+
+    @property
+    def _of_template(self) -> frozenset[str]:
+        return frozenset() if self.template is None else self.template.fields
+
+    @property
+    def plain_prompt(self) -> str:
+        """The field that, where it is a text, is all that `text` says of a row; "" where there is none such."""
+        more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
+        return "" if more else self.prompt_field
+
+    def check(self, row: Row) -> None:
+        """Raise `RecipeError` for a row without an answer or, where ids are asked for, without an id."""
+        for field in filter(None, (self.answer_field, self.id_field)):
+            if _found(row, field) is None:
+                raise _missing(field, row)
+
+    def text(self, row: Row) -> str:
+        """What the row asks, by which rows are told apart: its messages, and what else the template shows of it."""
+        messages = self._messages(row)
+        more = sorted(self._of_template - {_PROMPT, self.prompt_field})
+        if not more:
+            return text_of(messages)
+        return "\x1e".join([text_of(messages), *(f"{name}\x1f{_as_text(row.get(name))}" for name in more)])
+
+    def draft(self, row: Row) -> Draft:
+        """The row as a problem, dressed by the template."""
+        self.check(row)
+        messages = self._messages(row)
+        if self.template is not None:
+            messages = asked_by(messages, self.template, {_PROMPT: question(messages), **row})
+        return Draft(
+            messages=messages,
+            ground_truth=_as_text(_found(row, self.answer_field)),
+            metadata=self._metadata(row),
+            tags=self._tags(row),
+        )
+
+    def problem(self, row: Row, digest: bytes, *, domain: str) -> Problem:
+        """The row as a problem of the domain; `digest` is that of its text."""
+        name = _as_text(_found(row, self.id_field)) if self.id_field else digest.hex()
+        return to_problem(self.draft(row), domain, name=name)
+
+    def _messages(self, row: Row) -> tuple[Message, ...]:
+        """The conversation; empty only where a template writes all of it."""
+        for field, chosen in ((self.messages_field or _MESSAGES, self.messages_field),
+                              (self.prompt_field or _PROMPT, self.prompt_field)):  # fmt: skip
+            if not chosen and (self.messages_field or self.prompt_field):
+                continue  # the recipe names the other one
+            value = _found(row, field)
+            if value is not None:
+                return _conversation(value, field)
+        if self.template is not None and not (self.messages_field or self.prompt_field):
+            return ()
+        raise _missing(self.messages_field or self.prompt_field or _PROMPT, row)
+
+    def _tags(self, row: Row) -> tuple[str, ...]:
+        found = [(field, _found(row, field)) for field in self.tag_fields]
+        own = row.get(self.tags_field) or ()
+        if not (isinstance(own, list | tuple) and all(isinstance(tag, str) for tag in own)):
+            raise RecipeError(f"field {self.tags_field!r} must be a list of texts, got {own!r:.80}")
+        return (*own, *(f"{field}={_as_text(value)}" for field, value in found if value is not None))
+
+    def _metadata(self, row: Row) -> Mapping[str, Any]:
+        if self.metadata_fields is not None:
+            found = {field: _found(row, field) for field in self.metadata_fields}
+            return {field: value for field, value in found.items() if value is not None}
+        own = row.get(_METADATA)
+        if own is None:
+            return {}
+        if not isinstance(own, dict):
+            raise RecipeError(f"field {_METADATA!r} must be an object, got {own!r:.80}; name metadata_fields")
+        return own
+
+
+def _found(row: Row, field: str) -> Any:
+    """The field's value, None where it is not there."""
+    if field in row or "." not in field:
+        return row.get(field)
+    value: Any = row
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _conversation(value: Any, field: str) -> tuple[Message, ...]:
+    """A question alone, or a list of messages whose last is for the model to answer."""
+    if isinstance(value, str):
+        return (Message("user", value),)
+    turns = value if isinstance(value, list) else []
+    messages = tuple(Message(turn["role"], turn["content"]) for turn in turns if _is_message(turn))
+    if not messages or len(messages) < len(turns):
+        raise RecipeError(
+            f"field {field!r} must be a text, or messages with role ({', '.join(_ROLES)}) and content, got "
+            f"{value!r:.120}"
+        )
+    if messages[-1].role == "assistant":
+        raise RecipeError(f"field {field!r} ends with the assistant's message; the last one is for the model to answer")
+    return messages
+
+
+def _is_message(turn: Any) -> bool:
+    return isinstance(turn, dict) and turn.get("role") in _ROLES and isinstance(turn.get("content"), str)
+
+
+def _as_text(value: Any) -> str:
+    """Text as it is; lists and objects as JSON."""
+    if isinstance(value, list | dict):
+        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+    return str(value)
+
+
+def _missing(field: str, row: Row) -> RecipeError:
+    return RecipeError(f'field "{field}" is missing; the row has {", ".join(sorted(row)) or "no field"}')

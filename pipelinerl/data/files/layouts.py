@@ -1,0 +1,171 @@
+"""Which files a data set consists of, and of which split each is.
+
+    a file, a glob, a list of them         one split, which has no name
+    dataset_dict.json                      a `DatasetDict` saved by `datasets`: a folder for each split
+    state.json, dataset_info.json          a `Dataset` saved by `datasets`
+    README.md with `configs: data_files`   the hub's layout: files by configuration and split
+    any other folder                       its data files, by the split that folder or file name says
+
+Promises that files come in one order, and that a path which leads to no file is an error that names it.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from pipelinerl.data.drafts import Split
+from pipelinerl.data.files.rows import suffix_of
+from pipelinerl.errors import RecipeError
+
+#: Files by split, as the data set calls it; "" is a split without a name.
+Layout = Mapping[str, tuple[Path, ...]]
+
+SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+#: What the splits are called elsewhere, the commonest first.
+NAMES: Final[Mapping[Split, tuple[str, ...]]] = {
+    Split.TRAIN: ("train", "training"),
+    Split.VALIDATION: ("validation", "valid", "val", "dev"),
+    Split.HELD_OUT: ("test", "held_out", "testing", "eval", "evaluation"),
+}
+_OF_DATASETS: Final = ("dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json")
+
+
+def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
+    """The files that these paths lead to; several paths are one split.
+
+    Args:
+        config: of a folder in the hub's layout with several configurations, the one that is meant.
+
+    Raises:
+        RecipeError: a path leads to no file, the folder's description of itself is wrong, or `config` is needed.
+    """
+    if len(paths) == 1 and (folder := Path(paths[0]).expanduser()).is_dir():
+        layout = _of_folder(folder, config)
+        if not any(layout.values()):
+            raise RecipeError(f"{where}: {folder} holds no data file; known are {', '.join(SUFFIXES)}")
+        return {split: files for split, files in layout.items() if files}
+    if config:
+        raise RecipeError(f"{where}: config is of a folder in the hub's layout, got {', '.join(paths)}")
+    files = [file for path in paths for file in _named(path, where)]
+    return {"": tuple(files)}
+
+
+def _named(path: str, where: str) -> list[Path]:
+    """The file at `path`, or those that match it."""
+    text = str(Path(path).expanduser())
+    found = [Path(text)] if Path(text).is_file() else [Path(name) for name in sorted(glob.glob(text, recursive=True))]
+    files = [file for file in found if file.is_file()]
+    if not files:
+        raise RecipeError(f"{where} must be the path of a file or folder, got {path!r}; there is none")
+    for file in files:
+        if suffix_of(file) not in SUFFIXES:
+            raise RecipeError(f"{where}: {file} is of no known format; known are {', '.join(SUFFIXES)}")
+    return files
+
+
+def _of_folder(folder: Path, config: str) -> Layout:
+    if (folder / "dataset_dict.json").is_file():
+        splits = _described(folder / "dataset_dict.json", "splits", list)
+        return {str(split): _saved(folder / str(split)) for split in splits}
+    if (folder / "state.json").is_file():
+        return {"": _saved(folder)}
+    configs = _configs(folder / "README.md")
+    if configs or config:
+        return _of_config(folder, configs, config)
+    return _by_name(folder, sorted(path for path in folder.rglob("*") if _is_data(path, folder)))
+
+
+def _saved(folder: Path) -> tuple[Path, ...]:
+    """The files of one `Dataset`, in the order of its rows."""
+    files = _described(folder / "state.json", "_data_files", list)
+    try:
+        return tuple(folder / file["filename"] for file in files)
+    except (TypeError, KeyError):
+        raise RecipeError(f"{folder / 'state.json'}: expected _data_files with filename, got {files!r:.120}") from None
+
+
+def _described(path: Path, key: str, kind: type) -> Any:
+    """What a JSON file of `datasets` says. Raises `RecipeError` for another content."""
+    try:
+        value = orjson.loads(path.read_bytes())[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"{path}: expected an object with {key}: {type(error).__name__}: {error}") from None
+    if not isinstance(value, kind):
+        raise RecipeError(f"{path}: {key} must be a {kind.__name__}, got {value!r:.120}")
+    return value
+
+
+def _is_data(path: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return not hidden and path.is_file() and suffix_of(path) in SUFFIXES and path.name not in _OF_DATASETS
+
+
+def _by_name(folder: Path, files: Iterable[Path]) -> Layout:
+    """By the words of path and name; files that name no split are one without a name, unless others do."""
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        words = re.split(r"[^a-z]+", file.relative_to(folder).as_posix().lower())
+        named = (names[0] for names in NAMES.values() if not set(names).isdisjoint(words))
+        splits.setdefault(next(named, ""), []).append(file)
+    if len(splits) > 1 and "" in splits:
+        if NAMES[Split.TRAIN][0] in splits:
+            del splits[""]
+        else:
+            splits[NAMES[Split.TRAIN][0]] = splits.pop("")
+    return {split: tuple(members) for split, members in splits.items()}
+
+
+# --- the hub's layout ------------------------------------------------------------------------------------------------
+
+
+def _configs(readme: Path) -> dict[str, Any]:
+    """`data_files` by configuration, as the front matter of a README says."""
+    if not readme.is_file():
+        return {}
+    found = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    if found is None:
+        return {}
+    import yaml
+
+    try:
+        said = yaml.safe_load(found[1])
+        configs = said.get("configs") or []
+        return {str(config["config_name"]): config for config in configs if config.get("data_files")}
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        raise RecipeError(f"{readme}: its front matter is not the hub's: {type(error).__name__}: {error}") from None
+
+
+def _of_config(folder: Path, configs: Mapping[str, Any], config: str) -> Layout:
+    default = next((name for name, said in configs.items() if said.get("default")), "")
+    chosen = config or default or ("default" if "default" in configs else "")
+    if not chosen and len(configs) == 1:
+        (chosen,) = configs
+    if chosen not in configs:
+        known = ", ".join(configs) or "none"
+        wrong = f"has no configuration {config!r}" if config else "has several configurations; name one as config"
+        raise RecipeError(f"{folder} {wrong}: {known}")
+    data_files = configs[chosen]["data_files"]
+    base = folder / str(configs[chosen].get("data_dir") or "")
+    if isinstance(data_files, list) and all(isinstance(entry, dict) for entry in data_files):
+        return {str(entry["split"]): _matching(base, entry.get("path"), folder) for entry in data_files}
+    return _by_name(folder, _matching(base, data_files, folder))
+
+
+def _matching(base: Path, patterns: Any, folder: Path) -> tuple[Path, ...]:
+    """The files of a pattern or list of patterns, none of which leads out of the folder."""
+    listed = patterns if isinstance(patterns, list) else [patterns]
+    files: list[Path] = []
+    for pattern in listed:
+        if not isinstance(pattern, str) or ".." in Path(pattern).parts or Path(pattern).is_absolute():
+            raise RecipeError(f"{folder / 'README.md'}: data_files must name files of the folder, got {pattern!r}")
+        found = sorted(path for path in base.glob(pattern) if _is_data(path, folder))
+        if not found:
+            raise RecipeError(f"{folder / 'README.md'}: data_files names {pattern!r}, and there is no such file")
+        files += found
+    return tuple(dict.fromkeys(files))

@@ -1,0 +1,213 @@
+"""`Rows`: the rows of a data set, each made when it is asked for. Of files: JSON lines, JSON arrays, CSV.
+
+Promises that a file of a million rows is no million of Python objects: what is kept is the file's text and where each
+row begins. `arrow_rows.py` has those that pyarrow reads.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import gzip
+import io
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+import numpy as np
+import orjson
+
+from pipelinerl.errors import RecipeError
+
+Row = dict[str, Any]
+
+_NEWLINE: Final = 10
+#: Of a file whose lines are counted at a time; numpy marks each with a byte.
+_CHUNK_BYTES: Final = 1 << 26
+
+
+class Rows(Protocol):
+    """Rows by number, from 0."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def row(self, index: int) -> Row:
+        """One row, by field. Raises `RecipeError` for one that cannot be read."""
+        ...
+
+    def scan(self, fields: frozenset[str]) -> Iterator[Row]:
+        """All rows in order, at least with these fields, as far as they have them. Raises as `row` does."""
+        ...
+
+    def place(self, index: int) -> str:
+        """What a user would call the row: file and line, or file and number."""
+        ...
+
+
+@final
+class JsonRows:
+    """One JSON object on each line; what comes from another format was brought into this form."""
+
+    def __init__(self, text: bytes, name: str, *, numbered: str = "row") -> None:
+        self._text = text
+        self._name = name
+        self._numbered = numbered
+        self._starts, self._ends = _lines(text)
+
+    @classmethod
+    def read(cls, path: Path) -> JsonRows:
+        """Read a file of JSON lines, a JSON array or CSV; `.gz` behind the suffix is unpacked.
+
+        Raises:
+            RecipeError: the file cannot be read, or is not what its suffix says.
+        """
+        suffix = suffix_of(path)
+        text = _unpacked(path)
+        if suffix == ".csv":
+            return cls.of(_csv_rows(text, path), str(path))
+        if suffix == ".json" and text.lstrip()[:1] == b"[":
+            try:
+                return cls.of(orjson.loads(text), str(path))
+            except orjson.JSONDecodeError as error:
+                raise RecipeError(f"{path} is no JSON: {error}") from None
+        return cls(text, str(path), numbered="line")
+
+    @classmethod
+    def of(cls, rows: Sequence[Any], name: str) -> JsonRows:
+        """Rows that are here already. Raises `RecipeError` for one that is no JSON object."""
+        lines = []
+        for number, row in enumerate(rows):
+            try:
+                lines.append(orjson.dumps(row))
+            except TypeError as error:
+                raise RecipeError(f"{name} row {number}: {error}") from None
+        return cls(b"\n".join(lines), name)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def row(self, index: int) -> Row:
+        """One row."""
+        line = self._text[self._starts[index] : self._ends[index]]
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise RecipeError(f"{self.place(index)}: expected a JSON object, got no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise RecipeError(f"{self.place(index)}: expected an object with fields, got {line[:80].decode()!r}")
+        return row
+
+    def scan(self, fields: frozenset[str]) -> Iterator[Row]:
+        """All rows, with all their fields."""
+        return map(self.row, range(len(self)))
+
+    def place(self, index: int) -> str:
+        """`train.jsonl line 18`, counted from 1 as editors do, or `train.csv row 17`."""
+        number = index
+        if self._numbered == "line":
+            number = self._text.count(b"\n", 0, int(self._starts[index])) + 1
+        return f"{self._name} {self._numbered} {number}"
+
+
+@final
+class RowSequence:
+    """Rows that somebody else keeps, such as what a user's function returned."""
+
+    def __init__(self, rows: Sequence[Any], name: str) -> None:
+        self._rows = rows
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        """One row."""
+        row = self._rows[index]
+        if not isinstance(row, dict):
+            raise RecipeError(f"{self.place(index)}: expected a dict with prompt and answer, got {row!r:.80}")
+        return row
+
+    def scan(self, fields: frozenset[str]) -> Iterator[Row]:
+        """All rows, with all their fields."""
+        return map(self.row, range(len(self)))
+
+    def place(self, index: int) -> str:
+        """`my.py:problems row 17`."""
+        return f"{self._name} row {index}"
+
+
+@final
+class ChainedRows:
+    """The rows of several files, one file after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = tuple(parts)
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def row(self, index: int) -> Row:
+        """One row."""
+        part, within = self._found(index)
+        return part.row(within)
+
+    def scan(self, fields: frozenset[str]) -> Iterator[Row]:
+        """All rows."""
+        return itertools.chain.from_iterable(part.scan(fields) for part in self._parts)
+
+    def place(self, index: int) -> str:
+        """The place in the row's own file."""
+        part, within = self._found(index)
+        return part.place(within)
+
+    def _found(self, index: int) -> tuple[Rows, int]:
+        number = bisect.bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+def suffix_of(path: Path) -> str:
+    """`.jsonl` of `train.jsonl` and of `train.jsonl.gz`."""
+    return Path(path.stem).suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
+
+
+def _lines(text: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Where each line that is not blank begins and ends, i64 [N] each."""
+    view = np.frombuffer(text, np.uint8)
+    found = [
+        np.flatnonzero(view[at : at + _CHUNK_BYTES] == _NEWLINE).astype(np.int64) + at
+        for at in range(0, len(view), _CHUNK_BYTES)
+    ]
+    ends = np.concatenate([*found, np.array([len(text)], np.int64)])
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
+    # A line of a few bytes may be blank; longer ones are no object at the worst, which is an error of its own.
+    short = np.flatnonzero(ends - starts < 3)
+    blank = [at for at in short.tolist() if not text[starts[at] : ends[at]].strip()]
+    return np.delete(starts, blank), np.delete(ends, blank)
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        text = path.read_bytes()
+        return (gzip.decompress(text) if path.suffix == ".gz" else text).removeprefix(b"\xef\xbb\xbf")
+    except (OSError, EOFError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from None
+
+
+def _csv_rows(text: bytes, path: Path) -> list[Row]:
+    try:
+        reader = csv.DictReader(io.StringIO(text.decode(), newline=""), strict=True)
+        rows: list[Row] = []
+        for row in reader:
+            if None in row or None in row.values():
+                raise RecipeError(
+                    f"{path} row {len(rows)}: expected the {len(reader.fieldnames or ())} fields of the first line, "
+                    "got more or fewer"
+                )
+            rows.append(dict(row))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is no CSV: {error}") from None
+    return rows

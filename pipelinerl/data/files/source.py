@@ -1,0 +1,229 @@
+"""`RowSource`: problems of rows, and the source `files`, which takes them from files of many formats.
+
+A data set's own splits are used where it has them; the hash of what a row asks makes those that it has not, out of the
+rows to train on. What is set apart is never trained on: a row to train on that asks the same as one of another split's
+files is dropped, and so is one that is there twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl import rng
+from pipelinerl.data.drafts import Split, are_of, digest_of
+from pipelinerl.data.files.arrow_rows import ArrowRows
+from pipelinerl.data.files.columns import Columns
+from pipelinerl.data.files.layouts import NAMES, Layout, layout_of
+from pipelinerl.data.files.rows import ChainedRows, JsonRows, Rows
+from pipelinerl.data.prompts import Prompts
+from pipelinerl.data.source import SourceRequest
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Problem
+
+#: Splits with the parameters that name files of their own, and those that name one of the data set's splits.
+_PATHS = {Split.TRAIN: "path", Split.VALIDATION: "validation_path", Split.HELD_OUT: "held_out_path"}
+_SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HELD_OUT: "held_out_split"}
+#: Sets of files whose rows are kept for who opens them next: each split, and each look of `check`, opens them again.
+_KEPT = 8
+
+Files = tuple[Path, ...]
+
+
+class Indexed(NamedTuple):
+    """Rows, and the digest of what each asks, u64 [N]."""
+
+    rows: Rows
+    digests: NDArray[np.uint64]
+
+
+@final
+class RowSource:
+    """Training problems come in epochs, each in an order of its own; the others in one order, each once.
+
+    Args:
+        chosen: the numbers of the rows that are problems, i64 [M].
+    """
+
+    def __init__(
+        self, indexed: Indexed, chosen: NDArray[np.int64], columns: Columns, prompts: Prompts, asked: SourceRequest
+    ) -> None:
+        self._rows, self._digests = indexed
+        self._chosen = chosen
+        self._columns = columns
+        self._prompts = prompts
+        self._asked = asked
+        self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # the epoch last asked for, and its permutation
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def problem(self, index: int) -> Problem:
+        """Problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
+        asked = self._asked
+        epoch, place = divmod(index, len(self._chosen))
+        if epoch and asked.split is not Split.TRAIN:
+            raise RecipeError(
+                f"{asked.where}: the {asked.split} split holds {len(self._chosen)} problems; ask for fewer"
+            )
+        if self._order[0] != epoch:
+            noise = rng.generator(asked.seed, "rows", asked.split, epoch)
+            self._order = (epoch, noise.permutation(self._chosen))
+        return self._made(int(self._order[1][place]))
+
+    def _made(self, row: int) -> Problem:
+        with placed(self._rows, row):
+            found, digest = self._rows.row(row), self._digests[row].tobytes()
+            return self._prompts.dress(self._columns.problem(found, digest, domain=self._asked.domain))
+
+
+def open_files(asked: SourceRequest) -> RowSource:
+    """The source `files`. Raises `RecipeError` naming file, row and field."""
+    if asked.argument:
+        raise RecipeError(f"{asked.where}.source must be files alone, with parameters.path, got files:{asked.argument}")
+    parameters = dict(asked.parameters)
+    columns = Columns.taken_from(parameters, asked.prompts.template, where=asked.where)
+    layouts = {split: _layout(parameters, split, asked.where) for split in Split if _PATHS[split] in parameters}
+    named = {split: parameters.pop(key, "") for split, key in _SPLITS.items()}
+    if wrong := [key for split, key in _SPLITS.items() if not isinstance(named[split], str)]:
+        raise RecipeError(
+            f"{asked.where}.parameters.{wrong[0]} must be the name of a split, got a value of another type"
+        )
+    unknown = set(parameters) - {*_PATHS.values(), "config"}
+    if unknown:
+        known = ", ".join((*_PATHS.values(), *_SPLITS.values(), "config", *Columns.__dataclass_fields__))
+        raise RecipeError(f"{asked.where}.parameters: unknown {', '.join(sorted(unknown))}; known: {known}")
+    if Split.TRAIN not in layouts:
+        raise RecipeError(f"{asked.where}.parameters.path must be the path of a file or folder, got None")
+    files = files_of_splits(layouts, named, where=asked.where)
+    indexed = {split: _indexed(_stamped(paths), columns) for split, paths in files.items()}
+    return source_of_rows(indexed, columns, asked)
+
+
+def source_of_rows(indexed: Mapping[Split, Indexed], columns: Columns, asked: SourceRequest) -> RowSource:
+    """The rows of the split that is asked for; those of `Split.TRAIN` make the splits that have none of their own.
+
+    Raises:
+        RecipeError: the split is empty.
+    """
+    split = asked.split
+    apart = [own.digests for other, own in indexed.items() if other not in (split, Split.TRAIN)]
+    if split is Split.HELD_OUT and split in indexed:
+        apart = []  # what is held out comes first: others give way
+    own = indexed.get(split, indexed[Split.TRAIN])
+    _, first = np.unique(own.digests, return_index=True)
+    chosen = np.sort(first).astype(np.int64)
+    if apart:
+        chosen = chosen[~np.isin(own.digests[chosen], np.concatenate(apart))]
+    if split not in indexed or split is Split.TRAIN:
+        # What the hash would set apart for a split with files of its own is free to be trained on.
+        wanted = {split} if split is not Split.TRAIN else {split, *indexed}
+        chosen = chosen[are_of(own.digests[chosen], wanted)]
+    if not len(chosen):
+        raise RecipeError(f"{asked.where}: the {split} split of its files is empty; add rows or name files for it")
+    prompts = Prompts(system=asked.prompts.system, few_shot=asked.prompts.few_shot)  # the template is the columns'
+    return RowSource(own, chosen, columns, prompts, asked)
+
+
+def index_of(rows: Rows, columns: Columns) -> Indexed:
+    """Look at every row once. Raises `RecipeError` for one without a question or an answer."""
+    digests = bytearray()
+    plain, answer = columns.plain_prompt, columns.answer_field
+    for number, row in enumerate(rows.scan(columns.fields_of_text)):
+        asked = row.get(plain)
+        try:
+            if type(asked) is str and row.get(answer) is not None:  # as nearly all are, at a third of the time
+                digests += digest_of(f"user\x1f{asked}")
+            else:
+                columns.check(row)
+                digests += digest_of(columns.text(row))
+        except RecipeError:
+            with placed(rows, number):  # with all its fields, which the error lists
+                columns.check(rows.row(number))
+                columns.text(rows.row(number))
+            raise
+    return Indexed(rows, np.frombuffer(bytes(digests), "<u8"))
+
+
+@contextmanager
+def placed(rows: Rows, number: int) -> Iterator[None]:
+    """Errors within say first which row it is."""
+    try:
+        yield
+    except RecipeError as error:
+        place = rows.place(number)
+        raise RecipeError(str(error) if str(error).startswith(place) else f"{place}: {error}") from None
+
+
+def files_of_splits(layouts: Mapping[Split, Layout], named: Mapping[Split, str], *, where: str) -> dict[Split, Files]:
+    """The files of each split that has files of its own; the training split always has.
+
+    Args:
+        layouts: of `path`, as the training split's, and of the paths that are other splits' own.
+        named: what the recipe calls each split in the data set, where it says so.
+
+    Raises:
+        RecipeError: a split that the recipe names is not there, or it must name one.
+    """
+    pool = layouts[Split.TRAIN]
+    train = _chosen(pool, Split.TRAIN, named[Split.TRAIN], where)
+    files = {Split.TRAIN: pool[train]}
+    others = {name: paths for name, paths in pool.items() if name != train}
+    for split in (Split.VALIDATION, Split.HELD_OUT):
+        if split in layouts:
+            files[split] = layouts[split][_chosen(layouts[split], split, named[split], where)]
+        elif named[split] or not others.keys().isdisjoint(NAMES[split]):
+            files[split] = others[_chosen(others, split, named[split], where)]
+    return files
+
+
+def _chosen(layout: Layout, split: Split, name: str, where: str) -> str:
+    """What the data set calls the split."""
+    if name:
+        if name not in layout:
+            known = ", ".join(filter(None, layout)) or "none with a name"
+            raise RecipeError(f"{where}.parameters.{_SPLITS[split]}: there is no split {name!r}; there is {known}")
+        return name
+    known_as = [known for known in NAMES[split] if known in layout]
+    if known_as or len(layout) == 1:
+        return (known_as or list(layout))[0]
+    raise RecipeError(
+        f"{where}.parameters.{_SPLITS[split]} must name one of the splits {', '.join(layout)}: none is called "
+        f"{NAMES[split][0]}"
+    )
+
+
+def _layout(parameters: Mapping[str, Any], split: Split, where: str) -> Layout:
+    """What the parameter that names this split's files leads to."""
+    key = _PATHS[split]
+    value = parameters[key]
+    paths = [value] if isinstance(value, str) else value
+    if not (isinstance(paths, list | tuple) and paths and all(isinstance(path, str) and path for path in paths)):
+        raise RecipeError(f"{where}.parameters.{key} must be the path of a file or folder, or a list, got {value!r}")
+    config = parameters.get("config", "")
+    if not isinstance(config, str):
+        raise RecipeError(f"{where}.parameters.config must be the name of a configuration, got {config!r}")
+    return layout_of(paths, config=config if split is Split.TRAIN else "", where=f"{where}.parameters.{key}")
+
+
+def _stamped(paths: Files) -> tuple[tuple[Path, int, int], ...]:
+    """The files as they are now."""
+    stats = [(path, path.stat()) for path in paths]
+    return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+
+
+@lru_cache(maxsize=_KEPT)
+def _indexed(stamped: tuple[tuple[Path, int, int], ...], columns: Columns) -> Indexed:
+    parts = [_read(path, columns) for path, _, _ in stamped]
+    return index_of(parts[0] if len(parts) == 1 else ChainedRows(parts), columns)
+
+
+def _read(path: Path, columns: Columns) -> Rows:
+    arrow = path.suffix in (".parquet", ".arrow")
+    return ArrowRows.read(path, columns.fields) if arrow else JsonRows.read(path)

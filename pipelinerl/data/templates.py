@@ -1,0 +1,91 @@
+"""`Template`: a prompt with places for a problem's fields, as a Jinja template or with `{field}` alone.
+
+Promises that what fields hold stays text (it is never read as a template), that a template can reach nothing but the
+fields (Jinja's sandbox), and that a field which is not there is an error which names it, never an empty place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Final, final
+
+from pipelinerl.errors import RecipeError
+
+_PLACE: Final = re.compile(r"\{([A-Za-z_]\w*)\}|\{\{\}\}")
+#: What only Jinja has: `{{ name }}`, `{% if … %}`, `{# … #}`. LaTeX's `\boxed{}` and `\boxed{{}}` have none of it.
+_JINJA: Final = re.compile(r"\{\{-?\s*[^\s{}-]|\{%|\{#")
+#: What computing with a field of another type than the template expects ends in.
+_FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+
+
+@final
+class Template:
+    """One template. Equal texts are equal templates.
+
+    Raises:
+        RecipeError: the text is no Jinja template, though it looks like one.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.is_jinja = _JINJA.search(text) is not None
+        if self.is_jinja:
+            _ = self._compiled
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Template) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields that it mentions."""
+        return self._compiled[1] if self.is_jinja else frozenset(filter(None, _PLACE.findall(self.text)))
+
+    def render(self, fields: Mapping[str, Any]) -> str:
+        """The text with these fields in their places; a field that is None is not there.
+
+        Raises:
+            RecipeError: a field is missing, or cannot be computed with.
+        """
+        present = {name: value for name, value in fields.items() if value is not None}
+        if self.is_jinja:
+            return self._rendered(present)
+        missing = next((name for name in sorted(self.fields) if name not in present), None)
+        if missing is not None:
+            raise _missing(missing, present)
+        return _PLACE.sub(lambda place: str(present[place[1]]) if place[1] else "{}", self.text)
+
+    def _rendered(self, fields: Mapping[str, Any]) -> str:
+        from jinja2 import TemplateError, UndefinedError
+
+        try:
+            return str(self._compiled[0].render(fields))
+        except UndefinedError as error:
+            missing = next((name for name in sorted(self.fields) if name not in fields), None)
+            if missing is not None:
+                raise _missing(missing, fields) from None
+            raise RecipeError(f"prompt_template: {error.message}") from None
+        except (TemplateError, *_FAILURES) as error:
+            raise RecipeError(f"prompt_template: {type(error).__name__}: {error}") from None
+
+    @cached_property
+    def _compiled(self) -> tuple[Any, frozenset[str]]:
+        """The template as Jinja compiles it, and the fields that it mentions."""
+        from jinja2 import StrictUndefined, TemplateSyntaxError, meta
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        world = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        try:
+            fields = frozenset(meta.find_undeclared_variables(world.parse(self.text)))
+            return world.from_string(self.text), fields
+        except TemplateSyntaxError as error:
+            raise RecipeError(f"prompt_template is no Jinja template: line {error.lineno}: {error.message}") from None
+
+
+def _missing(field: str, fields: Mapping[str, Any]) -> RecipeError:
+    there = ", ".join(sorted(fields)) or "no field"
+    return RecipeError(f'prompt_template: field "{field}" is missing; there is {there}')

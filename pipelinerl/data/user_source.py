@@ -1,0 +1,98 @@
+"""Sources of users: a function of the recipe's `parameters` that returns problems, in a file of the user's.
+
+    def problems(level: int = 1):
+        return [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1000)]
+
+Each problem is a dict with `prompt` or `messages`, `answer` and, if it likes, `metadata` and `tags`. The hash of what
+it asks decides its split, as of rows of files, unless the function takes `split`: then it is called for each split by
+its name. It may take `seed`, too. An object with a method `problem(index)` that returns `Problem`s, such as a generator
+without end, is a `ProblemSource` and is used as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Final, final
+
+from pipelinerl.data.drafts import Split
+from pipelinerl.data.files.columns import Columns
+from pipelinerl.data.files.rows import RowSequence
+from pipelinerl.data.files.source import Indexed, index_of, source_of_rows
+from pipelinerl.data.source import ProblemSource, SourceRequest
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Problem
+
+#: More are no list: whoever makes so many writes a `ProblemSource`, or files.
+MOST_ROWS: Final = 10_000_000
+
+
+@final
+class UserSource:
+    """A user's `ProblemSource`, whose problems are asked as the domain asks them."""
+
+    def __init__(self, source: Any, asked: SourceRequest) -> None:
+        self._source = source
+        self._asked = asked
+
+    def problem(self, index: int) -> Problem:
+        """Problem `index` of the user's. Raises `RecipeError` for what is no problem."""
+        problem = self._source.problem(index)
+        if not isinstance(problem, Problem):
+            raise RecipeError(
+                f"{self._asked.where}.source: problem({index}) must return a Problem, got {problem!r:.80}"
+            )
+        return self._asked.prompts.dress(replace(problem, domain=self._asked.domain))
+
+
+def open_users(function: Any, asked: SourceRequest) -> ProblemSource:
+    """The source that a user's function makes.
+
+    Raises:
+        RecipeError: it is no function, does not take the recipe's parameters, or returns no problems.
+    """
+    if not callable(function):
+        raise RecipeError(f"{asked.where}.source must name a function, got {function!r:.80}")
+    wanted = inspect.signature(function).parameters.keys() - asked.parameters.keys()
+    given = dict(asked.parameters) | ({"seed": asked.seed} if "seed" in wanted else {})
+    by_split = "split" in wanted
+    made = _called(function, given | ({"split": asked.split.value} if by_split else {}), asked)
+    if callable(getattr(made, "problem", None)):
+        return UserSource(made, asked)
+    columns = Columns(tags_field="tags", template=asked.prompts.template)
+    indexed = {asked.split if by_split else Split.TRAIN: _indexed(made, columns, function, asked)}
+    for split in set(Split) - {asked.split} if by_split else ():
+        made = _called(function, given | {"split": split.value}, asked)
+        indexed[split] = _indexed(made, columns, function, asked)
+    return source_of_rows(indexed, columns, asked)
+
+
+def _called(function: Callable[..., Any], given: dict[str, Any], asked: SourceRequest) -> Any:
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        raise RecipeError(f"{asked.where}.parameters do not fit {_name(function)}: {error}") from None
+    return function(**given)
+
+
+def _indexed(made: Any, columns: Columns, function: Callable[..., Any], asked: SourceRequest) -> Indexed:
+    if not isinstance(made, Iterable) or isinstance(made, str | bytes | dict):
+        raise RecipeError(
+            f"{asked.where}.source: {_name(function)} must return problems, as dicts with prompt and answer, or an "
+            f"object with a method problem(index); got {made!r:.80}"
+        )
+    rows: Any = made  # a data set that makes its rows when they are asked for stays one
+    if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
+        rows = list(itertools.islice(made, MOST_ROWS + 1))
+    if len(rows) > MOST_ROWS:
+        raise RecipeError(
+            f"{asked.where}.source: {_name(function)} returns more than {MOST_ROWS:,} problems; return an object with "
+            "a method problem(index) where there is no end to them"
+        )
+    return index_of(RowSequence(rows, _name(function)), columns)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))

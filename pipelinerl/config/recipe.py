@@ -28,6 +28,7 @@ from pipelinerl.config.learning import (
     RewardSection,
     TrainingSection,
 )
+from pipelinerl.config.references import anchor
 from pipelinerl.config.sections import (
     MODELS,
     ActorSection,
@@ -46,6 +47,7 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
+from pipelinerl.config.verification import RewardPartSection, contradictions
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.redaction import without_secrets
@@ -62,10 +64,25 @@ class DomainSection(Section):
 
     name: str
     source: str
-    verifier: str = "math_answer"
+    verifier: str | None = None
+    """What judges an answer: by default `math_answer`, unless `rewards` do."""
+    rewards: tuple[RewardPartSection, ...] = ()
+    """Functions and verifiers whose weighted sum is the reward; see docs/rewards.md."""
+    correct_at: float = 1.0
+    """An answer whose reward is a number, or a sum, counts as correct from here on."""
+    verifier_timeout_s: float = Field(default=10.0, gt=0, le=3600)
+    """How long the judgement of one answer may take."""
+    verifier_workers: int | None = Field(default=None, ge=1, le=1024)
+    """Processes in each actor that judge at once; by default one for each of its cores, and two at least."""
     weight: float = Field(default=1.0, gt=0)
     parameters: dict[str, Any] = Field(default_factory=dict)
     reward: RewardSection | None = None
+
+    @model_validator(mode="after")
+    def _judged_in_one_way(self) -> Self:
+        for sentence in contradictions(self.verifier, self.rewards):
+            raise ValueError(sentence)
+        return self
 
 
 class RunConfig(Section):
@@ -181,7 +198,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         RecipeError: with the path of the field, what was expected and what came.
     """
-    return parse(overridden(_read(_locate(str(recipe), beside=None)), overrides))
+    return parse(anchor(overridden(_read(_locate(str(recipe), beside=None)), overrides), Path.cwd()))
 
 
 def parse(table: Mapping[str, Any]) -> RunConfig:
@@ -217,6 +234,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise RecipeError(f"{path} cannot be read: {error.strerror}") from None
+    table = anchor(table, path.resolve().parent)
     base = table.pop("base", None)
     if base is None:
         return table

@@ -26,15 +26,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
-from pipelinerl import registry
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective import adv, agg, grad1, grad2
 from pipelinerl.objective.presets import resolve
+from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import held_out_problems, training_problems
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.types import Problem
-from pipelinerl.verifiers.verifier import Verifier
+from pipelinerl.verifiers.verifier import Sampled
 
 _SCALES = {adv.Scale.NONE: "none", adv.Scale.STD: "group"}
 
@@ -66,15 +66,15 @@ class Judge:
     """The recipe's verifiers, called from a trainer without an event loop."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._verifiers: dict[str, Verifier] = {
-            domain.name: registry.load("verifier", registry.VERIFIERS, domain.verifier)() for domain in config.domains
-        }
+        self._verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for verifier in self._verifiers.values():
+            self._runner.run(verifier.close())
         self._runner.close()
 
     def rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
@@ -82,10 +82,13 @@ class Judge:
         return self._runner.run(self._rewards(problems, texts))
 
     async def _rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
-        verdicts = await asyncio.gather(
-            *(self._verifiers[each.domain].verify(each, text) for each, text in zip(problems, texts, strict=True))
+        judged = await asyncio.gather(
+            *(
+                self._verifiers[each.domain].judge(each, [Sampled(text)])
+                for each, text in zip(problems, texts, strict=True)
+            )
         )
-        return [verdict.reward if verdict.outcome.is_judgement else None for verdict in verdicts]
+        return [verdict.reward if verdict.outcome.is_judgement else None for ((verdict, _),) in judged]
 
 
 @final

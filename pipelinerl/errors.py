@@ -4,6 +4,7 @@
     ├── UserError            what the user gave is wrong; shown as one sentence, exit code 2
     │   ├── RecipeError      a recipe's key, type or value; the message begins with the field's path
     │   │   └── TokenRefused the run's peer wants another bearer token
+    │   ├── ReferenceFailed  a user's code that a recipe refers to cannot be loaded
     │   ├── ColumnError      an objective reads a column that is not there; the message says who computes it
     │   ├── ModelError       a model directory is missing or incomplete
     │   ├── AddressError     a port is taken, or a service cannot be reached at the address given
@@ -41,6 +42,10 @@ class RecipeError(UserError):
 
 class TokenRefused(RecipeError):
     """The bearer token is not that of the run."""
+
+
+class ReferenceFailed(UserError):
+    """A user's code cannot be loaded; the message says why, but not where it was asked for."""
 
 
 class ColumnError(UserError):

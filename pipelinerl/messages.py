@@ -227,28 +227,27 @@ class EvaluationDone(ControlMessage, frozen=True):
 
 
 class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor's verifier of one domain has done since the actor began; `seconds` is the sum over its verdicts."""
+    """What an actor's verifier of one domain has done since the actor began; `seconds` is the sum over its verdicts.
+
+    Those in a row are since the last verdict that says something of an answer; `reason` is the newest of theirs.
+    """
 
     judged: int = 0
     errors: int = 0
     timeouts: int = 0
     seconds: float = 0.0
+    errors_in_a_row: int = 0
+    timeouts_in_a_row: int = 0
+    reason: str = ""
 
 
 class ActorAlive(ControlMessage, frozen=True):
-    """An actor's heartbeat.
-
-    `judged` counts verdicts that say something of an answer; since the last of them `unjudged_in_a_row` have not, and
-    `unjudged_reason` is the newest reason, behind its domain. `verifiers` is by domain.
-    """
+    """An actor's heartbeat; `verifiers` is by domain."""
 
     name: str
     groups_in_flight: int
     groups_done: int
     retries: int
-    judged: int = 0
-    unjudged_in_a_row: int = 0
-    unjudged_reason: str = ""
     verifiers: dict[str, VerifierFigures] = {}
 
 

@@ -1,17 +1,18 @@
 """What can be plugged in, by name. To add one: write its file and one line here; the conformance tests find it.
 
-Values are `module:attribute`, imported only when chosen, so that reading the registry needs none of the libraries.
+Values are `module:attribute`, imported only when chosen, so that reading the registry needs none of the libraries. A
+user adds without a line here: wherever a name may stand, `package.module:attribute` or `path.py:attribute` may.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import RecipeError, ReferenceFailed
+from pipelinerl.system.references import is_reference, load_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,45 +82,66 @@ VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
 }
 
 
+def is_user_code(entries: Mapping[str, RegistryEntry], name: str) -> bool:
+    """Is a part named by a reference to a user's code, and not by a registered name?"""
+    return name not in entries and is_reference(name)
+
+
 def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """The entry registered as `name`, whether or not it could be loaded here.
+    """The entry registered as `name`, or that of a reference, whether or not it could be loaded here.
 
     Raises:
         RecipeError: the name is unknown.
     """
+    if is_user_code(entries, name):
+        return RegistryEntry(name)
     if name not in entries:
-        raise RecipeError(f"{kind} must be one of {', '.join(entries)}, got {name!r}")
+        raise RecipeError(
+            f"{kind} must be one of {', '.join(entries)}, got {name!r}; code of your own is named as "
+            "package.module:attribute or path.py:attribute"
+        )
     return entries[name]
 
 
 def find(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """The entry registered as `name`; nothing is imported.
+    """The entry of `name`; of what is registered nothing is imported, a user's code is.
 
     Raises:
-        RecipeError: the name is unknown, or a package that it needs is not installed.
+        RecipeError: the name is unknown, a package that it needs is not installed, or the user's code cannot be loaded.
     """
     entry = known(kind, entries, name)
     missing = [package for package in entry.needs if importlib.util.find_spec(package) is None]
     if missing:
         raise RecipeError(f"{kind} {name!r} needs {', '.join(missing)}, which is not installed; {entry.remedy}")
+    if is_user_code(entries, name):
+        _user_code(kind, name)
     return entry
 
 
 def load(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Any:
-    """The implementation registered as `name`; raises as `find` does."""
+    """What `name` stands for, registered or a reference; raises as `find` does."""
+    if is_user_code(entries, name):
+        return _user_code(kind, name)
     return resolve(find(kind, entries, name).target)
 
 
+def _user_code(kind: str, name: str) -> Any:
+    try:
+        thing = load_reference(name)
+    except ReferenceFailed as error:
+        raise RecipeError(f"{kind}: {error}") from None
+    if not callable(thing):
+        raise RecipeError(f"{kind}: {name} must be a function or a class, got {type(thing).__name__}")
+    return thing
+
+
 def resolve(target: str) -> Any:
-    """The object that `module:attribute` names.
+    """The object that `module:attribute` or `path.py:attribute` names.
 
     Raises:
-        RecipeError: the form is wrong, or the module or attribute does not exist.
+        RecipeError: the form is wrong, or it cannot be loaded.
     """
-    module, separator, attribute = target.partition(":")
-    if not (separator and module) or importlib.util.find_spec(module.split(".")[0]) is None:
-        raise RecipeError(f"expected module:attribute of an installed module, got {target!r}")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError(f"{target!r} cannot be loaded: {error}") from None
+        return load_reference(target)
+    except ReferenceFailed as error:
+        raise RecipeError(str(error)) from None

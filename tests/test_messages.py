@@ -187,20 +187,28 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             groups_in_flight=2,
             groups_done=9,
             retries=1,
-            judged=8,
-            unjudged_in_a_row=3,
-            unjudged_reason="math: timeout",
-            verifiers={"math": VerifierFigures(judged=8, errors=1, timeouts=3, seconds=0.5)},
+            verifiers={
+                "math": VerifierFigures(
+                    judged=8, errors=1, timeouts=3, seconds=0.5, errors_in_a_row=1, timeouts_in_a_row=2, reason="late"
+                )
+            },
         ),
         {
             "name": "actor-0",
             "groups_in_flight": 2,
             "groups_done": 9,
             "retries": 1,
-            "judged": 8,
-            "unjudged_in_a_row": 3,
-            "unjudged_reason": "math: timeout",
-            "verifiers": {"math": {"judged": 8, "errors": 1, "timeouts": 3, "seconds": 0.5}},
+            "verifiers": {
+                "math": {
+                    "judged": 8,
+                    "errors": 1,
+                    "timeouts": 3,
+                    "seconds": 0.5,
+                    "errors_in_a_row": 1,
+                    "timeouts_in_a_row": 2,
+                    "reason": "late",
+                }
+            },
         },
     ),
     (

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
 from inference_contract.errors import ContractError, Persistence
-from inference_contract.schemas import ChatCompletionRequest, ChatMessage, FinishReason
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, FinishReason
 from pipelinerl.actor.freshness import Freshness, Held
 from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble
+from pipelinerl.actor.verifier_tally import VerifierTally
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -42,8 +43,8 @@ from pipelinerl.messages import (
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import Entry, Stream
-from pipelinerl.types import Answered, Outcome, Priority, PromptOrder, Purpose, RolloutGroup, Verdict
-from pipelinerl.verifiers.verifier import Verifier
+from pipelinerl.types import Answered, Outcome, Priority, PromptOrder, Purpose, RolloutGroup
+from pipelinerl.verifiers.verifier import GroupVerifier, Sampled
 
 log = logging.getLogger("pipelinerl")
 
@@ -119,28 +120,6 @@ class GroupLimiter:
 
 
 @final
-@dataclass(slots=True)
-class Judgements:
-    """Counts, since the actor began, verdicts that judge an answer, and how many since the last one have not.
-
-    A verifier that fails says nothing of the answer, and its group is masked: a run whose verifiers all fail samples
-    for ever and learns nothing. The controller ends such a run by what an actor's heartbeat says of this.
-    """
-
-    judged: int = 0
-    unjudged_in_a_row: int = 0
-    reason: str = ""
-
-    def note(self, domain: str, verdict: Verdict) -> None:
-        """Count one verdict on an answer of `domain`."""
-        if verdict.outcome.is_judgement:
-            self.judged, self.unjudged_in_a_row, self.reason = self.judged + 1, 0, ""
-        else:
-            self.unjudged_in_a_row += 1
-            self.reason = f"{domain}: {verdict.outcome}: {verdict.reason}"
-
-
-@final
 class Actor:
     """Claims orders, has engines sample them, verifies the answers and appends the groups."""
 
@@ -150,7 +129,7 @@ class Actor:
         *,
         stream: Stream,
         sampler: Sampler,
-        verifier_of: Callable[[str], Verifier],
+        verifier_of: Callable[[str], GroupVerifier],
     ) -> None:
         self.settings = settings
         self._stream = stream
@@ -161,7 +140,7 @@ class Actor:
         self._limiter = GroupLimiter(settings.groups_in_flight)
         self._freshness = Freshness()
         self._dead_letters = DeadLetters(stream)
-        self._judgements = Judgements()
+        self._tally = VerifierTally()
         self._groups_done = 0
         self._resampled = 0
 
@@ -266,24 +245,34 @@ class Actor:
     async def _sample(self, order: PromptOrder, *, begun: Callable[[], None]) -> list[Answer]:
         """G verified answers; those that an `abort` update cut short are sampled anew."""
         verifier = self._verifier_of(order.problem.domain)
-        answers: list[Answer] = []
+        sampled: list[tuple[ChatCompletion, Choice]] = []
         for attempt in range(self.settings.attempts):
-            request = self._request(order, missing=len(answers), attempt=attempt)
+            request = self._request(order, missing=len(sampled), attempt=attempt)
             answered = await self._sampler.complete(request, begun=begun, engine=order.engine)
             self._note_handover(order, answered)
-            completion = answered.completion
-            for choice in completion.choices:
-                if choice.finish_reason != "abort":
-                    verdict = await verifier.verify(order.problem, choice.message.content)
-                    self._judgements.note(order.problem.domain, verdict)
-                    answers.append(Answer(completion, choice, verdict))
-            if len(answers) == order.sampling.num_samples:
-                return answers
-            self._resampled += order.sampling.num_samples - len(answers)
+            choices = answered.completion.choices
+            sampled += [(answered.completion, choice) for choice in choices if choice.finish_reason != "abort"]
+            if len(sampled) == order.sampling.num_samples:
+                return await self._judged(order, verifier, sampled)
+            self._resampled += order.sampling.num_samples - len(sampled)
         raise PipelineError(
             f"{order.order_id}: weight updates aborted its samples in each of {self.settings.attempts} attempts; "
             "raise j, or use on_update = continue"
         )
+
+    async def _judged(
+        self, order: PromptOrder, verifier: GroupVerifier, sampled: Sequence[tuple[ChatCompletion, Choice]]
+    ) -> list[Answer]:
+        """The samples with their verdicts, in their order; all are judged at once."""
+        answers = [
+            Sampled(choice.message.content, choice.token_ids or (), choice.finish_reason.value) for _, choice in sampled
+        ]
+        judgements = await verifier.judge(order.problem, answers)
+        self._tally.note(order.problem.domain, judgements)
+        return [
+            Answer(completion, choice, judgement.verdict)
+            for (completion, choice), judgement in zip(sampled, judgements, strict=True)
+        ]
 
     def _note_handover(self, order: PromptOrder, answered: Answered) -> None:
         """Report what became of the tokens of engines that did not end a group; nothing, as long as all do."""
@@ -337,9 +326,7 @@ class Actor:
                     groups_in_flight=len(self._tasks),
                     groups_done=self._groups_done,
                     retries=self._resampled,
-                    judged=self._judgements.judged,
-                    unjudged_in_a_row=self._judgements.unjudged_in_a_row,
-                    unjudged_reason=self._judgements.reason,
+                    verifiers=self._tally.by_domain,
                 )
             )
             self._outbox.ready.set()

@@ -10,10 +10,10 @@ from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs
 from pipelinerl.commands.prompt_findings import prompt_findings
+from pipelinerl.commands.verifier_trial import tried
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
-from pipelinerl.data.mixture import Mixture
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import check_directory, check_weights, model_type, weight_files
@@ -24,6 +24,7 @@ from pipelinerl.objective.presets import preset_of, resolve
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.process import Identity
+from pipelinerl.roles.verification import open_verifier, user_code
 from pipelinerl.roles.wiring import (
     check_engine_options,
     held_out_problems,
@@ -33,12 +34,8 @@ from pipelinerl.roles.wiring import (
     setting_of,
     training_problems,
 )
+from pipelinerl.system.references import is_reference, place_of
 from pipelinerl.system.storage import Storage
-from pipelinerl.types import Outcome
-from pipelinerl.verifiers.verifier import Verifier
-
-#: Problems of each domain whose reference answers are verified.
-_LOOKED_AT = 16
 
 
 def refuse(config: RunConfig) -> None:
@@ -55,7 +52,8 @@ def refuse(config: RunConfig) -> None:
     servers_of(config)
     check_engine_options(config)
     registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
-    if config.trainer.options and config.trainer.type not in registry.TRAINERS_WITH_OPTIONS:
+    takes_options = registry.TRAINERS_WITH_OPTIONS | {name for _, name in user_code(config)}
+    if config.trainer.options and config.trainer.type not in takes_options:
         names = ", ".join(config.trainer.options)
         raise RecipeError(f"trainer.type {config.trainer.type!r} knows no options, got {names}; remove them")
     dtypes_of(config)
@@ -63,7 +61,7 @@ def refuse(config: RunConfig) -> None:
     _check_other_models(config)
     knobs_of(config)
     for domain in config.domains:
-        registry.find(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)
+        open_verifier(domain)
 
 
 def _check_other_models(config: RunConfig) -> None:
@@ -105,10 +103,12 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "staleness", f"j = {knobs.j}, k = {knobs.k:g}"
     if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
         yield "old log-probs", _weight_history(config, knobs)
+    for where, name in user_code(config):
+        yield "user code", f"{where} = {place_of(registry.resolve(name))}"
     for domain in config.domains:
         alone = config.model_copy(update={"domains": (domain,)})
-        verifier: Verifier = registry.load(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)()
-        asyncio.run(_check_verifier(training_problems(alone), verifier, where=f"domains.{domain.name}"))
+        said = asyncio.run(tried(domain, training_problems(alone)))
+        yield "verifier", f"domains.{domain.name}: {said}"
     yield from prompt_findings(
         config, tokenizer, training=training_problems(config), held_out=held_out_problems(config)
     )
@@ -171,7 +171,7 @@ def _check_model(config: RunConfig) -> None:
     path = config.model.resolved
     is_bigram = model_type(path) == bigram.MODEL_TYPE
     for part, chosen in (("engine", config.engine.type), ("trainer", config.trainer.type)):
-        if is_bigram != (chosen == "bigram"):
+        if not is_reference(chosen) and is_bigram != (chosen == "bigram"):
             raise ModelError(f"{part}.type {chosen!r} does not fit the model in {path}, of type {model_type(path)!r}")
     if is_bigram:
         bigram.BigramModel.load(path)
@@ -182,19 +182,3 @@ def _check_model(config: RunConfig) -> None:
             f"engine.context_length must be at most the {longest} positions of {path}, got "
             f"{config.engine.context_length}"
         )
-
-
-async def _check_verifier(mixture: Mixture, verifier: Verifier, *, where: str) -> None:
-    """A verifier must find the reference answers right; one that refuses a task says so."""
-    problems = [mixture.problem(index) for index in range(_LOOKED_AT)]
-    for problem in problems:
-        verdict = await verifier.verify(problem, problem.ground_truth)
-        if not verdict.outcome.is_judgement:
-            raise RecipeError(f"{where}.verifier cannot judge its problems: {verdict.reason}")
-        if verdict.outcome is Outcome.CORRECT:
-            return
-    raise RecipeError(
-        f"{where}.verifier finds the reference answers of {_LOOKED_AT} problems wrong, such as "
-        f"{problems[0].ground_truth!r} to {problems[0].messages[-1].content!r}; choose the verifier that "
-        "belongs to the source"
-    )

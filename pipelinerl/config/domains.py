@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pipelinerl.choices import COLDEST, HOTTEST
 from pipelinerl.config.learning import RewardSection
 from pipelinerl.config.sections import Section
+from pipelinerl.config.verification import RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts
 from pipelinerl.data.templates import Template
 from pipelinerl.errors import RecipeError
@@ -28,9 +29,20 @@ class DomainSection(Section):
 
     name: str
     source: str
-    verifier: str = "math_answer"
     weight: float = Field(default=1.0, gt=0)
     parameters: dict[str, Any] = Field(default_factory=dict)
+
+    # what judges answers: docs/rewards.md
+    verifier: str | None = None
+    """What judges an answer: by default `math_answer`, unless `rewards` do."""
+    rewards: tuple[RewardPartSection, ...] = ()
+    """Functions and verifiers whose weighted sum is the reward."""
+    correct_at: float = 1.0
+    """An answer whose reward is a number, or a sum, counts as correct from here on."""
+    verifier_timeout_s: float = Field(default=10.0, gt=0, le=3600)
+    """How long the judgement of one answer may take."""
+    verifier_workers: int | None = Field(default=None, ge=1, le=1024)
+    """Processes in each actor that judge at once; by default one for each of its cores, and two at least."""
     reward: RewardSection | None = None
 
     # how problems are asked: docs/data.md
@@ -63,6 +75,12 @@ class DomainSection(Section):
             raise ValueError(f"few_shot must end with the assistant's answer, got {self.few_shot[-1].role!r} last")
         if self.system_prompt and any(shot.role == "system" for shot in self.few_shot):
             raise ValueError("few_shot must not hold a system message beside system_prompt; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _judged_in_one_way(self) -> Self:
+        for sentence in contradictions(self.verifier, self.rewards):
+            raise ValueError(sentence)
         return self
 
     @property

@@ -29,6 +29,7 @@ from pipelinerl.config.learning import (
     ReferenceSection,
     TrainingSection,
 )
+from pipelinerl.config.references import anchor
 from pipelinerl.config.sections import (
     MODELS,
     ActorSection,
@@ -175,7 +176,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         RecipeError: with the path of the field, what was expected and what came.
     """
-    return parse(overridden(_read(_locate(str(recipe), beside=None)), overrides))
+    return parse(anchor(overridden(_read(_locate(str(recipe), beside=None)), overrides), Path.cwd()))
 
 
 def parse(table: Mapping[str, Any]) -> RunConfig:
@@ -211,7 +212,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise RecipeError(f"{path} cannot be read: {error.strerror}") from None
-    table = resolved_beside(table, path)
+    table = resolved_beside(anchor(table, path.resolve().parent), path)
     base = table.pop("base", None)
     if base is None:
         return table

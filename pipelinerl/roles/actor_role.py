@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from pipelinerl import registry
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.verifiers.verifier import Verifier
+from pipelinerl.roles.verification import open_verifier
+from pipelinerl.verifiers.verifier import GroupVerifier
 
 log = logging.getLogger("pipelinerl")
 
@@ -31,12 +31,9 @@ REFRESH_S = 0.5
 async def run(identity: Identity) -> None:
     """Work until the process is told to stop."""
     config = identity.config
-    verifiers: dict[str, Verifier] = {
-        domain.name: registry.load(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)()
-        for domain in config.domains
-    }
+    verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
 
-    def verifier_of(domain: str) -> Verifier:
+    def verifier_of(domain: str) -> GroupVerifier:
         if domain not in verifiers:
             raise UserError(
                 f"domain {domain!r} is not in this actor's recipe; start actor and controller from one recipe"
@@ -63,6 +60,8 @@ async def run(identity: Identity) -> None:
             await actor.run()
             refresh.cancel()
     finally:
+        for verifier in verifiers.values():
+            await verifier.close()
         await client.close()
         await stream.close()
 

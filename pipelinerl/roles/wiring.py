@@ -70,7 +70,8 @@ def setting_of(config: RunConfig) -> Setting:
 
 def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]:
     passes, weight = objective.passes, objective.is_weight
-    if "values" in passes and config.trainer.type not in registry.VALUE_HEADS:
+    own_trainer = registry.is_user_code(registry.TRAINERS, config.trainer.type)  # it refuses what it has not
+    if "values" in passes and config.trainer.type not in registry.VALUE_HEADS and not own_trainer:
         yield (
             f"objective needs a critic, and trainer.type {config.trainer.type!r} has no value head; "
             f"use {' or '.join(sorted(registry.VALUE_HEADS))}"
@@ -150,6 +151,8 @@ def check_engine_options(config: RunConfig) -> None:
             f"engine.options {', '.join(options)} would not reach a server that runs already; start the server with "
             "them, and leave them out"
         )
+    if registry.is_user_code(registry.ENGINES, chosen):
+        return  # it checks them itself
     if chosen not in registry.ENGINES_WITH_OPTIONS:
         raise RecipeError(f"engine.type {chosen!r} knows no options, got {', '.join(options)}; remove them")
     registry.resolve(registry.ENGINES_WITH_OPTIONS[chosen])(options)

@@ -1,44 +1,36 @@
-"""The process in which `math-verify` runs: one JSON question per line in, one JSON answer per line out.
+"""Compares expressions with `math-verify`, in a process of its own (`worker_process.py`), whose memory is limited.
 
-`{"gold": …, "given": …}` → `{"equal": true | false | null}`; null when the library failed. It limits its own memory,
-and is killed by its parent when an answer is late.
+`[gold, given]` → true, false, or null when the library failed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import resource
-import sys
+from collections.abc import Callable
+from typing import Final
 
-_MEMORY_BYTES = 2 << 30
+_MEMORY_BYTES: Final = 2 << 30
 
 
-def main() -> None:
-    """Answer until the input ends."""
+def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
+    """Import the library and limit the memory; returns what compares."""
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        question = json.loads(line)
-        equal: bool | None
+
+    def equal(question: list[str]) -> bool | None:
         try:
-            gold, given = (
-                parse(f"${question[name]}$", parsing_timeout=None, raise_on_error=False) for name in ("gold", "given")
-            )
+            gold, given = (parse(f"${text}$", parsing_timeout=None, raise_on_error=False) for text in question)
             if not gold:
-                equal = None
-            else:
-                equal = bool(given) and verify(gold, given, timeout_seconds=None, raise_on_error=False)
+                return None
+            return bool(given) and bool(verify(gold, given, timeout_seconds=None, raise_on_error=False))
         except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError):
-            equal = None
+            return None
         except TimeoutException:
-            equal = None
-        print(json.dumps({"equal": equal}), flush=True)
+            return None
 
-
-if __name__ == "__main__":
-    main()
+    equal(["x+1", "1+x"])  # what the library does at its first use, its workers then need not do
+    return equal

@@ -1,21 +1,21 @@
 """Judges with reasoning-gym's own scorer: correct iff it gives the full score. The reward is 1 or 0, no partial credit.
 
 The answer is what stands in the last `<answer>` tags, else the whole text. Scorers that would run the answer as code
-are refused. Quick scorers run where they are called; one that was slow once runs in a thread from then on, with a
-deadline.
+are refused. Quick scorers run where they are called. One that was slow once, and any that is given an answer much
+longer than the true one, runs in a worker process with a deadline. A verdict's `answer` is without outer spaces.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
-from pipelinerl.types import Problem, Verdict
-from pipelinerl.verifiers.verifier import CORRECT, failed, timed_out, wrong
+from pipelinerl.types import MOST_SHOWN, Problem, Verdict
+from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
+from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: Tasks whose scorer passes the answer to eval, exec or sympy's parse_expr (which evaluates). A test greps the library.
 UNSAFE_TASKS: Final = frozenset(
@@ -27,7 +27,11 @@ UNSAFE_TASKS: Final = frozenset(
 
 #: An event loop may be held up this long by one scoring.
 _QUICK_S: Final = 0.002
-_TAGGED: Final = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
+#: An answer that is so many times as long as the true one, and some, may take a scorer its square.
+_MUCH_LONGER: Final = 4
+_AND_SOME: Final = 256
+#: So many characters of it are told.
+_TOLD: Final = 200
 
 Scorer = Callable[[int, str], float]
 
@@ -36,10 +40,13 @@ Scorer = Callable[[int, str], float]
 class ReasoningGym:
     """Verifier for problems of `data/generated.py`."""
 
-    def __init__(self, *, deadline_s: float = 5.0) -> None:
+    def __init__(self, *, deadline_s: float = 5.0, workers: int | None = None) -> None:
         self._deadline_s = deadline_s
         self._scorers: dict[str, Scorer] = {}
         self._slow: set[str] = set()
+        self._pool = WorkerPool(
+            "pipelinerl.verifiers.reasoning_gym:open_scorers", workers=workers, deadline_s=deadline_s
+        )
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge by the task's scorer; a problem of another source is a `verifier_error`."""
@@ -55,22 +62,48 @@ class ReasoningGym:
             except _Refused as error:
                 return failed(str(error))
         answer = extract_answer(completion_text)
-        if name not in self._slow:
-            began = time.monotonic()
-            verdict = _judge(scorer, index, answer)
-            if time.monotonic() - began > _QUICK_S:
-                self._slow.add(name)
-            return verdict
+        if name in self._slow or len(answer) > _MUCH_LONGER * len(problem.ground_truth) + _AND_SOME:
+            return await self._judged_elsewhere(name, index, answer, group=problem.problem_id)
+        began = time.monotonic()
+        verdict = _verdict(_scored(scorer, index, answer), answer)
+        if time.monotonic() - began > _QUICK_S:
+            self._slow.add(name)
+        return verdict
+
+    async def close(self) -> None:
+        """End the worker processes."""
+        await self._pool.close()
+
+    async def _judged_elsewhere(self, name: str, index: int, answer: str, *, group: str) -> Verdict:
         try:
-            return await asyncio.wait_for(asyncio.to_thread(_judge, scorer, index, answer), self._deadline_s)
+            return _verdict(await self._pool.ask([name, index, answer], group=group), answer)
         except TimeoutError:
             return timed_out(self._deadline_s)
+        except WorkerLost as error:
+            return failed(f"reasoning-gym: {error}")
 
 
 def extract_answer(completion_text: str) -> str:
     """What stands in the last `<answer>` tags, else the whole text."""
-    tagged = _TAGGED.findall(completion_text)
-    return tagged[-1].strip() if tagged else completion_text
+    tagged = last_tagged(completion_text)
+    return completion_text if tagged is None else tagged.strip()
+
+
+def open_scorers(_: str) -> Callable[[Any], float | str]:
+    """A worker's function, see `worker_process`: `[task and parameters, index, answer]` → the score, or why not."""
+    import reasoning_gym  # noqa: F401  imported before the fork, not after each
+
+    scorers: dict[str, Scorer] = {}
+
+    def answering(question: Any) -> float | str:
+        name, index, answer = question
+        try:
+            scorer = scorers.get(name) or scorers.setdefault(name, _scorer(*json.loads(name)))
+        except _Refused as error:
+            return str(error)
+        return _scored(scorer, index, answer)
+
+    return answering
 
 
 class _Refused(Exception):
@@ -98,9 +131,16 @@ def _scorer(task: str, parameters: Mapping[str, Any]) -> Scorer:
     return score
 
 
-def _judge(scorer: Scorer, index: int, answer: str) -> Verdict:
+def _scored(scorer: Scorer, index: int, answer: str) -> float | str:
+    """The score, or how the scorer failed."""
     try:
-        score = scorer(index, answer)
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        return failed(f"the scorer failed on the answer: {type(error).__name__}: {error}")
-    return CORRECT if score >= 1.0 else wrong(f"score {score:g}")
+        return scorer(index, answer)
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        return f"the scorer failed on the answer: {type(error).__name__}: {error}"
+
+
+def _verdict(score: float | str, answer: str) -> Verdict:
+    if isinstance(score, str):
+        return failed(score[:MOST_SHOWN])
+    told = answer.strip()[:_TOLD]
+    return correct(told) if score >= 1.0 else wrong(f"score {score:g}", answer=told)

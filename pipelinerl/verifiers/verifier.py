@@ -1,30 +1,102 @@
-"""`Verifier`: judges what a model answered. Promises of each implementation:
+"""`Verifier` and `GroupVerifier`: judge what a model answered, one answer or the answers of a group. Both promise:
 
 A wrong answer is `wrong`; a verifier that fails or runs out of time says so (`verifier_error`, `timeout`) and such
-rollouts are masked: an error of ours must never teach the model that its answer was bad. `verify` returns within its
-deadline and does not block the event loop for longer than a few milliseconds.
+rollouts are masked: an error of ours must never teach the model that its answer was bad. A verdict comes within the
+verifier's deadline, and the event loop is not blocked for longer than a few milliseconds. Answers are judged beside one
+another: one that takes long holds up neither its siblings nor other groups.
 """
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, final
 
 from pipelinerl.types import Outcome, Problem, Verdict
 
-CORRECT: Final = Verdict(outcome=Outcome.CORRECT, reward=1.0)
+
+class Sampled(NamedTuple):
+    """One answer as an engine gave it: `text` without the end-of-turn token, and why it ended."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    finish_reason: str = "stop"
+
+
+class Judgement(NamedTuple):
+    """A verdict, and the seconds in which it was reached."""
+
+    verdict: Verdict
+    seconds: float
 
 
 class Verifier(Protocol):
-    """One kind of judgement."""
+    """One kind of judgement, of one answer. A user's class without arguments that has this method may stand for it."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge `completion_text`, the whole answer without the end-of-turn token. Never raises for an answer."""
         ...
 
 
-def wrong(reason: str) -> Verdict:
+class GroupVerifier(Protocol):
+    """What a domain's answers are judged by."""
+
+    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+        """Judge the answers to `problem`, in their order. Never raises for an answer."""
+        ...
+
+    async def close(self) -> None:
+        """End what it has started; nothing is judged afterwards."""
+        ...
+
+
+@final
+class EachAlone:
+    """Judges the answers of a group with a `Verifier`, all at once; each has `deadline_s`, kept by cancelling.
+
+    A verifier that keeps a deadline of its own is given none here.
+    """
+
+    def __init__(self, verifier: Verifier, *, deadline_s: float | None = None) -> None:
+        self._verifier = verifier
+        self._deadline_s = deadline_s
+
+    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+        """Judge them beside one another."""
+        return list(await asyncio.gather(*(self._judged(problem, answer.text) for answer in answers)))
+
+    async def close(self) -> None:
+        """Close the verifier, if it can be."""
+        close = getattr(self._verifier, "close", None)
+        if close is not None:
+            await close()
+
+    async def _judged(self, problem: Problem, text: str) -> Judgement:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                verdict = await self._verifier.verify(problem, text)
+        except TimeoutError:
+            verdict = timed_out(time.monotonic() - began)
+        return Judgement(verdict, time.monotonic() - began)
+
+
+def wrong(reason: str, *, answer: str = "") -> Verdict:
     """The answer was judged, and is not right."""
-    return Verdict(outcome=Outcome.WRONG, reward=0.0, reason=reason)
+    return Verdict(outcome=Outcome.WRONG, reward=0.0, reason=reason, answer=answer)
+
+
+def correct(answer: str) -> Verdict:
+    """The answer, in the form in which equal ones are equal, is right."""
+    return Verdict(outcome=Outcome.CORRECT, reward=1.0, answer=answer)
+
+
+def last_tagged(text: str) -> str | None:
+    """What stands in the last `<answer>` tags, if any; in one pass, however long the text is."""
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return None if begin < 0 else text[begin + len("<answer>") : end]
 
 
 def timed_out(seconds: float) -> Verdict:

@@ -45,7 +45,7 @@ from pipelinerl.types import (
     Sampling,
     Verdict,
 )
-from pipelinerl.verifiers.verifier import Verifier, failed
+from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier, failed
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread
 
@@ -125,10 +125,10 @@ class Exact:
         return Verdict(outcome=Outcome.CORRECT if right else Outcome.WRONG, reward=float(right))
 
 
-def exact(domain: str) -> Verifier:
+def exact(domain: str) -> GroupVerifier:
     if domain != "d":
         raise UserError(f"domain {domain!r} is not in this actor's recipe")
-    return Exact()
+    return EachAlone(Exact())
 
 
 @final

@@ -43,6 +43,7 @@ from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
+from pipelinerl.verifiers.verifier import EachAlone
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from tests.fakes.served import in_thread
 
@@ -131,7 +132,7 @@ async def run(
         ActorSettings(name="actor-0", groups_in_flight=16, attempts=3, block_s=0.05),
         stream=stream,
         sampler=pool,
-        verifier_of=lambda domain: SaysB(),
+        verifier_of=lambda domain: EachAlone(SaysB()),
     )
     loop = TrainingLoop(
         LoopSettings(

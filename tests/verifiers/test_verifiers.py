@@ -132,20 +132,6 @@ async def test_an_endless_expression_times_out_and_the_next_one_is_judged():
         await verifier.close()
 
 
-async def test_a_killed_worker_is_an_error_and_is_replaced():
-    verifier = MathAnswer()
-    try:
-        assert (await verifier.verify(problem("x+1"), "1+x")).outcome is Outcome.CORRECT
-        worker = verifier._worker
-        assert worker is not None
-        worker.kill()
-        after = [await verifier.verify(problem("x+1"), "1+x") for _ in range(2)]
-        assert after[0].outcome in (Outcome.CORRECT, Outcome.VERIFIER_ERROR)
-        assert after[1].outcome is Outcome.CORRECT
-    finally:
-        await verifier.close()
-
-
 async def test_questions_asked_at_once_get_their_own_answers(math_answer):
     asked = [("x+1", "1+x"), ("x+1", "x+2")] * 5
     verdicts = await asyncio.gather(*(math_answer.verify(problem(gold), text) for gold, text in asked))
@@ -172,3 +158,33 @@ def test_the_final_answer_is_the_last_one_said():
 )
 def test_normalisation_drops_what_carries_no_meaning(raw, normal):
     assert normalise(raw) == normal
+
+
+async def test_equal_answers_have_one_form_and_others_their_own(math_answer):
+    texts = ["\\boxed{0.50}", "\\boxed{\\frac{1}{2}}", "it is \\boxed{1/3}", ""]
+    verdicts = [await math_answer.verify(problem("1/2"), text) for text in texts]
+    assert [v.answer for v in verdicts] == ["1/2", "1/2", "1/3", ""]
+    given = spelling()
+    assert (await ReasoningGym().verify(given, f" {given.ground_truth} ")).answer == given.ground_truth
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<answer>" * 120_000, "answer" + "\n" * 10**6, "answer " * 150_000, "\\boxed{" + "{" * 10**6, "0" * 10**6 + "x"],
+    ids=["tags", "newlines", "answers", "braces", "zeros"],
+)
+def test_a_million_characters_take_one_pass(text):
+    began = time.monotonic()
+    final_answer(text)
+    assert time.monotonic() - began < 2.0
+
+
+async def test_an_answer_much_longer_than_the_true_one_is_scored_in_a_worker():
+    given, verifier = spelling(), ReasoningGym(deadline_s=30.0)
+    try:
+        assert (await verifier.verify(given, given.ground_truth)).outcome is Outcome.CORRECT
+        assert not verifier._pool._forkers
+        assert (await verifier.verify(given, "x" * 10**6)).outcome is Outcome.WRONG
+        assert verifier._pool._forkers
+    finally:
+        await verifier.close()

@@ -3,7 +3,7 @@
     cause                                                       is known
     every engine refuses for a reason that no retry mends       when the last of them has
     no engine is alive                                          after `engine_timeout_s`
-    no answer gets a verdict                                    after a step's worth of answers in a row
+    a domain's verifier fails on every answer                   after 20 in a row, or a step's worth that time out
     every engine refuses every prompt for such a reason         after a step's worth of groups, eight at least
 
 Whether a reason lasts is said by who refuses (`inference_contract.errors.Persistence`), never guessed here. A trainer
@@ -28,6 +28,8 @@ from pipelinerl.messages import GroupFailed
 _SAVE_S: Final = 30.0
 #: Fewer groups may all have a prompt that is too long.
 _FEW_GROUPS: Final = 8
+#: So many failures of a domain's verifier in a row end the run.
+_VERDICTS_THAT_END: Final = 20
 
 
 def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> list[Effect]:
@@ -106,12 +108,22 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
 
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
-    """Every actor's verifiers have failed on whatever they were given of late."""
-    busy = [alive for alive in state.live_actors(now) if alive.judged or alive.unjudged_in_a_row]
-    unjudged = [alive for alive in busy if alive.unjudged_in_a_row]
-    count = sum(alive.unjudged_in_a_row for alive in unjudged)
-    if unjudged and len(unjudged) == len(busy) and count >= state.knobs.rollouts_per_step:
-        yield f"{count} answers in a row have no verdict; the last, of domain {unjudged[-1].unjudged_reason}"
+    """A domain's verifier has failed on whatever it was given of late, with every actor that has asked it.
+
+    Answers that take too long may be the model's doing, and come many at a time: they take a step's worth.
+    """
+    actors = list(state.live_actors(now))
+    for domain in sorted({domain for alive in actors for domain in alive.verifiers}):
+        asked = [alive.verifiers[domain] for alive in actors if domain in alive.verifiers]
+        failing = [figures for figures in asked if figures.errors_in_a_row or figures.timeouts_in_a_row]
+        errors = sum(figures.errors_in_a_row for figures in failing)
+        count = errors + sum(figures.timeouts_in_a_row for figures in failing)
+        enough = errors >= _VERDICTS_THAT_END or count >= max(_VERDICTS_THAT_END, state.knobs.rollouts_per_step)
+        if failing and len(failing) == len(asked) and enough:
+            yield (
+                f"the verifier of domain {domain} has given {count} answers in a row no verdict; the last: "
+                f"{failing[-1].reason}"
+            )
 
 
 def _some_ended_well(state: RunState) -> bool:

@@ -14,7 +14,15 @@ from pipelinerl.controller.state.effects import End, Finish, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, EngineTimedOut, ReportReceived, Ticked
 from pipelinerl.controller.state.run_state import RunPhase
-from pipelinerl.messages import ActorAlive, CanaryChecked, Directive, GroupFailed, Published, TrainerStopped
+from pipelinerl.messages import (
+    ActorAlive,
+    CanaryChecked,
+    Directive,
+    GroupFailed,
+    Published,
+    TrainerStopped,
+    VerifierFigures,
+)
 from tests.controller.world import ENGINE, World, controller
 
 OTHER = "http://engine-1"
@@ -149,33 +157,50 @@ def test_the_clock_of_missing_engines_begins_when_the_last_one_goes_and_stops_wh
     assert stop is not None and f"{ENGINE} is dead: no answer" in made.state.failing.reason
 
 
-def beat(name: str, *, judged: int = 0, unjudged: int = 0) -> ActorAlive:
-    reason = "d: verifier_error: its metadata lacks 'task'" if unjudged else ""
-    return ActorAlive(
-        name=name,
-        groups_in_flight=1,
-        groups_done=1,
-        retries=0,
+def beat(name: str, **verifiers: VerifierFigures) -> ActorAlive:
+    return ActorAlive(name=name, groups_in_flight=1, groups_done=1, retries=0, verifiers=verifiers)
+
+
+def failing(errors: int = 0, timeouts: int = 0, judged: int = 0) -> VerifierFigures:
+    return VerifierFigures(
         judged=judged,
-        unjudged_in_a_row=unjudged,
-        unjudged_reason=reason,
+        errors_in_a_row=errors,
+        timeouts_in_a_row=timeouts,
+        reason="verifier_error: r.py:3: KeyError",
     )
 
 
-def test_a_verifier_that_always_fails_ends_the_run_after_a_steps_worth_of_answers() -> None:
+def test_a_domain_whose_verifier_fails_twenty_times_in_a_row_ends_the_run() -> None:
     made = serving().controller
-    assert ends(made, heard(beat("a", unjudged=3))) == (None, None)
-    stop, _ = ends(made, heard(beat("a", unjudged=4)))
+    well = VerifierFigures(judged=400)
+    assert ends(made, heard(beat("a", math=well, code=failing(19)))) == (None, None)
+    stop, _ = ends(made, heard(beat("a", math=well, code=failing(20, judged=70))))
     assert stop is not None
-    assert made.state.failing.reason == "4 answers in a row have no verdict; the last, of domain " + (
-        "d: verifier_error: its metadata lacks 'task'"
+    assert made.state.failing.reason == (
+        "the verifier of domain code has given 20 answers in a row no verdict; the last: verifier_error: "
+        "r.py:3: KeyError"
     )
+
+
+def test_the_failures_of_all_actors_count() -> None:
+    made = serving().controller
+    assert ends(made, heard(beat("a", code=failing(10)))) == (None, None)
+    stop, _ = ends(made, heard(beat("b", code=failing(10))))
+    assert stop is not None
 
 
 def test_a_verifier_that_works_for_another_actor_does_not() -> None:
     made = serving().controller
-    made.decide(heard(beat("b", judged=1)))
-    assert ends(made, heard(beat("a", unjudged=400))) == (None, None)
+    made.decide(heard(beat("b", code=VerifierFigures(judged=1))))
+    assert ends(made, heard(beat("a", code=failing(400)))) == (None, None)
+
+
+def test_answers_that_take_too_long_end_the_run_after_a_steps_worth() -> None:
+    made = serving().controller
+    made.state.knobs = replace(made.state.knobs, rollouts_per_step=32)
+    assert ends(made, heard(beat("a", code=failing(timeouts=31)))) == (None, None)
+    stop, _ = ends(made, heard(beat("a", code=failing(errors=1, timeouts=31))))
+    assert stop is not None
 
 
 def refused_group(index: int, persistence: Persistence) -> ReportReceived:

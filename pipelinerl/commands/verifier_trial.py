@@ -1,0 +1,62 @@
+"""A domain's verifier tried on a real problem, for `pipelinerl check`: by the reference answer, and by none."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pipelinerl import registry
+from pipelinerl.config.recipe import DomainSection
+from pipelinerl.data.mixture import Mixture
+from pipelinerl.errors import RecipeError
+from pipelinerl.roles.verification import names_of, open_verifier
+from pipelinerl.types import Outcome, Problem
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, Sampled
+
+#: Problems whose reference answers a registered verifier may find wrong, one after the other.
+_TRIED: Final = 16
+
+
+async def tried(domain: DomainSection, problems: Mixture) -> str:
+    """What the domain's verifier says of the reference answer and of an empty one.
+
+    Raises:
+        RecipeError: it can judge neither; or all that judge are registered, and find every reference answer wrong.
+    """
+    verifier = open_verifier(domain)
+    where = f"domains.{domain.name}"
+    try:
+        truth, empty = [await _judged(verifier, problems.problem(0), text) for text in (None, "")]
+        if not (truth.verdict.outcome.is_judgement or empty.verdict.outcome.is_judgement):
+            raise RecipeError(f"{where}.verifier cannot judge its problems: {truth.verdict.reason}")
+        if all(name in registry.VERIFIERS for _, name in names_of(domain)):
+            await _find_one_right(verifier, problems, truth, where=where)
+    finally:
+        await verifier.close()
+    return f"of the reference answer {_told(truth)}; of an empty answer {_told(empty)}"
+
+
+async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
+    """A registered verifier finds reference answers right, those of some problems at least."""
+    if first.verdict.outcome is Outcome.CORRECT:
+        return
+    for index in range(1, _TRIED):
+        if (await _judged(verifier, problems.problem(index), None)).verdict.outcome is Outcome.CORRECT:
+            return
+    problem = problems.problem(0)
+    raise RecipeError(
+        f"{where}.verifier finds the reference answers of {_TRIED} problems wrong, such as {problem.ground_truth!r} to "
+        f"{problem.messages[-1].content!r}; choose the verifier that belongs to the source"
+    )
+
+
+async def _judged(verifier: GroupVerifier, problem: Problem, text: str | None) -> Judgement:
+    (judgement,) = await verifier.judge(problem, [Sampled(problem.ground_truth if text is None else text)])
+    return judgement
+
+
+def _told(judgement: Judgement) -> str:
+    verdict, seconds = judgement
+    reward = f", reward {verdict.reward:g}" if verdict.outcome.is_judgement else ""
+    parts = f" ({', '.join(f'{part.name} {part.reward:g}' for part in verdict.parts)})" if verdict.parts else ""
+    reason = f": {verdict.reason}" if verdict.reason else ""
+    return f"{verdict.outcome}{reward}{parts} in {seconds:.3f} s{reason}"

@@ -1,0 +1,84 @@
+"""What judges a domain's answers, by its section of the recipe: a registered verifier, a user's code, or a sum."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, Final
+
+from pipelinerl import registry
+from pipelinerl.config.recipe import DomainSection, RunConfig
+from pipelinerl.config.verification import DEFAULT_VERIFIER
+from pipelinerl.errors import RecipeError
+from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
+from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier
+from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
+
+#: Verifiers that keep their deadlines themselves, in processes of their own.
+_POOLED: Final = frozenset({"math_answer", "reasoning_gym"})
+
+
+def open_verifier(domain: DomainSection) -> GroupVerifier:
+    """What judges the domain's answers; nothing is started before the first answer. To be closed.
+
+    Raises:
+        RecipeError: a name is unknown, or a user's code cannot be loaded or called.
+    """
+    opened = {where: _opened(domain, where, name) for where, name in names_of(domain)}
+    if not domain.rewards:
+        return next(iter(opened.values()))
+    parts = [
+        WeightedPart(section.shown_as, section.weight, verifier)
+        for section, verifier in zip(domain.rewards, opened.values(), strict=True)
+    ]
+    return WeightedSum(parts, correct_at=domain.correct_at)
+
+
+def names_of(domain: DomainSection) -> Iterator[tuple[str, str]]:
+    """(key, name) of each part that judges."""
+    if not domain.rewards:
+        yield f"domains.{domain.name}.verifier", domain.verifier or DEFAULT_VERIFIER
+    for number, part in enumerate(domain.rewards):
+        yield f"domains.{domain.name}.rewards.{number}.function", part.function
+
+
+def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, reference) of each part of the recipe that is a user's code."""
+    for where, entries, name in (
+        ("engine.type", registry.ENGINES, config.engine.type),
+        ("trainer.type", registry.TRAINERS, config.trainer.type),
+    ):
+        if registry.is_user_code(entries, name):
+            yield where, name
+    for domain in config.domains:
+        for where, name in names_of(domain):
+            if registry.is_user_code(registry.VERIFIERS, name):
+                yield where, name
+
+
+def _opened(domain: DomainSection, where: str, name: str) -> GroupVerifier:
+    thing = registry.load(where, registry.VERIFIERS, name)
+    deadline_s, workers = domain.verifier_timeout_s, domain.verifier_workers
+    if name in _POOLED:
+        return EachAlone(thing(deadline_s=deadline_s, workers=workers))
+    if not registry.is_user_code(registry.VERIFIERS, name):
+        return EachAlone(thing(), deadline_s=deadline_s)
+    if hasattr(thing, "verify"):
+        return EachAlone(Shielded(_made(where, thing)), deadline_s=deadline_s)
+    try:
+        reward = RewardFunction.of_callable(thing)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {name}: {error}") from None
+    if reward.is_async:
+        return AsyncReward(reward, correct_at=domain.correct_at, deadline_s=deadline_s)
+    return PooledReward(name, reward, correct_at=domain.correct_at, deadline_s=deadline_s, workers=workers)
+
+
+def _made(where: str, thing: Any) -> Any:
+    """A user's verifier: an object, or a class that needs no arguments."""
+    if not inspect.isclass(thing):
+        return thing
+    try:
+        return thing()
+    except Exception as error:  # whatever the user's code raises
+        raise RecipeError(f"{where}: {thing.__name__}() failed: {type(error).__name__}: {error}") from None

@@ -1,0 +1,120 @@
+"""Users' code by reference: `package.module:attribute`, or `path.py:attribute`, loaded in the process that asks for it.
+
+A file is loaded once in a process, under a private module name that is the same in every process, so that two files of
+one name do not meet. While it is imported its folder is first on the path, as for a script; then last, for what its
+functions import when they are called. What goes wrong in it is its writer's: one sentence with file and line, and no
+traceback of ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from pipelinerl.errors import ReferenceFailed
+
+_IN_A_FILE: Final = re.compile(r"(?P<path>[^\n]*\.py):(?P<attribute>[A-Za-z_]\w*)")
+_IN_A_MODULE: Final = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<attribute>[A-Za-z_]\w*)")
+_PRIVATE: Final = "pipelinerl_user_"
+
+
+def is_reference(text: str) -> bool:
+    """Has the text the form of a reference?"""
+    return bool(_IN_A_FILE.fullmatch(text) or _IN_A_MODULE.fullmatch(text))
+
+
+def anchored(text: str, folder: Path) -> str:
+    """The reference with an absolute path, if it is one to a file that lies relative to `folder`."""
+    match = _IN_A_FILE.fullmatch(text)
+    return f"{(folder / Path(match['path']).expanduser()).resolve()}:{match['attribute']}" if match else text
+
+
+def load_reference(text: str) -> Any:
+    """The object that a reference names.
+
+    Raises:
+        ReferenceFailed: the form is wrong, the file, module or attribute does not exist, or the import raises.
+    """
+    if match := _IN_A_FILE.fullmatch(text):
+        module = _from_file(Path(match["path"]).expanduser().resolve())
+    elif match := _IN_A_MODULE.fullmatch(text):
+        module = _from_name(match["module"], text)
+    else:
+        raise ReferenceFailed(f"expected package.module:attribute or path.py:attribute, got {text!r}")
+    try:
+        return getattr(module, match["attribute"])
+    except AttributeError:
+        place = module.__file__ or module.__name__
+        raise ReferenceFailed(f"{place} has no {match['attribute']!r}{_what_it_has(module)}") from None
+
+
+def place_of(thing: Any) -> str:
+    """`name, file:line` of a function or class, as far as it can be said."""
+    thing = inspect.unwrap(thing)
+    try:
+        return f"{thing.__name__}, {inspect.getsourcefile(thing)}:{inspect.getsourcelines(thing)[1]}"
+    except (OSError, TypeError, AttributeError):
+        return repr(thing)
+
+
+def last_line(error: BaseException) -> str:
+    """What an exception says, and where it was raised: at the innermost line outside Python's own library."""
+    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {text}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {text}" if frames else text
+
+
+def _is_users(filename: str) -> bool:
+    own = str(Path(__file__).parents[1])
+    return not filename.startswith(("<", own)) and f"python{sys.version_info.major}" not in filename
+
+
+def _from_file(path: Path) -> ModuleType:
+    name = f"{_PRIVATE}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise ReferenceFailed(f"{path} does not exist; its path is relative to the recipe that names it")
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ReferenceFailed(f"{path} is no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        del sys.modules[name]
+        raise ReferenceFailed(f"{path} cannot be imported: {last_line(error)}") from None
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
+    return module
+
+
+def _from_name(name: str, text: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ReferenceFailed(f"{text!r} cannot be imported: {last_line(error)}") from None
+        raise ReferenceFailed(f"expected module:attribute of an installed module, got {text!r}") from None
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise ReferenceFailed(f"{text!r} cannot be imported: {last_line(error)}") from None
+
+
+def _what_it_has(module: ModuleType) -> str:
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    named = ", ".join(sorted(name for name in own if not name.startswith("_")))
+    return f"; it has {named}" if named else ""

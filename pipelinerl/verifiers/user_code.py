@@ -1,0 +1,342 @@
+"""Rewards that are a user's plain functions: what such a function may be, how it is called, what it may return.
+
+    def score(problem, completion_text): …            one answer, by place
+    def score(completion_text, answer, **_): …        one answer, by the names in `OF_ONE`
+    def score(completions, answer, **kwargs): …       the answers of a group at once, by the names in `OF_A_GROUP`:
+                                                      each a list with one entry for each answer, as in TRL
+
+It returns a number, a bool, a `Verdict`, or None for "not judged"; of a group, as many of them in a list. What is no
+number, not finite, or larger than any reward, an exception, and None are `verifier_error`s, never a reward of 0.
+
+A function that is `async` runs on the actor's event loop, and is cancelled at its deadline. Any other runs in worker
+processes (`worker_pool.py`), and is killed there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import re
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Real
+from pathlib import Path
+from typing import Any, Final, final
+
+import msgspec
+
+from pipelinerl.errors import RecipeError
+from pipelinerl.system.references import last_line, load_reference
+from pipelinerl.types import MOST_SHOWN, Outcome, Problem, Verdict
+from pipelinerl.verifiers.verifier import Judgement, Sampled, Verifier, failed, timed_out
+from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
+
+#: A number beyond is a mistake, and would be the only thing that its batch learns from.
+MOST_REWARD: Final = 1e6
+#: A sum of parts may miss a number by so much.
+ROUNDING: Final = 1e-9
+#: More than what was imported that a worker's data may take.
+_MEMORY_BYTES: Final = 4 << 30
+
+#: What a function of one answer may ask for, by name.
+OF_ONE: Final[Mapping[str, Callable[[Problem, Sampled], Any]]] = {
+    "problem": lambda problem, _: problem,
+    "completion": lambda _, answer: answer.text,
+    "completion_text": lambda _, answer: answer.text,
+    "prompt": lambda problem, _: _messages(problem),
+    "answer": lambda problem, _: problem.ground_truth,
+    "ground_truth": lambda problem, _: problem.ground_truth,
+    "metadata": lambda problem, _: dict(problem.metadata),
+    "token_ids": lambda _, answer: list(answer.token_ids),
+    "finish_reason": lambda _, answer: answer.finish_reason,
+    "tags": lambda problem, _: problem.tags,
+}
+#: What a function of a group may ask for, by name: lists with an entry for each answer, the first three in TRL's words.
+OF_A_GROUP: Final[Mapping[str, Callable[[Problem, Sampled], Any]]] = {
+    "completions": OF_ONE["completion"],
+    "prompts": OF_ONE["prompt"],
+    "completion_ids": OF_ONE["token_ids"],
+    "completion_texts": OF_ONE["completion"],
+    **{name: of_one for name, of_one in OF_ONE.items() if not name.startswith("completion") and name != "prompt"},
+}
+_ASKS_FOR_A_GROUP: Final = frozenset({"completions", "completion_texts"})
+
+
+class Of(Enum):
+    """How many answers a function is of."""
+
+    ONE = "one"
+    GROUP = "group"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A user's function, and how it is to be called; `named` are the arguments that it asks for by name."""
+
+    function: Callable[..., Any]
+    of: Of
+    by_place: tuple[str, ...]
+    named: tuple[str, ...]
+    is_async: bool
+
+    @classmethod
+    def of_callable(cls, function: Callable[..., Any]) -> RewardFunction:
+        """Look at its parameters.
+
+        Raises:
+            RecipeError: it asks for what nobody has.
+        """
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"the parameters of {function!r} cannot be told: {error}") from None
+        names = {parameter.name for parameter in parameters}
+        of = Of.GROUP if names & _ASKS_FOR_A_GROUP else Of.ONE
+        known = OF_A_GROUP if of is Of.GROUP else OF_ONE
+        by_place: tuple[str, ...] = ()
+        placed = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:2]
+        if of is Of.ONE and _by_place(placed):
+            by_place = ("problem", "completion_text")
+        rest = parameters[len(by_place) :]
+        lacking = [
+            each.name
+            for each in rest
+            if _is_required(each) and (each.name not in known or each.kind is each.POSITIONAL_ONLY)
+        ]
+        if lacking:
+            raise RecipeError(
+                f"a reward function takes (problem, completion_text), or by name any of {', '.join(OF_ONE)}, or of a "
+                f"group any of {', '.join(OF_A_GROUP)}; {', '.join(lacking)} is none of them"
+            )
+        taken = {each.name for each in placed[: len(by_place)]} | set(by_place)
+        everything = any(each.kind is each.VAR_KEYWORD for each in rest)
+        asked_for = names if not everything else known.keys()
+        named = tuple(name for name in known if name in asked_for and name not in taken)
+        call = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        return cls(function, of, by_place, named, call)
+
+    def calls(self, problem: Problem, answers: Sequence[Sampled]) -> list[Any]:
+        """What it returns: once for the group, or once for each answer; awaitables if it is async."""
+        if self.of is Of.GROUP:
+            lists = {name: [OF_A_GROUP[name](problem, answer) for answer in answers] for name in self.named}
+            return [self.function(**lists)]
+        return [
+            self.function(
+                *(OF_ONE[name](problem, answer) for name in self.by_place),
+                **{name: OF_ONE[name](problem, answer) for name in self.named},
+            )
+            for answer in answers
+        ]
+
+
+def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
+    """Are the first two parameters the problem and the text, under whatever names?"""
+    if len(placed) < 2 or any(each.default is not each.empty for each in placed):
+        return False
+    first, second = (each.name for each in placed)
+    mixed = (first != "problem" and first in OF_ONE) or (second in OF_ONE and not second.startswith("completion"))
+    return not mixed and not (first in OF_ONE and second in OF_ONE)
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_KEYWORD,
+        parameter.VAR_POSITIONAL,
+    )
+
+
+def _messages(problem: Problem) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in problem.messages]
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+def verdict_of(value: Any, *, correct_at: float) -> Verdict:
+    """The verdict that a function's return value stands for; correct is a number of at least `correct_at`."""
+    if isinstance(value, Verdict):
+        sane = math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD
+        return value if sane else failed(f"the function returned a Verdict with the reward {value.reward!r}")
+    if value is None:
+        return failed("the function judged nothing: it returned None")
+    plain = _plain(value)
+    if not isinstance(plain, Real):
+        return failed(f"the function must return a number, a bool, a Verdict or None, it returned {_shown(value)}")
+    reward = float(plain)
+    if not math.isfinite(reward) or abs(reward) > MOST_REWARD:
+        return failed(f"the function must return a finite number within ±{MOST_REWARD:g}, it returned {reward:g}")
+    outcome = Outcome.CORRECT if reward >= correct_at - ROUNDING else Outcome.WRONG
+    return Verdict(outcome=outcome, reward=reward)
+
+
+def verdicts_of(value: Any, count: int, *, correct_at: float) -> list[Verdict]:
+    """The verdicts that the return value of a function of a group stands for."""
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, list | tuple) or len(values) != count:
+        came = f"{len(values)} of them" if isinstance(values, list | tuple) else _shown(value)
+        return [
+            failed(f"the function must return a list with one reward for each of {count} answers, got {came}")
+        ] * count
+    return [verdict_of(each, correct_at=correct_at) for each in values]
+
+
+def _plain(value: Any) -> Any:
+    """A Python number, if it is one of an array library's."""
+    item = getattr(value, "item", None)
+    if isinstance(value, Real) or not callable(item):
+        return value
+    try:
+        return item()
+    except (TypeError, ValueError, RuntimeError):
+        return value
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {repr(value)[:80]}"
+
+
+# --- where it runs ----------------------------------------------------------------------------------------------------
+
+
+def open_function(argument: str) -> Callable[[Any], Any]:
+    """A worker's function, see `worker_process`: `[problem, answers]` → a verdict for each.
+
+    Raises:
+        UserError: the function cannot be loaded.
+    """
+    reference, correct_at = json.loads(argument)
+    reward = RewardFunction.of_callable(load_reference(reference))
+    _limit_memory()
+
+    def answering(question: Any) -> Any:
+        problem = msgspec.convert(question[0], Problem)
+        answers = [Sampled(*answer) for answer in question[1]]
+        try:
+            values = reward.calls(problem, answers)
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
+            return msgspec.to_builtins([_raised(error)] * len(answers))
+        if reward.of is Of.GROUP:
+            return msgspec.to_builtins(verdicts_of(values[0], len(answers), correct_at=correct_at))
+        return msgspec.to_builtins([verdict_of(value, correct_at=correct_at) for value in values])
+
+    return answering
+
+
+def _limit_memory() -> None:
+    """Let the process's data grow by so much from here on; one that grows further gets a `MemoryError`."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return  # not Linux
+    used = int(re.search(r"VmData:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
+    resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
+
+
+def _raised(error: BaseException) -> Verdict:
+    return failed(last_line(error)[:MOST_SHOWN])
+
+
+@final
+class PooledReward:
+    """Judges by a function that is not async, in worker processes; `reference` names it there."""
+
+    def __init__(
+        self, reference: str, reward: RewardFunction, *, correct_at: float, deadline_s: float, workers: int | None
+    ) -> None:
+        self._of = reward.of
+        self._deadline_s = deadline_s
+        self._pool = WorkerPool(
+            "pipelinerl.verifiers.user_code:open_function",
+            json.dumps([reference, correct_at]),
+            workers=workers,
+            deadline_s=deadline_s,
+        )
+
+    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+        """Judge them at once if the function is of a group, else each for itself, beside one another."""
+        plain = msgspec.to_builtins(problem)
+        batches = [answers] if self._of is Of.GROUP else [[answer] for answer in answers]
+        judged = await asyncio.gather(*(self._asked(plain, batch, group=problem.problem_id) for batch in batches))
+        return [judgement for judgements in judged for judgement in judgements]
+
+    async def close(self) -> None:
+        """End the workers."""
+        await self._pool.close()
+
+    async def _asked(self, problem: Any, answers: Sequence[Sampled], *, group: str) -> list[Judgement]:
+        began = time.monotonic()
+        try:
+            question = [problem, [[each.text, list(each.token_ids), each.finish_reason] for each in answers]]
+            verdicts = msgspec.convert(await self._pool.ask(question, group=group), list[Verdict])
+        except TimeoutError:
+            verdicts = [timed_out(self._deadline_s)] * len(answers)
+        except WorkerLost as error:
+            verdicts = [failed(str(error))] * len(answers)
+        seconds = (time.monotonic() - began) / len(answers)
+        return [Judgement(verdict, seconds) for verdict in verdicts]
+
+
+@final
+class AsyncReward:
+    """Judges by an async function, on the loop it is called from."""
+
+    def __init__(self, reward: RewardFunction, *, correct_at: float, deadline_s: float) -> None:
+        self._reward = reward
+        self._correct_at = correct_at
+        self._deadline_s = deadline_s
+
+    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+        """Judge them at once if the function is of a group, else each for itself, beside one another."""
+        batches = [answers] if self._reward.of is Of.GROUP else [[answer] for answer in answers]
+        judged = await asyncio.gather(*(self._called(problem, batch) for batch in batches))
+        return [judgement for judgements in judged for judgement in judgements]
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def _called(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+        began, count = time.monotonic(), len(answers)
+        deadline = asyncio.timeout(self._deadline_s)
+        try:
+            async with deadline:
+                value = await self._reward.calls(problem, answers)[0]
+        except Exception as error:  # whatever the user's code raises
+            late = isinstance(error, TimeoutError) and deadline.expired()
+            verdicts = [timed_out(self._deadline_s) if late else _raised(error)] * count
+        else:
+            values = value if self._reward.of is Of.GROUP else [value]
+            verdicts = verdicts_of(values, count, correct_at=self._correct_at)
+        seconds = (time.monotonic() - began) / count
+        return [Judgement(verdict, seconds) for verdict in verdicts]
+
+
+@final
+class Shielded:
+    """A user's verifier, a class: what it raises is its failure, and what it returns is looked at."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+
+    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+        """Judge as the user's class does."""
+        try:
+            verdict = await self._verifier.verify(problem, completion_text)
+        except TimeoutError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            return _raised(error)
+        if isinstance(verdict, Verdict):
+            return verdict_of(verdict, correct_at=1.0)
+        return failed(f"verify must return a Verdict, it returned {_shown(verdict)}")
+
+    async def close(self) -> None:
+        """Close the verifier, if it can be."""
+        close = getattr(self._verifier, "close", None)
+        if close is not None:
+            await close()

@@ -1,0 +1,61 @@
+"""A reward that is a weighted sum of parts, each of which judges every answer; the parts are kept for the figures.
+
+An answer has a reward only if every part has judged it. It is correct if the sum reaches `correct_at`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
+from pipelinerl.verifiers.user_code import ROUNDING
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedPart:
+    """One of the rewards, and what it counts for."""
+
+    name: str
+    weight: float
+    verifier: GroupVerifier
+
+
+@final
+class WeightedSum:
+    """Judges by all of its parts, beside one another."""
+
+    def __init__(self, parts: Sequence[WeightedPart], *, correct_at: float) -> None:
+        self._parts = tuple(parts)
+        self._correct_at = correct_at
+
+    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+        """Judge by every part; the seconds are those of the parts together."""
+        judged = await asyncio.gather(*(part.verifier.judge(problem, answers) for part in self._parts))
+        return [self._sum(judgements) for judgements in zip(*judged, strict=True)]
+
+    async def close(self) -> None:
+        """Close every part."""
+        for part in self._parts:
+            await part.verifier.close()
+
+    def _sum(self, judgements: Sequence[Judgement]) -> Judgement:
+        seconds = sum(judgement.seconds for judgement in judgements)
+        found = [(part, judgement.verdict) for part, judgement in zip(self._parts, judgements, strict=True)]
+        for part, verdict in found:
+            if not verdict.outcome.is_judgement:
+                return Judgement(
+                    Verdict(outcome=verdict.outcome, reward=0.0, reason=f"{part.name}: {verdict.reason}"), seconds
+                )
+        reward = sum(part.weight * verdict.reward for part, verdict in found)
+        verdict = Verdict(
+            outcome=Outcome.CORRECT if reward >= self._correct_at - ROUNDING else Outcome.WRONG,
+            reward=reward,
+            reason="; ".join(f"{part.name}: {verdict.reason}" for part, verdict in found if verdict.reason),
+            answer=next((verdict.answer for _, verdict in found if verdict.answer), ""),
+            parts=tuple(RewardPart(part.name, verdict.reward) for part, verdict in found),
+        )
+        return Judgement(verdict, seconds)

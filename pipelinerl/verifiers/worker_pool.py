@@ -1,0 +1,359 @@
+"""`WorkerPool`: questions to processes that may hang, each with a deadline that holds, since it is kept by killing.
+
+    a question   waits for                         at most            then
+    first        one of `workers` places           the others' turns  is asked
+    asked        its answer                        `brief`            moves to a slow place, with the lowest priority
+    slow         a slow place, then its answer     the deadline       its worker is killed: `TimeoutError`
+
+The deadline runs from the moment at which a worker is given the question. What is brief is learned: four times the mean
+of what answers take, so that a function that always takes a second is not taken for one that hangs. A question that
+finds every slow place taken is asked anew when one is free. Of those that wait, groups with the fewest slow questions
+so far come first. So hostile answers hold up neither their siblings nor other groups for longer than what is brief.
+
+Processes start when they are needed (`worker_process.py`): the first at the first question, a second worker only while
+the first is busy. Whoever is cancelled while a worker has its question has that worker killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from pipelinerl.system import tied_process
+
+_STARTUP_S: Final = 60.0
+#: An answer that takes less is never slow.
+_LEAST_BRIEF_S: Final = 0.25
+_BRIEF: Final = 4.0
+#: Weight of the newest answer in the mean.
+_NEWEST: Final = 0.05
+#: Slow places for each of the others.
+_SLOW_PLACES: Final = 2
+_LOWEST_PRIORITY: Final = 19
+_LONGEST_ANSWER: Final = 2**24
+#: Groups whose slow questions are remembered.
+_REMEMBERED: Final = 1024
+_ENDED: Final = "the verifier's process ended by itself, or was killed, before it answered"
+
+
+class WorkerLost(Exception):
+    """A worker ended, or could not be started, before it answered."""
+
+
+def default_workers() -> int:
+    """Workers of a pool when the recipe names no number: one for each core that the process may use, two at least."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, cores)
+
+
+@final
+class WorkerPool:
+    """Workers of one kind.
+
+    Args:
+        target, argument: what a worker calls first, see `worker_process`.
+        workers: most that answer at once, beside those that are slow; None: `default_workers`.
+        deadline_s: how long a worker may take for a question.
+    """
+
+    def __init__(self, target: str, argument: str = "", *, workers: int | None = None, deadline_s: float) -> None:
+        self._target = (target, argument)
+        self._deadline_s = deadline_s
+        size = workers or default_workers()
+        self._places = _Places(size)
+        self._slow_places = _Places(_SLOW_PLACES * size)
+        self._slow_of: Counter[str] = Counter()
+        self._mean_s: float | None = None
+        self._idle: list[_Worker] = []
+        self._forkers: list[_Forker] = []
+        self._starting = asyncio.Lock()
+
+    async def ask(self, question: Any, *, group: str = "") -> Any:
+        """The answer to a JSON question; `group` is who asks, for the order among those that wait.
+
+        Raises:
+            TimeoutError: none came within the deadline.
+            WorkerLost: the process ended, or could not be started.
+        """
+        line = json.dumps(question).encode() + b"\n"
+        turn = _Turn()
+        try:
+            await turn.enter(self._places, rank=self._slow_of[group])
+            turn.worker = await self._ready_worker()
+            began = asyncio.get_running_loop().time()
+            try:
+                async with asyncio.timeout(self._brief_s):
+                    answer = await turn.worker.ask(line)
+            except TimeoutError:
+                self._note_slow(group)
+                answer = await self._asked_slowly(turn, line, until=began + self._deadline_s)
+            self._note_answered(asyncio.get_running_loop().time() - began)
+            if turn.places is self._places:
+                self._idle.append(turn.worker)
+                turn.worker = None
+            return answer
+        finally:  # a worker that has not answered, or is of the lowest priority, is of no more use
+            turn.end()
+
+    async def close(self) -> None:
+        """Kill every process."""
+        while self._idle:
+            self._idle.pop().kill()
+        while self._forkers:
+            await self._forkers.pop().close()
+
+    @property
+    def _brief_s(self) -> float:
+        return min(self._deadline_s, max(_LEAST_BRIEF_S, _BRIEF * (self._mean_s or 0.0)))
+
+    async def _asked_slowly(self, turn: _Turn, line: bytes, *, until: float) -> Any:
+        """The answer to a question that was not answered quickly; another worker is asked when this one has to go."""
+        async with asyncio.timeout_at(until):
+            if self._slow_places.take_now() and turn.worker is not None:
+                turn.leave()
+                turn.places = self._slow_places
+                turn.worker.lower_priority()
+                return await turn.worker.receive()
+            turn.end()
+            await turn.enter(self._slow_places)
+            turn.worker = await self._ready_worker()
+            turn.worker.lower_priority()
+            return await turn.worker.ask(line)
+
+    def _note_slow(self, group: str) -> None:
+        if len(self._slow_of) >= _REMEMBERED:
+            self._slow_of.clear()
+        self._slow_of[group] += 1
+
+    def _note_answered(self, seconds: float) -> None:
+        self._mean_s = seconds if self._mean_s is None else self._mean_s + _NEWEST * (seconds - self._mean_s)
+
+    async def _ready_worker(self) -> _Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+            worker.kill()
+        async with self._starting:
+            self._forkers = [forker for forker in self._forkers if not forker.ended]
+            if not (self._forkers and self._forkers[-1].can_give):
+                self._forkers.append(await _Forker.start(*self._target))
+            return await self._forkers[-1].worker()
+
+
+@final
+class _Places:
+    """Counts who may go on; of those that wait, the lowest rank is first, and among equals who came first."""
+
+    def __init__(self, free: int) -> None:
+        self._free = free
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+
+    def take_now(self) -> bool:
+        """Take a place if one is free."""
+        if self._free == 0:
+            return False
+        self._free -= 1
+        return True
+
+    async def take(self, rank: int) -> None:
+        """Take a place as soon as one is free."""
+        if self.take_now():
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (rank, next(self._numbers), future))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Hand the place to the next who waits."""
+        while self._waiting:
+            future = heapq.heappop(self._waiting)[2]
+            if not future.done():
+                future.set_result(None)
+                return
+        self._free += 1
+
+
+@final
+@dataclass(slots=True)
+class _Turn:
+    """What one question holds: a place, and a worker."""
+
+    places: _Places | None = None
+    worker: _Worker | None = None
+
+    async def enter(self, places: _Places, *, rank: int = 0) -> None:
+        """Wait for a place."""
+        await places.take(rank)
+        self.places = places
+
+    def leave(self) -> None:
+        """Give the place back."""
+        if self.places is not None:
+            self.places.give_back()
+            self.places = None
+
+    def end(self) -> None:
+        """Give everything back; a worker that is still held is killed."""
+        if self.worker is not None:
+            self.worker.kill()
+            self.worker = None
+        self.leave()
+
+
+@final
+class _Worker:
+    """One process that answers, a group of its own."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._pid = pid
+
+    @classmethod
+    async def begin(cls, connection: socket.socket) -> _Worker:
+        """Wait for its first line, which says its process id."""
+        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_LONGEST_ANSWER)
+        worker = cls(reader, writer, 0)
+        try:
+            async with asyncio.timeout(_STARTUP_S):
+                worker._pid = (await worker.receive())["pid"]
+        except BaseException:
+            writer.close()
+            raise
+        return worker
+
+    @property
+    def alive(self) -> bool:
+        """Is its end of the connection open, as far as is known?"""
+        return not self._reader.at_eof() and not self._writer.is_closing()
+
+    async def ask(self, line: bytes) -> Any:
+        """Its answer to a question, a line."""
+        try:
+            self._writer.write(line)
+            await self._writer.drain()
+        except OSError as error:
+            raise WorkerLost(_ENDED) from error
+        return await self.receive()
+
+    async def receive(self) -> Any:
+        """The next line it writes."""
+        try:
+            line = await self._reader.readline()
+        except (OSError, ValueError) as error:
+            raise WorkerLost(f"the verifier's process answered with more than {_LONGEST_ANSWER} bytes") from error
+        if not line.endswith(b"\n"):
+            raise WorkerLost(_ENDED)
+        return json.loads(line)
+
+    def lower_priority(self) -> None:
+        """Let every other process go first, from now on."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PGRP, self._pid, _LOWEST_PRIORITY)
+
+    def kill(self) -> None:
+        """End it, and what it has started, at once."""
+        if self._pid and not self._reader.at_eof():  # after its end the number may be another's
+            with contextlib.suppress(OSError):
+                os.killpg(self._pid, signal.SIGKILL)
+        self._writer.close()
+
+
+@final
+class _Forker:
+    """The process that has imported what its workers need; one that cannot fork is the only worker itself."""
+
+    def __init__(self, process: Process, control: socket.socket, *, forks: bool) -> None:
+        self._process = process
+        self._control = control
+        self._forks = forks
+        self._has_worker = False
+
+    @classmethod
+    async def start(cls, target: str, argument: str) -> _Forker:
+        """Start it and wait until it has imported."""
+        ours, theirs = socket.socketpair()
+        tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
+        main = [sys.executable, "-m", "pipelinerl.verifiers.worker_process", target, argument]
+        command = [sys.executable, "-S", "-E", *tie, *main]
+        with theirs:
+            process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno())
+        ours.setblocking(False)
+        forker = cls(process, ours, forks=False)
+        try:
+            async with asyncio.timeout(_STARTUP_S):
+                first = await _line(ours)
+        except (TimeoutError, OSError, ValueError):
+            await forker.close()
+            raise WorkerLost("the verifier's process did not start; its output says why") from None
+        except BaseException:
+            forker.kill()
+            raise
+        if "error" in first:
+            await forker.close()
+            raise WorkerLost(first["error"])
+        forker._forks = first["forks"]
+        return forker
+
+    @property
+    def ended(self) -> bool:
+        """Is the process gone?"""
+        return self._process.returncode is not None
+
+    @property
+    def can_give(self) -> bool:
+        """Can it give another worker?"""
+        return self._forks or not self._has_worker
+
+    async def worker(self) -> _Worker:
+        """Another worker."""
+        ours, theirs = socket.socketpair()
+        self._has_worker = True
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                self.kill()
+                raise WorkerLost(_ENDED) from error
+        return await _Worker.begin(ours)
+
+    def kill(self) -> None:
+        """End it at once, and with it its workers."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._control.close()
+
+    async def close(self) -> None:
+        """End it, and wait for that."""
+        self.kill()
+        await asyncio.wait_for(self._process.wait(), 5.0)
+
+
+async def _line(control: socket.socket) -> Any:
+    """The first line that comes, as JSON; raises `ValueError` when the other end closes before."""
+    received = b""
+    while not received.endswith(b"\n"):
+        part = await asyncio.get_running_loop().sock_recv(control, 65536)
+        if not part:
+            raise ValueError("no line")
+        received += part
+    return json.loads(received)

@@ -1,0 +1,92 @@
+"""The processes that judge: `python -m pipelinerl.verifiers.worker_process TARGET ARGUMENT`, one of them for each pool.
+
+It calls `TARGET(ARGUMENT)` (a reference), which imports whatever is heavy and returns a function from a JSON question
+to a JSON answer. Then it forks a worker for each socket that comes over its standard input, so that a worker that had
+to be killed is replaced within milliseconds, and never imports again. A worker reads a question a line and writes an
+answer a line; what the code prints goes where the actor's output goes.
+
+Where a fork is unsafe (the import has started threads) or untried (not Linux), it becomes the one worker itself, and
+the pool starts another process for the next. A worker is a process group, so that what it starts is killed with it; it
+dies with this process, and this one with the actor (`system/tied_process.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import UserError
+from pipelinerl.system.references import load_reference
+
+_PR_SET_PDEATHSIG = 1
+
+#: From a question to its answer, both as JSON has them.
+Answering = Callable[[Any], Any]
+
+
+def main() -> None:
+    """Import, say so, and make workers until the input ends."""
+    target, argument = sys.argv[1:]
+    control = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    try:
+        answering: Answering = load_reference(target)(argument)
+    except UserError as error:
+        _send(control, {"error": str(error)})
+        return
+    forks = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
+    gc.collect()
+    gc.freeze()  # what was imported stays, and its pages shared
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that end are nobody's to wait for
+    _send(control, {"forks": forks})
+    while True:
+        word, handles, _, _ = socket.recv_fds(control, 1, 1)
+        if not word or not handles:
+            return
+        with socket.socket(fileno=handles[0]) as connection:
+            if not forks:
+                _work(connection, answering)
+                return
+            parent = os.getpid()
+            if os.fork() == 0:
+                control.close()
+                _tie(parent)
+                _work(connection, answering)
+                os._exit(0)
+
+
+def _work(connection: socket.socket, answering: Answering) -> None:
+    """Answer until the other end closes."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    try:
+        _send(connection, {"pid": os.getpid()})
+        with connection.makefile("rb") as questions:
+            for line in questions:
+                _send(connection, answering(json.loads(line)))
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the actor is gone
+
+
+def _send(connection: socket.socket, value: Any) -> None:
+    connection.sendall(json.dumps(value).encode() + b"\n")
+
+
+def _tie(parent: int) -> None:
+    """Die with the process that this was forked from."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

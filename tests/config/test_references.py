@@ -1,0 +1,57 @@
+"""Users' code in a recipe: a path is meant from the file that says it, and the saved recipe names it absolutely."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.recipe import RunConfig, load, save
+from pipelinerl.config.references import anchor
+
+DOMAIN = '[[domains]]\nname = "d"\nsource = "{source}"\nverifier = "{verifier}"\n'
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_path_is_meant_from_the_file_that_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    domain = DOMAIN.format(source="../data.py:rows", verifier="rewards.py:score")
+    write(tmp_path / "bases" / "base.toml", f'base = "tiny"\n{domain}[trainer]\ntype = "mine.py:Trainer"\n')
+    recipe = write(tmp_path / "run.toml", 'base = "bases/base.toml"\n[engine]\ntype = "engines/mine.py:open"\n')
+    monkeypatch.chdir(write(tmp_path / "elsewhere" / "x", "").parent)
+    config = load(recipe, ["engine.type=own.py:open"])
+    assert config.domains[0].verifier == f"{tmp_path}/bases/rewards.py:score"
+    assert config.domains[0].source == f"{tmp_path}/data.py:rows"
+    assert config.trainer.type == f"{tmp_path}/bases/mine.py:Trainer"
+    assert config.engine.type == f"{tmp_path}/elsewhere/own.py:open"
+    assert load(recipe).engine.type == f"{tmp_path}/engines/mine.py:open"
+
+
+def test_the_saved_recipe_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = 'rewards = [{ function = "r.py:form", weight = 0.2 }, { function = "math_answer" }]'
+    recipe = write(
+        tmp_path / "run.toml",
+        f'base = "tiny"\n[[domains]]\nname = "d"\nsource = "addition"\n{rewards}\ncorrect_at = 0.5',
+    )
+    config = load(recipe)
+    (tmp_path / "runs").mkdir()
+    save(config, tmp_path / "runs" / "one.toml")
+    monkeypatch.chdir("/")
+    again: RunConfig = load(tmp_path / "runs" / "one.toml")
+    assert again == config
+    assert [part.function for part in again.domains[0].rewards] == [f"{tmp_path}/r.py:form", "math_answer"]
+    assert [part.shown_as for part in again.domains[0].rewards] == ["form", "math_answer"]
+
+
+def test_what_names_no_part_is_left_alone(tmp_path: Path) -> None:
+    table = {
+        "engine": {"type": "torch", "options": {"function": "x.py:y"}},
+        "domains": [{"name": "x.py:y", "source": "reasoning_gym:chain_sum", "parameters": {"source": "x.py:y"}}],
+    }
+    assert anchor(table, tmp_path) == table
+    assert anchor({"verifier": "package.module:attribute"}, tmp_path) == {"verifier": "package.module:attribute"}
+    assert anchor({"verifier": "/abs/x.py:y"}, tmp_path) == {"verifier": "/abs/x.py:y"}

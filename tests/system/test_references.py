@@ -1,0 +1,70 @@
+"""Users' code by reference: what is loaded, from where, and how often."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.errors import ReferenceFailed
+from pipelinerl.system.references import is_reference, last_line, load_reference, place_of
+
+
+@pytest.fixture(autouse=True)
+def same_path() -> Iterator[None]:
+    """What a user's folder adds to the path is the test's alone."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
+@pytest.mark.parametrize("text", ["a.b:c", "x.py:y", "/a b/x.py:y", "../x.py:y", "reasoning_gym:spell_backward"])
+def test_the_form_of_a_reference(text: str) -> None:
+    assert is_reference(text)
+
+
+@pytest.mark.parametrize("text", ["torch", "x.py", "x.py:", ":y", "a/b:c", "x.py:a b", ""])
+def test_what_is_none(text: str) -> None:
+    assert not is_reference(text)
+    with pytest.raises(ReferenceFailed, match=r"expected package.module:attribute or path.py:attribute, got"):
+        load_reference(text)
+
+
+def test_a_file_is_loaded_once_and_two_of_one_name_do_not_meet(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "r.py").write_text(f"import sibling_{folder}\ndef where(): return sibling_{folder}.HERE\n")
+        (tmp_path / folder / f"sibling_{folder}.py").write_text(f"HERE = '{folder}'\n")
+    a, b = (load_reference(f"{tmp_path / folder / 'r.py'}:where") for folder in ("a", "b"))
+    assert (a(), b()) == ("a", "b")
+    assert load_reference(f"{tmp_path}/a/../a/r.py:where") is a
+    assert place_of(a) == f"where, {tmp_path}/a/r.py:2"
+
+
+def test_its_folder_is_first_on_the_path_while_it_is_imported_and_last_afterwards(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "import sys\nFIRST = sys.path[0]\ndef later():\n    import late_one\n    return late_one"
+    )
+    (tmp_path / "late_one.py").write_text("")
+    assert load_reference(f"{tmp_path}/r.py:FIRST") == str(tmp_path)
+    assert sys.path[-1] == str(tmp_path) and sys.path[0] != str(tmp_path)
+    assert load_reference(f"{tmp_path}/r.py:later")().__file__ == f"{tmp_path}/late_one.py"
+
+
+def test_a_file_that_failed_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    file.write_text("x = 1 +\n")
+    with pytest.raises(ReferenceFailed, match=r"r.py cannot be imported: .*r.py:1: SyntaxError: invalid syntax"):
+        load_reference(f"{file}:x")
+    file.write_text("x = 1 + 10\n")
+    assert load_reference(f"{file}:x") == 11
+
+
+def test_an_error_names_the_users_line_and_not_the_librarys(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("import json\ndef f():\n    return json.loads('{')\n")
+    f = load_reference(f"{tmp_path}/r.py:f")
+    with pytest.raises(ValueError) as raised:
+        f()
+    assert last_line(raised.value).startswith(f"{tmp_path}/r.py:3: json.decoder.JSONDecodeError: Expecting property")

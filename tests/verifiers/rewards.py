@@ -1,0 +1,93 @@
+"""What a user might write: rewards that are right, odd, failing and hanging, named by the tests by this file's path."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from pipelinerl.types import Outcome, Problem, Verdict
+
+
+def by_place(task, text):
+    assert isinstance(task, Problem)
+    return text == task.ground_truth
+
+
+def by_name(completion, answer, prompt, metadata, token_ids, finish_reason, tags=(), unknown="own"):
+    asked = (prompt[0]["content"], metadata["level"], token_ids, finish_reason, tags, unknown)
+    assert asked == ("?", 3, [5, 6], "stop", ("t=1",), "own"), asked
+    return 0.5 * (completion == answer)
+
+
+def of_a_group(completions, answer, **kwargs):
+    assert {"prompts", "completion_ids", "metadata"} <= kwargs.keys()
+    return [len(text) - min(map(len, completions)) for text in completions]
+
+
+def too_few(completions, **kwargs):
+    return [1.0]
+
+
+async def asynchronous(problem, completion_text):
+    await asyncio.sleep(60 if completion_text == "hang" else 0.001)
+    if completion_text == "raise":
+        raise KeyError("no such thing")
+    return 1.0
+
+
+async def asynchronous_group(completions):
+    return [float(len(text)) for text in completions]
+
+
+def whatever(completion):
+    """What the text says."""
+    match completion:
+        case "raise":
+            return {}["nothing"]
+        case "exit":
+            sys.exit("enough")
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hang":
+            time.sleep(60)
+        case "spin":
+            while True:
+                pass
+        case "memory":
+            return float(len(np.ones(2**31)))
+        case "print":
+            print('{"not": "an answer"}', flush=True)
+            return 1
+        case "child":
+            child = subprocess.Popen(["sleep", "60"])
+            Path(os.environ["CHILD_FILE"]).write_text(str(child.pid))
+            time.sleep(60)
+    values = {
+        "nan": float("nan"), "inf": float("inf"), "huge": 1e9, "none": None, "text": "0.5", "true": True, "one": 1,
+        "float32": np.float32(0.25), "array": np.ones(3), "bool_": np.bool_(True),
+        "verdict": Verdict(outcome=Outcome.WRONG, reward=0.125, reason="so", answer="a"),
+        "bad verdict": Verdict(outcome=Outcome.CORRECT, reward=float("nan")),
+    }  # fmt: skip
+    return values.get(completion, 0.0)
+
+
+class Judge:
+    """A verifier as the package's are."""
+
+    async def verify(self, problem, completion_text):
+        if completion_text == "hang":
+            await asyncio.sleep(60)
+        if completion_text == "raise":
+            raise ValueError("not for me")
+        return Verdict(outcome=Outcome.CORRECT, reward=2.0) if completion_text else None
+
+
+def asks_too_much(completion, weather):
+    return 0.0

@@ -1,0 +1,182 @@
+"""A user's functions as rewards: each form that one may have, and each way in which one may fail, never a 0."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.recipe import DomainSection
+from pipelinerl.errors import RecipeError
+from pipelinerl.roles.verification import open_verifier
+from pipelinerl.types import Message, Outcome, Problem, Verdict
+from pipelinerl.verifiers.verifier import Sampled
+from tests.patience import PATIENCE_S
+
+REWARDS = Path(__file__).with_name("rewards.py")
+PROBLEM = Problem(
+    problem_id="d:1",
+    domain="d",
+    messages=(Message("user", "?"),),
+    ground_truth="right",
+    metadata={"level": 3},
+    tags=("t=1",),
+)
+
+
+async def verdicts(function: str, *texts: str, **keys: Any) -> list[Verdict]:
+    """What a domain whose verifier is this function says of the texts, as one group."""
+    verifier = open_verifier(
+        DomainSection(name="d", source="addition", verifier=f"{REWARDS}:{function}", **{"verifier_workers": 1} | keys)
+    )
+    try:
+        judged = await verifier.judge(PROBLEM, [Sampled(text, (5, 6)) for text in texts])
+    finally:
+        await verifier.close()
+    assert all(judgement.seconds >= 0 for judgement in judged)
+    return [judgement.verdict for judgement in judged]
+
+
+def in_short(found: list[Verdict]) -> list[tuple[str, float]]:
+    return [(verdict.outcome.value, verdict.reward) for verdict in found]
+
+
+async def test_a_function_of_problem_and_text() -> None:
+    assert in_short(await verdicts("by_place", "right", "no")) == [("correct", 1.0), ("wrong", 0.0)]
+
+
+async def test_a_function_gets_by_name_what_it_asks_for() -> None:
+    assert in_short(await verdicts("by_name", "right", "no")) == [("wrong", 0.5), ("wrong", 0.0)]
+    assert in_short(await verdicts("by_name", "right", correct_at=0.5)) == [("correct", 0.5)]
+
+
+async def test_a_function_of_a_group_sees_it_whole_as_in_trl() -> None:
+    assert [verdict.reward for verdict in await verdicts("of_a_group", "a", "abc", "ab")] == [0.0, 2.0, 1.0]
+    found = await verdicts("too_few", "a", "b")
+    assert [verdict.outcome for verdict in found] == [Outcome.VERIFIER_ERROR] * 2
+    assert found[0].reason == "the function must return a list with one reward for each of 2 answers, got 1 of them"
+
+
+async def test_an_async_function_runs_beside_others_and_is_cancelled_in_time() -> None:
+    began = time.monotonic()
+    found = await verdicts("asynchronous", "hang", "raise", "fine", verifier_timeout_s=0.3)
+    assert in_short(found) == [("timeout", 0.0), ("verifier_error", 0.0), ("correct", 1.0)]
+    assert time.monotonic() - began < 5.0
+    assert "rewards.py:" in found[1].reason and found[1].reason.endswith("KeyError: 'no such thing'")
+    assert [verdict.reward for verdict in await verdicts("asynchronous_group", "ab", "a")] == [2.0, 1.0]
+
+
+async def test_what_is_no_reward_is_an_error_that_says_what_came() -> None:
+    texts = ["nan", "inf", "huge", "none", "text", "array", "bad verdict"]
+    found = await verdicts("whatever", *texts)
+    assert [verdict.outcome for verdict in found] == [Outcome.VERIFIER_ERROR] * len(texts)
+    said = [verdict.reason.rpartition("returned ")[2] for verdict in found]
+    assert said[:4] == ["nan", "inf", "1e+09", "None"]
+    assert said[4] == "str '0.5'" and said[5].startswith("ndarray") and said[6] == "a Verdict with the reward nan"
+
+
+async def test_what_is_a_reward() -> None:
+    found = await verdicts("whatever", "true", "one", "float32", "bool_", "verdict", "")
+    assert [verdict.reward for verdict in found] == [1.0, 1.0, 0.25, 1.0, 0.125, 0.0]
+    assert found[4] == Verdict(outcome=Outcome.WRONG, reward=0.125, reason="so", answer="a")
+
+
+async def test_whatever_a_function_does_is_an_error_of_its_own_answer_alone() -> None:
+    found = await verdicts("whatever", "raise", "one", "exit", "die", "print", "memory", "one")
+    error, right = "verifier_error", "correct"
+    assert [v.outcome.value for v in found] == [error, right, error, error, right, error, right]
+    assert found[0].reason.endswith("KeyError: 'nothing'") and f"{REWARDS}:" in found[0].reason
+    assert found[2].reason.endswith("SystemExit: enough")
+    assert "ended by itself" in found[3].reason
+    assert "MemoryError" in found[5].reason
+
+
+@pytest.mark.parametrize("how", ["hang", "spin"])
+async def test_a_deadline_holds_and_siblings_do_not_wait_for_it(how: str) -> None:
+    began = time.monotonic()
+    found = await verdicts("whatever", how, how, "one", verifier_timeout_s=1.0)
+    assert in_short(found) == [("timeout", 0.0), ("timeout", 0.0), ("correct", 1.0)]
+    assert found[0].reason == "no judgement within 1 s"
+    assert time.monotonic() - began < PATIENCE_S
+
+
+async def test_what_a_killed_function_has_started_is_killed_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHILD_FILE", str(tmp_path / "pid"))
+    assert in_short(await verdicts("whatever", "child", verifier_timeout_s=1.0)) == [("timeout", 0.0)]
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + PATIENCE_S
+    while _runs(child):
+        assert time.monotonic() < deadline, "the child outlives its parent"
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    """Is it there, and no zombie?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_users_class_is_a_verifier_whose_errors_are_its_own() -> None:
+    found = await verdicts("Judge", "right", "raise", "hang", "", verifier_timeout_s=0.3)
+    assert [v.outcome.value for v in found] == ["correct", "verifier_error", "timeout", "verifier_error"]
+    assert found[0].reward == 2.0 and "ValueError: not for me" in found[1].reason
+    assert found[3].reason == "verify must return a Verdict, it returned NoneType None"
+
+
+async def test_a_function_that_asks_for_what_nobody_has_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"d.verifier: .*rewards.py:asks_too_much: .*; weather is none of them"):
+        await verdicts("asks_too_much", "a")
+
+
+async def test_a_module_that_has_started_threads_is_not_forked(tmp_path: Path) -> None:
+    file = tmp_path / "threaded.py"
+    file.write_text(
+        "import threading, time, os\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "def score(problem, text):\n"
+        "    if text == 'hang': time.sleep(60)\n"
+        "    return threading.active_count() == 2\n"
+    )
+    domain = DomainSection(
+        name="d", source="addition", verifier=f"{file}:score", verifier_workers=2, verifier_timeout_s=1.0
+    )
+    verifier = open_verifier(domain)
+    try:
+        first = await verifier.judge(PROBLEM, [Sampled("a"), Sampled("b"), Sampled("hang")])
+        again = await verifier.judge(PROBLEM, [Sampled("c")])
+    finally:
+        await verifier.close()
+    assert [each.verdict.outcome.value for each in (*first, *again)] == ["correct", "correct", "timeout", "correct"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def other(): ...", r"domains.d.verifier: .*r.py has no 'score'; it has other"),
+        ("import no_such_library", r"r.py cannot be imported: .*r.py:1: ModuleNotFoundError: No module named 'no_such"),
+        ("\nscore = 1 / 0", r"cannot be imported: .*r.py:2: ZeroDivisionError: division by zero"),
+        ("def score(:", r"cannot be imported: .*r.py:1: SyntaxError: invalid syntax"),
+        ("raise SystemExit('run me not')", r"cannot be imported: .*r.py:1: SystemExit: run me not"),
+        ("score = 3", r"r.py:score must be a function or a class, got int"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_said_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=sentence) as raised:
+        open_verifier(DomainSection(name="d", source="addition", verifier=f"{file}:score"))
+    assert "\n" not in str(raised.value)
+
+
+async def test_nothing_runs_before_the_first_answer() -> None:
+    before = set(os.listdir("/proc/self/task"))
+    verifier = open_verifier(DomainSection(name="d", source="addition"))
+    assert set(os.listdir("/proc/self/task")) == before
+    await verifier.close()

@@ -1,0 +1,108 @@
+"""A reward in parts: the sum, what each part gave, and what one that did not judge makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+from pydantic import ValidationError
+
+from pipelinerl.config.recipe import DomainSection
+from pipelinerl.roles.verification import open_verifier
+from pipelinerl.types import Message, Outcome, Problem, RewardPart, Verdict
+from pipelinerl.verifiers.verifier import Judgement, Sampled, failed, timed_out
+from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
+
+PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="42")
+
+
+def given(reward: float, **fields: Any) -> Verdict:
+    return Verdict(outcome=Outcome.WRONG, reward=reward, **fields)
+
+
+@final
+class Says:
+    """Says of every answer the same."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self.closed = False
+
+    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+        return [Judgement(self._verdict, 0.5)] * len(answers)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def summed(*verdicts: Verdict, weights: Sequence[float], correct_at: float = 1.0) -> Judgement:
+    parts = [WeightedPart(f"p{i}", weights[i], Says(verdict)) for i, verdict in enumerate(verdicts)]
+    (judgement,) = await WeightedSum(parts, correct_at=correct_at).judge(PROBLEM, [Sampled("a")])
+    return judgement
+
+
+async def test_the_sum_and_its_parts_before_their_weights() -> None:
+    verdict, seconds = await summed(given(0.5, reason="so"), given(2.0, answer="x"), weights=(0.2, 0.25))
+    assert verdict == Verdict(
+        outcome=Outcome.WRONG,
+        reward=0.6,
+        reason="p0: so",
+        answer="x",
+        parts=(RewardPart("p0", 0.5), RewardPart("p1", 2.0)),
+    )
+    assert seconds == 1.0
+
+
+async def test_correct_is_a_sum_that_reaches_the_mark_whatever_the_last_bit_says() -> None:
+    three = [given(1.0)] * 3
+    assert sum((0.7, 0.2, 0.1)) < 1.0
+    assert (await summed(*three, weights=(0.7, 0.2, 0.1))).verdict.outcome is Outcome.CORRECT
+    assert (await summed(*three, weights=(0.1, 0.2, 0.6))).verdict.outcome is Outcome.WRONG
+    assert (await summed(*three, weights=(0.1, 0.2, 0.6), correct_at=0.9)).verdict.outcome is Outcome.CORRECT
+
+
+@pytest.mark.parametrize("verdict", [failed("broke"), timed_out(3.0)])
+async def test_one_part_that_did_not_judge_leaves_no_judgement(verdict: Verdict) -> None:
+    found = (await summed(given(1.0), verdict, weights=(1.0, 1.0))).verdict
+    assert (found.outcome, found.reward, found.reason) == (verdict.outcome, 0.0, f"p1: {verdict.reason}")
+
+
+async def test_a_recipe_adds_functions_and_verifiers(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def short(completion): return len(completion) < 20\n")
+    rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "name": "math"}]
+    verifier = open_verifier(DomainSection.model_validate_json(_json(rewards)))
+    try:
+        texts = ["42", "43", "so after all the answer is 42"]
+        judged = await verifier.judge(PROBLEM, [Sampled(text) for text in texts])
+    finally:
+        await verifier.close()
+    assert [j.verdict.reward for j in judged] == [1.5, 0.5, 1.0]
+    assert [j.verdict.outcome.value for j in judged] == ["correct", "wrong", "correct"]
+    assert judged[2].verdict.parts == (RewardPart("short", 0.0), RewardPart("math", 1.0))
+    assert judged[2].verdict.answer == "42"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"verifier": "math_answer", "rewards": [{"function": "math_answer"}]},
+            "verifier and rewards exclude",
+        ),
+        (
+            {"rewards": [{"function": "a.py:f"}, {"function": "b.py:f"}]},
+            "must have names of their own, got f, f",
+        ),
+        ({"rewards": [{"function": "a.py:f", "weight": 0.0}]}, "rewards.weight must not be 0, as it is of f"),
+    ],
+)
+def test_what_a_domain_cannot_say(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        DomainSection.model_validate({"name": "d", "source": "addition", **fields}, strict=False)
+
+
+def _json(rewards: list[dict[str, Any]]) -> str:
+    return json.dumps({"name": "d", "source": "addition", "rewards": rewards})

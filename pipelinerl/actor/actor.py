@@ -26,6 +26,7 @@ from inference_contract.errors import ContractError, Persistence
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage, FinishReason
 from pipelinerl.actor.freshness import Freshness, Held
 from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble
+from pipelinerl.actor.shown import shown_problem
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -37,6 +38,7 @@ from pipelinerl.messages import (
     GroupFailed,
     GroupHandedOver,
     GroupOutdated,
+    ShownProblem,
     encode,
 )
 from pipelinerl.streams.dead_letter import DeadLetters
@@ -243,7 +245,7 @@ class Actor:
             self._outbox.groups.append(group)
             self._groups_done += 1
         else:
-            self._outbox.reports.append(_evaluation(order, group))
+            self._outbox.reports.append(_evaluation(order, group, shown_problem(order, answers)))
 
     async def _sampled_in_time(self, order: PromptOrder) -> list[Answer] | None:
         """G verified answers; None when the group was given up, and that is reported. No evaluation is too late."""
@@ -348,7 +350,7 @@ class Actor:
             await asyncio.sleep(self.settings.heartbeat_s)
 
 
-def _evaluation(order: PromptOrder, group: RolloutGroup) -> EvaluationDone:
+def _evaluation(order: PromptOrder, group: RolloutGroup, shown: ShownProblem) -> EvaluationDone:
     outcomes = [rollout.verdict.outcome for rollout in group.rollouts]
     return EvaluationDone(
         order_id=order.order_id,
@@ -365,4 +367,5 @@ def _evaluation(order: PromptOrder, group: RolloutGroup) -> EvaluationDone:
         lengths=[rollout.num_sampled_tokens for rollout in group.rollouts],
         answers=[rollout.verdict.answer for rollout in group.rollouts],
         right=[outcome is Outcome.CORRECT for outcome in outcomes],
+        shown=shown,
     )

@@ -9,8 +9,8 @@ whole characters only, whose concatenation equals decoding everything at once.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -181,6 +181,19 @@ class IncrementalDetokenizer:
         self._emitted = self._tokenizer.decode(self._window)
         self._read = len(self._window)
         return new
+
+
+def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
+    """Decodes by the tokenizer of `path`, which is read at the first call; where it has none, the ids are the text."""
+
+    @cache
+    def decode() -> Callable[[Sequence[int]], str]:
+        try:
+            return ChatTokenizer.load(path).decode
+        except ModelError:
+            return lambda token_ids: " ".join(map(str, token_ids))
+
+    return lambda token_ids: decode()(token_ids)
 
 
 def _declared_eos(path: Path) -> set[int]:

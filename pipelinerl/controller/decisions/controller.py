@@ -417,7 +417,8 @@ class Controller:
 def _step_record(report: StepDone) -> Record:
     """An optimizer step, with its figures."""
     version = report.model_version
-    return Record("step", {"step": version, "model_version": version, "orders": report.orders} | report.stats)
+    by = {"by_domain": report.by_domain, "by_tag": report.by_tag}
+    return Record("step", {"step": version, "model_version": version, "orders": report.orders} | report.stats | by)
 
 
 def _skip_record(report: StepSkipped, *, step: int) -> Record:

@@ -85,7 +85,8 @@ def status(
     if json:
         typer.echo(state.to_json())
         return
-    typer.echo(progress.line(state))
+    for line in (progress.line(state), *progress.domain_lines(state)):
+        typer.echo(line)
 
 
 @knobs_app.command("show")

@@ -193,6 +193,7 @@ class GroupOutdated(ControlMessage, frozen=True):
     index: int
     oldest: int
     current: int
+    domain: str = ""
 
 
 class GroupHandedOver(ControlMessage, frozen=True):

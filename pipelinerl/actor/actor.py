@@ -261,7 +261,13 @@ class Actor:
                 raise
         current = self._freshness.current
         self._outbox.reports.append(
-            GroupOutdated(order_id=order.order_id, index=order.index, oldest=held.given_up, current=current)
+            GroupOutdated(
+                order_id=order.order_id,
+                index=order.index,
+                oldest=held.given_up,
+                current=current,
+                domain=order.problem.domain,
+            )
         )
         return None
 

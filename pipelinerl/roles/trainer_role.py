@@ -112,6 +112,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         tokens_per_step=config.training.tokens_per_step,
         shaping={domain.name: domain.reward.shaping for domain in config.domains if domain.reward is not None},
+        truncated=config.training.truncated,
         kl=config.kl_control.controller if config.kl_control else None,
         no_signal=config.training.no_signal or no_signal_of(config.objective),
         deadline_s=config.training.deadline_s,

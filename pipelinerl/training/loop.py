@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
 from inference_contract.weights import OnUpdate
-from pipelinerl.choices import NoSignal
+from pipelinerl.choices import NoSignal, Truncated
 from pipelinerl.errors import DeadlineError, DivergedError
 from pipelinerl.messages import (
     SKIPS_THAT_END,
@@ -49,8 +49,8 @@ from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.controller_link import RESEND_S, ControllerLink
 from pipelinerl.training.publish.canary_check import CanaryChecker
 from pipelinerl.training.publish.publishing import Publishing
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage, has_signal, is_judged
-from pipelinerl.training.rollouts.batch import TrainBatch, build, learns_from_equals
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.batch import TrainBatch, build, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 from pipelinerl.training.step.adaptive import AdaptiveObjective
@@ -79,6 +79,7 @@ class LoopSettings:
     on_update: OnUpdate
     schedule: LearningRateSchedule
     shaping: Mapping[str, RewardShaping] = field(default_factory=dict)
+    truncated: Truncated = Truncated.TRAIN
     kl: KLController | None = None
     vocab_size: int | None = None
     publish_timeout_s: float = 120.0
@@ -117,7 +118,7 @@ class TrainingLoop:
             ledger=ConsumedLedger.from_record(restored.ledger) if restored else ConsumedLedger(),
             lineage=Lineage(0, 0),
             no_signal=settings.no_signal,
-            teaches=is_judged if learns_from_equals(objective, settings.shaping) else has_signal,
+            teaches=teacher(objective, settings.shaping, settings.truncated),
             vocab_size=settings.vocab_size,
             ended=self._watch.ended,
         )
@@ -254,6 +255,7 @@ class TrainingLoop:
             groups,
             objective=self._objective.current,
             shaping=self._settings.shaping,
+            truncated=self._settings.truncated,
             token_budget=self._settings.micro_batch_tokens,
             producing=producing,
         )

@@ -388,6 +388,8 @@ class ControllerService:
             case Record(kind, fields):
                 if kind == "stalled":
                     log.warning("nothing has got on for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
+                if kind == "alarm":
+                    log.warning("step %d: %s", fields["step"], fields["what"])
                 if not told:
                     self._record(kind, {**fields, "decision": decision})
             case Finish(reason, end):

@@ -69,9 +69,9 @@ def mean_advantages(
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """([B], [B]): mean advantage over the sampled tokens of each rollout, and whether it was in the step.
 
-    A judged rollout that was left out of the packing, since its advantages are all zero, has 0; one that is masked NaN.
+    One that was left out of the packing, since its advantages are all zero, has 0; one that may not learn has NaN.
     """
-    advantages = np.where(batch.scored.valid, 0.0, np.nan)
+    advantages = np.where(batch.learns, 0.0, np.nan)
     trained = np.zeros(len(advantages), bool)
     for packed, micro_batch in zip(batch.packed, micro_batches, strict=True):
         segments = micro_batch.segment_ids[micro_batch.loss_mask]

@@ -47,6 +47,15 @@ class NoSignal(StrEnum):
     """It is dropped and the step waits for another: dynamic sampling (DAPO §3.2)."""
 
 
+class Truncated(StrEnum):
+    """What becomes of a rollout that ended for want of tokens, whose verdict says little of what it was coming to."""
+
+    TRAIN = "train"
+    """It trains as any other; a soft punishment of length may go with it (`domains.reward.overlong_tokens`)."""
+    MASK = "mask"
+    """None of its tokens has a gradient: overlong filtering (DAPO §3.4)."""
+
+
 class Pin(StrEnum):
     """How one version of the weights is made to answer a whole evaluation."""
 

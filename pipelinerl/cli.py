@@ -85,7 +85,8 @@ def status(
     if json:
         typer.echo(state.to_json())
         return
-    typer.echo(progress.line(state))
+    for line in (progress.line(state), *progress.domain_lines(state)):
+        typer.echo(line)
 
 
 @knobs_app.command("show")
@@ -196,6 +197,48 @@ def mismatch(
     from pipelinerl.commands.mismatch import show
 
     show(run_dir, Console(soft_wrap=json), as_json=json)
+
+
+@app.command()
+def samples(
+    run_dir: RunPath,
+    step: Annotated[int | None, typer.Option(help="Of this step alone.")] = None,
+    domain: Annotated[str | None, typer.Option(help="Of this domain alone.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Of problems with this tag alone.")] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest rewards first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Those with the highest rewards first.")] = False,
+    truncated: Annotated[bool, typer.Option("--truncated", help="Those that ended for want of tokens.")] = False,
+    filtered: Annotated[
+        bool, typer.Option("--filtered", help="Of groups that were filtered, one for each step.")
+    ] = False,
+    evaluation: Annotated[bool, typer.Option("--evaluation", help="Answers to held-out problems.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="How many answers at most.")] = 16,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on with what comes, until the run is over.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="A line of JSON for each answer, for programs.")] = False,
+) -> None:
+    """What the model answers: problem, answer, verdict, reward, advantage, versions; of any run, live or not."""
+    from rich.console import Console
+
+    from pipelinerl.commands import samples as shown
+    from pipelinerl.observability.samples.reading import LENGTH, Ranking, SampleQuery
+    from pipelinerl.observability.samples.record import SampleKind
+
+    if worst and best:
+        raise typer.BadParameter("--worst and --best exclude each other")
+    if follow and (worst or best):
+        raise typer.BadParameter("--follow shows samples as they come: leave out --worst and --best")
+    kinds = {SampleKind.FILTERED} if filtered else set()
+    kinds |= {SampleKind.EVALUATION} if evaluation else set()
+    query = SampleQuery(
+        kinds=frozenset(kinds or {SampleKind.TRAINED}),
+        step=step,
+        domain=domain,
+        tag=tag,
+        finish_reason=LENGTH if truncated else None,
+        ranking=Ranking.WORST if worst else Ranking.BEST if best else Ranking.NEWEST,
+        limit=limit,
+    )
+    (shown.follow if follow else shown.show)(run_dir, query, Console(soft_wrap=True), as_json=json)
 
 
 @app.command()

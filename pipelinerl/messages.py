@@ -69,7 +69,10 @@ class TrainerReady(ControlMessage, frozen=True):
 
 
 class StepDone(ControlMessage, frozen=True):
-    """An optimizer step is applied on the groups of `orders`; the weights are `model_version` now."""
+    """An optimizer step is applied on the groups of `orders`; the weights are `model_version` now.
+
+    `by_domain` and `by_tag` hold figures of all groups that came since the last step, by the name of the domain or tag.
+    """
 
     report_id: str
     epoch: int
@@ -77,6 +80,8 @@ class StepDone(ControlMessage, frozen=True):
     consumed: ConsumedReport
     stats: dict[str, float]
     orders: list[int] = []
+    by_domain: dict[str, dict[str, float]] = {}
+    by_tag: dict[str, dict[str, float]] = {}
 
 
 class StepSkipped(ControlMessage, frozen=True):
@@ -188,6 +193,7 @@ class GroupOutdated(ControlMessage, frozen=True):
     index: int
     oldest: int
     current: int
+    domain: str = ""
 
 
 class GroupHandedOver(ControlMessage, frozen=True):
@@ -202,12 +208,33 @@ class GroupHandedOver(ControlMessage, frozen=True):
     tokens_resampled: int
 
 
+class ShownAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """One answer as people read it; `spans` are of (version, tokens)."""
+
+    text: str
+    outcome: str
+    reward: float
+    reason: str
+    finish_reason: str
+    num_tokens: int
+    spans: list[tuple[int, int]]
+
+
+class ShownProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """A held-out problem and its answers, for the samples that people read: nothing is decided by it."""
+
+    problem_id: str
+    prompt: str
+    ground_truth: str
+    answers: list[ShownAnswer]
+
+
 class EvaluationDone(ControlMessage, frozen=True):
     """The samples of one held-out problem: how many have a verdict, and how many are right.
 
     The versions are those of the oldest and the newest of all their tokens, `epoch` the oldest that began one. Sample
     by sample: `lengths`, tokens that were sampled; `answers`, what the verifier took for the answer; `right`, was it
-    judged and right. `truncated` counts those that ended for want of tokens.
+    judged and right. `truncated` counts those that ended for want of tokens. `shown` goes no further than the samples.
     """
 
     order_id: str
@@ -224,6 +251,7 @@ class EvaluationDone(ControlMessage, frozen=True):
     lengths: list[int] = []
     answers: list[str] = []
     right: list[bool] = []
+    shown: ShownProblem | None = None
 
 
 class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from inference_contract.errors import ContractError, Persistence
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, FinishReason
 from pipelinerl.actor.freshness import Freshness, Held
 from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble
+from pipelinerl.actor.shown import shown_problem
 from pipelinerl.actor.verifier_tally import VerifierTally
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
@@ -38,6 +39,7 @@ from pipelinerl.messages import (
     GroupFailed,
     GroupHandedOver,
     GroupOutdated,
+    ShownProblem,
     encode,
 )
 from pipelinerl.streams.dead_letter import DeadLetters
@@ -222,7 +224,7 @@ class Actor:
             self._outbox.groups.append(group)
             self._groups_done += 1
         else:
-            self._outbox.reports.append(_evaluation(order, group))
+            self._outbox.reports.append(_evaluation(order, group, shown_problem(order, answers)))
 
     async def _sampled_in_time(self, order: PromptOrder) -> list[Answer] | None:
         """G verified answers; None when the group was given up, and that is reported. No evaluation is too late."""
@@ -238,7 +240,13 @@ class Actor:
                 raise
         current = self._freshness.current
         self._outbox.reports.append(
-            GroupOutdated(order_id=order.order_id, index=order.index, oldest=held.given_up, current=current)
+            GroupOutdated(
+                order_id=order.order_id,
+                index=order.index,
+                oldest=held.given_up,
+                current=current,
+                domain=order.problem.domain,
+            )
         )
         return None
 
@@ -336,7 +344,7 @@ class Actor:
             await asyncio.sleep(self.settings.heartbeat_s)
 
 
-def _evaluation(order: PromptOrder, group: RolloutGroup) -> EvaluationDone:
+def _evaluation(order: PromptOrder, group: RolloutGroup, shown: ShownProblem) -> EvaluationDone:
     outcomes = [rollout.verdict.outcome for rollout in group.rollouts]
     return EvaluationDone(
         order_id=order.order_id,
@@ -353,4 +361,5 @@ def _evaluation(order: PromptOrder, group: RolloutGroup) -> EvaluationDone:
         lengths=[rollout.num_sampled_tokens for rollout in group.rollouts],
         answers=[rollout.verdict.answer for rollout in group.rollouts],
         right=[outcome is Outcome.CORRECT for outcome in outcomes],
+        shown=shown,
     )

@@ -62,6 +62,7 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         groups=groups,
         token_budget=settings.micro_batch_tokens,
         shaping=settings.shaping,
+        truncated=settings.truncated,
         acceptance=max(each.figures.get("staleness_max", math.inf) for each in steps.values()),
     )
     first = state.model_version + 1

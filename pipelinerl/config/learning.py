@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.choices import NoSignal, OldLogprobs
+from pipelinerl.choices import NoSignal, OldLogprobs, Truncated
 from pipelinerl.config.sections import Section
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.reward import Over, RewardShaping
@@ -26,6 +26,8 @@ class TrainingSection(Section):
     """Where an objective's `old_logprobs` come from: a pass at the weights that sampled each token (`sampling_weights`,
     which keeps about k/j versions in host memory), one at those that the step starts from (`recompute`), or the sampler
     (`behavior`)."""
+    truncated: Truncated = Truncated.TRAIN
+    """Rollouts that ended for want of tokens: in the loss (`train`), or in their group's baseline alone (`mask`)."""
     deadline_s: float = Field(default=300.0, gt=0)
     """How long a step may wait without a rollout, or a word of the controller, before the run says so and stops."""
 

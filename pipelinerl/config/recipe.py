@@ -48,6 +48,7 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
+from pipelinerl.config.watching import SamplesSection
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.redaction import without_secrets
@@ -81,6 +82,7 @@ class RunConfig(Section):
     streams: StreamsSection = StreamsSection()
     weights: WeightsSection = WeightsSection()
     parameter_server: ParameterServerSection = ParameterServerSection()
+    samples: SamplesSection = SamplesSection()
     launch: LaunchSection = LaunchSection()
 
     @field_validator("objective", mode="before")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
@@ -202,6 +202,19 @@ class IncrementalDetokenizer:
         self._emitted = self._tokenizer.decode(self._window)
         self._read = len(self._window)
         return new
+
+
+def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
+    """Decodes by the tokenizer of `path`, which is read at the first call; where it has none, the ids are the text."""
+
+    @cache
+    def decode() -> Callable[[Sequence[int]], str]:
+        try:
+            return ChatTokenizer.load(path).decode
+        except ModelError:
+            return lambda token_ids: " ".join(map(str, token_ids))
+
+    return lambda token_ids: decode()(token_ids)
 
 
 def _declared_eos(path: Path) -> set[int]:

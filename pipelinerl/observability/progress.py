@@ -11,7 +11,7 @@ has passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
 from typing import Self, final
@@ -27,6 +27,11 @@ from pipelinerl.observability.status import EngineStatus, EvaluatingStatus, RunS
 _BARS = "▁▂▃▄▅▆▇█"
 #: On a terminal with fewer there is no room for the rewards.
 _CURVE_COLUMNS = 24
+#: Nor, with fewer, for what each domain did.
+_DOMAIN_COLUMNS = 60
+#: More domains, and figures of one, than these only `pipelinerl status` tells.
+_MOST_DOMAINS = 8
+_DOMAIN_FIGURES = 5
 _PHASE_STYLE = {StatusPhase.FINISHED: "bold green", StatusPhase.FAILED: "bold red", StatusPhase.STARTING: "bold yellow"}
 
 
@@ -85,10 +90,13 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
     ]
     if len(rewards) > 1 and width >= _CURVE_COLUMNS:
         parts.append(Text.assemble(("reward so far  ", "dim"), (sparkline(rewards, width=min(60, width - 16)), "cyan")))
+    if len(status.last_step.by_domain) > 1 and width >= _DOMAIN_COLUMNS:
+        parts.append(_domains(status.last_step.by_domain))
     if len(status.fleet.engines) > 1:
         parts.append(_engines(status.fleet.engines))
     if status.evaluating is not None:
         parts.append(Text(_evaluating(status.evaluating), style="dim"))
+    parts += [Text.assemble(("alarm ", "bold red"), alarm) for alarm in status.alarms]
     if status.waiting_for:
         parts.append(Text.assemble(("waits for ", "yellow"), status.waiting_for))
     return Group(*parts)
@@ -108,9 +116,17 @@ def line(status: RunStatus) -> str:
     ]
     if status.evaluating is not None:
         parts.append(_evaluating(status.evaluating))
+    parts += [f"ALARM {alarm}" for alarm in status.alarms]
     if status.waiting_for:
         parts.append(f"waits for {status.waiting_for}")
     return " · ".join(parts)
+
+
+def domain_lines(status: RunStatus) -> list[str]:
+    """What each domain did in the last step, and each tag, in a line of plain text for each."""
+    step = status.last_step
+    names = [*step.by_domain.items(), *((f"tag {tag}", figures) for tag, figures in step.by_tag.items())]
+    return [f"{name}: {' · '.join(f'{label} {value}' for label, value in _domain(figures))}" for name, figures in names]
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
@@ -125,7 +141,11 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
 def _is_news(before: RunStatus | None, now: RunStatus) -> bool:
     if before is None:
         return True
-    return before.phase is not now.phase or before.held_out.accuracy != now.held_out.accuracy
+    return (
+        before.phase is not now.phase
+        or before.held_out.accuracy != now.held_out.accuracy
+        or before.alarms != now.alarms
+    )
 
 
 def _head(status: RunStatus) -> Table:
@@ -153,7 +173,8 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
     held_out = Text(_accuracy(status), style="bold")
     if status.held_out.first is not None and status.held_out.accuracy is not None:
         held_out.append(f"  (from {status.held_out.first:.1%})", style="dim not bold")
-    ledger = status.ledger
+    ledger, step = status.ledger, status.last_step
+    entropy = "–" if step.entropy is None else f"{step.entropy:.3f}"
     rows = (
         ("reward", Text(_share(status.last_step.reward), style="bold")),
         ("held-out", held_out),
@@ -161,6 +182,8 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
         ("staleness", f"{status.last_step.staleness_mean:.1f}, max {status.last_step.staleness_max}"),
         ("update pause", _milliseconds(status.fleet.update_pause_s)),
         ("engines", f"{status.fleet.occupancy:.0%} busy"),
+        ("entropy", entropy + ("" if step.exact_entropy is None else f", exact {step.exact_entropy:.3f}")),
+        ("length", _length(step.length_mean, step.truncated)),
         ("version", f"v{status.model_version}" + (f", epoch {status.epoch}" if status.epoch > 1 else "")),
         ("in flight", f"{ledger.in_flight:,} prompts"),
         ("dropped", f"{ledger.stale:,} stale, {ledger.filtered:,} flat, {ledger.failed:,} failed"),
@@ -183,6 +206,42 @@ def _engines(engines: tuple[EngineStatus, ...]) -> Table:
             f"{engine.tokens_per_s:,.0f} tok/s",
         )
     return grid
+
+
+def _domains(by_domain: Mapping[str, Mapping[str, float]]) -> Table:
+    """A row for each of the first domains."""
+    grid = Table.grid(padding=(0, 2))
+    for name, figures in sorted(by_domain.items())[:_MOST_DOMAINS]:
+        cells = [Text.assemble((f"{label} ", "dim"), value) for label, value in _domain(figures)[:_DOMAIN_FIGURES]]
+        grid.add_row(Text(name, style="bold"), *cells)
+    return grid
+
+
+def _domain(figures: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, value) of what was measured of a domain, the most important first."""
+    forms = (
+        ("reward", "reward", ".3f"),
+        ("right", "accuracy", ".0%"),
+        ("tokens", "length_mean", ".1f"),
+        ("truncated", "truncated", ".0%"),
+        ("stale", "stale", ".0%"),
+        ("P95", "length_p95", ".0f"),
+        ("all right", "all_right", ".0%"),
+        ("all wrong", "all_wrong", ".0%"),
+        ("unjudged", "unjudged", ".0%"),
+        ("rollouts", "rollouts", ".0f"),
+    )
+    cells = [(label, format(figures[name], form)) for label, name, form in forms if name in figures]
+    if "verifier_s" in figures:
+        cells.append(("verifier", f"{_milliseconds(figures['verifier_s'])}, {figures['verifier_errors']:.0f} errors"))
+    parts = [(name.removeprefix("reward."), f"{value:.3f}") for name, value in figures.items() if "reward." in name]
+    return [*cells, *parts]
+
+
+def _length(mean: float | None, truncated: float | None) -> str:
+    if mean is None:
+        return "–"
+    return f"{mean:,.1f} tokens" + ("" if not truncated else f", {truncated:.0%} truncated")
 
 
 def _share(value: float | None) -> str:

@@ -14,11 +14,15 @@ from pathlib import Path
 from string import Template
 
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg
+from pipelinerl.observability.domains import DOMAIN_HEAD, domain_charts, domain_rows
 from pipelinerl.observability.evaluations import HEAD, evaluation_rows, pass_at_lines
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.picture import draw
 from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.observability.run_history import RunHistory, Series, tell
+from pipelinerl.observability.samples.page import samples_section
+from pipelinerl.observability.samples.reading import read_samples
+from pipelinerl.observability.samples.record import SampleGroup
 from pipelinerl.observability.status import format_duration
 from pipelinerl.observability.summary import outcome, summary_rows
 
@@ -42,14 +46,15 @@ def write_report(run_dir: Path) -> ReportFiles:
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
-    page = without_secrets(render(history, recipe.read_text() if recipe.is_file() else ""))
+    text = recipe.read_text() if recipe.is_file() else ""
+    page = without_secrets(render(history, text, samples=read_samples(run_dir)))
     files = ReportFiles(run_dir / "report.html", run_dir / "learning_curve.png")
     files.html.write_text(page)
     draw(history, files.picture)
     return files
 
 
-def render(history: RunHistory, recipe: str) -> str:
+def render(history: RunHistory, recipe: str, *, samples: Sequence[SampleGroup] = ()) -> str:
     """The page."""
     return Template(_PAGE.read_text()).substitute(
         run=escape(history.run),
@@ -61,6 +66,8 @@ def render(history: RunHistory, recipe: str) -> str:
         charts="".join(_figure(*figure) for figure in _figures(history)),
         summary=_table(("", ""), summary_rows(history)),
         evaluations=_evaluations(history),
+        domains=_domains(history),
+        samples=samples_section(samples),
         knobs=_knobs(history),
         incidents=_incidents(history),
         recipe=escape(recipe.strip() or "(no recipe beside the events)"),
@@ -163,6 +170,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
         ("Learning rate", Chart(lines=(one(steps("learning_rate")),), x_label=x)),
         ("Share of tokens clipped", Chart(lines=(one(steps("clip_fraction")),), x_label=x, percent=True)),
         ("Effective sample size, of 1", Chart(lines=(one(steps("ess")),), x_label=x, percent=True, y_max=1.0)),
+        *domain_charts(history),
         ("Trainer − sampler, P95 |Δ log-prob|", Chart(lines=_causes(history, "p95"), x_label=x)),
         ("Trainer − sampler, max |Δp| of a response", Chart(lines=_causes(history, "response_max"), x_label=x)),
     ]
@@ -209,6 +217,11 @@ def _knobs(history: RunHistory) -> str:
 def _evaluations(history: RunHistory) -> str:
     rows = evaluation_rows(history)
     return _table(HEAD, rows) if rows else "<p class=none>Nothing was evaluated.</p>"
+
+
+def _domains(history: RunHistory) -> str:
+    rows = domain_rows(history)
+    return _table(DOMAIN_HEAD, rows) if rows else "<p class=none>No step was taken.</p>"
 
 
 def _incidents(history: RunHistory) -> str:

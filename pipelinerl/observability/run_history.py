@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from pipelinerl.observability.events import Event
+
+_ALARMS: Final = ("alarm", "alarm_cleared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class RunHistory:
 
     Attributes:
         steps: `step` events by rising step; evaluations, publications: likewise by model version.
-        engines: `engines` events; knobs: `knobs` events; incidents: engines that joined or were lost, checkpoints.
+        engines: `engines` events; knobs: `knobs` events; incidents: engines that joined or were lost, checkpoints,
+            alarms.
         started, finished: the first `run_started` and, where the run is over, the last `run_finished` or `run_failed`.
     """
 
@@ -129,7 +132,9 @@ def tell(events: Sequence[Event]) -> RunHistory:
     last_start = max((number for number, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
     ends = [event for event in events[last_start + 1 :] if event["kind"] in ("run_finished", "run_failed")]
     incidents = [
-        e for e in events if e["kind"] in ("engine_joined", "engine_lost", "evaluation_restarted", "checkpoint")
+        e
+        for e in events
+        if e["kind"] in ("engine_joined", "engine_lost", "evaluation_restarted", "checkpoint", *_ALARMS)
     ]
     return RunHistory(
         started=next(iter(by_kind.get("run_started", [])), {}),

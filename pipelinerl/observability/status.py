@@ -157,6 +157,18 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How many versions old they were, on average."""
     staleness_max: int = 0
     """How many versions old the oldest was."""
+    entropy: float | None = None
+    """Of the sampled tokens, in nats a token."""
+    exact_entropy: float | None = None
+    """Of the distributions that they were sampled from, where the run measures it."""
+    length_mean: float | None = None
+    """Tokens of an answer."""
+    truncated: float | None = None
+    """Share of the answers that ended for want of tokens."""
+    by_domain: dict[str, dict[str, float]] = {}
+    """Of all groups that came since the step before, by domain; docs/watching.md says which figures there are."""
+    by_tag: dict[str, dict[str, float]] = {}
+    """The same by tag."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +195,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     knobs: dict[str, Any] = {}
     """Values by name."""
     trainer: TrainerStatus | None = None
+    alarms: tuple[str, ...] = ()
+    """What is wrong with the run's last steps, a sentence each."""
     waiting_for: str = ""
     """What the run waits for now, in words; empty when it waits for nothing."""
     still_s: float = 0.0

@@ -30,6 +30,8 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.observability.samples.reading import FOLDER
+from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, held_out_problems, knobs_of, training_problems
 from pipelinerl.streams.stream import Stream, parse_id
@@ -102,6 +104,7 @@ async def run(identity: Identity, *, start: Start) -> None:
     with listen(identity.host, identity.port) as listener, EventLog(history) as events:
         stream = await identity.stream()
         client = EngineClient(token=identity.token)
+        samples = _samples_of(identity)
         try:
             begins = start is Start.AFRESH and latest is None and not age_s
             if begins:
@@ -121,12 +124,23 @@ async def run(identity: Identity, *, start: Start) -> None:
                 events=events,
                 elapsed_s=age_s,
                 start=start,
+                samples=samples,
             )
             freeze_gc()
             await _serve(identity, service, listener)
         finally:
+            if samples is not None:
+                samples.close()
             await client.close()
             await stream.close()
+
+
+def _samples_of(identity: Identity) -> SampleLog | None:
+    """Where evaluations' answers are kept; None where the recipe wants no samples."""
+    section = identity.config.samples
+    if section.log == "off":
+        return None
+    return SampleLog(identity.run_dir / FOLDER, "evaluation", max_bytes=section.max_bytes // 2)
 
 
 async def _serve(identity: Identity, service: ControllerService, listener: socket.socket) -> None:

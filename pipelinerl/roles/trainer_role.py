@@ -8,7 +8,10 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
+from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.objective.presets import no_signal_of
+from pipelinerl.observability.samples.reading import FOLDER
+from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, objective_of, training_problems
@@ -16,6 +19,8 @@ from pipelinerl.roles.workers import started
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
 from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.training.watching.step_watch import StepWatch
+from pipelinerl.training.watching.training_samples import TrainingSamples
 from pipelinerl.weights.broadcast.collective import offers
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.engine_control import EngineControl
@@ -34,6 +39,7 @@ async def run(identity: Identity) -> None:
     workers = started(config, objective, checkpoint=latest[0] if latest else None)
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
+    samples = samples_of(identity)
     loop = TrainingLoop(
         loop_settings(config),
         step=workers.step(),
@@ -44,12 +50,15 @@ async def run(identity: Identity) -> None:
         checkpoints=checkpoints,
         restored=latest[1] if latest else None,
         at=lambda version: process_log.at(step=version, model_version=version),
+        watch=StepWatch(samples),
     )
     freeze_gc()
     try:
         await loop.run()
     finally:
         await loop.close()
+        if samples is not None:
+            samples.log.close()
         await client.close()
         await stream.close()
         workers.close()
@@ -84,12 +93,26 @@ def canary_of(config: RunConfig) -> Canary:
     )
 
 
+def samples_of(identity: Identity) -> TrainingSamples | None:
+    """What keeps samples of the steps in the run's directory; None where the recipe wants none."""
+    config, section = identity.config, identity.config.samples
+    if section.log == "off":
+        return None
+    return TrainingSamples(
+        log=SampleLog(identity.run_dir / FOLDER, "training", max_bytes=section.max_bytes // 2),
+        decode=decoder_of(config.model.resolved),
+        seed=config.run.seed,
+        groups_per_step=section.groups_per_step,
+    )
+
+
 def loop_settings(config: RunConfig) -> LoopSettings:
     """The training loop's part of the recipe."""
     return LoopSettings(
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         tokens_per_step=config.training.tokens_per_step,
         shaping={domain.name: domain.reward.shaping for domain in config.domains if domain.reward is not None},
+        truncated=config.training.truncated,
         kl=config.kl_control.controller if config.kl_control else None,
         no_signal=config.training.no_signal or no_signal_of(config.objective),
         deadline_s=config.training.deadline_s,

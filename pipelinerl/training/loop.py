@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
 from inference_contract.weights import OnUpdate
-from pipelinerl.choices import NoSignal
+from pipelinerl.choices import NoSignal, Truncated
 from pipelinerl.errors import DeadlineError, DivergedError
 from pipelinerl.messages import (
     SKIPS_THAT_END,
@@ -49,14 +49,16 @@ from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.controller_link import RESEND_S, ControllerLink
 from pipelinerl.training.publish.canary_check import CanaryChecker
 from pipelinerl.training.publish.publishing import Publishing
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage, has_signal, is_judged
-from pipelinerl.training.rollouts.batch import TrainBatch, build, learns_from_equals
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.batch import TrainBatch, build, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.watching.domain_figures import StepFigures
+from pipelinerl.training.watching.step_watch import StepWatch
 from pipelinerl.weights.publisher import Publisher
 
 log = logging.getLogger("pipelinerl")
@@ -77,6 +79,7 @@ class LoopSettings:
     on_update: OnUpdate
     schedule: LearningRateSchedule
     shaping: Mapping[str, RewardShaping] = field(default_factory=dict)
+    truncated: Truncated = Truncated.TRAIN
     kl: KLController | None = None
     vocab_size: int | None = None
     publish_timeout_s: float = 120.0
@@ -98,6 +101,7 @@ class TrainingLoop:
         checkpoints: CheckpointStore,
         restored: TrainingState | None,
         at: Callable[[int], None] = lambda version: None,
+        watch: StepWatch | None = None,
     ) -> None:
         self._settings = settings
         self._step = step
@@ -109,12 +113,14 @@ class TrainingLoop:
         self._skipped = 0
         self._checkpoints = checkpoints
         self._at = at
+        self._watch = watch or StepWatch()
         self._batcher = Batcher(
             ledger=ConsumedLedger.from_record(restored.ledger) if restored else ConsumedLedger(),
             lineage=Lineage(0, 0),
             no_signal=settings.no_signal,
-            teaches=is_judged if learns_from_equals(objective, settings.shaping) else has_signal,
+            teaches=teacher(objective, settings.shaping, settings.truncated),
             vocab_size=settings.vocab_size,
+            ended=self._watch.ended,
         )
         self._reader = RolloutReader(
             stream,
@@ -170,7 +176,7 @@ class TrainingLoop:
                 break
             collected = time.monotonic()
             try:
-                figures = await self._train(batch)
+                figures, by = await self._train(batch)
             except NonFiniteStep as error:
                 await self._skip(batch, error)
                 continue
@@ -189,6 +195,8 @@ class TrainingLoop:
                     consumed=self._consumed(),
                     stats=figures,
                     orders=batch.orders,
+                    by_domain=by.by_domain,
+                    by_tag=by.by_tag,
                 )
             )
         await self._publishing.finish()
@@ -247,6 +255,7 @@ class TrainingLoop:
             groups,
             objective=self._objective.current,
             shaping=self._settings.shaping,
+            truncated=self._settings.truncated,
             token_budget=self._settings.micro_batch_tokens,
             producing=producing,
         )
@@ -264,14 +273,15 @@ class TrainingLoop:
 
     # --- step ------------------------------------------------------------------------------------------------------
 
-    async def _train(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer step; returns its figures. Raises NonFiniteStep when it must be skipped."""
+    async def _train(self, batch: TrainBatch) -> tuple[dict[str, float], StepFigures]:
+        """One optimizer step; returns its figures, in all and by domain. Raises NonFiniteStep if it must be skipped."""
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
         await self._until_weights_may_change()
         rate = self._current.knobs.learning_rate * self._settings.schedule.factor(self._version)
         figures = await self._in_worker(lambda: self._step.apply(accumulated, learning_rate=rate))
         self._at(self._version)
-        return batch.stats | figures | self._objective.observe(figures)
+        by = self._watch.stepped(batch, accumulated.micro_batches, version=self._version)
+        return batch.stats | figures | self._objective.observe(figures), by
 
     async def _until_weights_may_change(self) -> None:
         await self._publishing.finish()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from pipelinerl.choices import Truncated
 from pipelinerl.errors import DivergedError, RecordError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
@@ -90,6 +91,7 @@ class Replay:
     groups: Mapping[int, Sequence[RolloutGroup]]
     token_budget: int
     shaping: Mapping[str, RewardShaping]
+    truncated: Truncated = Truncated.TRAIN
     acceptance: float = math.inf
     """The greatest staleness among the steps; how many weights are kept for `old_logprobs` depends on it."""
 
@@ -120,6 +122,7 @@ class Replay:
             trained_groups(recorded, self.groups),
             objective=objective,
             shaping=self.shaping,
+            truncated=self.truncated,
             token_budget=self.token_budget,
             producing=recorded.version,
         )

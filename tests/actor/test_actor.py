@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, final
 
+import msgspec
 import pytest
 
 from inference_contract.errors import InvalidRequest
@@ -395,7 +396,10 @@ async def test_an_evaluation_is_answered_to_the_controller_alone(text: str, corr
         await watched.order(order(7, purpose=Purpose.EVALUATION, samples=3))
         (report,) = await until(lambda: watched.reports(EvaluationDone))
     assert [request.priority for request in sampler.requests] == [Priority.EVALUATION], "training waits behind it"
-    assert report == EvaluationDone(
+    assert report.shown is not None and report.shown.prompt == "user: say 7" and report.shown.ground_truth == "7"
+    assert [answer.text for answer in report.shown.answers] == [text, "no", "no"]
+    assert (report.shown.answers[0].num_tokens, report.shown.answers[0].spans) == (3, [(4, 2), (5, 1)])
+    assert msgspec.structs.replace(report, shown=None) == EvaluationDone(
         order_id="eval-3-000007",
         index=7,
         correct=correct,

@@ -33,6 +33,7 @@ from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, ho
 from pipelinerl.controller.decisions.giving_up import finish, give_up, refused
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.decisions.stall_diagnosis import progress_mark, waiting_for
+from pipelinerl.controller.decisions.step_review import note_outdated, step_taken
 from pipelinerl.controller.state.effects import Effect, IssuePrompts, Record, Send
 from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.inputs import AnyInput, KnobsPatched, ReportReceived, StopAsked, StreamsLost, Ticked
@@ -296,7 +297,7 @@ class Controller:
         self.state.account.update(report.consumed)
         self.state.trainer.stepped = report.consumed
         self.state.trainer.last_step, self.state.failing.refused_groups = report.stats, 0
-        effects: list[Effect] = [_step_record(report)]
+        effects = step_taken(self.state, report)
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
         if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
@@ -367,6 +368,7 @@ class Controller:
 
     def _group_outdated(self, report: GroupOutdated) -> list[Effect]:
         self.state.account.give_up(report.index)
+        note_outdated(self.state, report)
         fields = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
         return [Record("group_outdated", fields), *self.issue()]
 
@@ -413,12 +415,6 @@ class Controller:
 
 
 # --- what is reported and asks for no decision ------------------------------------------------------------------------
-
-
-def _step_record(report: StepDone) -> Record:
-    """An optimizer step, with its figures."""
-    version = report.model_version
-    return Record("step", {"step": version, "model_version": version, "orders": report.orders} | report.stats)
 
 
 def _skip_record(report: StepSkipped, *, step: int) -> Record:

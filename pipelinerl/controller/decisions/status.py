@@ -38,6 +38,7 @@ def run_status(
         ),
         ledger=status.LedgerStatus(**state.account.ledger()),
         knobs=state.knobs.to_json(),
+        alarms=tuple(state.watched.alarms.values()),
         waiting_for=waiting_for(state, now=now),
         trainer=_trainer(state, now=now),
         still_s=now - state.watchdog.moved_at if state.watchdog.moved_at else 0.0,
@@ -67,6 +68,12 @@ def _last_step(state: RunState) -> status.LastStepStatus:
         rollouts_per_s=figures.get("rollouts", 0.0) / seconds if seconds else 0.0,
         staleness_mean=figures.get("staleness_mean", 0.0),
         staleness_max=int(figures.get("staleness_max", 0)),
+        entropy=figures.get("entropy"),
+        exact_entropy=figures.get("exact_entropy"),
+        length_mean=figures.get("length_mean"),
+        truncated=figures.get("truncated"),
+        by_domain=state.watched.by_domain,
+        by_tag=state.watched.by_tag,
     )
 
 

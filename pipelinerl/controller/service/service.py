@@ -31,6 +31,7 @@ from pipelinerl.controller.decisions.engine_watch import EngineWatch
 from pipelinerl.controller.decisions.giving_up import last_word
 from pipelinerl.controller.decisions.status import assignment_of, run_status
 from pipelinerl.controller.routes import ActorAssignment
+from pipelinerl.controller.service.evaluation_samples import keep
 from pipelinerl.controller.service.journal import Decision, Journal, Recovered
 from pipelinerl.controller.state.effects import Effect, End, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
@@ -55,11 +56,13 @@ from pipelinerl.messages import (
     PROMPTS,
     REPORTS,
     ConsumedReport,
+    EvaluationDone,
     Report,
     decode_report,
     encode,
 )
 from pipelinerl.observability.events import EventLog
+from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order, encode_order
@@ -120,8 +123,12 @@ class ControllerService:
         elapsed_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         start: Start = Start.AFRESH,
+        samples: SampleLog | None = None,
     ) -> None:
-        """`elapsed_s` is the age of a run that goes on, so that its events keep one time line."""
+        """`elapsed_s` is the age of a run that goes on, so that its events keep one time line.
+
+        Evaluations' answers go to `samples`, for people to read.
+        """
         self.controller = controller
         self.watch = EngineWatch()
         self._name = name
@@ -131,6 +138,7 @@ class ControllerService:
         self._poll_s = poll_s
         self._clock = clock
         self._start = start
+        self._samples = samples
         self._started = clock() - elapsed_s
         self._ahead = 0.0  # of the machine's clock
         self._asked: set[str] = set()  # engines that have yet to answer
@@ -283,6 +291,10 @@ class ControllerService:
         if (ahead := _furthest(report)) >= self.controller.state.account.cursor + 2 * MOST_AHEAD:
             await self._dead_letters.bury(entry, RecordError(f"a report of order {ahead}, which was never issued"))
             return
+        if isinstance(report, EvaluationDone) and report.shown is not None:
+            if self._samples is not None:
+                keep(self._samples, report, current=self.controller.state.evaluations.current)
+            report = msgspec.structs.replace(report, shown=None)  # no decision reads it, so no journal holds it
         await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id))
 
     async def _poll(self) -> None:
@@ -376,6 +388,8 @@ class ControllerService:
             case Record(kind, fields):
                 if kind == "stalled":
                     log.warning("nothing has got on for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
+                if kind == "alarm":
+                    log.warning("step %d: %s", fields["step"], fields["what"])
                 if not told:
                     self._record(kind, {**fields, "decision": decision})
             case Finish(reason, end):

@@ -16,6 +16,7 @@ from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, Ev
 from pipelinerl.controller.state.fleet import Fleet
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange, Knobs
+from pipelinerl.controller.state.watched_steps import WatchedSteps
 from pipelinerl.messages import ActorAlive, ConsumedReport, Directive, Published, TrainerReady
 
 #: Who has not been heard of for so long may be gone. A trainer that waits says so every few seconds; an actor's heart
@@ -149,6 +150,7 @@ class RunState(msgspec.Struct, kw_only=True):
     evaluations: Evaluations = msgspec.field(default_factory=Evaluations)
     failing: Failing = msgspec.field(default_factory=Failing)
     watchdog: Watchdog = msgspec.field(default_factory=Watchdog)
+    watched: WatchedSteps = msgspec.field(default_factory=WatchedSteps)
 
     def live_actors(self, now: float) -> list[ActorAlive]:
         """What each actor said last that has been heard of late."""

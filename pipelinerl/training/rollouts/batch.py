@@ -10,7 +10,7 @@ Letters in shapes: B rollouts of the step, N = Σ lengths sampled tokens, rollou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, final, runtime_checkable
@@ -18,11 +18,14 @@ from typing import Any, Protocol, final, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_contract.schemas import FinishReason
+from pipelinerl.choices import Truncated
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
+from pipelinerl.training.rollouts.admission import has_signal, is_judged
 from pipelinerl.training.rollouts.packing import Packed, WeightedRollout, pack, with_columns
-from pipelinerl.types import Rollout, RolloutGroup
+from pipelinerl.types import Outcome, Rollout, RolloutGroup
 from trainer_contract.types import MicroBatch
 
 Floats = NDArray[np.float64]
@@ -71,10 +74,14 @@ class Scored:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """What one optimizer step trains on, and its figures. `packed` names rollouts by their number within `scored`."""
+    """What one optimizer step trains on, and its figures. `packed` names rollouts by their number within `scored`.
+
+    `learns` [B] is False for rollouts of which no token may have a gradient: not judged, or truncated and masked.
+    """
 
     groups: list[RolloutGroup]
     scored: Scored
+    learns: NDArray[np.bool_]
     packed: list[Packed]
     stats: dict[str, float]
 
@@ -118,6 +125,20 @@ class TrainBatch:
         return [self.scored.tokens_of(packed.members) for packed in self.packed]
 
 
+def teacher(
+    objective: PolicyObjective, shaping: Mapping[str, RewardShaping], truncated: Truncated
+) -> Callable[[RolloutGroup], bool]:
+    """Tells of a group whether it has anything to teach: a signal, where the objective needs one, and who may learn."""
+    signal = is_judged if learns_from_equals(objective, shaping) else has_signal
+
+    def teaches(group: RolloutGroup) -> bool:
+        return signal(group) and any(
+            rollout.verdict.outcome.is_judgement and not is_masked(rollout, truncated) for rollout in group.rollouts
+        )
+
+    return teaches
+
+
 def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardShaping]) -> bool:
     """Has a group whose verdicts are all equal anything to teach?
 
@@ -131,6 +152,11 @@ def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardS
         rewards=np.array([1.0, 1.0, 0.0, 0.0]), groups=np.array([0, 0, 1, 1]), lengths=ones, valid=ones.astype(bool)
     )
     return bool(objective.adv.advantages(**equals.arguments({})).any())
+
+
+def is_masked(rollout: Rollout, truncated: Truncated) -> bool:
+    """Is the rollout kept out of the loss, since it ended for want of tokens?"""
+    return truncated is Truncated.MASK and rollout.finish_reason == FinishReason.LENGTH
 
 
 def _scattered(column: Floats, batch: MicroBatch, rows: NDArray[np.intp]) -> NDArray[np.float32]:
@@ -147,14 +173,21 @@ def build(
     token_budget: int,
     producing: int,
     shaping: Mapping[str, RewardShaping] = MappingProxyType({}),
+    truncated: Truncated = Truncated.TRAIN,
 ) -> TrainBatch:
     """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
 
     A rollout whose gradient is certainly zero is weighed with the others and then left out of the packing; if all are,
     one stays, so that there is a step to take.
 
+    A truncated rollout that is masked stays in its group's mean and deviation: DAPO masks the loss and nothing else,
+    and without it the baseline would be that of the answers which came to an end, so that coming to an end would be
+    worth nothing. It counts in no denominator of the aggregation. Advantages that read columns leave it out, since it
+    has none: it is not computed.
+
     Args:
         shaping: by domain; the others' rewards are the verifiers'.
+        truncated: what becomes of rollouts that ended for want of tokens.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -164,18 +197,21 @@ def build(
     domains = np.array([group.domain for group in groups for _ in group.rollouts])
     with np.errstate(invalid="ignore"):
         rewards = _shaped(Scored(rewards=verdicts, groups=index, lengths=lengths, valid=valid), domains, shaping)
-    scored = Scored(rewards=rewards, groups=index, lengths=lengths, valid=valid)
-    weights = objective.agg.token_weights(lengths=lengths, groups=scored.groups, valid=valid)
+    learns = valid & ~np.array([is_masked(rollout, truncated) for rollout in rollouts])
     late = bool(objective.adv.needs)
+    scored = Scored(rewards=rewards, groups=index, lengths=lengths, valid=learns if late else valid)
+    weights = objective.agg.token_weights(lengths=lengths, groups=scored.groups, valid=learns)
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` finds rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
-    teaches = valid & np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])
-    kept = np.flatnonzero(teaches if teaches.any() else valid & (np.cumsum(valid) == 1)).tolist()
+    teaches = learns & np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])
+    some = learns if learns.any() else valid  # one that is masked has the weight 0
+    kept = np.flatnonzero(teaches if teaches.any() else some & (np.cumsum(some) == 1)).tolist()
     weighted = [WeightedRollout(rollout=rollouts[i], advantages=parts[i], token_weight=float(weights[i])) for i in kept]
     return TrainBatch(
         groups=list(groups),
         scored=scored,
+        learns=learns,
         packed=[
             Packed(batch, [kept[member] for member in members])
             for batch, members in pack(weighted, token_budget=token_budget)
@@ -186,7 +222,8 @@ def build(
             lengths=lengths,
             producing=producing,
             idle=1 - len(kept) / len(rollouts),
-        ),
+        )
+        | {"masked": float((valid & ~learns).mean())},
     )
 
 
@@ -207,13 +244,17 @@ def _stats(
 ) -> dict[str, float]:
     staleness = np.array([producing - rollout.oldest_version for rollout in rollouts])
     mixed = np.array([rollout.oldest_version != rollout.newest_version for rollout in rollouts])
+    right = sum(rollout.verdict.outcome is Outcome.CORRECT for rollout in rollouts)
     return {
         "rollouts": float(len(rollouts)),
         "reward": float(rewards.mean()) if rewards.size else 0.0,
+        "accuracy": right / max(1, rewards.size),
         "tokens": float(sum(rollout.num_tokens for rollout in rollouts)),
         "sampled_tokens": float(lengths.sum()),
         "length_mean": float(lengths.mean()),
+        "length_p95": float(np.percentile(lengths, 95)),
         "length_max": float(lengths.max()),
+        "truncated": float(np.mean([rollout.finish_reason == FinishReason.LENGTH for rollout in rollouts])),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
         "mixed_version_fraction": float(mixed.mean()),

@@ -7,7 +7,7 @@ lowest index, so that a batch does not depend on the order of arrival. What beca
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -47,16 +47,18 @@ class Batcher:
         no_signal: NoSignal,
         teaches: Callable[[RolloutGroup], bool] = has_signal,
         vocab_size: int | None = None,
+        ended: Callable[[Iterable[RolloutGroup], Fate, str], None] = lambda groups, fate, why: None,
     ) -> None:
         """`teaches` tells of a group whether it has anything to teach under the run's objective.
 
-        Token ids must lie below `vocab_size`, where it is known.
+        Token ids must lie below `vocab_size`, where it is known. `ended` hears of groups that came and did not train.
         """
         self.ledger = ledger
         self.lineage = lineage
         self._no_signal = no_signal
         self._teaches = teaches
         self._vocab_size = vocab_size
+        self._ended = ended
         self._waiting: dict[int, RolloutGroup] = {}
         self.stale_tokens = 0
         """Sampled tokens of the groups that were dropped as stale."""
@@ -78,11 +80,13 @@ class Batcher:
             return
         if not self.lineage.includes(group):
             self._abandoned.append(group.index)
-        elif not is_judged(group) or (self._no_signal is NoSignal.FILTER and not has_signal(group)):
-            self.ledger.settle([group.index], Fate.FILTERED)
+        elif not is_judged(group):
+            self._filter([group], "no verdict")
+        elif self._no_signal is NoSignal.FILTER and not has_signal(group):
+            self._filter([group], "no signal")
         elif fault := fault_of(group, vocab_size=self._vocab_size):
             log.error("group %d of actor %s cannot train and is filtered: %s", group.index, group.actor, fault)
-            self.ledger.settle([group.index], Fate.FILTERED)
+            self._filter([group], "not computable")
         else:
             self._waiting[group.index] = group
 
@@ -125,16 +129,24 @@ class Batcher:
             return None
         for group in chosen:
             del self._waiting[group.index]
-        teaches = any(self._teaches(group) for group in chosen)
-        self.ledger.settle([group.index for group in chosen], Fate.TRAINED if teaches else Fate.FILTERED)
-        return sorted(chosen, key=lambda g: g.index) if teaches else None
+        if not any(self._teaches(group) for group in chosen):
+            self._filter(chosen, "no group of its step teaches")
+            return None
+        self.ledger.settle([group.index for group in chosen], Fate.TRAINED)
+        return sorted(chosen, key=lambda g: g.index)
 
-    def skipped(self, groups: Iterable[RolloutGroup]) -> None:
+    def skipped(self, groups: Sequence[RolloutGroup]) -> None:
         """The step on these groups, which `take` settled as trained, was not applied: they end as filtered."""
         self.ledger.revise([group.index for group in groups], before=Fate.TRAINED, after=Fate.FILTERED)
+        self._ended(groups, Fate.FILTERED, "not finite")
+
+    def _filter(self, groups: Sequence[RolloutGroup], why: str) -> None:
+        self.ledger.settle([group.index for group in groups], Fate.FILTERED)
+        self._ended(groups, Fate.FILTERED, why)
 
     def _drop_stale(self, refused: Callable[[RolloutGroup], bool]) -> None:
         stale = [index for index, group in self._waiting.items() if refused(group)]
-        for index in stale:
-            self.stale_tokens += sum(r.num_sampled_tokens for r in self._waiting.pop(index).rollouts)
+        dropped = [self._waiting.pop(index) for index in stale]
+        self.stale_tokens += sum(rollout.num_sampled_tokens for group in dropped for rollout in group.rollouts)
         self.ledger.settle(stale, Fate.STALE)
+        self._ended(dropped, Fate.STALE, "stale")

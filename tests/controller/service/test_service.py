@@ -27,7 +27,10 @@ from pipelinerl.messages import (
     ConsumedReport,
     ControlMessage,
     Directive,
+    EvaluationDone,
     Published,
+    ShownAnswer,
+    ShownProblem,
     StepDone,
     TrainerReady,
     TrainerStopped,
@@ -35,6 +38,8 @@ from pipelinerl.messages import (
     encode,
 )
 from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.observability.samples.reading import read_samples
+from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.streams.dead_letter import DEAD_LETTERS
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_order
@@ -142,10 +147,14 @@ def published(*, epoch: int, version: int, membership: int = 99) -> Published:
 
 
 @asynccontextmanager
-async def running(path: Path, stream: MemoryStream | None = None, **changes: Any) -> AsyncIterator[Running]:
+async def running(
+    path: Path, stream: MemoryStream | None = None, samples: SampleLog | None = None, **changes: Any
+) -> AsyncIterator[Running]:
     made, probe, stream = controller(**{"evaluation_problems": 0, **changes}), Probe(), stream or MemoryStream()
     with EventLog(path / "events.jsonl") as events:
-        service = ControllerService(made, name="test", stream=stream, probe=probe, events=events, poll_s=0.01)
+        service = ControllerService(
+            made, name="test", stream=stream, probe=probe, events=events, poll_s=0.01, samples=samples
+        )
         lives = (path / "events.jsonl").read_text().count("run_started")
         task = asyncio.create_task(service.run())
         world = Running(service, stream, probe, path / "events.jsonl", task)
@@ -175,6 +184,42 @@ async def test_a_bad_report_is_buried_and_the_next_one_heard(tmp_path: Path) -> 
         await run.tell(b"\xc1", b"", encode(await _directive(run)), ready("1"))
         assert run.controller.state.epoch == 1
         assert run.stream_length(DEAD_LETTERS) == 3
+
+
+async def test_answers_of_evaluations_go_to_the_samples_and_not_into_the_journal(tmp_path: Path) -> None:
+    shown = ShownProblem(
+        problem_id="p",
+        prompt="user: say it",
+        ground_truth="it",
+        answers=[ShownAnswer("a text of its own", "wrong", 0.0, "why", "length", 3, [(4, 2), (5, 1)])],
+    )
+    done = EvaluationDone(
+        order_id="eval-0-1-000000",
+        index=0,
+        correct=0,
+        judged=1,
+        oldest_version=0,
+        newest_version=0,
+        num_tokens=3,
+        domain="d",
+        tags=["t"],
+        shown=shown,
+    )
+    async with running(tmp_path, samples=SampleLog(tmp_path / "samples", "evaluation", max_bytes=2**20)) as run:
+        await run.start()
+        await run.tell(done, encode(done).replace(b"a text of its own", b"\xff text of its own"))
+        journal = b"".join(await run.payloads(JOURNAL))
+        assert run.stream_length(DEAD_LETTERS) == 1, "what is no text is no report"
+    assert b"eval-0-1-000000" in journal and b"a text of its own" not in journal
+    async with asyncio.timeout(DEADLINE_S):
+        while not (kept := read_samples(tmp_path)):
+            await asyncio.sleep(0.01)
+    (sample,) = kept
+    assert (sample.kind, sample.step, sample.domain, sample.tags) == ("evaluation", 0, "d", ("t",))
+    (answer,) = sample.answers
+    assert (answer.text, answer.outcome, answer.reason, answer.finish_reason) == (
+        "a text of its own", "wrong", "why", "length"
+    )  # fmt: skip
 
 
 async def _directive(run: Running) -> Directive:

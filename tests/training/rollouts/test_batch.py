@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipelinerl import rng
+from pipelinerl.choices import Truncated
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.adv import GroupRelative
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import PRESETS, resolve
 from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.rollouts.batch import build, teacher
 from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from pipelinerl.types import Outcome, Rollout, RolloutGroup
 from tests.fakes.rollouts import group, rollout
@@ -151,7 +153,11 @@ def test_figures() -> None:
         "tokens": 12.0,
         "sampled_tokens": 6.0,
         "length_mean": 2.0,
+        "length_p95": pytest.approx(2.9),
         "length_max": 3.0,
+        "accuracy": 0.5,
+        "truncated": 0.0,
+        "masked": 0.0,
         "staleness_mean": 2.0,
         "staleness_max": 3.0,
         "mixed_version_fraction": pytest.approx(1 / 3),
@@ -188,3 +194,65 @@ def test_segments_know_their_groups() -> None:
     members = [member for packed in batch.packed for member in packed.members]
     assert sorted(members) == [number for number in range(12) if number != 10]
     assert found == [[member // 3] for member in members]
+
+
+def cut_off(reward: float, tokens: int = 2) -> Rollout:
+    return replace(rollout(reward=reward, sampled=[3] * tokens), finish_reason="length")
+
+
+def test_a_masked_rollout_has_no_token_in_the_loss_and_stays_in_its_groups_baseline() -> None:
+    groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0), cut_off(0.0)))]
+    make = partial(
+        build,
+        groups,
+        objective=resolve({"preset": "pipelinerl", "adv": {"scale": "none"}}),
+        token_budget=1000,
+        producing=1,
+    )
+    trained, masked = make(), make(truncated=Truncated.MASK)
+    assert sum(len(packed.members) for packed in trained.packed) == 4
+    assert [packed.members for packed in masked.packed] == [[0, 1]] and masked.learns.tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    (batch,) = masked.micro_batches
+    assert batch.advantages[batch.loss_mask] == pytest.approx([0.75, 0.75, -0.25, -0.25]), (
+        "the mean is that of all four"
+    )
+    (whole,) = trained.micro_batches
+    assert batch.weights[batch.loss_mask] == pytest.approx(2 * whole.weights[whole.loss_mask][:4]), (
+        "of two, not of four"
+    )
+    assert (trained.stats["masked"], masked.stats["masked"]) == (0.0, 0.5)
+    assert masked.stats["truncated"] == trained.stats["truncated"] == 0.5, "what is masked is counted all the same"
+
+
+def test_where_advantages_read_columns_a_masked_rollout_is_left_out_of_them() -> None:
+    groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0)))]
+    batch = build(groups, objective=resolve("ppo"), token_budget=1000, producing=1, truncated=Truncated.MASK)
+    assert batch.scored.valid.tolist() == [True, True, False]
+
+
+def test_a_batch_that_is_masked_whole_has_a_step_of_weight_0() -> None:
+    groups = [replace(group(0), rollouts=(cut_off(1.0), cut_off(0.0)))]
+    batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, truncated=Truncated.MASK)
+    (micro_batch,) = batch.micro_batches
+    assert not micro_batch.weights.any() and micro_batch.loss_mask.any()
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "truncated", "teaches"),
+    [
+        ((rollout(reward=1.0), cut_off(0.0)), Truncated.MASK, True),
+        ((cut_off(1.0), cut_off(0.0)), Truncated.TRAIN, True),
+        ((cut_off(1.0), cut_off(0.0)), Truncated.MASK, False),
+        ((cut_off(1.0), cut_off(0.0), rollout(outcome=Outcome.TIMEOUT)), Truncated.MASK, False),
+        ((rollout(reward=0.0), cut_off(0.0)), Truncated.MASK, False),
+    ],
+)
+def test_a_group_teaches_where_one_that_may_learn_is_in_it(
+    rollouts: tuple[Rollout, ...], truncated: Truncated, teaches: bool
+) -> None:
+    assert teacher(resolve("grpo"), {}, truncated)(replace(group(0), rollouts=rollouts)) is teaches

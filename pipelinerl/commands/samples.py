@@ -1,0 +1,169 @@
+"""`pipelinerl samples`: what the model of a run answers, what the verifier says of it, what the step made of it.
+
+It reads the files in the run's directory and asks no process, so that a live run, one that ended and one that crashed
+look the same. What a model wrote is shown inert: nothing in it reaches the terminal as anything but text.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import read_events
+from pipelinerl.observability.samples.reading import (
+    FOLDER,
+    ChosenSample,
+    SampleQuery,
+    SampleReader,
+    read_samples,
+)
+from pipelinerl.observability.samples.record import SampledAnswer, SampleGroup, shortened
+from pipelinerl.observability.samples.visible import visible
+
+#: Most characters of a text that are printed; `--json` has all that was kept.
+_MOST: Final = 2000
+_FOLLOW_S: Final = 0.5
+_OVER: Final = ("run_finished", "run_failed")
+_STYLES: Final = {"correct": "green", "wrong": "red"}
+
+
+def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
+    """Print the samples that are asked for.
+
+    Raises:
+        UserError: there is no run, it keeps no samples, or none of them is asked for.
+    """
+    _require_run(run_dir)
+    groups = read_samples(run_dir)
+    chosen = query.choose(groups)
+    if not chosen:
+        raise UserError(_nothing(run_dir, groups, query))
+    _print(chosen, console, as_json=as_json)
+    if not as_json:
+        count = sum(len(group.answers) for group in groups)
+        console.print(f"\n{len(chosen):,} of {count:,} answers kept in {run_dir / FOLDER}", style="dim", soft_wrap=True)
+
+
+def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
+    """Print samples as they come until the run is over.
+
+    Raises:
+        UserError: there is no run.
+    """
+    _require_run(run_dir)
+    reader = SampleReader(run_dir)
+    first = True
+    while True:
+        over = _is_over(run_dir)  # looked up first: what is written after it is read below, all the same
+        limited = replace(query, limit=query.limit if first else None)
+        _print(limited.choose(reader.new()), console, as_json=as_json)
+        first = False
+        if over:
+            return
+        time.sleep(_FOLLOW_S)
+
+
+def _require_run(run_dir: Path) -> None:
+    if not (run_dir / "events.jsonl").is_file() and not (run_dir / FOLDER).is_dir():
+        raise UserError(f"{run_dir} is no run: it has neither events.jsonl nor {FOLDER}/")
+
+
+def _is_over(run_dir: Path) -> bool:
+    try:
+        events = read_events(run_dir / "events.jsonl")
+    except (OSError, ValueError):
+        return False
+    return bool(events) and events[-1]["kind"] in _OVER
+
+
+def _nothing(run_dir: Path, groups: list[SampleGroup], query: SampleQuery) -> str:
+    if not groups:
+        return (
+            f"{run_dir / FOLDER} holds no samples: none was written yet, samples.log is off in its recipe, or another "
+            "version of pipelinerl made the run"
+        )
+    of_kind = [group for group in groups if group.kind in query.kinds]
+    kinds = ", ".join(sorted(query.kinds))
+    if not of_kind:
+        return f"{run_dir} has no {kinds} samples; it has {', '.join(sorted({group.kind for group in groups}))} ones"
+    steps = sorted({group.step for group in of_kind})
+    tags = sorted({tag for group in of_kind for tag in group.tags})
+    return (
+        f"none of the {kinds} samples in {run_dir} is like that; their steps are {steps[0]} to {steps[-1]}, their "
+        f"domains {', '.join(sorted({visible(group.domain) for group in of_kind}))}"
+        + (f", their tags {', '.join(visible(tag) for tag in tags[:20])}" if tags else "")
+    )
+
+
+def _print(chosen: Iterable[ChosenSample], console: Console, *, as_json: bool) -> None:
+    if as_json:
+        for group, answer in chosen:
+            row = {name: value for name, value in msgspec.to_builtins(group).items() if name != "answers"}
+            # ASCII alone, so that no terminal acts on what a model wrote
+            console.out(json.dumps(row | msgspec.to_builtins(answer)).replace("\x7f", "\\u007f"), highlight=False)
+        return
+    for _, members in groupby(chosen, key=lambda each: id(each.group)):
+        samples = list(members)
+        for text in _head(samples[0].group):
+            console.print(text, soft_wrap=True)
+        for sample in samples:
+            for text in _answer(sample.answer):
+                console.print(text, soft_wrap=True)
+
+
+def _head(group: SampleGroup) -> Iterable[Text]:
+    names = [f"step {group.step}", group.domain, *group.tags, group.kind.value]
+    names += [group.why] if group.why else []
+    names += [group.problem_id or group.group_id]
+    yield Text(f"\n── {' · '.join(_line(name) for name in names)}", style="bold cyan")
+    if group.filtered:
+        counts = ", ".join(f"{count} {_line(why)}" for why, count in group.filtered.items())
+        yield Text(f"   one of the groups filtered since the step before: {counts}", style="dim")
+    yield _indented("prompt  ", group.prompt, style="dim")
+    if group.ground_truth:
+        yield _indented("truth   ", group.ground_truth)
+
+
+def _answer(answer: SampledAnswer) -> Iterable[Text]:
+    style = _STYLES.get(answer.outcome, "yellow")
+    facts = [f"reward {_number(answer.reward)}"]
+    if answer.parts:
+        facts[0] += " (" + ", ".join(f"{_line(name)} {reward:g}" for name, reward in answer.parts) + ")"
+    if answer.shaped is not None and answer.shaped != answer.reward:
+        facts.append(f"shaped {answer.shaped:.3g}")
+    if answer.advantage is not None:
+        facts.append(f"advantage {answer.advantage:+.3g}")
+    facts.append(f"{answer.length:,} tokens, ended by {_line(answer.finish_reason)}")
+    facts.append("versions " + (", ".join(f"v{version} × {tokens}" for version, tokens in answer.spans) or "unknown"))
+    if answer.staleness is not None:
+        facts.append(f"staleness {answer.staleness}")
+    if answer.trained:
+        facts.append("trained")
+    yield Text.assemble(" ▸ ", (_line(answer.outcome), f"bold {style}"), " · " + " · ".join(facts))
+    if answer.reason:
+        yield _indented("reason  ", answer.reason, style="dim")
+    yield _indented("answer  ", answer.text, style=style)
+
+
+def _indented(label: str, text: str, *, style: str = "") -> Text:
+    lines = visible(shortened(text, _MOST)).split("\n")
+    return Text.assemble("   ", (label, "dim"), (("\n" + " " * (3 + len(label))).join(lines), style))
+
+
+def _line(text: str) -> str:
+    """A name in one line."""
+    return visible(shortened(text, 200)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"

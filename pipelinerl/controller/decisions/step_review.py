@@ -1,0 +1,111 @@
+"""What a step shows: its figures by domain, completed by what only the controller knows, and the alarms they raise.
+
+Of the trainer's figures it adds to the stale groups of a domain those that actors have given up themselves, and what
+its verifier has done since the step before: `verified` answers, `verifier_s` a piece, `verifier_errors`, time-outs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipelinerl.controller.decisions.alarms import alarms_of
+from pipelinerl.controller.state.effects import Effect, Record
+from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.controller.state.watched_steps import FIRST_STEPS, WINDOW, DomainCounts, WatchedStep
+from pipelinerl.messages import GroupOutdated, StepDone, VerifierFigures
+
+Figures = Mapping[str, Mapping[str, float]]
+
+
+def step_taken(state: RunState, report: StepDone) -> list[Effect]:
+    """The step's event, and those of alarms that it raises or clears."""
+    version, watched = report.model_version, state.watched
+    watched.by_domain = _by_domain(state, report.by_domain)
+    watched.by_tag = report.by_tag
+    by = {"by_domain": watched.by_domain, "by_tag": watched.by_tag}
+    step = {"step": version, "model_version": version, "orders": report.orders}
+    _remember(state, report)
+    return [Record("step", step | report.stats | by), *_alarms(state, step=version)]
+
+
+def note_outdated(state: RunState, report: GroupOutdated) -> None:
+    """An actor has given a group up: the next step's figures count it as stale."""
+    if report.domain in state.knobs.domain_weights:
+        state.watched.outdated[report.domain] = state.watched.outdated.get(report.domain, 0) + 1
+
+
+def _alarms(state: RunState, *, step: int) -> list[Effect]:
+    watched = state.watched
+    standing = alarms_of(watched.recent, first_entropies=watched.first_entropies, raised=watched.alarms)
+    keys = {alarm.key for alarm in standing}
+    effects: list[Effect] = [
+        Record("alarm", {"alarm": alarm.kind, "domain": alarm.domain, "step": step, "what": alarm.what})
+        for alarm in standing
+        if alarm.key not in watched.alarms
+    ]
+    for key in watched.alarms.keys() - keys:
+        kind, _, domain = key.partition(":")
+        effects.append(Record("alarm_cleared", {"alarm": kind, "domain": domain, "step": step}))
+    watched.alarms = {alarm.key: alarm.what for alarm in standing}
+    return effects
+
+
+def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]]:
+    watched = state.watched
+    before, watched.verified = watched.verified, _verified(state)
+    outdated, watched.outdated = watched.outdated, {}
+    figures = {domain: dict(reported.get(domain, {})) for domain in sorted({*reported, *outdated})}
+    for domain, each in figures.items():
+        each["stale_groups"] = each.get("stale_groups", 0) + outdated.get(domain, 0)
+        each["stale"] = each["stale_groups"] / max(1, each["stale_groups"] + each.get("groups", 0))
+        if domain in watched.verified:
+            each |= _since(watched.verified[domain], before.get(domain, VerifierFigures()))
+    return figures
+
+
+def _verified(state: RunState) -> dict[str, VerifierFigures]:
+    """By domain, over all actors."""
+    sums: dict[str, VerifierFigures] = {}
+    for alive, _ in state.actors.values():
+        for domain, each in alive.verifiers.items():
+            so_far = sums.get(domain, VerifierFigures())
+            sums[domain] = VerifierFigures(
+                judged=so_far.judged + each.judged,
+                errors=so_far.errors + each.errors,
+                timeouts=so_far.timeouts + each.timeouts,
+                seconds=so_far.seconds + each.seconds,
+            )
+    return sums
+
+
+def _since(now: VerifierFigures, before: VerifierFigures) -> dict[str, float]:
+    """What came since then; all of it, where an actor that began anew counts from 0."""
+    if now.judged < before.judged or now.seconds < before.seconds:
+        before = VerifierFigures()
+    failed = now.errors + now.timeouts - before.errors - before.timeouts
+    verified = now.judged - before.judged + failed
+    figures = {"verified": float(verified), "verifier_errors": float(max(0, failed))}
+    return figures | ({"verifier_s": (now.seconds - before.seconds) / verified} if verified > 0 else {})
+
+
+def _remember(state: RunState, report: StepDone) -> None:
+    watched, stats = state.watched, report.stats
+    domains = {
+        domain: DomainCounts(
+            rollouts=figures.get("rollouts", 0.0),
+            truncated=figures.get("truncated", 0.0) * figures.get("rollouts", 0.0),
+            groups=figures.get("groups", 0.0),
+            stale=figures.get("stale_groups", 0.0),
+        )
+        for domain, figures in watched.by_domain.items()
+    }
+    step = WatchedStep(
+        step=report.model_version,
+        entropy=stats.get("entropy"),
+        right=stats.get("accuracy"),
+        length=stats.get("length_mean"),
+        domains=domains,
+    )
+    watched.recent = [*watched.recent, step][-WINDOW:]
+    if step.entropy is not None and len(watched.first_entropies) < FIRST_STEPS:
+        watched.first_entropies = [*watched.first_entropies, step.entropy]

@@ -1,0 +1,48 @@
+"""Evaluations' answers, on their way from an actor's report to the samples that people read."""
+
+from __future__ import annotations
+
+import time
+
+from pipelinerl.controller.state.evaluation import Evaluation
+from pipelinerl.messages import EvaluationDone, ShownAnswer
+from pipelinerl.observability.samples.record import SampledAnswer, SampleGroup, SampleKind
+from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.types import Outcome
+
+
+def keep(samples: SampleLog, report: EvaluationDone, *, current: Evaluation | None) -> None:
+    """Keep the answers of a report; its step is the version that is being evaluated."""
+    version = report.newest_version if current is None else current.model_version
+    now = time.time()
+    samples.put(lambda: [_sample(report, version, now)] if report.shown is not None else [])
+
+
+def _sample(report: EvaluationDone, version: int, now: float) -> SampleGroup:
+    assert report.shown is not None, "a report without answers has no sample"
+    return SampleGroup(
+        kind=SampleKind.EVALUATION,
+        step=version,
+        time=now,
+        group_id=report.order_id,
+        domain=report.domain,
+        problem_id=report.shown.problem_id,
+        tags=tuple(report.tags),
+        prompt=report.shown.prompt,
+        ground_truth=report.shown.ground_truth,
+        answers=tuple(_answer(answer, version) for answer in report.shown.answers),
+    )
+
+
+def _answer(answer: ShownAnswer, version: int) -> SampledAnswer:
+    judged = answer.outcome in (Outcome.CORRECT, Outcome.WRONG)
+    return SampledAnswer(
+        text=answer.text,
+        outcome=answer.outcome,
+        reward=answer.reward if judged else None,
+        reason=answer.reason,
+        length=answer.num_tokens,
+        finish_reason=answer.finish_reason,
+        spans=tuple(answer.spans),
+        staleness=version - min((oldest for oldest, _ in answer.spans), default=version),
+    )

@@ -1,0 +1,70 @@
+"""The samples in the report: of the last steps the best and the worst answers, and what the last evaluation got wrong.
+
+Everything that a model, a verifier or a data set wrote is cut, made visible and escaped, in this order; it stands in
+elements that hold text and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Final
+
+from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery
+from pipelinerl.observability.samples.record import SampledAnswer, SampleGroup, SampleKind, shortened
+from pipelinerl.observability.samples.visible import visible
+
+#: So many of the last steps that have samples are looked at.
+_STEPS: Final = 5
+_SHOWN: Final = 4
+_MOST: Final = 1500
+
+
+def samples_section(groups: Sequence[SampleGroup]) -> str:
+    """The markup."""
+    trained = _last_steps(groups, SampleKind.TRAINED, _STEPS)
+    held_out = _last_steps(groups, SampleKind.EVALUATION, 1)
+    filtered = _last_steps(groups, SampleKind.FILTERED, 1)
+    parts = [
+        _part("Best of the last steps", _ranked(trained, SampleKind.TRAINED, Ranking.BEST)),
+        _part("Worst of the last steps", _ranked(trained, SampleKind.TRAINED, Ranking.WORST)),
+        _part("Worst of the last evaluation", _ranked(held_out, SampleKind.EVALUATION, Ranking.WORST)),
+        _part("Filtered, never trained", _ranked(filtered, SampleKind.FILTERED, Ranking.NEWEST)),
+    ]
+    return "".join(parts) or "<p class=none>No samples were kept.</p>"
+
+
+def _last_steps(groups: Sequence[SampleGroup], kind: SampleKind, steps: int) -> list[SampleGroup]:
+    kept = sorted({group.step for group in groups if group.kind is kind})[-steps:]
+    return [group for group in groups if group.kind is kind and group.step in kept]
+
+
+def _ranked(groups: Sequence[SampleGroup], kind: SampleKind, ranking: Ranking) -> list[ChosenSample]:
+    return SampleQuery(kinds=frozenset((kind,)), ranking=ranking, limit=_SHOWN).choose(groups)
+
+
+def _part(title: str, chosen: Sequence[ChosenSample]) -> str:
+    if not chosen:
+        return ""
+    return f"<h3>{escape(title)}</h3>" + "".join(_sample(*each) for each in chosen)
+
+
+def _sample(group: SampleGroup, answer: SampledAnswer) -> str:
+    facts = [f"step {group.step}", group.domain, *group.tags, group.why, answer.outcome]
+    facts.append("" if answer.reward is None else f"reward {answer.reward:.3g}")
+    facts.append("" if answer.advantage is None else f"advantage {answer.advantage:+.3g}")
+    facts.append(f"{answer.length:,} tokens, ended by {answer.finish_reason}")
+    facts.append(", ".join(f"v{version} × {tokens}" for version, tokens in answer.spans))
+    head = " · ".join(_inert(fact, 200) for fact in facts if fact)
+    texts = (
+        ("prompt", group.prompt),
+        ("truth", group.ground_truth),
+        ("reason", answer.reason),
+        ("answer", answer.text),
+    )
+    body = "".join(f"<dt>{name}</dt><dd>{_inert(text, _MOST)}</dd>" for name, text in texts if text)
+    return f"<details class=sample open><summary>{head}</summary><dl>{body}</dl></details>"
+
+
+def _inert(text: str, most: int) -> str:
+    return escape(visible(shortened(text, most)))

@@ -1,0 +1,156 @@
+"""Figures by domain and by tag of all groups that came since the last step, whatever became of them. Pure.
+
+    rollouts, groups      how many were fresh: trained or filtered
+    reward, reward.<part> mean over the judged rollouts; of a part, over those that have it
+    accuracy              share of the judged rollouts that are right
+    length_mean, _p95     sampled tokens
+    truncated, unjudged   share of the rollouts that ended for want of tokens; that no verifier has judged
+    all_right, all_wrong  share of the judged groups without a signal, of either kind
+    stale, stale_groups   share of the groups, and number, that were dropped since they were too old
+
+A step's own figures are of the rollouts that it trains on. These are of what the model does in a domain: filtered
+groups count, since a filter would else hide what is solved and what is hopeless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, final
+
+import numpy as np
+
+from inference_contract.schemas import FinishReason
+from pipelinerl.types import Outcome, RolloutGroup
+
+#: So many tags have figures of their own in one step, those with most rollouts; the rest are counted together.
+MOST_TAGS: Final = 50
+#: Under which name.
+OTHER_TAGS: Final = "other"
+#: So many tags of one group count, and so many parts of a reward.
+_MOST_OF_A_GROUP: Final = 16
+
+
+class StepFigures(NamedTuple):
+    """Figures by name, for each domain and each tag."""
+
+    by_domain: dict[str, dict[str, float]]
+    by_tag: dict[str, dict[str, float]]
+
+
+@final
+@dataclass(slots=True)
+class Tally:
+    """Counts over groups of one kind."""
+
+    groups: int = 0
+    stale: int = 0
+    judged_groups: int = 0
+    all_right: int = 0
+    all_wrong: int = 0
+    judged: int = 0
+    right: int = 0
+    truncated: int = 0
+    reward: float = 0.0
+    parts: dict[str, tuple[float, int]] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+
+    def add(self, group: RolloutGroup) -> None:
+        """Count a group that was trained or filtered."""
+        self.groups += 1
+        verdicts = [rollout.verdict for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
+        right = sum(verdict.outcome is Outcome.CORRECT for verdict in verdicts)
+        self.judged_groups += bool(verdicts)
+        self.all_right += bool(verdicts) and right == len(verdicts)
+        self.all_wrong += bool(verdicts) and right == 0
+        self.judged += len(verdicts)
+        self.right += right
+        self.reward += sum(verdict.reward for verdict in verdicts)
+        for verdict in verdicts:
+            for name, reward in verdict.parts[:_MOST_OF_A_GROUP]:
+                total, count = self.parts.get(name, (0.0, 0))
+                self.parts[name] = (total + reward, count + 1)
+        self.truncated += sum(rollout.finish_reason == FinishReason.LENGTH for rollout in group.rollouts)
+        self.lengths += [rollout.num_sampled_tokens for rollout in group.rollouts]
+
+    def add_stale(self) -> None:
+        """Count a group that was dropped since it was too old."""
+        self.stale += 1
+
+    def merge(self, other: Tally) -> None:
+        """Count what another has counted."""
+        for name in ("groups", "stale", "judged_groups", "all_right", "all_wrong", "judged", "right", "truncated"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.reward += other.reward
+        self.lengths += other.lengths
+        for name, (total, count) in other.parts.items():
+            before, number = self.parts.get(name, (0.0, 0))
+            self.parts[name] = (before + total, number + count)
+
+    def figures(self) -> dict[str, float]:
+        """By name, as the module says; without those that nothing was counted for."""
+        rollouts = len(self.lengths)
+        figures: dict[str, float] = {
+            "rollouts": rollouts,
+            "groups": self.groups,
+            "stale_groups": self.stale,
+            "stale": self.stale / max(1, self.stale + self.groups),
+        }
+        if rollouts:
+            figures["length_mean"] = float(np.mean(self.lengths))
+            figures["length_p95"] = float(np.percentile(self.lengths, 95))
+            figures["truncated"] = self.truncated / rollouts
+            figures["unjudged"] = 1 - self.judged / rollouts
+        if self.judged:
+            figures["reward"] = self.reward / self.judged
+            figures["accuracy"] = self.right / self.judged
+            figures["all_right"] = self.all_right / self.judged_groups
+            figures["all_wrong"] = self.all_wrong / self.judged_groups
+            figures |= {f"reward.{name}": total / count for name, (total, count) in self.parts.items()}
+        return figures
+
+
+@final
+@dataclass(slots=True)
+class DomainTallies:
+    """What has come since the last step, by domain and tag."""
+
+    _domains: dict[str, Tally] = field(default_factory=dict)
+    _tags: dict[str, Tally] = field(default_factory=dict)
+
+    def add(self, groups: Iterable[RolloutGroup]) -> None:
+        """Count groups that were trained or filtered."""
+        for group in groups:
+            for tally in self._of(group):
+                tally.add(group)
+
+    def add_stale(self, group: RolloutGroup) -> None:
+        """Count a group that was too old."""
+        for tally in self._of(group):
+            tally.add_stale()
+
+    def take(self) -> StepFigures:
+        """The figures; counting begins anew."""
+        domains, tags = self._domains, _bounded(self._tags)
+        self._domains, self._tags = {}, {}
+        return StepFigures(_figures(domains), _figures(tags))
+
+    def _of(self, group: RolloutGroup) -> list[Tally]:
+        tags = dict.fromkeys(group.problem.tags[:_MOST_OF_A_GROUP])
+        return [
+            self._domains.setdefault(group.domain, Tally()),
+            *(self._tags.setdefault(tag, Tally()) for tag in tags),
+        ]
+
+
+def _bounded(tags: Mapping[str, Tally]) -> dict[str, Tally]:
+    """The tags with most rollouts, by name, and the others together."""
+    ranked = sorted(tags, key=lambda tag: (-len(tags[tag].lengths), tag))
+    kept = {tag: tags[tag] for tag in sorted(ranked[:MOST_TAGS])}
+    for tag in ranked[MOST_TAGS:]:
+        kept.setdefault(OTHER_TAGS, Tally()).merge(tags[tag])
+    return kept
+
+
+def _figures(tallies: Mapping[str, Tally]) -> dict[str, dict[str, float]]:
+    return {name: tally.figures() for name, tally in tallies.items()}

@@ -1,0 +1,128 @@
+"""`pipelinerl samples` on a run's directory: what is shown, in which order, what hostile text does, and user errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from threading import Timer
+
+import pytest
+from typer.testing import CliRunner
+
+from pipelinerl.cli import app
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import EventLog
+from pipelinerl.observability.samples.record import SampleGroup, SampleKind
+from pipelinerl.observability.samples.sample_log import SampleLog
+from tests.observability.samples.groups import HOSTILE, answer, group
+
+
+def a_run(path: Path, *groups: SampleGroup, over: bool = True) -> Path:
+    with EventLog(path / "events.jsonl") as events:
+        events.write("run_started", run="r", elapsed_s=0.0)
+        if over:
+            events.write("run_finished", reason="all steps taken", elapsed_s=1.0)
+    log = SampleLog(path / "samples", "training", max_bytes=2**20)
+    log.put(lambda: groups)
+    log.close()
+    return path
+
+
+def said(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["samples", *arguments], env={"COLUMNS": "100"})
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+GROUPS = (
+    group(1, answer("first", reward=0.25, advantage=-0.5), answer("second", reward=0.75), tags=("easy",)),
+    group(2, answer("third", reward=0.5, reason="because", parts=(("format", 1.0),), shaped=0.4, trained=True)),
+    group(
+        2,
+        answer("fourth", finish_reason="length"),
+        kind=SampleKind.FILTERED,
+        why="no signal",
+        filtered={"no signal": 3},
+    ),
+    group(2, answer("fifth"), kind=SampleKind.EVALUATION),
+)
+
+
+def test_everything_that_is_known_is_shown(tmp_path: Path) -> None:
+    output = said(str(a_run(tmp_path, *GROUPS)), "--step", "2")
+    for expected in (
+        "step 2 · words · trained · words-2",
+        "<|im_start|>user",
+        "correct · reward 0.5 (format 1) · shaped 0.4 · 3 tokens, ended by stop · versions v7 × 2, v8 × 1",
+        "staleness 2 · trained",
+        "reason  because",
+        "answer  third",
+        "1 of 5 answers kept",
+    ):
+        assert expected in output
+    assert "\x1b" not in output, "no colours in a pipe"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ["first", "second", "third"]),
+        (["--limit", "1"], ["third"]),
+        (["--worst"], ["first", "third", "second"]),
+        (["--best", "--limit", "2"], ["second", "third"]),
+        (["--tag", "easy"], ["first", "second"]),
+        (["--domain", "words", "--step", "1"], ["first", "second"]),
+        (["--filtered"], ["fourth"]),
+        (["--filtered", "--truncated"], ["fourth"]),
+        (["--evaluation"], ["fifth"]),
+    ],
+)
+def test_options(tmp_path: Path, options: list[str], expected: list[str]) -> None:
+    run = str(a_run(tmp_path, *GROUPS))
+    assert [json.loads(line)["text"] for line in said(run, *options, "--json").splitlines()] == expected
+    output = said(run, *options)
+    assert sorted(expected, key=output.index) == expected
+
+
+def test_hostile_text_is_shown_inert(tmp_path: Path) -> None:
+    evil = answer(HOSTILE, reason=HOSTILE, finish_reason=HOSTILE, outcome=HOSTILE, parts=((HOSTILE, 1.0),))
+    run = str(a_run(tmp_path, group(1, evil, domain=HOSTILE, tags=("[bold]", HOSTILE), prompt=HOSTILE, why=HOSTILE)))
+    for output in (said(run), said(run, "--json")):
+        assert not set(output) & set(map(chr, [*range(10), *range(11, 32), 127, 0x202E, 0x2069, 0x200B]))
+    assert "<script>alert(1)</script>" in said(run) and "[bold]" in said(run)
+
+
+def test_a_million_characters_are_few(tmp_path: Path) -> None:
+    output = said(str(a_run(tmp_path, group(1, answer("x" * 10**6)))))
+    assert len(output) < 5000 and "characters left out" in output
+
+
+def test_following_shows_what_comes_and_ends_with_the_run(tmp_path: Path) -> None:
+    a_run(tmp_path, GROUPS[0], over=False)
+
+    def go_on() -> None:
+        a_run(tmp_path, GROUPS[1])
+
+    timer = Timer(0.8, go_on)
+    timer.start()
+    output = said(str(tmp_path), "--follow", "--json", "--limit", "1")
+    timer.join()
+    assert [json.loads(line)["text"] for line in output.splitlines()] == ["second", "third"]
+
+
+def test_user_errors_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no run: it has neither"):
+        said(str(tmp_path / "nowhere"))
+    run = str(a_run(tmp_path, *GROUPS))
+    with pytest.raises(
+        UserError, match=r"none of the trained samples .* their steps are 1 to 2, their domains words, "
+    ):
+        said(run, "--tag", "hard")
+    with pytest.raises(UserError, match="holds no samples"):
+        said(str(a_run(tmp_path / "empty")))
+    with pytest.raises(UserError, match="has no evaluation samples; it has trained ones"):
+        said(str(a_run(tmp_path / "trained", GROUPS[0])), "--evaluation")
+    for wrong in (["--worst", "--best"], ["--follow", "--best"], ["--limit", "0"]):
+        assert CliRunner().invoke(app, ["samples", run, *wrong]).exit_code == 2

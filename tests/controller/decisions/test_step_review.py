@@ -1,0 +1,84 @@
+"""A step's event has what trainer, actors and verifiers said of each domain; an alarm is an event once, its end too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipelinerl.controller.decisions.step_review import note_outdated, step_taken
+from pipelinerl.controller.state.effects import Record
+from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.messages import ActorAlive, ConsumedReport, GroupOutdated, StepDone, VerifierFigures
+from tests.controller.world import knobs
+
+
+@pytest.fixture
+def state() -> RunState:
+    return RunState(knobs=knobs(), first_domain_weights={"a": 1.0, "b": 2.0})
+
+
+def taken(
+    state: RunState, version: int, *, by_domain: dict[str, dict[str, float]], **stats: float
+) -> list[dict[str, Any]]:
+    report = StepDone(
+        report_id=f"e1-step-{version}",
+        epoch=1,
+        model_version=version,
+        consumed=ConsumedReport(),
+        stats=stats,
+        by_domain=by_domain,
+        by_tag={"hard": {"rollouts": 4.0}},
+    )
+    effects = step_taken(state, report)
+    return [{"kind": each.kind} | each.fields for each in effects if isinstance(each, Record)]
+
+
+def alive(state: RunState, name: str, **figures: Any) -> None:
+    verifiers = {"a": VerifierFigures(**figures)}
+    state.actors[name] = (ActorAlive(name=name, groups_in_flight=0, groups_done=0, retries=0, verifiers=verifiers), 0.0)
+
+
+def test_what_actors_gave_up_counts_as_stale_once(state: RunState) -> None:
+    for index, domain in enumerate(("a", "a", "b", "forged")):
+        note_outdated(state, GroupOutdated(order_id="", index=index, oldest=0, current=9, domain=domain))
+    (step,) = taken(state, 1, by_domain={"a": {"groups": 6.0, "stale_groups": 2.0, "stale": 0.25}})
+    assert step["by_domain"]["a"] == {"groups": 6.0, "stale_groups": 4.0, "stale": 0.4}
+    assert step["by_domain"]["b"] == {"stale_groups": 1, "stale": 1.0}, "a domain of which nothing else came"
+    assert "forged" not in step["by_domain"] and step["by_tag"] == {"hard": {"rollouts": 4.0}}
+    (step,) = taken(state, 2, by_domain={"a": {"groups": 6.0}})
+    assert step["by_domain"]["a"]["stale"] == 0.0
+
+
+def test_what_verifiers_did_since_the_step_before_over_all_actors(state: RunState) -> None:
+    alive(state, "one", judged=10, seconds=1.0)
+    alive(state, "two", judged=8, errors=1, timeouts=1, seconds=3.0)
+    (step,) = taken(state, 1, by_domain={"a": {}})
+    assert step["by_domain"]["a"].items() >= {"verified": 20, "verifier_errors": 2, "verifier_s": 0.2}.items()
+    alive(state, "two", judged=18, errors=1, timeouts=1, seconds=4.0)
+    (step,) = taken(state, 2, by_domain={"a": {}})
+    assert step["by_domain"]["a"].items() >= {"verified": 10, "verifier_errors": 0, "verifier_s": 0.1}.items()
+    (step,) = taken(state, 3, by_domain={"a": {}})
+    assert step["by_domain"]["a"]["verified"] == 0 and "verifier_s" not in step["by_domain"]["a"]
+    alive(state, "two", judged=5, seconds=0.5)
+    (step,) = taken(state, 4, by_domain={"a": {}})
+    assert step["by_domain"]["a"]["verified"] > 0, "an actor that began anew counts from 0"
+
+
+def test_an_alarm_is_said_once_and_its_end_once(state: RunState) -> None:
+    cut = {"a": {"rollouts": 100.0, "truncated": 0.5}}
+    fine = {"a": {"rollouts": 100.0, "truncated": 0.0}}
+    said = [taken(state, version, by_domain=cut)[1:] for version in range(1, 11)]
+    assert [len(each) for each in said] == [0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
+    (alarm,) = said[4]
+    assert (alarm["kind"], alarm["alarm"], alarm["domain"], alarm["step"]) == ("alarm", "truncated", "a", 5)
+    assert state.watched.alarms.keys() == {"truncated:a"}
+    said = [taken(state, version, by_domain=fine)[1:] for version in range(11, 17)]
+    assert [each["kind"] for events in said for each in events] == ["alarm_cleared"] and not state.watched.alarms
+
+
+def test_what_is_remembered_is_bounded(state: RunState) -> None:
+    for version in range(1, 200):
+        taken(state, version, by_domain={"a": {"rollouts": 1.0}}, entropy=1.0)
+    assert len(state.watched.recent) == 25 and len(state.watched.first_entropies) == 10
+    assert state.watched.recent[-1].step == 199

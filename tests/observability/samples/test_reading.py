@@ -1,0 +1,66 @@
+"""What is asked for is what is found, while the files grow and after they are torn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.observability.samples.reading import LENGTH, Ranking, SampleQuery, SampleReader, read_samples
+from pipelinerl.observability.samples.record import SampleGroup, SampleKind, encode
+from tests.observability.samples.groups import answer, group
+
+GROUPS = [
+    group(1, answer("a", reward=1.0), answer("b", reward=0.0, finish_reason="length")),
+    group(2, answer("c", reward=0.5), answer("d", reward=None), domain="sums", tags=("hard",)),
+    group(2, answer("e", reward=0.0), kind=SampleKind.FILTERED, why="no signal"),
+    group(2, answer("f", reward=-1.0), kind=SampleKind.EVALUATION),
+]
+
+
+def line(made: SampleGroup) -> bytes:
+    encoded = encode(made, most_bytes=10_000)
+    assert encoded is not None
+    return encoded
+
+
+@pytest.mark.parametrize(
+    ("wanted", "texts"),
+    [
+        ({}, "abcd"),
+        ({"limit": 3}, "bcd"),
+        ({"limit": 99}, "abcd"),
+        ({"step": 2}, "cd"),
+        ({"domain": "words"}, "ab"),
+        ({"tag": "hard"}, "cd"),
+        ({"tag": "soft"}, ""),
+        ({"finish_reason": LENGTH}, "b"),
+        ({"ranking": Ranking.WORST}, "bca"),
+        ({"ranking": Ranking.BEST, "limit": 2}, "ac"),
+        ({"kinds": frozenset((SampleKind.FILTERED,))}, "e"),
+        ({"kinds": frozenset((SampleKind.FILTERED, SampleKind.EVALUATION))}, "ef"),
+    ],
+)
+def test_choosing(wanted: dict[str, Any], texts: str) -> None:
+    assert "".join(each.answer.text for each in SampleQuery(**wanted).choose(GROUPS)) == texts
+
+
+def test_a_reader_goes_on_where_it_was_and_takes_no_line_by_halves(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    path, reader = tmp_path / "samples" / "training-000001.jsonl", SampleReader(tmp_path)
+    assert reader.new() == []
+    whole = line(GROUPS[0]) + line(GROUPS[1])
+    path.write_bytes(whole[:-10])
+    assert reader.new() == GROUPS[:1]
+    path.write_bytes(whole)
+    (tmp_path / "samples" / "evaluation-000001.jsonl").write_bytes(line(GROUPS[3]))
+    assert sorted(each.kind for each in reader.new()) == ["evaluation", "trained"]
+    assert reader.new() == []
+
+
+def test_of_a_step_taken_twice_the_last_counts(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    again = group(1, answer("again"), time=9.0)
+    (tmp_path / "samples" / "training-000001.jsonl").write_bytes(line(GROUPS[0]) + b"torn {\n" + line(again))
+    assert read_samples(tmp_path) == [again]

@@ -1,0 +1,102 @@
+"""The log is bounded, never in the way, whole after a kill, and harmless when the disk is not there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from pipelinerl.observability.samples.reading import read_samples
+from pipelinerl.observability.samples.record import SampleGroup
+from pipelinerl.observability.samples.sample_log import SampleLog
+from tests.observability.samples.groups import answer, group
+
+MAX_BYTES = 64 * 1024
+
+
+def written(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path / "samples").glob("*"))
+
+
+def log_in(path: Path, *, max_bytes: int = MAX_BYTES) -> SampleLog:
+    return SampleLog(path / "samples", "training", max_bytes=max_bytes)
+
+
+def test_what_is_put_can_be_read(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    for step in (1, 2, 3):
+        log.put(lambda step=step: [group(step)])  # type: ignore[misc]
+    log.close()
+    assert [each.step for each in read_samples(tmp_path)] == [1, 2, 3] and log.left_out == 0
+
+
+def test_the_bytes_are_bounded_at_every_moment_and_the_newest_stay(tmp_path: Path) -> None:
+    sizes, last = [], 0
+    for life in range(3):  # each begins a file of its own
+        log = log_in(tmp_path)
+
+        def make(step: int) -> list[SampleGroup]:
+            sizes.append(written(tmp_path))
+            return [group(step, answer("x" * 1500), answer("y" * 500))]
+
+        for step in range(last + 1, last + 101):
+            log.put(lambda step=step: make(step))  # type: ignore[misc]
+        log.close()
+        last = 100 * (life + 1)
+    assert log.left_out == 0
+    assert max(*sizes, written(tmp_path)) <= MAX_BYTES and written(tmp_path) > MAX_BYTES // 2
+    steps = [each.step for each in read_samples(tmp_path)]
+    assert steps == list(range(301 - len(steps), 301)), "the newest, and none is missing in between"
+
+
+def test_a_line_that_does_not_fit_is_left_out_and_the_next_is_not(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    log.put(lambda: [group(1, *(answer() for _ in range(500))), group(2)])
+    log.close()
+    assert [each.step for each in read_samples(tmp_path)] == [2] and log.left_out == 1
+
+
+def test_a_writer_that_is_slow_keeps_nobody_waiting(tmp_path: Path) -> None:
+    log, gate = log_in(tmp_path, max_bytes=2**22), threading.Event()
+
+    def slow() -> list[SampleGroup]:
+        gate.wait(10.0)
+        return []
+
+    began = time.monotonic()
+    log.put(slow)
+    for step in range(1000):
+        log.put(lambda step=step: [group(step)])  # type: ignore[misc]
+    assert time.monotonic() - began < 1.0
+    gate.set()
+    log.close()
+    assert 0 < log.left_out < 1000 and log.left_out + len(read_samples(tmp_path)) == 1000
+
+
+def test_a_torn_tail_is_skipped_and_nothing_is_written_behind_it(tmp_path: Path) -> None:
+    first = log_in(tmp_path)
+    first.put(lambda: [group(1)])
+    first.close()
+    (torn,) = (tmp_path / "samples").glob("*")
+    with torn.open("ab") as file:
+        file.write(b'{"kind":"trained","st')
+    second = log_in(tmp_path)
+    second.put(lambda: [group(2)])
+    second.close()
+    assert [each.step for each in read_samples(tmp_path)] == [1, 2]
+
+
+def test_a_directory_that_cannot_be_made_costs_samples_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("in the way")
+    log = log_in(tmp_path)
+    log.put(lambda: [group(1)])
+    log.put(lambda: [group(2)])
+    log.close()
+    assert log.left_out == 2
+
+
+def test_files_are_their_owners_only(tmp_path: Path) -> None:
+    log = log_in(tmp_path)
+    log.put(lambda: [group(1)])
+    log.close()
+    assert [file.stat().st_mode & 0o777 for file in (tmp_path / "samples").glob("*")] == [0o600]

@@ -1,0 +1,83 @@
+"""Figures by domain and tag against counts made by hand, and their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipelinerl.training.watching.domain_figures import MOST_TAGS, OTHER_TAGS, DomainTallies
+from pipelinerl.types import Outcome, ProblemSummary, RewardPart, Rollout, RolloutGroup, Verdict
+from tests.fakes.rollouts import group, rollout
+
+
+def told(rewards: Sequence[float], *, domain: str = "words", tags: Sequence[str] = (), **fields: Any) -> RolloutGroup:
+    made = replace(group(0, rewards), domain=domain, problem=ProblemSummary("p", tuple(tags), ""))
+    return replace(made, **fields) if fields else made
+
+
+def scored(reward: float, *parts: tuple[str, float]) -> Rollout:
+    verdict = Verdict(outcome=Outcome.CORRECT, reward=reward, parts=tuple(RewardPart(*part) for part in parts))
+    return replace(rollout(), verdict=verdict)
+
+
+def test_every_figure_of_a_domain() -> None:
+    tallies = DomainTallies()
+    long = rollout(reward=0.0, sampled=[1] * 20)
+    mixed = told(
+        [], rollouts=(rollout(reward=1.0), replace(long, finish_reason="length"), rollout(outcome=Outcome.TIMEOUT))
+    )
+    tallies.add([mixed, told([1.0, 1.0]), told([0.0, 0.0]), told([0.0, 0.0])])
+    tallies.add_stale(told([1.0]))
+    figures = tallies.take().by_domain["words"]
+    assert figures == pytest.approx(
+        {
+            "rollouts": 9,
+            "groups": 4,
+            "stale_groups": 1,
+            "stale": 0.2,
+            "length_mean": (8 * 2 + 20) / 9,
+            "length_p95": 12.8,
+            "truncated": 1 / 9,
+            "unjudged": 1 / 9,
+            "reward": 3 / 8,
+            "accuracy": 3 / 8,
+            "all_right": 1 / 4,
+            "all_wrong": 2 / 4,
+        }
+    )
+
+
+def test_parts_of_a_reward_are_means_over_those_that_have_them() -> None:
+    tallies = DomainTallies()
+    rollouts = (scored(1.0, ("format", 1.0), ("answer", 0.0)), scored(2.0, ("format", 0.5)), scored(0.0))
+    tallies.add([told([], rollouts=rollouts)])
+    figures = tallies.take().by_domain["words"]
+    assert (figures["reward"], figures["reward.format"], figures["reward.answer"]) == (1.0, 0.75, 0.0)
+
+
+def test_a_group_counts_in_its_domain_and_in_each_of_its_tags_once() -> None:
+    tallies = DomainTallies()
+    tallies.add([told([1.0], tags=("a", "b", "a")), told([0.0], tags=("b",), domain="sums")])
+    figures = tallies.take()
+    assert {name: each["accuracy"] for name, each in figures.by_domain.items()} == {"words": 1.0, "sums": 0.0}
+    assert {name: each["accuracy"] for name, each in figures.by_tag.items()} == {"a": 1.0, "b": 0.5}
+    assert [each["rollouts"] for each in figures.by_tag.values()] == [1, 2]
+    assert tallies.take() == ({}, {}), "the next step begins from nothing"
+
+
+def test_a_domain_of_which_everything_was_stale_has_that_alone() -> None:
+    tallies = DomainTallies()
+    tallies.add_stale(told([1.0]))
+    assert tallies.take().by_domain["words"] == {"rollouts": 0, "groups": 0, "stale_groups": 1, "stale": 1.0}
+
+
+def test_however_many_tags_there_are_few_have_figures_and_none_is_lost() -> None:
+    tallies = DomainTallies()
+    tallies.add([told([1.0], tags=(f"id={number:04d}",)) for number in range(1000)])
+    tallies.add([told([1.0, 1.0], tags=("common",)), told([1.0], tags=tuple(f"t{i}" for i in range(1000)))])
+    by_tag = tallies.take().by_tag
+    assert len(by_tag) == MOST_TAGS + 1 and "common" in by_tag
+    assert by_tag[OTHER_TAGS]["rollouts"] == 1000 + 16 - (MOST_TAGS - 1)

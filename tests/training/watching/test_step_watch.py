@@ -1,0 +1,136 @@
+"""What the watch of a step says is what the step did: samples with their own advantages, what was filtered, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.choices import NoSignal, Truncated
+from pipelinerl.objective.presets import resolve
+from pipelinerl.observability.samples.reading import read_samples
+from pipelinerl.observability.samples.record import SampleKind
+from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
+from pipelinerl.training.watching.step_watch import StepWatch, mean_advantages
+from pipelinerl.training.watching.training_samples import TrainingSamples
+from pipelinerl.types import Outcome, ProblemSummary, RolloutGroup
+from tests.fakes.rollouts import group, rollout
+
+
+def spelled(token_ids: Sequence[int]) -> str:
+    return "|".join(map(str, token_ids))
+
+
+def watch_in(path: Path, *, groups_per_step: int = 2) -> StepWatch:
+    log = SampleLog(path / "samples", "training", max_bytes=2**20)
+    return StepWatch(TrainingSamples(log=log, decode=spelled, seed=7, groups_per_step=groups_per_step))
+
+
+def stepped(
+    watch: StepWatch, groups: list[RolloutGroup], *, version: int, truncated: Truncated = Truncated.TRAIN
+) -> None:
+    batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=version, truncated=truncated)
+    watch.stepped(batch, batch.micro_batches, version=version)
+
+
+def closed(watch: StepWatch) -> None:
+    assert watch.samples is not None
+    watch.samples.log.close()
+
+
+def test_a_sample_says_all_that_is_known_of_it(tmp_path: Path) -> None:
+    watch = watch_in(tmp_path)
+    right = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8, 9), spans=((2, 1), (3, 2)))
+    cut = replace(rollout(reward=0.0, prompt=(5, 6), version=1), finish_reason="length")
+    broken = rollout(outcome=Outcome.VERIFIER_ERROR, prompt=(5, 6))
+    made = replace(
+        group(4),
+        rollouts=(right, cut, broken),
+        problem=ProblemSummary("words:1", ("easy",), "the truth"),
+        domain="words",
+    )
+    stepped(watch, [made], version=4)
+    closed(watch)
+    (sample,) = read_samples(tmp_path)
+    assert (sample.kind, sample.step, sample.domain, sample.tags) == (SampleKind.TRAINED, 4, "words", ("easy",))
+    assert (sample.problem_id, sample.prompt, sample.ground_truth) == ("words:1", "5|6", "the truth")
+    one, two, three = sample.answers
+    assert (one.text, one.outcome, one.reward, one.length, one.finish_reason) == ("7|8|9", "correct", 1.0, 3, "stop")
+    assert (one.spans, one.staleness, one.trained) == (((2, 1), (3, 2)), 2, True)
+    assert one.advantage == pytest.approx(1.0, abs=1e-3) and two.advantage == pytest.approx(-1.0, abs=1e-3)
+    assert (two.finish_reason, two.staleness, two.trained) == ("length", 3, True)
+    assert (three.outcome, three.reward, three.advantage, three.trained) == ("verifier_error", None, None, False)
+
+
+def test_a_masked_rollout_has_no_advantage_and_did_not_train(tmp_path: Path) -> None:
+    watch = watch_in(tmp_path)
+    cut = replace(rollout(reward=0.0), finish_reason="length")
+    stepped(watch, [replace(group(0), rollouts=(rollout(reward=1.0), cut))], version=1, truncated=Truncated.MASK)
+    closed(watch)
+    (sample,) = read_samples(tmp_path)
+    assert [(each.advantage is None, each.trained) for each in sample.answers] == [(False, True), (True, False)]
+
+
+def test_advantages_are_each_rollouts_own_however_they_are_packed() -> None:
+    groups = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0]), group(2, [1.0, 0.0])]
+    batch = build(groups, objective=resolve("grpo"), token_budget=5, producing=1)
+    advantages, trained = mean_advantages(batch, batch.micro_batches)
+    assert advantages == pytest.approx([-1, 1, 0, 0, 1, -1], abs=1e-3)
+    assert trained.tolist() == [True, True, False, False, True, True], "those without a gradient were left out"
+
+
+def test_the_groups_are_few_drawn_by_seed_and_step(tmp_path: Path) -> None:
+    drawn = []
+    for name in ("first", "again"):
+        watch = watch_in(tmp_path / name)
+        for version in range(1, 21):
+            stepped(watch, [group(index) for index in range(8)], version=version)
+        closed(watch)
+        drawn.append([(each.step, each.group_id) for each in read_samples(tmp_path / name)])
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 40
+    assert len({name for _, name in drawn[0]}) == 8, "nobody is preferred"
+
+
+def test_filtered_groups_are_counted_by_reason_with_one_as_an_example(tmp_path: Path) -> None:
+    watch = watch_in(tmp_path)
+    batcher = Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, ended=watch.ended)
+    for index, made in enumerate(
+        [group(0, [1.0, 1.0]), group(1, [0.0, 0.0]), group(2), group(3, version=-9), group(4)]
+    ):
+        batcher.offer(made if index != 1 else replace(made, domain="sums"))
+    unjudged = replace(group(5), rollouts=(rollout(outcome=Outcome.TIMEOUT),))
+    batcher.offer(unjudged)
+    taken = batcher.take(StepBudget(rollouts=4), producing=1, bounds=StalenessBounds(1, 4))
+    assert taken is not None
+    batch = build(taken, objective=resolve("grpo"), token_budget=1000, producing=1)
+    figures = watch.stepped(batch, batch.micro_batches, version=1)
+    stepped(watch, [group(9)], version=2)
+    closed(watch)
+    (example,) = [each for each in read_samples(tmp_path) if each.kind is SampleKind.FILTERED]
+    assert example.filtered == {"no signal": 2, "no verdict": 1}
+    assert (example.group_id, example.why, example.step) == (unjudged.group_id, "no verdict", 1)
+    assert figures.by_domain["test"]["groups"] == 4 and figures.by_domain["test"]["stale_groups"] == 1
+    assert figures.by_domain["sums"]["all_wrong"] == 1.0
+
+
+def test_without_a_log_there_are_figures_all_the_same() -> None:
+    watch = StepWatch()
+    watch.ended([group(0)], Fate.STALE, "stale")
+    batch = build([group(1)], objective=resolve("grpo"), token_budget=1000, producing=1)
+    assert watch.stepped(batch, batch.micro_batches, version=1).by_domain["test"]["stale"] == 0.5
+
+
+def test_a_number_that_is_none_costs_no_sample(tmp_path: Path) -> None:
+    watch = watch_in(tmp_path)
+    with np.errstate(invalid="ignore"):
+        stepped(watch, [replace(group(0), rollouts=(rollout(reward=np.inf), rollout(reward=0.0)))], version=1)
+    closed(watch)
+    (sample,) = read_samples(tmp_path)
+    assert sample.answers[0].reward is None and sample.answers[1].reward == 0.0

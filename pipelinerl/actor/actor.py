@@ -365,4 +365,5 @@ def _evaluation(order: PromptOrder, group: RolloutGroup) -> EvaluationDone:
         lengths=[rollout.num_sampled_tokens for rollout in group.rollouts],
         answers=[rollout.verdict.answer for rollout in group.rollouts],
         right=[outcome is Outcome.CORRECT for outcome in outcomes],
+        unjudged=[place for place, outcome in enumerate(outcomes) if not outcome.is_judgement],
     )

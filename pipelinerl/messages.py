@@ -234,7 +234,8 @@ class EvaluationDone(ControlMessage, frozen=True):
 
     The versions are those of the oldest and the newest of all their tokens, `epoch` the oldest that began one. Sample
     by sample: `lengths`, tokens that were sampled; `answers`, what the verifier took for the answer; `right`, was it
-    judged and right. `truncated` counts those that ended for want of tokens. `shown` goes no further than the samples.
+    judged and right. `unjudged` lists the places of samples without a verdict; `truncated` counts those that ended for
+    want of tokens. `shown` goes no further than the samples.
     """
 
     order_id: str
@@ -252,6 +253,7 @@ class EvaluationDone(ControlMessage, frozen=True):
     answers: list[str] = []
     right: list[bool] = []
     shown: ShownProblem | None = None
+    unjudged: list[int] = []
 
 
 class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -163,6 +163,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             lengths=[1, 2],
             answers=["2", ""],
             right=[True, False],
+            unjudged=[1],
         ),
         {
             "order_id": "eval-6-2-000001",
@@ -179,6 +180,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "lengths": [1, 2],
             "answers": ["2", ""],
             "right": [True, False],
+            "unjudged": [1],
         },
     ),
     (

@@ -362,4 +362,5 @@ def _evaluation(order: PromptOrder, group: RolloutGroup, shown: ShownProblem) ->
         answers=[rollout.verdict.answer for rollout in group.rollouts],
         right=[outcome is Outcome.CORRECT for outcome in outcomes],
         shown=shown,
+        unjudged=[place for place, outcome in enumerate(outcomes) if not outcome.is_judgement],
     )

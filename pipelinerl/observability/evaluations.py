@@ -15,7 +15,8 @@ from pipelinerl.observability.run_history import RunHistory, Series
 #: Colours that the page knows.
 _COLOURS: Final = 3
 
-HEAD: Final = ("step", "accuracy", "95 %", "pass@k", "problems × samples", "weights", "note")
+HEAD: Final = ("step", "accuracy", "95 %", "pass@k", "problems × samples", "tokens", "weights", "note")
+GROUPS_HEAD: Final = ("", "problems", "accuracy", "95 %", "pass@k, maj@k", "tokens", "truncated")
 
 
 def evaluation_rows(history: RunHistory) -> list[tuple[str, ...]]:
@@ -25,12 +26,33 @@ def evaluation_rows(history: RunHistory) -> list[tuple[str, ...]]:
             f"{event['model_version']}",
             "–" if event.get("accuracy") is None else f"{event['accuracy']:.1%}",
             _interval(event),
-            ", ".join(f"@{each['k']} {each['value']:.1%} ({_interval(each)})" for each in _pass_at(event)),
+            _chances(event),
             f"{event.get('problems', '?')} × {event.get('samples', 1)}",
+            lengths(event),
             weights(event),
             note(event),
         )
         for event in history.evaluations
+    ]
+
+
+def group_rows(history: RunHistory) -> list[tuple[str, ...]]:
+    """A row for each domain, and for each tag, of the last evaluation that knew of them, under `GROUPS_HEAD`."""
+    known = [event for event in history.evaluations if event.get("by_domain")]
+    if not known:
+        return []
+    return [
+        (
+            f"{what} {name}",
+            f"{figures['problems']}",
+            "–" if figures.get("accuracy") is None else f"{figures['accuracy']:.1%}",
+            _interval(figures),
+            _chances(figures),
+            lengths(figures),
+            "" if figures.get("truncated") is None else f"{figures['truncated']:.1%}",
+        )
+        for what in ("domain", "tag")
+        for name, figures in known[-1].get(f"by_{what}", {}).items()
     ]
 
 
@@ -58,6 +80,12 @@ def pass_at_words(event: Event) -> str:
     return ", ".join(f"pass@{each['k']} {each['value']:.1%}" for each in _pass_at(event))
 
 
+def lengths(figures: Mapping[str, Any]) -> str:
+    """`212, P95 512`, or nothing where no length is known."""
+    mean, p95 = figures.get("length_mean"), figures.get("length_p95")
+    return "" if mean is None or p95 is None else f"{mean:.0f}, P95 {p95:.0f}"
+
+
 def weights(event: Event) -> str:
     """Whose tokens these are: `v50 alone, on one engine` or `v48 to v51`."""
     oldest, newest = event.get("version_min"), event.get("version_max")
@@ -74,14 +102,26 @@ def note(event: Event) -> str:
     told = [f"{event[name]} {words}" for name, words in counts if event.get(name)]
     if event.get("steps_meanwhile"):
         told.append(f"the trainer took {event['steps_meanwhile']} steps meanwhile")
+    if event.get("truncated"):
+        told.append(f"{event['truncated']:.1%} of the samples truncated")
     if event.get("incomplete"):
         told.append(f"incomplete: {event['incomplete']}")
     return "; ".join(told)
 
 
-def _pass_at(event: Event) -> list[Mapping[str, Any]]:
+def _pass_at(event: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     found = event.get("pass_at")
     return found if isinstance(found, list) else []
+
+
+def _chances(figures: Mapping[str, Any]) -> str:
+    """pass@k and maj@k with their intervals."""
+    majority = figures.get("majority_at")
+    return ", ".join(
+        f"{name}{each['k']} {each['value']:.1%} ({_interval(each)})"
+        for name, found in (("@", _pass_at(figures)), ("maj@", majority if isinstance(majority, list) else []))
+        for each in found
+    )
 
 
 def _interval(estimate: Mapping[str, Any]) -> str:

@@ -32,6 +32,10 @@ _DOMAIN_COLUMNS = 60
 #: More domains, and figures of one, than these only `pipelinerl status` tells.
 _MOST_DOMAINS = 8
 _DOMAIN_FIGURES = 5
+#: Domains whose accuracy is shown; `status --json` and the report have all.
+_DOMAINS_SHOWN = 4
+#: A share of truncated answers from which on it says something about the accuracy.
+_WORTH_SAYING = 0.01
 _PHASE_STYLE = {StatusPhase.FINISHED: "bold green", StatusPhase.FAILED: "bold red", StatusPhase.STARTING: "bold yellow"}
 
 
@@ -257,9 +261,20 @@ def _accuracy(status: RunStatus) -> str:
     if status.held_out.pass_at:
         best = status.held_out.pass_at[-1]
         said += f", pass@{best.k} {best.value:.1%}"
+    if status.held_out.majority_at:
+        most = status.held_out.majority_at[-1]
+        said += f", maj@{most.k} {most.value:.1%}"
+    if (status.held_out.truncated or 0.0) >= _WORTH_SAYING:
+        said += f", {status.held_out.truncated:.0%} truncated"
     if status.held_out.incomplete:
         said += ", incomplete"
-    return said + (f" of v{status.held_out.version}" if status.held_out.one_version else "")
+    said += f" of v{status.held_out.version}" if status.held_out.one_version else ""
+    domains = [each for each in status.held_out.by_domain if each.accuracy is not None]
+    if len(domains) > 1:
+        shown = ", ".join(f"{each.name} {each.accuracy:.1%}" for each in domains[:_DOMAINS_SHOWN])
+        more = len(domains) - _DOMAINS_SHOWN
+        said += f" ({shown}{f' and {more} more' if more > 0 else ''})"
+    return said
 
 
 def _evaluating(evaluating: EvaluatingStatus) -> str:

@@ -15,7 +15,7 @@ from string import Template
 
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg
 from pipelinerl.observability.domains import DOMAIN_HEAD, domain_charts, domain_rows
-from pipelinerl.observability.evaluations import HEAD, evaluation_rows, pass_at_lines
+from pipelinerl.observability.evaluations import GROUPS_HEAD, HEAD, evaluation_rows, group_rows, pass_at_lines
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.picture import draw
 from pipelinerl.observability.redaction import without_secrets
@@ -216,7 +216,9 @@ def _knobs(history: RunHistory) -> str:
 
 def _evaluations(history: RunHistory) -> str:
     rows = evaluation_rows(history)
-    return _table(HEAD, rows) if rows else "<p class=none>Nothing was evaluated.</p>"
+    groups = group_rows(history)
+    by_group = _table(GROUPS_HEAD, groups) if len(groups) > 1 else ""
+    return _table(HEAD, rows) + by_group if rows else "<p class=none>Nothing was evaluated.</p>"
 
 
 def _domains(history: RunHistory) -> str:

@@ -72,12 +72,29 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PassAtStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """pass@k of the last evaluation, with its 95 % interval."""
+    """pass@k or maj@k of the last evaluation, with its 95 % interval."""
 
     k: int
     value: float
     low: float
     high: float
+
+
+class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the last evaluation found of one domain, or of the problems with one tag."""
+
+    name: str
+    problems: int
+    accuracy: float | None = None
+    low: float | None = None
+    high: float | None = None
+    pass_at: tuple[PassAtStatus, ...] = ()
+    majority_at: tuple[PassAtStatus, ...] = ()
+    length_mean: float | None = None
+    """Tokens of a sample."""
+    length_p95: float | None = None
+    truncated: float | None = None
+    """Share of the samples that ended for want of tokens."""
 
 
 class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +157,16 @@ class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Why not every problem has its answer; empty when all have."""
     pass_at: tuple[PassAtStatus, ...] = ()
     """Chances that one of k answers is right, for each k that the recipe asks for."""
+    majority_at: tuple[PassAtStatus, ...] = ()
+    """Chances that the answer which most of k samples give is right, for each k above two of those."""
+    length_mean: float | None = None
+    """Tokens of a sample."""
+    length_p95: float | None = None
+    """The length that one sample in twenty exceeds."""
+    truncated: float | None = None
+    """Share of the samples that ended for want of tokens."""
+    by_domain: tuple[GroupFiguresStatus, ...] = ()
+    by_tag: tuple[GroupFiguresStatus, ...] = ()
     first: float | None = None
     """Accuracy before training began."""
     best: float | None = None

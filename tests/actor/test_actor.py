@@ -412,6 +412,7 @@ async def test_an_evaluation_is_answered_to_the_controller_alone(text: str, corr
         lengths=[3, 3, 3],
         answers=["", "", ""],
         right=[text == "7", False, False],
+        unjudged=[0] if text == "?" else [],
     )
     assert await watched.groups() == []
 

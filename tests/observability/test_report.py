@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg, ticks
-from pipelinerl.observability.evaluations import evaluation_rows
+from pipelinerl.observability.evaluations import evaluation_rows, group_rows
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.report import render, write_report
 from pipelinerl.observability.run_history import Series, tell
@@ -208,6 +208,23 @@ def test_evaluations_are_told_with_their_weights_and_pass_at_k() -> None:
     assert "pass@k, held out" in text and "pass@4" in text
     rows = dict(summary_rows(tell(events(24))))
     assert rows["last evaluation"].startswith("pass@1 ") and "v24 alone" in rows["last evaluation"]
+
+
+def test_the_last_evaluation_is_told_by_domain_and_tag() -> None:
+    math = {"problems": 9, "accuracy": 0.5, "low": 0.25, "high": 0.75, "length_mean": 20.4, "length_p95": 64.0}
+    math |= {"truncated": 0.125, "pass_at": [{"k": 4, "value": 0.75, "low": 0.5, "high": 1.0, "problems": 9}]}
+    math |= {"majority_at": [{"k": 4, "value": 0.625, "low": 0.5, "high": 1.0, "problems": 9}]}
+    code = {"problems": 0, "accuracy": None, "low": None, "high": None, "truncated": None}
+    last = {"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}
+    last |= {"by_domain": {"code": code, "math": math}, "by_tag": {"level=<1>": code}}
+    history = tell([last])
+    assert group_rows(history) == [
+        ("domain code", "0", "–", "", "", "", ""),
+        ("domain math", "9", "50.0%", "25.0% to 75.0%", "@4 75.0% (50.0% to 100.0%), maj@4 62.5% (50.0% to 100.0%)",
+         "20, P95 64", "12.5%"),
+        ("tag level=<1>", "0", "–", "", "", "", ""),
+    ]  # fmt: skip
+    assert "tag level=<1>" in " ".join(Page(render(history, "")).text)
 
 
 def test_an_evaluation_of_an_older_run_is_told_as_far_as_it_is_known() -> None:

@@ -385,7 +385,7 @@ class Controller:
     def _evaluated(self, result: EvaluationResult, *, now: float) -> list[Effect]:
         if not self.state.evaluations.results:
             self.state.trainer.training_since = now
-        self.state.evaluations.results.append(result)
+        self.state.evaluations.add(result)
         effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
         if self.state.phase is RunPhase.FINISHING:
             return effects + finish(self.state, self.settings)

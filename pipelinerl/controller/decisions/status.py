@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.decisions.engine_watch import EngineLoad, EngineWatch
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.controller.routes import ActorAssignment
+from pipelinerl.controller.state.answer_figures import AnswerFigures, PassAt
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.observability import status
@@ -88,14 +90,40 @@ def _held_out(state: RunState) -> status.HeldOutStatus:
         version=last.model_version,
         one_version=last.one_version,
         incomplete=last.incomplete,
-        pass_at=tuple(
-            status.PassAtStatus(k=each.k, value=each.value, low=each.low, high=each.high) for each in last.pass_at
-        ),
+        pass_at=_at(last.pass_at),
+        majority_at=_at(last.majority_at),
+        length_mean=last.length_mean,
+        length_p95=last.length_p95,
+        truncated=last.truncated,
+        by_domain=_groups(last.by_domain),
+        by_tag=_groups(last.by_tag),
         first=first.accuracy,
         best=max(
             (result.accuracy for result in state.evaluations.results if result.accuracy is not None), default=None
         ),
     )
+
+
+def _groups(figures: Mapping[str, AnswerFigures]) -> tuple[status.GroupFiguresStatus, ...]:
+    return tuple(
+        status.GroupFiguresStatus(
+            name=name,
+            problems=each.problems,
+            accuracy=each.accuracy,
+            low=each.low,
+            high=each.high,
+            pass_at=_at(each.pass_at),
+            majority_at=_at(each.majority_at),
+            length_mean=each.length_mean,
+            length_p95=each.length_p95,
+            truncated=each.truncated,
+        )
+        for name, each in figures.items()
+    )
+
+
+def _at(estimates: Sequence[PassAt]) -> tuple[status.PassAtStatus, ...]:
+    return tuple(status.PassAtStatus(k=each.k, value=each.value, low=each.low, high=each.high) for each in estimates)
 
 
 def _fleet(state: RunState, watch: EngineWatch) -> status.FleetStatus:

@@ -8,12 +8,18 @@ failed is asked again likewise; those that end without an answer are told, since
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from pipelinerl import rng
 from pipelinerl.choices import Pin
-from pipelinerl.controller.state.estimates import estimate, pass_at_k
+from pipelinerl.controller.state.answer_figures import (
+    AnswerFigures,
+    PassAt,
+    figures_by_domain,
+    figures_by_tag,
+    figures_of,
+)
 from pipelinerl.messages import EvaluationDone
 
 
@@ -53,17 +59,6 @@ class EvaluationDue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassAt:
-    """pass@k: the mean over the problems with at least k judged samples, and its 95 % interval."""
-
-    k: int
-    value: float
-    low: float
-    high: float
-    problems: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
     """Accuracy over the judged problems with its 95 % interval, and which weights answered.
 
@@ -80,6 +75,9 @@ class EvaluationResult:
         discarded: answers that did not count, since a token was of another version.
         restarts: how often it began anew.
         steps_meanwhile: by how many steps the trainer was ahead at its end.
+        majority_at, length_mean, length_p95, truncated: as `AnswerFigures` says.
+        by_domain, by_tag: the same figures of each domain and, without pass@k and maj@k, of the tags that most problems
+            have.
     """
 
     model_version: int
@@ -101,6 +99,17 @@ class EvaluationResult:
     restarts: int = 0
     steps_meanwhile: int = 0
     at_least: float | None = None
+    majority_at: list[PassAt] = field(default_factory=list)
+    length_mean: float | None = None
+    length_p95: float | None = None
+    truncated: float | None = None
+    by_domain: dict[str, AnswerFigures] = field(default_factory=dict)
+    by_tag: dict[str, AnswerFigures] = field(default_factory=dict)
+
+    @property
+    def without_groups(self) -> EvaluationResult:
+        """What is remembered of it once a later one has ended: a run may have thousands."""
+        return replace(self, by_domain={}, by_tag={})
 
 
 @final
@@ -172,24 +181,17 @@ class Evaluation:
 
     def result(self, *, version: int | None = None, seed: int = 0) -> EvaluationResult:
         """The figures so far, at the trainer's `version`; `seed` is that of the intervals."""
-        done = [answer for answer in self.answers.values() if answer is not None]
-        judged = [answer for answer in done if answer.judged]
-
-        seed = rng.key(seed, self.model_version)
-        accuracy = estimate([answer.correct / answer.judged for answer in judged], seed=seed)
-        pass_at = []
-        for k in self.plan.pass_at:
-            chances = [pass_at_k(each.judged, each.correct, k) for each in judged if each.judged >= k]
-            found = estimate(chances, seed=rng.key(seed, k))
-            if chances:
-                pass_at.append(PassAt(k=k, value=found.value, low=found.low, high=found.high, problems=found.problems))
+        done = [answer for _, answer in sorted(self.answers.items()) if answer is not None]
+        seed, ks = rng.key(seed, self.model_version), self.plan.pass_at
+        figures = figures_of(done, pass_at=ks, seed=seed)
+        judged = figures.problems
         return EvaluationResult(
             model_version=self.model_version,
-            accuracy=accuracy.value if judged else None,
-            low=accuracy.low if judged else None,
-            high=accuracy.high if judged else None,
+            accuracy=figures.accuracy,
+            low=figures.low,
+            high=figures.high,
             problems=self.plan.problems,
-            unjudged=self.plan.problems - len(judged),
+            unjudged=self.plan.problems - judged,
             version_min=min((answer.oldest_version for answer in done), default=self.model_version),
             version_max=max((answer.newest_version for answer in done), default=self.model_version),
             one_version=self.pin is not Pin.NONE,
@@ -197,12 +199,20 @@ class Evaluation:
             engine=self.engine,
             samples=self.plan.samples,
             temperature=self.plan.temperature,
-            pass_at=pass_at,
+            pass_at=figures.pass_at,
             incomplete=self._unanswered() if self.complete else self.given_up,
             discarded=self.discarded,
             restarts=self.restarts,
             steps_meanwhile=(self.model_version if version is None else version) - self.model_version,
-            at_least=accuracy.value * len(judged) / (len(judged) + self.problems - len(done)) if judged else None,
+            at_least=None
+            if figures.accuracy is None
+            else figures.accuracy * judged / (judged + self.problems - len(done)),
+            majority_at=figures.majority_at,
+            length_mean=figures.length_mean,
+            length_p95=figures.length_p95,
+            truncated=figures.truncated,
+            by_domain=figures_by_domain(done, pass_at=ks, seed=seed),
+            by_tag=figures_by_tag(done, pass_at=(), seed=seed),
         )
 
     def _unanswered(self) -> str:

@@ -89,7 +89,13 @@ class Evaluations(msgspec.Struct, kw_only=True):
     postponed: bool = False
     """Does a publication wait for the current one to end?"""
     results: list[EvaluationResult] = []
-    """Those that have ended, the oldest first."""
+    """Those that have ended, the oldest first; only the last has figures by domain and tag."""
+
+    def add(self, result: EvaluationResult) -> None:
+        """One has ended."""
+        if self.results:
+            self.results[-1] = self.results[-1].without_groups
+        self.results.append(result)
 
 
 class Failing(msgspec.Struct, kw_only=True):

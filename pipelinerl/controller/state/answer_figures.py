@@ -1,0 +1,145 @@
+"""What the answers to held-out problems show: of all of them, by domain, and by tag. Pure.
+
+    pass@k   chance that one of k samples is right                     unbiased (`estimates.pass_at_k`)
+    maj@k    chance that the answer which most of k samples give is    unbiased: the mean over the n − k + 1 runs of k
+             right (self-consistency, Wang et al. 2023)                consecutive samples, which are exchangeable
+
+A sample whose verifier gave no verdict is not among the n, neither of pass@k nor of maj@k. Among answers that come
+equally often the one that came first is taken. An empty answer has no vote; k samples without a vote are wrong. Where
+no sample of a domain has an answer, its verifier has no such notion, and there is no maj@k.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from pipelinerl import rng
+from pipelinerl.controller.state.estimates import estimate, pass_at_k
+from pipelinerl.messages import EvaluationDone
+
+#: So many tags have figures of their own: those of the most problems.
+MOST_TAGS: Final = 24
+#: Of two answers the first counts, so that a majority of fewer than three is what the first sample says.
+LEAST_MAJORITY: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassAt:
+    """pass@k or maj@k: the mean over the problems with at least k judged samples, and its 95 % interval."""
+
+    k: int
+    value: float
+    low: float
+    high: float
+    problems: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFigures:
+    """Figures of some problems' answers.
+
+    Attributes:
+        problems: those with a verdict on at least one sample.
+        accuracy: mean over them of the share of their samples that is right, and its 95 % interval; None without any.
+        pass_at, majority_at: for each k that was asked for and that some problem has samples for.
+        length_mean, length_p95: tokens of a sample, over all samples; None where no length is known.
+        truncated: share of all samples that ended for want of tokens.
+    """
+
+    problems: int = 0
+    accuracy: float | None = None
+    low: float | None = None
+    high: float | None = None
+    pass_at: list[PassAt] = field(default_factory=list)
+    majority_at: list[PassAt] = field(default_factory=list)
+    length_mean: float | None = None
+    length_p95: float | None = None
+    truncated: float | None = None
+
+
+def figures_of(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int) -> AnswerFigures:
+    """The figures of these answers; intervals are drawn from `seed`."""
+    ks = tuple(pass_at)
+    judged = [answer for answer in answers if answer.judged]
+    accuracy = estimate([answer.correct / answer.judged for answer in judged], seed=seed)
+    lengths = np.array([length for answer in answers for length in answer.lengths])
+    samples = sum(len(answer.right) or answer.judged for answer in answers)
+    return AnswerFigures(
+        problems=len(judged),
+        accuracy=accuracy.value if judged else None,
+        low=accuracy.low if judged else None,
+        high=accuracy.high if judged else None,
+        pass_at=_at_each({k: _chances(judged, k) for k in ks}, seed=seed),
+        majority_at=_at_each({k: _majorities(judged, k) for k in ks}, seed=rng.key(seed, "majority")),
+        length_mean=float(lengths.mean()) if lengths.size else None,
+        length_p95=float(np.quantile(lengths, 0.95)) if lengths.size else None,
+        truncated=sum(answer.truncated for answer in answers) / samples if samples else None,
+    )
+
+
+def figures_by_domain(
+    answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int
+) -> dict[str, AnswerFigures]:
+    """The figures of each domain, by name."""
+    groups: dict[str, list[EvaluationDone]] = {}
+    for answer in answers:
+        groups.setdefault(answer.domain, []).append(answer)
+    return _of_each(groups, tuple(pass_at), seed)
+
+
+def figures_by_tag(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int) -> dict[str, AnswerFigures]:
+    """The figures of each tag, by name: of those that most problems have, `MOST_TAGS` at most."""
+    groups: dict[str, list[EvaluationDone]] = {}
+    for answer in answers:
+        for tag in sorted(set(answer.tags)):
+            groups.setdefault(tag, []).append(answer)
+    most = sorted(groups, key=lambda tag: (-len(groups[tag]), tag))[:MOST_TAGS]
+    return _of_each({tag: groups[tag] for tag in most}, tuple(pass_at), seed)
+
+
+def majority_right(answers: Sequence[str], right: Sequence[bool]) -> bool:
+    """Is the answer that comes most often right? Of those that come equally often, the first is taken."""
+    votes = Counter(answer for answer in answers if answer)
+    if not votes:
+        return False
+    most = max(votes.values())
+    return right[next(place for place, answer in enumerate(answers) if votes[answer] == most)]
+
+
+def _of_each(
+    groups: Mapping[str, Sequence[EvaluationDone]], pass_at: tuple[int, ...], seed: int
+) -> dict[str, AnswerFigures]:
+    return {
+        name: figures_of(groups[name], pass_at=pass_at, seed=rng.key(seed, "group", name)) for name in sorted(groups)
+    }
+
+
+def _chances(judged: Sequence[EvaluationDone], k: int) -> list[float]:
+    return [pass_at_k(each.judged, each.correct, k) for each in judged if each.judged >= k]
+
+
+def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
+    """maj@k of each problem that has k judged samples, in the domains that have answers."""
+    answering = {each.domain for each in judged if any(each.answers)}
+    chances = []
+    for each in judged if k >= LEAST_MAJORITY else ():
+        if each.domain not in answering or each.judged < k:
+            continue
+        kept = [place for place in range(len(each.answers)) if place not in each.unjudged]
+        answers, right = [each.answers[place] for place in kept], [each.right[place] for place in kept]
+        runs = range(len(kept) - k + 1)
+        chances.append(sum(majority_right(answers[at : at + k], right[at : at + k]) for at in runs) / len(runs))
+    return chances
+
+
+def _at_each(chances: Mapping[int, Sequence[float]], *, seed: int) -> list[PassAt]:
+    """An entry for each k that some problem has samples for."""
+    found = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
+    return [
+        PassAt(k=k, value=each.value, low=each.low, high=each.high, problems=each.problems) for k, each in found.items()
+    ]

@@ -1,0 +1,141 @@
+"""Figures of evaluations by domain and tag against numbers worked out by hand, and against enumeration."""
+
+from __future__ import annotations
+
+import itertools
+from statistics import fmean
+
+import pytest
+
+from pipelinerl.controller.state.answer_figures import (
+    MOST_TAGS,
+    figures_by_domain,
+    figures_by_tag,
+    figures_of,
+    majority_right,
+)
+from pipelinerl.controller.state.estimates import wilson_interval
+from pipelinerl.messages import EvaluationDone
+
+
+def done(
+    answers: str,
+    right: str,
+    *,
+    domain: str = "math",
+    tags: tuple[str, ...] = (),
+    lengths: tuple[int, ...] = (),
+    truncated: int = 0,
+    unjudged: tuple[int, ...] = (),
+) -> EvaluationDone:
+    """An answer whose samples say one letter each (`-`: nothing), of which those in `right` are right."""
+    said = ["" if letter == "-" else letter for letter in answers]
+    judged = [place for place in range(len(said)) if place not in unjudged]
+    is_right = [place in judged and letter in right for place, letter in enumerate(said)]
+    return EvaluationDone(
+        order_id="eval-1-1-000000",
+        index=0,
+        correct=sum(is_right),
+        judged=len(judged),
+        oldest_version=1,
+        newest_version=1,
+        num_tokens=1,
+        domain=domain,
+        tags=list(tags),
+        truncated=truncated,
+        lengths=list(lengths or [1] * len(said)),
+        answers=said,
+        right=is_right,
+        unjudged=list(unjudged),
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "expected"),
+    [
+        ("aab", "a", True),
+        ("abb", "a", False),
+        ("abba", "a", True),  # as often: the first is taken
+        ("baab", "a", False),
+        ("--a", "a", True),  # nothing has no vote
+        ("---", "a", False),
+        ("", "a", False),
+    ],
+)
+def test_the_answer_that_comes_most_often_is_taken(answers: str, right: str, expected: bool) -> None:
+    said = ["" if letter == "-" else letter for letter in answers]
+    assert majority_right(said, [letter in right for letter in said]) is expected
+
+
+def test_maj_at_k_has_no_bias() -> None:
+    """Over all orders in which the same samples may come, its mean is that over all k of them in every order."""
+    samples, k = "aabbc", 3
+    of_orders = [
+        figures_of([done("".join(order), "a")], pass_at=(k,), seed=0).majority_at[0].value
+        for order in itertools.permutations(samples)
+    ]
+    of_draws = [majority_right(draw, [letter == "a" for letter in draw]) for draw in itertools.permutations(samples, k)]
+    assert fmean(of_orders) == pytest.approx(fmean(of_draws))
+    assert 0 < fmean(of_draws) < 1
+
+
+def test_figures_of_all_samples_of_all_problems() -> None:
+    answers = [
+        done("aaab", "a", lengths=(1, 2, 3, 4), truncated=1),
+        done("bbba", "a", lengths=(10, 10, 10, 10), truncated=1),
+    ]
+    figures = figures_of(answers, pass_at=(1, 4), seed=3)
+    assert (figures.problems, figures.accuracy) == (2, 0.5)
+    assert [(each.k, each.value) for each in figures.pass_at] == [(1, 0.5), (4, 1.0)]
+    assert [(each.k, each.value, each.problems) for each in figures.majority_at] == [(4, 0.5, 2)]
+    assert (figures.majority_at[0].low, figures.majority_at[0].high) == wilson_interval(1, 2)
+    assert (figures.length_mean, figures.truncated) == (6.25, 0.25)
+    assert figures.length_p95 == 10.0
+
+
+def test_what_was_not_judged_is_not_among_the_samples() -> None:
+    (most,) = figures_of([done("xaabxx", "a", unjudged=(0, 4, 5))], pass_at=(3, 4), seed=0).majority_at
+    assert (most.k, most.value) == (3, 1.0), "with the others, x would be taken"
+    nothing = figures_of([done("aaa", "a", unjudged=(0, 1, 2))], pass_at=(1,), seed=0)
+    assert (nothing.problems, nothing.accuracy, nothing.pass_at, nothing.majority_at) == (0, None, [], [])
+
+
+def test_a_verifier_without_answers_has_no_majority() -> None:
+    judge = done("---", "", domain="essay")
+    assert figures_of([judge], pass_at=(3,), seed=0).majority_at == []
+    both = figures_of([judge, done("aaa", "a")], pass_at=(3,), seed=0)
+    assert (both.majority_at[0].value, both.majority_at[0].problems) == (1.0, 1)
+    silent = figures_of([done("---", ""), done("aaa", "a")], pass_at=(3,), seed=0)
+    assert silent.majority_at[0].value == 0.5, "in a domain that has answers, none is wrong"
+
+
+def test_each_domain_and_each_tag_has_figures_of_its_own() -> None:
+    answers = [
+        done("a", "a", domain="math", tags=("level=1", "short")),
+        done("b", "a", domain="math", tags=("level=2", "short")),
+        done("a", "a", domain="code", tags=("level=1",)),
+    ]
+    domains = figures_by_domain(answers, pass_at=(1,), seed=0)
+    assert {name: (each.problems, each.accuracy) for name, each in domains.items()} == {
+        "code": (1, 1.0),
+        "math": (2, 0.5),
+    }
+    tags = figures_by_tag(answers, pass_at=(), seed=0)
+    assert {name: (each.problems, each.accuracy) for name, each in tags.items()} == {
+        "level=1": (2, 1.0),
+        "level=2": (1, 0.0),
+        "short": (2, 0.5),
+    }
+
+
+def test_tags_are_bounded_and_the_largest_are_kept() -> None:
+    rare = [done("a", "a", tags=(f"id={number}", "all")) for number in range(3 * MOST_TAGS)]
+    assert len(figures_by_tag(rare, pass_at=(), seed=0)) == MOST_TAGS
+    assert "all" in figures_by_tag(rare, pass_at=(), seed=0)
+
+
+def test_equal_seeds_give_equal_intervals() -> None:
+    answers = [done(letters, "a") for letters in ("aabb", "aaab", "abbb", "aaaa")]
+    one, same = (figures_of(answers, pass_at=(2,), seed=1) for _ in range(2))
+    assert one == same
+    assert one.low is not None and one.high is not None and one.low < 0.625 < one.high

@@ -90,9 +90,9 @@ class IncomingUpdate:
     @classmethod
     def by_broadcast(cls, request: WeightUpdateRequest, inlet: Inlet, member: GroupMember) -> Self:
         """Receive from rank 0 of the group that is joined."""
-        endpoint, progress = member.endpoint(), _ByteCount(inlet.layout.num_bytes)
+        (endpoint, leave), progress = member.endpoint(), _ByteCount(inlet.layout.num_bytes)
         received = _started(request, inlet, lambda: _broadcast(endpoint, request, inlet.layout, inlet.buffer, progress))
-        return cls(request, "rank 0", "rank 0 of its group to send or leave", received, member.leave, progress)
+        return cls(request, "rank 0", "rank 0 of its group to send or leave", received, leave, progress)
 
     @classmethod
     def by_pull(cls, request: WeightUpdateRequest, inlet: Inlet, source: PullSource) -> Self:

@@ -162,6 +162,10 @@ class WeightLayout(Wire):
         """
         return [piece for start, end in self.buckets(bucket_bytes) for piece in cut(start, end, bucket_bytes)]
 
+    def agreement(self, bucket_bytes: int) -> str:
+        """What sender and receivers compare before they exchange anything: it decides how long each of `pieces` is."""
+        return f"{self.layout_id} {bucket_bytes}"
+
     def shards(self, count: int, bucket_bytes: int) -> list[list[tuple[int, int]]]:
         """Byte ranges [start, end) that each of `count` servers holds, in order; together they are the whole.
 
@@ -284,7 +288,10 @@ class WeightUpdateRequest(Wire):
     piece of a broadcast may come.
 
     The broadcast, from rank 0: one collective of uint8 per range of `WeightLayout.pieces(bucket_bytes)`, in order.
-    `digest` is XXH3-128, in hexadecimal, of those bytes.
+    `digest` is XXH3-128, in hexadecimal, of those bytes. A piece longer than its receiver expects ends the process that
+    receives by gloo; so `pieces_key`, if given, names what rank 0 writes into the rendezvous' store, below
+    `<group>/<generation>`, once it is about to send: `WeightLayout.agreement(bucket_bytes)`. No collective is entered
+    before it was read and is the engine's own, so that a PREPARE which nothing follows leaves nobody waiting in one.
 
     The pull: `sources` are base URLs of servers that hold the same bytes, the one to ask first in front; when one
     fails, the engine asks the next. It begins to fetch as it answers `prepare`, from `routes.WEIGHTS` below a source,
@@ -301,6 +308,7 @@ class WeightUpdateRequest(Wire):
     transport: Transport = Transport.BROADCAST
     group: ShortText | None = None
     generation: int | None = None
+    pieces_key: ShortText | None = None
     sources: Sources | None = None
     shards: tuple[Sources, ...] | None = Field(default=None, min_length=1, max_length=256)
     layout: WeightLayout | None = None

@@ -8,6 +8,7 @@ import logging
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.observability.restarts import read_restarts
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, held_out_problems, knobs_of, training_problems
 from pipelinerl.streams.stream import Stream, parse_id
@@ -120,6 +122,7 @@ async def run(identity: Identity, *, start: Start) -> None:
                 events=events,
                 elapsed_s=age_s,
                 start=start,
+                restarts=partial(read_restarts, identity.run_dir),
             )
             freeze_gc()
             await _serve(identity, service, listener)

@@ -59,7 +59,7 @@ from pipelinerl.messages import (
     encode,
 )
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.status import RunStatus
+from pipelinerl.observability.status import RestartStatus, RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order, encode_order
 from pipelinerl.streams.stream import START, Entry, Stream, fresh_number, parse_id
@@ -117,8 +117,13 @@ class ControllerService:
         elapsed_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         start: Start = Start.AFRESH,
+        restarts: Callable[[], tuple[RestartStatus, ...]] = lambda: (),
     ) -> None:
-        """`elapsed_s` is the age of a run that goes on, so that its events keep one time line."""
+        """`elapsed_s` is the age of a run that goes on, so that its events keep one time line.
+
+        `restarts` tells which of its processes have died.
+        """
+        self._restarts = restarts
         self.controller = controller
         self.watch = EngineWatch()
         self._name = name
@@ -208,9 +213,9 @@ class ControllerService:
 
     def status(self) -> RunStatus:
         """What the run is doing now."""
-        return run_status(
-            self.controller, watch=self.watch, name=self._name, now=self._now(), elapsed_s=self._elapsed()
-        )
+        now, elapsed_s = self._now(), self._elapsed()
+        status = run_status(self.controller, watch=self.watch, name=self._name, now=now, elapsed_s=elapsed_s)
+        return msgspec.structs.replace(status, restarts=self._restarts())
 
     def assignment(self) -> ActorAssignment:
         """What every actor works by now."""

@@ -219,7 +219,7 @@ class WeightReceiver:
         self._take_over(request)
         update = self._update
         if update is not None and not (update.replaceable or update.given_up_for(request)):
-            if update.key == (request.epoch, request.version) and update.stage is _Stage.RECEIVING:
+            if update.stage is _Stage.RECEIVING and update.incoming.is_of(request):
                 return self._answer(UpdateStatus.PREPARED)
             raise UpdateInProgress(
                 f"update {_named(update.request)} is being received; commit or abort it before {_named(request)}"

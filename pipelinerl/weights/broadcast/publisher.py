@@ -20,7 +20,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -177,7 +177,7 @@ class BroadcastPublisher:
             progress.drop(dict.fromkeys(members, f"rank 0 could not join: {own.exception() if own.done() else 'late'}"))
         return None
 
-    def _goes_above(self, failures: dict[str, Exception], progress: PublicationProgress) -> bool:
+    def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
         """Returns whether to try again with a higher generation, since engines have joined one above this trainer's.
 
         That was no later trainer's, whose engines would know its epoch: somebody told them a generation that is none.
@@ -265,6 +265,7 @@ class BroadcastPublisher:
             (how,) = named
             if how not in made:
                 where = {"group": self._name, "generation": group.generation}
+                where |= {"pieces_key": _pieces_key(progress.publication)}
                 made[how] = self._request(progress, UpdatePhase.PREPARE, **where, **named)
             return made[how]
 
@@ -295,7 +296,9 @@ class BroadcastPublisher:
         began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
         sending = in_background(
             f"send-{_version(progress.publication)}",
-            lambda: sender.send(group, deadline=progress.deadline, silence_s=silence_s),
+            lambda: sender.send(
+                group, deadline=progress.deadline, silence_s=silence_s, pieces_key=_pieces_key(progress.publication)
+            ),
         )
         if not await settled(sending, timeout_s=progress.remaining_s + 1.0):
             raise DeadlineError(f"the broadcast has not ended within {progress.publication.timeout_s:g} s")
@@ -345,6 +348,10 @@ class BroadcastPublisher:
 def _close_when_done(future: Future[Collective]) -> None:
     if future.exception() is None:
         future.result().close()
+
+
+def _pieces_key(publication: Publication) -> str:
+    return f"pieces-{_version(publication)}"
 
 
 def _version(publication: Publication) -> str:

@@ -26,12 +26,14 @@ UnknownModel, LayoutMismatch, OutOfRange. All else is TRANSIENT.
 
 To add one: subclass the nearest parent, set `status`, `code` and, where no retry mends it, `persistence`; add the line
 above. On the wire an error is OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; `from_wire` gives the
-client the same class back.
+client the same class back. Some tell numbers besides, as `known`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 
@@ -45,21 +47,28 @@ class Persistence(StrEnum):
 
 
 class ContractError(Exception):
-    """Base of the tree. `message` says what was expected, what came, and what to do; `param` names the field."""
+    """Base of the tree. `message` says what was expected, what came, and what to do; `param` names the field.
+
+    `known` are numbers of the engine's that the refusal is about, by name: a client can go on from them.
+    """
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     persistence: ClassVar[Persistence] = Persistence.TRANSIENT
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, known: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.known = dict(known)
 
     def to_wire(self) -> dict[str, Any]:
         """The JSON body for this error."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error | ({"known": self.known} if self.known else {})}
 
 
 class InvalidRequest(ContractError):
@@ -101,7 +110,11 @@ class Conflict(ContractError):
 
 
 class StaleGeneration(Conflict):
-    """A process group older than the one already joined."""
+    """A process group older than the one already joined.
+
+    `known` tells the `generation` joined, and the latest `epoch` that this engine has taken weights of: a trainer of
+    that epoch or a later one goes on above that generation.
+    """
 
     code = "stale_generation"
 
@@ -203,4 +216,7 @@ def from_wire(status: int, body: Any) -> ContractError:
     error = body["error"]
     classes = {cls.code: cls for cls in _tree(ContractError)}
     cls = classes.get(str(error.get("code")), ContractError)
-    return cls(str(error.get("message")), param=error.get("param"))
+    told = error.get("known")
+    numbers = told.items() if isinstance(told, dict) else ()
+    known = {str(name): number for name, number in numbers if type(number) is int}
+    return cls(str(error.get("message")), param=error.get("param"), known=known)

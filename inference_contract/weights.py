@@ -24,6 +24,16 @@ from inference_contract.wire import Wire
 #: No update travels in more pieces than this: each costs an exchange, or a range to remember.
 MAX_PIECES: Final = 2**20
 
+#: Bounds that no run comes to, and the most that one request may raise what an engine knows: these numbers only rise,
+#: so that a single wrong one could shut everybody else out for good. Epochs count a run's trainers, versions its steps;
+#: a trainer numbers its groups by (epoch, set of engines, attempt), 2⁴⁰ to the epoch.
+MOST_EPOCH: Final = 2**21
+MOST_VERSION: Final = 2**40
+MOST_GENERATION: Final = 2**62
+MOST_EPOCH_STEP: Final = 2**16
+MOST_VERSION_STEP: Final = 2**24
+MOST_GENERATION_STEP: Final = 2**56
+
 #: Text that errors may repeat.
 ShortText = Annotated[str, StringConstraints(max_length=128)]
 
@@ -38,8 +48,10 @@ class Backend(StrEnum):
 class InitProcessGroupRequest(Wire):
     """Join the process group `group` as `rank` of `world_size` (rank 0 is the trainer).
 
-    `generation` orders memberships: the same one again is a no-op, a higher one replaces the group, a lower one is
-    refused with `stale_generation`. `rendezvous_*` is the trainer's TCP store.
+    `generation` orders memberships: the same one again is a no-op, a higher one replaces the group once it has formed,
+    a lower one is refused with `stale_generation`, which tells the one joined. A join that fails changes nothing, but
+    that its generation is spent. One more than `MOST_GENERATION_STEP` above the group joined is refused.
+    `rendezvous_*` is the trainer's TCP store.
     """
 
     group: Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -48,7 +60,7 @@ class InitProcessGroupRequest(Wire):
     rendezvous_port: int = Field(ge=1, le=65535)
     rank: int = Field(ge=1)
     world_size: int = Field(ge=2)
-    generation: int = Field(ge=0, lt=2**63)
+    generation: int = Field(ge=0, lt=MOST_GENERATION)
     timeout_s: float = Field(default=60.0, gt=0, le=3600)
 
     @model_validator(mode="after")
@@ -149,6 +161,10 @@ class WeightLayout(Wire):
         Both sides derive the same ranges from the layout, so they are never sent.
         """
         return [piece for start, end in self.buckets(bucket_bytes) for piece in cut(start, end, bucket_bytes)]
+
+    def agreement(self, bucket_bytes: int) -> str:
+        """What sender and receivers compare before they exchange anything: it decides how long each of `pieces` is."""
+        return f"{self.layout_id} {bucket_bytes}"
 
     def shards(self, count: int, bucket_bytes: int) -> list[list[tuple[int, int]]]:
         """Byte ranges [start, end) that each of `count` servers holds, in order; together they are the whole.
@@ -266,11 +282,16 @@ class WeightUpdateRequest(Wire):
     the digest of the bytes sent and answers when the new weights serve. `abort` drops what was staged; if its broadcast
     had not ended, rank 0 leaves the group, which ends the receive, and the next update needs a higher generation.
 
+    `epoch` and `version` only rise, by `MOST_EPOCH_STEP` and `MOST_VERSION_STEP` at most from what the engine knows.
+
     `timeout_s` bounds how long the phase waits for others; that of PREPARE, how long a pull may take, or how long no
     piece of a broadcast may come.
 
     The broadcast, from rank 0: one collective of uint8 per range of `WeightLayout.pieces(bucket_bytes)`, in order.
-    `digest` is XXH3-128, in hexadecimal, of those bytes.
+    `digest` is XXH3-128, in hexadecimal, of those bytes. A piece longer than its receiver expects ends the process that
+    receives by gloo; so `pieces_key`, if given, names what rank 0 writes into the rendezvous' store, below
+    `<group>/<generation>`, once it is about to send: `WeightLayout.agreement(bucket_bytes)`. No collective is entered
+    before it was read and is the engine's own, so that a PREPARE which nothing follows leaves nobody waiting in one.
 
     The pull: `sources` are base URLs of servers that hold the same bytes, the one to ask first in front; when one
     fails, the engine asks the next. It begins to fetch as it answers `prepare`, from `routes.WEIGHTS` below a source,
@@ -282,11 +303,12 @@ class WeightUpdateRequest(Wire):
     """
 
     phase: UpdatePhase
-    version: int = Field(ge=0, lt=2**63)
-    epoch: int = Field(default=0, ge=0, lt=2**63)
+    version: int = Field(ge=0, lt=MOST_VERSION)
+    epoch: int = Field(default=0, ge=0, lt=MOST_EPOCH)
     transport: Transport = Transport.BROADCAST
     group: ShortText | None = None
     generation: int | None = None
+    pieces_key: ShortText | None = None
     sources: Sources | None = None
     shards: tuple[Sources, ...] | None = Field(default=None, min_length=1, max_length=256)
     layout: WeightLayout | None = None

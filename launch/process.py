@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from launch.plan import ProcessSpec
+from launch.restart_budget import RestartBudget
 from pipelinerl.system import http_client, tied_process
 
 _PROBE_TIMEOUT_S = 0.5
@@ -54,7 +55,7 @@ class Process:
         self.state = State.WAITING
         self.started_at = 0.0
         self.due = 0.0
-        self.deaths = 0
+        self.budget = RestartBudget(spec.restarts)
         self._log_offset = 0
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -71,7 +72,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.spec.env, **({_RESTARTED: "1"} if self.deaths else {})},
+                env={**os.environ, **self.spec.env, **({_RESTARTED: "1"} if self.budget.deaths else {})},
                 start_new_session=True,
             )
         self.state, self.started_at = State.STARTING, now

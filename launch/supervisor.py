@@ -7,7 +7,7 @@ What it waits for, and how long:
 | waiting     | health of what it is to start after      | their deadlines   | starting                       |
 | starting    | its health check                         | `start_timeout_s` | fails the run, showing its log |
 | healthy     | its exit                                 | –                 | what `OnExit` says, or failure |
-| backing off | ½, 1, 2, 4, … seconds                    | –                 | starting                       |
+| backing off | ½, 1, 2, 4, … seconds (`RestartBudget`)  | –                 | starting                       |
 | stopping    | exit after SIGTERM, by `stop_order`      | `grace_s` each    | SIGKILL to the group           |
 
 The set may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
@@ -34,16 +34,11 @@ from typing import IO, final
 
 from launch.plan import OnExit, Plan, ProcessSpec
 from launch.process import Process, State, exit_words
+from pipelinerl.observability.restarts import write_restarts
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _TICK_S = 0.02
 _PROBE_EVERY_S = 0.1
-_FIRST_BACKOFF_S = 0.5
-_LONGEST_BACKOFF_S = 30.0
-#: A process that was up this long has earned its restart budget back.
-_STEADY_S = 300.0
-#: One that was up this long is no crash loop: it is started again as if it were its first death.
-_SETTLED_S = 10.0
 #: The exit status of an error of the user's: another try would end the same.
 _USER_ERROR = 2
 
@@ -109,6 +104,7 @@ class Supervisor:
         """Start everything, keep it alive, stop everything; returns when nothing of the run is left."""
         with self._signals(), self._reaping():
             try:
+                self._tell_restarts()  # in place of what the launcher before has left
                 self._watch()
             finally:
                 self._stop()
@@ -203,8 +199,6 @@ class Supervisor:
             self._exited(process, status, now)
         elif process.state is State.STARTING:
             self._await_health(process, now)
-        elif process.deaths and now - process.started_at > _STEADY_S:
-            process.deaths = 0
 
     def _start(self, process: Process, now: float) -> None:
         try:
@@ -233,16 +227,23 @@ class Supervisor:
             return
         if spec.on_exit is OnExit.DONE and status == 0:
             return
-        words = f"{spec.name} ended ({exit_words(status)})"
-        if status == _USER_ERROR or process.deaths >= spec.restarts:
-            spent = f" after {process.deaths} restarts, its whole budget" if process.deaths else ""
+        words, up_s, budget = f"{spec.name} ended ({exit_words(status)})", now - process.started_at, process.budget
+        if status == _USER_ERROR or budget.is_spent_by(up_s):
+            unforgiven = round(budget.unforgiven)
+            spent = f" after {unforgiven} restarts, its whole budget" if unforgiven else ""
             self._fail(process, words + spent)
             return
-        settled = now - process.started_at > _SETTLED_S
-        wait_s = _FIRST_BACKOFF_S if settled else min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**process.deaths)
-        process.deaths += 1
+        wait_s = budget.died(up_s)
         process.state, process.due = State.BACKING_OFF, now + wait_s
-        self._announce(f"{words}; starting it again in {wait_s:g} s ({process.deaths} of {spec.restarts})")
+        self._announce(f"{words}; starting it again in {wait_s:g} s ({budget.unforgiven:.0f} of {spec.restarts})")
+        self._tell_restarts()
+
+    def _tell_restarts(self) -> None:
+        died = (each.budget.status(name) for name, each in self._processes.items() if each.budget.deaths)
+        try:
+            write_restarts(self._run_dir, tuple(died))
+        except OSError as error:
+            self._announce(f"the restarts are not written to {self._run_dir}: {error.strerror}")
 
     def _fail(self, process: Process, words: str) -> None:
         """A process is beyond help, and so is the run unless it can do without."""

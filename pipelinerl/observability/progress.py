@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipelinerl.observability.restarts import restarts_line
 from pipelinerl.observability.status import EngineStatus, EvaluatingStatus, RunStatus, StatusPhase, format_duration
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -101,6 +102,8 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
     if status.evaluating is not None:
         parts.append(Text(_evaluating(status.evaluating), style="dim"))
     parts += [Text.assemble(("alarm ", "bold red"), alarm) for alarm in status.alarms]
+    if status.restarts:
+        parts.append(Text(restarts_line(status.restarts), style="dim"))
     if status.waiting_for:
         parts.append(Text.assemble(("waits for ", "yellow"), status.waiting_for))
     return Group(*parts)
@@ -121,6 +124,8 @@ def line(status: RunStatus) -> str:
     if status.evaluating is not None:
         parts.append(_evaluating(status.evaluating))
     parts += [f"ALARM {alarm}" for alarm in status.alarms]
+    if status.restarts:
+        parts.append(restarts_line(status.restarts))
     if status.waiting_for:
         parts.append(f"waits for {status.waiting_for}")
     return " · ".join(parts)

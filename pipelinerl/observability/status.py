@@ -71,6 +71,16 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float = 0.0
 
 
+class RestartStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of the launcher's that has died: how often in all, and of those how many are not forgiven yet. One more
+    than `limit` of these ends the run."""
+
+    name: str
+    deaths: int
+    unforgiven: float
+    limit: int
+
+
 class PassAtStatus(msgspec.Struct, frozen=True, kw_only=True):
     """pass@k or maj@k of the last evaluation, with its 95 % interval."""
 
@@ -226,6 +236,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong with the run's last steps, a sentence each."""
     waiting_for: str = ""
     """What the run waits for now, in words; empty when it waits for nothing."""
+    restarts: tuple[RestartStatus, ...] = ()
+    """Processes that have died, where the launcher is on the controller's machine."""
     still_s: float = 0.0
     """For how long nothing at all has got on."""
     elapsed_s: float = 0.0

@@ -8,6 +8,7 @@ import logging
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events
+from pipelinerl.observability.restarts import read_restarts
 from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.process import Identity, freeze_gc
@@ -125,6 +127,7 @@ async def run(identity: Identity, *, start: Start) -> None:
                 elapsed_s=age_s,
                 start=start,
                 samples=samples,
+                restarts=partial(read_restarts, identity.run_dir),
             )
             freeze_gc()
             await _serve(identity, service, listener)

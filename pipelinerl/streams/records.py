@@ -250,6 +250,19 @@ def decode_order(record: bytes) -> PromptOrder:
     return _parse(_order_decoder, header)
 
 
+def named_order(record: bytes) -> int | None:
+    """The index of the order that a group's record names, though it cannot be read as a group; None where it cannot."""
+    if len(record) < _PREFIX.size:
+        return None
+    magic, version, kind, _, header_size, _ = _PREFIX.unpack_from(record)
+    if (magic, version, kind) != (_MAGIC, FORMAT, Kind.GROUP):
+        return None
+    try:
+        return _parse(_group_decoder, memoryview(record)[_PREFIX.size : _PREFIX.size + header_size]).index
+    except RecordError:
+        return None
+
+
 def encode_message(kind: str, body: Mapping[str, Any]) -> bytes:
     """A report, or an order that is not a prompt order, as a record. `body` is plain data: no arrays, no objects."""
     return _seal(Kind.MESSAGE, KindedMessage(kind, dict(body)))

@@ -88,6 +88,7 @@ class PublicationProgress:
         targets: engines (base URLs) that are still to be served.
         deadline: by `time.monotonic`, as `began` is.
         broke: whether a broadcast of this publication has broken off already.
+        raised: whether it went above a generation of the group that was none of this trainer's.
     """
 
     publication: Publication
@@ -97,6 +98,7 @@ class PublicationProgress:
     send_s: float = 0.0
     digest: str = ""
     broke: bool = False
+    raised: bool = False
     pauses_s: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     permanent: set[str] = field(default_factory=set)

@@ -29,6 +29,7 @@ from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_watch import EngineWatch
 from pipelinerl.controller.decisions.giving_up import last_word
+from pipelinerl.controller.decisions.report_checks import implausible
 from pipelinerl.controller.decisions.status import assignment_of, run_status
 from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.service.evaluation_samples import keep
@@ -48,14 +49,12 @@ from pipelinerl.controller.state.inputs import (
     Ticked,
 )
 from pipelinerl.controller.state.run_state import RunPhase
-from pipelinerl.errors import PipelineError, RecordError, RunFailed
+from pipelinerl.errors import LedgerError, PipelineError, RecordError, RunFailed
 from pipelinerl.messages import (
     DIRECTIVES,
     EPOCHS,
-    MOST_AHEAD,
     PROMPTS,
     REPORTS,
-    ConsumedReport,
     EvaluationDone,
     Report,
     decode_report,
@@ -63,7 +62,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.samples.sample_log import SampleLog
-from pipelinerl.observability.status import RunStatus
+from pipelinerl.observability.status import RestartStatus, RunStatus
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order, encode_order
 from pipelinerl.streams.stream import START, Entry, Stream, fresh_number, parse_id
@@ -81,6 +80,10 @@ _ALL: Final = 2**31
 
 #: The event with which the log of a run ends.
 _LAST_WORDS: Final = {End.COMPLETED: "run_finished", End.FAILED: "run_failed"}
+
+
+#: What a decision on wrong numbers may end with, in the middle.
+_UNDECIDABLE: Final = (LedgerError, ArithmeticError, LookupError, TypeError, ValueError)
 
 
 class Start(StrEnum):
@@ -101,12 +104,6 @@ class EngineProbe(Protocol):
         ...
 
 
-def _furthest(report: Report) -> int:
-    """The last order that a trainer accounts for."""
-    consumed: ConsumedReport | None = getattr(report, "consumed", None)
-    return -1 if consumed is None else max(consumed.frontier - 1, *consumed.beyond, -1)
-
-
 @final
 class ControllerService:
     """Runs one `Controller` until its run is over."""
@@ -124,11 +121,13 @@ class ControllerService:
         clock: Callable[[], float] = time.monotonic,
         start: Start = Start.AFRESH,
         samples: SampleLog | None = None,
+        restarts: Callable[[], tuple[RestartStatus, ...]] = lambda: (),
     ) -> None:
         """`elapsed_s` is the age of a run that goes on, so that its events keep one time line.
 
-        Evaluations' answers go to `samples`, for people to read.
+        Evaluations' answers go to `samples`, for people to read. `restarts` tells which of its processes have died.
         """
+        self._restarts = restarts
         self.controller = controller
         self.watch = EngineWatch()
         self._name = name
@@ -173,11 +172,11 @@ class ControllerService:
 
     async def perform(self, given: AnyInput) -> list[Effect]:
         """Decide on one input, carry the decision out and return it; decisions never overlap. Raises what `decide`
-        does."""
+        does, and RecordError for a report on which nothing can be decided."""
         await self._begun.wait()
         async with self._turn:
             self._journal.refuse_unwritable(given)
-            effects = self.controller.decide(given)
+            effects = await self._decided(given)
             if not effects and isinstance(given, Ticked):
                 return effects
             try:
@@ -187,6 +186,15 @@ class ControllerService:
                 self._over.set()
                 raise
             return effects
+
+    async def _decided(self, given: AnyInput) -> list[Effect]:
+        """What follows; raises RecordError for a report on which nothing can be decided, and forgets it."""
+        try:
+            return self.controller.decide(given)
+        except _UNDECIDABLE as error:
+            if not isinstance(given, ReportReceived) or not await self._as_journaled():
+                raise
+            raise RecordError(f"nothing can be decided on it: {type(error).__name__}: {error}") from error
 
     async def _put_into_effect(self, given: AnyInput, effects: list[Effect]) -> None:
         number = await self._journal.record(Decision(given, self._next_entry, self._next_directive))
@@ -210,9 +218,9 @@ class ControllerService:
 
     def status(self) -> RunStatus:
         """What the run is doing now."""
-        return run_status(
-            self.controller, watch=self.watch, name=self._name, now=self._now(), elapsed_s=self._elapsed()
-        )
+        now, elapsed_s = self._now(), self._elapsed()
+        status = run_status(self.controller, watch=self.watch, name=self._name, now=now, elapsed_s=elapsed_s)
+        return msgspec.structs.replace(status, restarts=self._restarts())
 
     def assignment(self) -> ActorAssignment:
         """What every actor works by now."""
@@ -288,14 +296,35 @@ class ControllerService:
         except msgspec.DecodeError as error:
             await self._dead_letters.bury(entry, RecordError(f"not a report: {error}"))
             return
-        if (ahead := _furthest(report)) >= self.controller.state.account.cursor + 2 * MOST_AHEAD:
-            await self._dead_letters.bury(entry, RecordError(f"a report of order {ahead}, which was never issued"))
+        if wrong := implausible(self.controller.state, report):
+            await self._refuse(entry, report, wrong)
             return
         if isinstance(report, EvaluationDone) and report.shown is not None:
             if self._samples is not None:
                 keep(self._samples, report, current=self.controller.state.evaluations.current)
             report = msgspec.structs.replace(report, shown=None)  # no decision reads it, so no journal holds it
-        await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id))
+        try:
+            await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id))
+        except RecordError as error:
+            if self._broken is not None:
+                raise
+            await self._refuse(entry, report, str(error))
+
+    async def _refuse(self, entry: Entry, report: Report, reason: str) -> None:
+        """A report that nobody can have meant counts for nothing, and is seen."""
+        log.error("a report (%s) is refused: %s", type(report).__name__, reason)
+        await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is refused: {reason}"))
+        self._record("report_refused", {"report": type(report).__name__, "reason": reason})
+
+    async def _as_journaled(self) -> bool:
+        """Take the state anew from what was written down, after a decision that broke off in the middle of it."""
+        found = await Journal.recover(self._stream)
+        if found is None:
+            return False
+        self.controller.state = found[1].state
+        for decision in found[1].decisions:
+            self.controller.decide(decision.given)
+        return True
 
     async def _poll(self) -> None:
         async with asyncio.TaskGroup() as asking:

@@ -18,6 +18,14 @@ class GroupEndpoint(Protocol):
     Used by one thread at a time; `close` may come from another.
     """
 
+    def expect(self, key: str, *, deadline: float) -> str:
+        """What rank 0 announces as `key`, until `deadline` (monotonic seconds).
+
+        Raises:
+            DeadlineError, UpdateError: as `Collective.expect`.
+        """
+        ...
+
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
         """Receive into `tensor`, a flat part of the engine's staging buffer, until `deadline` (monotonic seconds).
 

@@ -1,20 +1,36 @@
 """`GroupMember`: an engine's endpoint in the weight group, as a sequence of memberships ordered by generation.
 
-Promises: at most one membership is usable; joining happens on a thread, never on the event loop; a membership that
-failed or was left is never used again (its prefix in the store is spent), so the way on is a higher generation.
+Promises: at most one membership is usable; joining happens on threads, never on the event loop; a membership takes the
+place of the one before when it has formed, so that a join that fails changes nothing; one that failed or was left is
+never used again (its prefix in the store is spent), so the way on is a higher generation.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import final
+from functools import partial
+from typing import Final, final
 
-from inference_contract.errors import ContractError, DeadlineExceeded, NotPrepared, PeerLost, StaleGeneration
-from inference_contract.weights import InitProcessGroupRequest, ProcessGroupStatus
+from inference_contract.errors import (
+    ContractError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotPrepared,
+    Overloaded,
+    PeerLost,
+    StaleGeneration,
+)
+from inference_contract.weights import MOST_GENERATION_STEP, InitProcessGroupRequest, ProcessGroupStatus
 from pipelinerl.engines.weights.group_endpoint import EndpointFactory, GroupEndpoint
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.system.background import in_background, settled
+
+#: Joins that may wait for their peers at once: each has a thread.
+_MOST_JOINING: Final = 16
 
 
 @dataclass(slots=True)
@@ -23,65 +39,116 @@ class _Membership:
     joining: Future[GroupEndpoint]
     usable: bool = True
 
+    @property
+    def formed(self) -> bool:
+        return self.joining.done() and self.joining.exception() is None
+
+    def leave(self) -> None:
+        """A join cannot be interrupted: one that was given up meanwhile is closed when it turns up."""
+        self.usable = False
+        self.close_if_left()
+
     def close_if_left(self) -> None:
-        # A join cannot be interrupted: one that was given up meanwhile is closed when it turns up.
-        if not self.usable and self.joining.done() and self.joining.exception() is None:
+        if not self.usable and self.formed:
             self.joining.result().close()
 
 
 @final
 class GroupMember:
-    """Used from one event loop."""
+    """Used from one event loop. `on_replaced` is called before a membership that another replaces is left."""
 
-    def __init__(self, endpoints: EndpointFactory) -> None:
+    def __init__(self, endpoints: EndpointFactory, *, on_replaced: Callable[[], None] = lambda: None) -> None:
         self._endpoints = endpoints
+        self._on_replaced = on_replaced
         self._membership: _Membership | None = None
+        self._joining: dict[int, _Membership] = {}
+        self._spent: deque[int] = deque(maxlen=_MOST_JOINING)
 
-    def replaced_by(self, request: InitProcessGroupRequest) -> bool:
+    def would_begin(self, request: InitProcessGroupRequest) -> bool:
         """Returns whether `request` begins a new membership."""
-        return self._membership is None or request.generation > self._membership.request.generation
+        self._promote()
+        begun = {*self._joining, *([] if self._membership is None else [self._membership.request.generation])}
+        return request.generation not in self._spent and request.generation > max(begun, default=-1)
 
-    async def join(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """Join, or wait for the join that the same request has begun.
+    async def join(self, request: InitProcessGroupRequest, *, epoch: int = 0) -> ProcessGroupStatus:
+        """Join, or wait for the join that the same request has begun; `epoch` is the latest that the engine knows of.
 
         Raises:
-            StaleGeneration: a later membership is known, or this one has failed or was left.
+            StaleGeneration: a later membership has formed, or this one has failed or was left.
+            InvalidRequest: the generation is further above the one joined than any trainer's.
+            Overloaded: too many joins wait for their peers.
             DeadlineExceeded, PeerLost: another rank did not come, or broke off.
         """
-        known = self._membership
-        if known is None or request.generation > known.request.generation:
-            self.leave()
-            known = _Membership(
-                request, in_background(f"join-{request.generation}", lambda: self._endpoints.join(request))
-            )
-            known.joining.add_done_callback(lambda _, new=known: new.close_if_left())  # type: ignore[misc]
-            self._membership = known
-        elif not known.usable or request.model_copy(update={"timeout_s": known.request.timeout_s}) != known.request:
-            raise StaleGeneration(
-                f"generation must be above {known.request.generation}, the last one seen, got {request.generation}",
+        self._promote()
+        known, generation = self._membership, request.generation
+        last = 0 if known is None else known.request.generation
+        if known is not None and generation <= last:
+            if not (known.usable and _same(known.request, request)):
+                raise StaleGeneration(
+                    f"generation must be above {last}, the last one joined, got {generation}",
+                    param="generation",
+                    known={"generation": last, "epoch": epoch},
+                )
+            return _status(request)
+        if generation > last + MOST_GENERATION_STEP:
+            raise InvalidRequest(
+                f"generation must be at most {MOST_GENERATION_STEP} above {last}, the last one joined, got "
+                f"{generation}; if it is right, start the engine again",
                 param="generation",
             )
-        return await self._joined(known, request.timeout_s)
+        return await self._joined(self._begun(request), request.timeout_s)
+
+    def _begun(self, request: InitProcessGroupRequest) -> _Membership:
+        generation, begun = request.generation, self._joining.get(request.generation)
+        if generation in self._spent or (begun is not None and not _same(begun.request, request)):
+            raise StaleGeneration(
+                f"generation must be another than {generation}, which was tried and is spent; take a higher one",
+                param="generation",
+            )
+        if begun is not None:
+            return begun
+        if len(self._joining) >= _MOST_JOINING:
+            raise Overloaded(f"{len(self._joining)} joins wait for their peers already; wait until one has ended")
+        joining = in_background(f"join-{generation}", lambda: self._endpoints.join(request))
+        made = self._joining[generation] = _Membership(request, joining)
+        loop = asyncio.get_running_loop()
+        joining.add_done_callback(partial(_ended, made, loop, self._promote))
+        return made
+
+    def _promote(self) -> None:
+        """Of the joins that have ended: the one with the highest generation is the membership from now on."""
+        ended = [joining for joining in self._joining.values() if joining.joining.done()]
+        for candidate in sorted(ended, key=lambda one: one.request.generation):
+            generation, before = candidate.request.generation, self._membership
+            del self._joining[generation]
+            if not candidate.formed or not candidate.usable:
+                self._spent.append(generation)
+            elif before is not None and generation < before.request.generation:
+                candidate.leave()
+            else:
+                if before is not None:
+                    self._on_replaced()
+                    before.leave()
+                self._membership = candidate
 
     async def _joined(self, membership: _Membership, timeout_s: float) -> ProcessGroupStatus:
         request = membership.request
         name = f"group {request.group!r} generation {request.generation}"
         if not await settled(membership.joining, timeout_s=timeout_s + 1.0):
             raise DeadlineExceeded(f"{name} did not form within {timeout_s:g} s: not every rank came")
+        self._promote()
         error = membership.joining.exception()
         if error is not None:
-            membership.usable = False
             raise as_contract(error)
         if not membership.usable:
             raise StaleGeneration(f"{name} was replaced while it formed", param="generation")
-        return ProcessGroupStatus(
-            group=request.group, generation=request.generation, rank=request.rank, world_size=request.world_size
-        )
+        return _status(request)
 
     def check(self, *, group: str | None, generation: int | None) -> None:
         """Raise unless exactly this membership is joined and usable."""
+        self._promote()
         membership = self._membership
-        if membership is None or not membership.usable or not membership.joining.done():
+        if membership is None or not membership.usable:
             raise NotPrepared(
                 "no process group is joined, or the last one was left; POST /init_process_group with a higher "
                 "generation first",
@@ -99,16 +166,34 @@ class GroupMember:
                 param="generation",
             )
 
-    def endpoint(self) -> GroupEndpoint:
-        """The endpoint that is joined; `check` must have passed."""
+    def endpoint(self) -> tuple[GroupEndpoint, Callable[[], None]]:
+        """The endpoint that is joined, and what leaves that membership for good; `check` must have passed."""
         assert self._membership is not None
-        return self._membership.joining.result()
+        return self._membership.joining.result(), self._membership.leave
 
     def leave(self) -> None:
-        """Leave the membership for good; without one, nothing happens."""
-        if self._membership is not None:
-            self._membership.usable = False
-            self._membership.close_if_left()
+        """Leave the membership for good, and those that are being joined; without one, nothing happens."""
+        self._promote()
+        for membership in (self._membership, *self._joining.values()):
+            if membership is not None:
+                membership.leave()
+
+
+def _ended(membership: _Membership, loop: asyncio.AbstractEventLoop, promote: Callable[[], None], _: object) -> None:
+    """On the joining thread; whether anybody still waits for the join or not."""
+    membership.close_if_left()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(promote)
+
+
+def _same(begun: InitProcessGroupRequest, request: InitProcessGroupRequest) -> bool:
+    return request.model_copy(update={"timeout_s": begun.timeout_s}) == begun
+
+
+def _status(request: InitProcessGroupRequest) -> ProcessGroupStatus:
+    return ProcessGroupStatus(
+        group=request.group, generation=request.generation, rank=request.rank, world_size=request.world_size
+    )
 
 
 def as_contract(error: BaseException) -> ContractError:

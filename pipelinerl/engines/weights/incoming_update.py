@@ -17,7 +17,7 @@ from typing import Any, Self, final
 from inference_contract.weights import WeightLayout, WeightUpdateRequest, cut
 from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
 from pipelinerl.engines.weights.group_member import GroupMember
-from pipelinerl.errors import PipelineError
+from pipelinerl.errors import PipelineError, UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.layout import describe_bucket
@@ -72,6 +72,10 @@ class IncomingUpdate:
     give_up: Callable[[], None]
     _progress: _ByteCount
 
+    def is_of(self, request: WeightUpdateRequest) -> bool:
+        """Returns whether `request` asks for this very one again: the same bytes, in the same pieces, the same way."""
+        return _manifest(self.request) == _manifest(request)
+
     @property
     def progress(self) -> str:
         """How far it has come, in words."""
@@ -90,9 +94,9 @@ class IncomingUpdate:
     @classmethod
     def by_broadcast(cls, request: WeightUpdateRequest, inlet: Inlet, member: GroupMember) -> Self:
         """Receive from rank 0 of the group that is joined."""
-        endpoint, progress = member.endpoint(), _ByteCount(inlet.layout.num_bytes)
+        (endpoint, leave), progress = member.endpoint(), _ByteCount(inlet.layout.num_bytes)
         received = _started(request, inlet, lambda: _broadcast(endpoint, request, inlet.layout, inlet.buffer, progress))
-        return cls(request, "rank 0", "rank 0 of its group to send or leave", received, member.leave, progress)
+        return cls(request, "rank 0", "rank 0 of its group to send or leave", received, leave, progress)
 
     @classmethod
     def by_pull(cls, request: WeightUpdateRequest, inlet: Inlet, source: PullSource) -> Self:
@@ -110,6 +114,12 @@ class IncomingUpdate:
         )
         received = _started(request, inlet, lambda: _pulled(source, order, inlet.buffer, progress))
         return cls(request, "the parameter server", "its pull to end", received, given_up.set, progress)
+
+
+def _manifest(request: WeightUpdateRequest) -> dict[str, Any]:
+    layout_id = request.layout_id if request.layout is None else request.layout.layout_id
+    fields = request.model_dump(exclude={"layout", "layout_id", "timeout_s", "on_update"})
+    return fields | {"layout_id": layout_id}
 
 
 def _started(request: WeightUpdateRequest, inlet: Inlet, bring: Callable[[], Received]) -> Future[Received]:
@@ -131,6 +141,7 @@ def _broadcast(
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
 
+    _agree(endpoint, request, layout)
     digest, began = WeightDigest(), time.monotonic()
     flat = shared_tensor(staging)
     bounds = layout.buckets(request.bucket_bytes)
@@ -146,6 +157,18 @@ def _broadcast(
             digest.update(flat[start:end])
             progress.on_progress(end)
     return Received(digest.hexdigest(), time.monotonic() - began)
+
+
+def _agree(endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout) -> None:
+    """Wait until rank 0 is about to send, and compare what: a piece that is too long would end this process."""
+    if request.pieces_key is None:
+        return
+    announced = endpoint.expect(request.pieces_key, deadline=time.monotonic() + request.timeout_s)
+    if announced != (ours := layout.agreement(request.bucket_bytes)):
+        raise UpdateError(
+            f"update {request.epoch}.{request.version}: rank 0 is about to send pieces of (layout, bytes) "
+            f"{announced[:80]!r}, and PREPARE said {ours!r}; nothing was received"
+        )
 
 
 def _pulled(source: PullSource, order: PullOrder, staging: Any, progress: _ByteCount) -> Received:

@@ -12,7 +12,7 @@ off with an unknown error.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| every rank to join | the ranks | the request's timeout |
+| every rank to join | the ranks | the request's timeout; the group before serves on meanwhile |
 | the bytes | rank 0, or a parameter server, sends, leaves or dies | PREPARE's timeout, for a bucket or a pull |
 | COMMIT for the bytes | the receiving thread | COMMIT's timeout |
 | the next PREPARE for a dropped receive | rank 0 leaves the group; a pull stops | its own timeout |
@@ -38,6 +38,9 @@ from inference_contract.errors import (
 )
 from inference_contract.weights import (
     MAX_PIECES,
+    MOST_EPOCH_STEP,
+    MOST_VERSION_STEP,
+    Backend,
     InitProcessGroupRequest,
     OnUpdate,
     ProcessGroupStatus,
@@ -141,7 +144,7 @@ class WeightReceiver:
         self._target = target
         self._pull = pull
         self._endpoints = endpoints
-        self._member = GroupMember(endpoints)
+        self._member = GroupMember(endpoints, on_replaced=self._drop)
         self._update: _Update | None = None
         self._epoch = 0
         self._arming = asyncio.Lock()
@@ -181,20 +184,21 @@ class WeightReceiver:
                 update.incoming.give_up()
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """Join the weight group; a new membership drops what the one before had staged.
+        """Join the weight group; a new membership drops what the one before had staged, once it has formed.
 
         Raises:
-            InvalidRequest: groups of that backend do not reach this engine.
-            StaleGeneration, DeadlineExceeded, PeerLost: see `GroupMember.join`.
+            InvalidRequest: groups of that backend do not reach this engine, or no trainer is at that generation.
+            StaleGeneration, Overloaded, DeadlineExceeded, PeerLost: see `GroupMember.join`.
         """
         if not self._endpoints.reaches(request.backend, self._target.staging()):
             raise InvalidRequest(
                 f"backend must be gloo for this engine, which receives weights on the host, got {request.backend}",
                 param="backend",
             )
-        if self._member.replaced_by(request):
+        if request.backend is Backend.NCCL and self._member.would_begin(request):
+            # A device that still receives for the group before cannot form another: that one is left first.
             self.close()
-        return await self._member.join(request)
+        return await self._member.join(request, epoch=max(self._epoch, self._target.serving()[0]))
 
     async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
         """Run one phase; raises the `ContractError` that the phase is refused or has failed with."""
@@ -215,7 +219,7 @@ class WeightReceiver:
         self._take_over(request)
         update = self._update
         if update is not None and not (update.replaceable or update.given_up_for(request)):
-            if update.key == (request.epoch, request.version) and update.stage is _Stage.RECEIVING:
+            if update.stage is _Stage.RECEIVING and update.incoming.is_of(request):
                 return self._answer(UpdateStatus.PREPARED)
             raise UpdateInProgress(
                 f"update {_named(update.request)} is being received; commit or abort it before {_named(request)}"
@@ -232,11 +236,22 @@ class WeightReceiver:
 
         Raises:
             StaleVersion: a later epoch has prepared an update here, whether or not it was committed.
+            InvalidRequest: no trainer is at that epoch or version, seen from what is known here.
         """
         if request.epoch < self._epoch:
             raise StaleVersion(
-                f"epoch {self._epoch} has taken over from the epoch of {_named(request)}; its trainer must stop",
+                f"epoch {self._epoch} has taken over from the epoch of {_named(request)}; its trainer must stop. If no "
+                "other was started, this engine was told wrong: start it again",
                 param="epoch",
+                known={"epoch": self._epoch},
+            )
+        serving, version = self._target.serving()
+        known = max(self._epoch, serving)
+        if request.epoch > known + MOST_EPOCH_STEP or request.version > version + MOST_VERSION_STEP:
+            raise InvalidRequest(
+                f"epoch and version must be at most {MOST_EPOCH_STEP} and {MOST_VERSION_STEP} above {known}.{version}, "
+                f"which is known here, got {_named(request)}; if they are right, start the engine again",
+                param="version",
             )
         if self._update is not None and self._update.request.epoch < request.epoch:
             self._drop()
@@ -290,8 +305,10 @@ class WeightReceiver:
         serving, asked = self._target.serving(), (request.epoch, request.version)
         if asked < serving:
             raise StaleVersion(
-                f"epoch and version must come after {serving[0]}.{serving[1]}, which serves, got {_named(request)}",
+                f"epoch and version must come after {serving[0]}.{serving[1]}, which serves, got {_named(request)}; if "
+                "those are nobody's, this engine was given wrong ones: start it again",
                 param="version",
+                known={"epoch": serving[0], "version": serving[1]},
             )
         return asked == serving and self._dirty is None
 

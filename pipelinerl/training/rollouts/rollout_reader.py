@@ -16,11 +16,21 @@ from typing import Final, final
 import msgspec
 
 from pipelinerl.errors import RecordError
-from pipelinerl.messages import DIRECTIVES, EPOCHS, MOST_AHEAD, ROLLOUTS, Directive, decode_directive
+from pipelinerl.messages import (
+    DIRECTIVES,
+    EPOCHS,
+    MOST_AHEAD,
+    REPORTS,
+    ROLLOUTS,
+    Directive,
+    GroupFailed,
+    decode_directive,
+    encode,
+)
 from pipelinerl.streams.dead_letter import DeadLetters
-from pipelinerl.streams.records import decode_group
+from pipelinerl.streams.records import decode_group, named_order
 from pipelinerl.streams.stream import START, Entry, Fence, Stream, parse_id
-from pipelinerl.types import RolloutGroup
+from pipelinerl.types import Purpose, RolloutGroup
 
 #: A stream with one entry that names this server's data: offsets mean nothing on another's.
 _IDENTITY: Final = "identity"
@@ -82,7 +92,16 @@ class RolloutReader:
                 groups.append(self._decoded_group(entry))
             except RecordError as error:
                 await self._dead_letters.bury(entry, error)
+                await self._report_lost(entry, error)
         return Arrivals(groups, directives)
+
+    async def _report_lost(self, entry: Entry, error: RecordError) -> None:
+        """The order of a group that cannot be read would be waited for until nothing else is left to train on."""
+        index, frontier = named_order(entry.payload), self._frontier()
+        if index is not None and frontier <= index < frontier + MOST_AHEAD:
+            reason = f"its group cannot be read: {error}"
+            lost = GroupFailed(order_id=f"prompt-{index:06d}", index=index, purpose=Purpose.TRAINING, reason=reason)
+            await self._stream.append(REPORTS, [encode(lost)])
 
     async def read_directives(self, *, block_s: float) -> list[Directive]:
         """Read new directives alone, while it is not known yet which rollouts may be read."""

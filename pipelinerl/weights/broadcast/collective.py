@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed
@@ -22,6 +22,9 @@ import torch.distributed
 from inference_contract.weights import Backend
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.addresses import address_towards
+
+#: A wait at the store cannot be interrupted: it is made of waits as long as this.
+_SLICE_S: Final = 0.1
 
 #: Torch's stubs leave out most of what is made in C++.
 dist: Any = torch.distributed
@@ -60,8 +63,9 @@ class Rendezvous:
 class Collective:
     """A formed process group. Used by one thread at a time; `close` may come from another."""
 
-    def __init__(self, group: Any, *, backend: Backend, name: str) -> None:
+    def __init__(self, group: Any, store: Any, *, backend: Backend, name: str) -> None:
         self._group = group
+        self._store = store
         self._backend = backend
         self._name = name
 
@@ -91,12 +95,40 @@ class Collective:
             made = _process_group(backend, membership, rank, world_size, address_towards(host, port), patience)
         except (RuntimeError, OSError) as error:
             raise _translated(error, f"joining {name} at {host}:{port} as rank {rank} of {world_size}") from error
-        return Collective(made, backend=backend, name=name)
+        return Collective(made, membership, backend=backend, name=name)
 
     @property
     def device(self) -> torch.device:
         """Where tensors to broadcast must be."""
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
+
+    def announce(self, key: str, text: str) -> None:
+        """Write `text` into the store at which this membership met, for ranks that `expect` it.
+
+        Raises:
+            UpdateError: the store has gone.
+        """
+        try:
+            self._store.set(key, text)
+        except RuntimeError as error:
+            raise _translated(error, f"announcing {key} in {self._name}") from error
+
+    def expect(self, key: str, *, deadline: float) -> str:
+        """What rank 0 announces as `key`; returns as soon as it is there.
+
+        Raises:
+            DeadlineError: nothing was announced until `deadline` (monotonic seconds).
+            UpdateError: rank 0 has gone, or this rank has left the group meanwhile.
+        """
+        while self._group is not None:
+            try:
+                self._store.wait([key], timedelta(seconds=_SLICE_S))
+                return str(self._store.get(key).decode(errors="replace"))
+            except RuntimeError as error:
+                found = _translated(error, f"waiting for {key} in {self._name}")
+                if not isinstance(found, DeadlineError) or time.monotonic() > deadline:
+                    raise found from error
+        raise UpdateError(f"{self._name} was left")
 
     def broadcast(self, tensor: torch.Tensor, *, deadline: float, root: int = 0) -> None:
         """Send `tensor` from `root`, or receive into it; returns when the memory may be used again.

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, PeerLost
+from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, PeerLost, StaleGeneration
 from inference_contract.weights import (
+    MOST_GENERATION,
     Backend,
     InitProcessGroupRequest,
     OnUpdate,
@@ -42,6 +44,8 @@ from pipelinerl.weights.broadcast.sender import WeightSender
 from pipelinerl.weights.engine_control import EngineControl, Preparation
 from pipelinerl.weights.fan_out import each, each_until_failure, lasting
 from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
+
+log = logging.getLogger("pipelinerl")
 
 #: Generations rise with (epoch, membership, attempt), so a restarted trainer's are above its predecessor's.
 _EPOCH_STEP: Final = 2**40
@@ -151,7 +155,7 @@ class BroadcastPublisher:
         if known is not None and known.members == members and known.membership == membership:
             return known
         self._leave()
-        floor = publication.epoch * _EPOCH_STEP + publication.membership * _MEMBERSHIP_STEP
+        floor = publication.epoch * _EPOCH_STEP + publication.membership * _MEMBERSHIP_STEP % _EPOCH_STEP
         self._generation = generation = max(self._generation + 1, floor)
         meeting = await self._meeting_place(members)
         requests = self._join_requests(meeting, members, generation, _group_timeout_s(progress))
@@ -164,12 +168,32 @@ class BroadcastPublisher:
             self._group = _EngineGroup(own.result(), generation, membership, members)
             return self._group
         own.add_done_callback(_close_when_done)
+        if self._goes_above(failures, progress):
+            return None
         culprits = {url: error for url, error in failures.items() if not isinstance(error, _VICTIM)} or failures
         progress.permanent |= lasting(culprits)
         progress.drop({url: f"did not join: {error}" for url, error in culprits.items()})
         if not failures:
             progress.drop(dict.fromkeys(members, f"rank 0 could not join: {own.exception() if own.done() else 'late'}"))
         return None
+
+    def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
+        """Returns whether to try again with a higher generation, since engines have joined one above this trainer's.
+
+        That was no later trainer's, whose engines would know its epoch: somebody told them a generation that is none.
+        Once in a publication; whoever is told another meanwhile says so, and is left out.
+        """
+        told = [error.known for error in failures.values() if isinstance(error, StaleGeneration)]
+        if progress.raised or not told or len(told) < len(failures):
+            return False
+        epoch, generation = (max(known.get(name, 0) for known in told) for name in ("epoch", "generation"))
+        if epoch > progress.publication.epoch or not self._generation <= generation < MOST_GENERATION - 1:
+            return False
+        log.warning(
+            "engines have joined generation %d of the weight group, which was not ours: going above", generation
+        )
+        progress.raised, self._generation = True, generation
+        return True
 
     async def _meeting_place(self, members: Iterable[str]) -> Rendezvous:
         """A store that all members reach: another one once an engine has come from outside this machine."""
@@ -241,6 +265,7 @@ class BroadcastPublisher:
             (how,) = named
             if how not in made:
                 where = {"group": self._name, "generation": group.generation}
+                where |= {"pieces_key": _pieces_key(progress.publication)}
                 made[how] = self._request(progress, UpdatePhase.PREPARE, **where, **named)
             return made[how]
 
@@ -271,7 +296,9 @@ class BroadcastPublisher:
         began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
         sending = in_background(
             f"send-{_version(progress.publication)}",
-            lambda: sender.send(group, deadline=progress.deadline, silence_s=silence_s),
+            lambda: sender.send(
+                group, deadline=progress.deadline, silence_s=silence_s, pieces_key=_pieces_key(progress.publication)
+            ),
         )
         if not await settled(sending, timeout_s=progress.remaining_s + 1.0):
             raise DeadlineError(f"the broadcast has not ended within {progress.publication.timeout_s:g} s")
@@ -321,6 +348,10 @@ class BroadcastPublisher:
 def _close_when_done(future: Future[Collective]) -> None:
     if future.exception() is None:
         future.result().close()
+
+
+def _pieces_key(publication: Publication) -> str:
+    return f"pieces-{_version(publication)}"
 
 
 def _version(publication: Publication) -> str:

@@ -35,13 +35,17 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
         self.broke_in_group = False
 
-    def send(self, group: Collective | None, *, deadline: float, silence_s: float = math.inf) -> str:
-        """Send everything and return the digest; without a group, only hash.
+    def send(
+        self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
+    ) -> str:
+        """Send everything and return the digest; without a group, only hash. With `pieces_key`, say first what comes.
 
         Raises:
             UpdateError: the trainer gathers something else than the layout says, or a rank left.
             DeadlineError: a rank took no piece for `silence_s`, or not all until `deadline` (monotonic seconds).
         """
+        if group is not None and pieces_key:
+            self._announce(group, pieces_key)
         device = torch.device("cpu") if group is None else group.device
         staging = torch.empty(max(end - start for start, end in self._bounds), dtype=torch.uint8, device=device)
         digest = WeightDigest()
@@ -51,6 +55,13 @@ class WeightSender:
             if group is not None:
                 self._broadcast(group, filled, bucket, deadline=deadline, silence_s=silence_s)
         return digest.hexdigest()
+
+    def _announce(self, group: Collective, key: str) -> None:
+        try:
+            group.announce(key, self._layout.agreement(self._bucket_bytes))
+        except UpdateError:
+            self.broke_in_group = True
+            raise
 
     def _broadcast(
         self, group: Collective, filled: torch.Tensor, bucket: int, *, deadline: float, silence_s: float

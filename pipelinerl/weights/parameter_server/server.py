@@ -92,6 +92,7 @@ class ParameterServer:
         if self._store is None:
             return
         for snapshot in await asyncio.to_thread(lambda: list(self._store.newest() if self._store else ())):
+            self.table.epoch = snapshot.key[0]  # our own, however high
             announced = self.table.announce(
                 Announcement(
                     epoch=snapshot.key[0], version=snapshot.key[1], layout=snapshot.layout, shard=snapshot.shard

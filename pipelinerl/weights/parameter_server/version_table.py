@@ -15,8 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
-from inference_contract.errors import DigestMismatch, LayoutMismatch, NotPrepared, Overloaded, StaleVersion
-from inference_contract.weights import WeightLayout
+from inference_contract.errors import (
+    DigestMismatch,
+    InvalidRequest,
+    LayoutMismatch,
+    NotPrepared,
+    Overloaded,
+    StaleVersion,
+)
+from inference_contract.weights import MOST_EPOCH_STEP, WeightLayout
 from pipelinerl.weights.parameter_server.retention import Key, collectable, holders, named
 from pipelinerl.weights.parameter_server.shared_memory import SharedMemory
 from pipelinerl.weights.parameter_server.wire import Announcement, ShardSpec, VersionRecord
@@ -156,10 +163,19 @@ class VersionTable:
 
         Raises:
             StaleVersion: a later epoch has begun.
+            InvalidRequest: no trainer is at that epoch, seen from the last one.
         """
         if epoch < self.epoch:
             raise StaleVersion(
-                f"epoch {self.epoch} has taken over from epoch {epoch}: another trainer is running; stop this one",
+                f"epoch {self.epoch} has taken over from epoch {epoch}: another trainer is running; stop this one. If "
+                "none is, this server was told wrong: start it again",
+                param="epoch",
+                known={"epoch": self.epoch},
+            )
+        if epoch > self.epoch + MOST_EPOCH_STEP:
+            raise InvalidRequest(
+                f"epoch must be at most {MOST_EPOCH_STEP} above {self.epoch}, the last one known here, got {epoch}; if "
+                "it is right, start this server again",
                 param="epoch",
             )
         self.epoch, self.progress = epoch, dict(progress)

@@ -10,7 +10,7 @@ from typing import Final, Self
 
 from pydantic import Field, model_validator
 
-from inference_contract.weights import BaseUrl, WeightLayout
+from inference_contract.weights import MOST_EPOCH, MOST_VERSION, BaseUrl, WeightLayout
 from inference_contract.wire import Wire
 from pipelinerl.weights.parameter_server.retention import Key
 from pipelinerl.weights.parameter_server.shared_memory import SharedMemoryAddress
@@ -47,8 +47,8 @@ class ShardSpec(Wire):
 class Announcement(Wire):
     """A version is coming; `progress` is what each member has confirmed, and names all that are counted on."""
 
-    epoch: int = Field(ge=0)
-    version: int = Field(ge=0)
+    epoch: int = Field(ge=0, lt=MOST_EPOCH)
+    version: int = Field(ge=0, lt=MOST_VERSION)
     layout: WeightLayout
     shard: ShardSpec = ShardSpec()
     progress: dict[str, Key | None] = Field(default_factory=dict)
@@ -73,7 +73,7 @@ class CopyOrder(Wire):
 class ProgressReport(Wire):
     """What each member has confirmed; who is not named is not waited for any more."""
 
-    epoch: int = Field(ge=0)
+    epoch: int = Field(ge=0, lt=MOST_EPOCH)
     progress: dict[str, Key | None]
 
 

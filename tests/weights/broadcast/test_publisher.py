@@ -135,7 +135,7 @@ async def test_a_later_epoch_outranks_an_earlier_trainer(control: Recording, eng
     second = BroadcastPublisher(control)
     await second.publish(publication(5, engines, epoch=2, membership=1))
     assert await serving(control, engines[0]) == (2, 5)
-    with pytest.raises(UpdateError, match=r"later one|last one seen|must come after"):
+    with pytest.raises(UpdateError, match=r"last one joined|must come after"):
         await first.publish(publication(8, engines, membership=10))
     assert await serving(control, engines[0]) == (2, 5)
     await first.close()

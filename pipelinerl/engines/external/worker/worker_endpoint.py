@@ -131,14 +131,18 @@ class WorkerEndpoint:
         self._waits = False
         self._left = False
 
+    def expect(self, key: str, *, deadline: float) -> str:
+        """Have the worker wait for it."""
+        return str(self.order({"expect": key, "timeout_s": max(deadline - time.monotonic(), 1e-3)}).get("said", ""))
+
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
         """Have the worker receive into the same bytes; it answers when it writes there no more."""
         start = tensor.storage_offset()
         timeout_s = max(deadline - time.monotonic(), 1e-3)
         self.order({"receive": [start, start + tensor.numel()], "timeout_s": timeout_s})
 
-    def order(self, order: dict[str, Any]) -> None:
-        """Have the worker do it; raises what went wrong there, after which the endpoint is left."""
+    def order(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Have the worker do it; returns its answer, or raises what went wrong there, and then the endpoint is left."""
         with self._guard:
             if self._left:
                 raise UpdateError(f"{self._name} was left")
@@ -152,10 +156,13 @@ class WorkerEndpoint:
             with self._guard:
                 self._waits = False
                 self._let_go()
-        answer = json.loads(line) if line else {"error": "broke", "message": f"{self._name}: the worker has ended"}
+        answer: dict[str, Any] = (
+            json.loads(line) if line else {"error": "broke", "message": f"{self._name}: the worker has ended"}
+        )
         if "error" in answer:
             self.close()
             raise _ERRORS[answer["error"]](answer["message"])
+        return answer
 
     def close(self) -> None:
         """Leave the group. An order that waits ends when the worker has ended it: until then it may write."""

@@ -1,0 +1,105 @@
+"""`implausible`: what of a report no role of this run can have meant, seen from what the controller knows.
+
+Whoever can write into the streams, or a role with a bug, may say anything. What is plausible is believed; what is not
+would leave the account unbalanced, an evaluation with answers to no question, or numbers that nobody can count up to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from inference_contract.weights import MOST_EPOCH, MOST_EPOCH_STEP, MOST_VERSION, MOST_VERSION_STEP
+from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.messages import (
+    MOST_AHEAD,
+    ActorAlive,
+    ConsumedReport,
+    EvaluationDone,
+    GroupFailed,
+    Report,
+    TrainerReady,
+)
+from pipelinerl.types import Purpose
+
+#: Numbers that every reader of JSON keeps as they are.
+_MOST: Final = 2**53
+#: A reason holds a traceback, or a row of engines' errors.
+_MOST_TEXT: Final = 2**16
+_MOST_ACTORS: Final = 4096
+
+
+def implausible(state: RunState, report: Report) -> str:
+    """What is wrong with `report`, as a clause; empty when nothing is."""
+    return next(_faults(state, report), "")
+
+
+def _faults(state: RunState, report: Report) -> Iterator[str]:
+    yield from _unrecordable(msgspec.to_builtins(report))
+    epoch = getattr(report, "epoch", 0)
+    if not isinstance(report, EvaluationDone) and epoch > state.epoch:
+        yield f"it is of epoch {epoch}, which has not begun"
+    version = getattr(report, "model_version", 0)
+    most = MOST_VERSION if isinstance(report, TrainerReady) else state.version + MOST_VERSION_STEP
+    if version >= most:
+        yield f"it is of version {version}, and the run at {state.version}"
+    if isinstance(report, TrainerReady):
+        most = min(state.epoch + MOST_EPOCH_STEP, MOST_EPOCH - 2)
+        if report.claimed > most:
+            yield f"it says that epoch {report.claimed} was claimed, and the run is in {state.epoch}"
+    consumed: ConsumedReport | None = getattr(report, "consumed", None)
+    if consumed is not None:
+        yield from _unbalanced(state, consumed)
+    if isinstance(report, EvaluationDone) or (
+        isinstance(report, GroupFailed) and report.purpose == Purpose.EVALUATION.value
+    ):
+        yield from _unasked(state, report)
+    if isinstance(report, ActorAlive) and report.name not in state.actors and len(state.actors) >= _MOST_ACTORS:
+        yield f"it is of one actor more than {_MOST_ACTORS}"
+
+
+def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
+    """Numbers that are none of a run's, and texts that nobody reads."""
+    match value:
+        case bool() | None:
+            return
+        case int() if not 0 <= value < _MOST:
+            yield f"{name} has the number {value:.6g}"
+        case str() if len(value) > _MOST_TEXT:
+            yield f"{name} has a text of {len(value)} characters"
+        case dict():
+            for key, held in value.items():
+                yield from _unrecordable(key, name)
+                yield from _unrecordable(held, str(key)[:64])
+        case list():
+            if len(value) > MOST_AHEAD:
+                yield f"{name} has {len(value)} entries"
+            else:
+                for held in value:
+                    yield from _unrecordable(held, name)
+
+
+def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
+    """A trainer's account counts each order once: those below the frontier, and those beyond it."""
+    furthest = max(consumed.frontier - 1, *consumed.beyond, -1)
+    if furthest >= state.account.cursor + 2 * MOST_AHEAD:
+        yield f"it accounts for order {furthest}, which was never issued"
+    beyond = set(consumed.beyond)
+    if len(beyond) < len(consumed.beyond) or any(index <= consumed.frontier for index in beyond):
+        yield "its account counts orders twice"
+    ended = consumed.trained + consumed.filtered + consumed.stale + consumed.failed
+    if ended != consumed.frontier + len(beyond):
+        yield f"its account does not balance: {ended} orders have a fate, {consumed.frontier + len(beyond)} have ended"
+
+
+def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[str]:
+    """An answer to no question of the evaluation that it names."""
+    evaluation = state.evaluations.current
+    if evaluation is None or not evaluation.concerns(report.order_id):
+        return
+    if report.index >= evaluation.next_index:
+        yield f"it answers question {report.index}, and {evaluation.next_index} were asked"
+    if isinstance(report, EvaluationDone) and not report.correct <= report.judged <= evaluation.plan.samples:
+        yield f"{report.correct} of {report.judged} answers are right, of {evaluation.plan.samples}"

@@ -1,0 +1,158 @@
+"""Epochs, generations and versions only rise: nobody who tells a wrong one shuts the trainer out for good."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from inference_contract.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    StaleGeneration,
+    StaleVersion,
+    from_wire,
+)
+from inference_contract.weights import (
+    MOST_EPOCH,
+    MOST_EPOCH_STEP,
+    MOST_GENERATION,
+    MOST_GENERATION_STEP,
+    MOST_VERSION,
+    MOST_VERSION_STEP,
+    UpdatePhase,
+    UpdateStatus,
+)
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.errors import UpdateError
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
+from pipelinerl.weights.parameter_server.version_table import VersionTable
+from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
+from tests.fakes.parameter_server import TOKEN, application as parameter_server
+from tests.fakes.scripted_engine import application as engine
+from tests.fakes.served import in_thread
+from tests.weights.broadcast.test_publisher import publication
+
+
+@pytest.fixture
+async def setting() -> Setting:
+    return Setting()
+
+
+async def test_a_join_that_fails_leaves_the_group_that_serves(setting: Setting) -> None:
+    await setting.join(1)
+    with pytest.raises(DeadlineExceeded):
+        await setting.receiver.init_process_group(setting.joining(1000, timeout_s=0.3))
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    old, setting.trainer = setting.trainer, None
+    await setting.join(2)  # below the one that failed
+    assert old is not None
+
+
+async def test_a_join_that_waits_keeps_no_trainer_out(setting: Setting) -> None:
+    forged = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1000, timeout_s=2.0)))
+    await asyncio.sleep(0.05)
+    await setting.join(1)
+    await setting.phase(UpdatePhase.PREPARE)
+    await setting.send()
+    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    with pytest.raises(DeadlineExceeded):
+        await forged
+
+
+async def test_joins_that_wait_are_few(setting: Setting) -> None:
+    """Each has a thread."""
+    joins = [setting.receiver.init_process_group(setting.joining(1 + i, timeout_s=0.5)) for i in range(20)]
+    ended = await asyncio.gather(*joins, return_exceptions=True)
+    assert [type(error) for error in ended].count(Overloaded) == 4
+
+
+async def test_a_jump_is_refused_by_an_engine(setting: Setting) -> None:
+    with pytest.raises(InvalidRequest, match="generation must be at most"):
+        await setting.receiver.init_process_group(setting.joining(MOST_GENERATION_STEP + 1, timeout_s=0.3))
+    await setting.join(1)
+    for far in ({"epoch": MOST_EPOCH_STEP + 1}, {"version": MOST_VERSION_STEP + 1}):
+        with pytest.raises(InvalidRequest, match="at most"):
+            await setting.phase(UpdatePhase.PREPARE, **far)
+    await setting.phase(UpdatePhase.PREPARE)  # the epoch that was refused has shut nobody out
+
+
+def test_what_is_refused_names_the_way_back() -> None:
+    table = VersionTable(room=2)
+    table.confirm(MOST_EPOCH_STEP, {})
+    with pytest.raises(InvalidRequest, match="start this server again"):
+        table.confirm(3 * MOST_EPOCH_STEP, {})
+    with pytest.raises(StaleVersion, match="this server was told wrong: start it again"):
+        table.confirm(1, {})
+
+
+@pytest.mark.parametrize(
+    ("server", "path", "body"),
+    [
+        (engine, "/init_process_group", {"generation": MOST_GENERATION}),
+        (engine, "/request_weight_update", {"epoch": MOST_EPOCH}),
+        (engine, "/request_weight_update", {"version": MOST_VERSION}),
+        (parameter_server, "/versions", {"epoch": MOST_EPOCH}),
+        (parameter_server, "/versions", {"epoch": 10**30}),
+        (parameter_server, "/versions", {"version": MOST_VERSION}),
+        (parameter_server, "/progress", {"epoch": 10**30}),
+    ],
+)
+async def test_there_is_a_ceiling(server: Any, path: str, body: dict[str, Any]) -> None:
+    layout = LAYOUT.model_dump(mode="json")
+    group = {"group": "g", "backend": "gloo", "rendezvous_host": "127.0.0.1", "rendezvous_port": 9, "rank": 1}
+    whole: dict[str, dict[str, Any]] = {
+        "/init_process_group": group | {"world_size": 2, "generation": 1, "timeout_s": 0.1},
+        "/request_weight_update": {"phase": "abort", "epoch": 1, "version": 1},
+        "/versions": {"epoch": 1, "version": 1, "layout": layout},
+        "/progress": {"epoch": 1, "progress": {}},
+    }
+    transport = httpx.ASGITransport(server())
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as http:
+        answer = await http.post(path, json=whole[path] | body)
+    assert answer.status_code in (400, 422), answer.text
+    assert next(iter(body)) in answer.text and "less than" in answer.text, answer.text
+
+
+async def test_the_trainer_goes_above_a_generation_that_was_nobodys(setting: Setting) -> None:
+    """Who has the token and a rendezvous can join an engine to a group of its own; the next publication is served."""
+    with in_thread(engine()) as url:
+        async with EngineClient() as client:
+            publisher = BroadcastPublisher(client, bucket_bytes=128)
+            try:
+                await _joined_elsewhere(client, url, setting, generation=2**50)
+                report = await publisher.publish(publication(1, [url]))
+                assert report.failed == {} and (await client.health(url)).model_version == 1
+            finally:
+                await publisher.close()
+
+
+async def test_a_trainer_whose_epoch_is_over_does_not_go_above(setting: Setting) -> None:
+    with in_thread(engine()) as url:
+        async with EngineClient() as client:
+            later, former = (BroadcastPublisher(client, bucket_bytes=128) for _ in range(2))
+            try:
+                await later.publish(publication(1, [url], epoch=2))
+                with pytest.raises(UpdateError, match="generation must be above"):
+                    await former.publish(publication(5, [url], epoch=1))
+                await later.publish(publication(2, [url], epoch=2))
+            finally:
+                await later.close()
+                await former.close()
+
+
+async def _joined_elsewhere(client: EngineClient, url: str, setting: Setting, *, generation: int) -> None:
+    setting.trainer = await setting.met(generation, client.init_process_group(url, setting.joining(generation)))
+
+
+def test_the_numbers_that_an_engine_tells_reach_the_client() -> None:
+    error = StaleGeneration("no", known={"generation": 7, "epoch": 2})
+    assert from_wire(409, error.to_wire()).known == {"generation": 7, "epoch": 2}
+    for told in (None, [], "x", {"generation": "7", "epoch": None}):
+        assert from_wire(409, {"error": {"code": "stale_generation", "message": "no", "known": told}}).known == {}

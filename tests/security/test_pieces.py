@@ -1,0 +1,90 @@
+"""Pieces of another length than agreed, and PREPAREs that nothing follows: refused, and in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from inference_contract.errors import EngineStopped, PeerLost, UpdateInProgress
+from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.system.background import in_background
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
+from pipelinerl.weights.broadcast.sender import WeightSender
+from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
+from tests.fakes.scripted_engine import application as engine
+from tests.fakes.served import in_thread
+from tests.weights.broadcast.test_publisher import Recording, publication
+
+KEY = "pieces-0.1"
+ARRAYS = {parameter.name: np.ones(parameter.shape, np.float32) for parameter in LAYOUT.parameters}
+
+
+@pytest.fixture
+async def setting() -> Setting:
+    return Setting()
+
+
+async def test_pieces_of_another_length_are_refused_before_the_first(setting: Setting) -> None:
+    """Gloo throws in a thread of its own when a piece is longer than its receiver expects: the process would end."""
+    await setting.join(1)
+    await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, pieces_key=KEY)
+    sender, group = WeightSender(LAYOUT, lambda: iter(ARRAYS.items()), 128), setting.trainer
+    in_background("send", lambda: sender.send(group, deadline=time.monotonic() + 2, silence_s=2.0, pieces_key=KEY))
+    with pytest.raises(PeerLost, match="rank 0 is about to send pieces of"):
+        await setting.phase(UpdatePhase.COMMIT)
+    assert not setting.target.current.any() and not setting.target.finished
+
+
+async def test_another_manifest_of_the_same_version_is_not_taken_for_a_repetition(setting: Setting) -> None:
+    await setting.join(1)
+    await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64)
+    assert await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, timeout_s=9.0) is UpdateStatus.PREPARED
+    for other in ({"bucket_bytes": 32}, {"pieces_key": KEY}):
+        with pytest.raises(UpdateInProgress):
+            await setting.phase(UpdatePhase.PREPARE, **{"bucket_bytes": 64, **other})
+
+
+async def test_a_prepare_that_nothing_follows_ends_within_moments(setting: Setting) -> None:
+    """It is in no collective yet, so that nobody has to leave for it to end."""
+    await setting.join(1)
+    await setting.phase(UpdatePhase.PREPARE, pieces_key=KEY, timeout_s=60)
+    began, old = time.monotonic(), setting.trainer
+    await setting.phase(UpdatePhase.ABORT)
+    setting.trainer = None
+    await setting.join(2)
+    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2, timeout_s=60)
+    assert time.monotonic() - began < 2.0 and old is not None
+
+
+class _Deaf(Recording):
+    """Of its engines, those in `lost` never hear PREPARE."""
+
+    lost: frozenset[str] = frozenset()
+
+    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        if url in self.lost and request.phase is UpdatePhase.PREPARE:
+            await asyncio.sleep(0.1)
+            raise EngineStopped("the request was lost")
+        return await super().request_weight_update(url, request)
+
+
+async def test_a_prepare_that_never_comes_costs_the_others_nothing() -> None:
+    """In gloo's tree they would wait for that engine, which waits for nobody: a third of the publication's time."""
+    with in_thread(engine()) as first, in_thread(engine()) as second, in_thread(engine()) as third:
+        urls = [first, second, third]
+        async with EngineClient() as client:
+            control = _Deaf(client)
+            publisher = BroadcastPublisher(control, bucket_bytes=128)
+            try:
+                await publisher.publish(publication(1, urls, timeout_s=30.0))
+                for version, lost in ((2, first), (3, second), (4, third)):
+                    control.lost = frozenset({lost})
+                    began = time.monotonic()
+                    report = await publisher.publish(publication(version, urls, timeout_s=30.0))
+                    assert set(report.failed) == {lost} and time.monotonic() - began < 3.0
+            finally:
+                await publisher.close()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
+from pipelinerl.system import gym_tasks
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import CORRECT, failed, timed_out, wrong
 
@@ -80,10 +81,8 @@ class _Refused(Exception):
 def _scorer(task: str, parameters: Mapping[str, Any]) -> Scorer:
     if task in UNSAFE_TASKS:
         raise _Refused(f"reasoning-gym's scorer of {task} runs answers as code; choose another task")
-    import reasoning_gym
-
     try:
-        dataset = reasoning_gym.create_dataset(task, seed=0, size=2**31 - 1, **parameters)
+        dataset = gym_tasks.create_dataset(task, seed=0, size=2**31 - 1, **parameters)
     except (ValueError, TypeError, AssertionError) as error:
         raise _Refused(f"reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from error
     # The G samples of a group are scored one after the other: the last entry is worth keeping.

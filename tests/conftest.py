@@ -63,14 +63,13 @@ def outward() -> str:
         pytest.skip("this machine has no network, and so no address but loopback")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
+    """A role that ran in the test's process has configured its logging; the next test has what was there before."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
-    for handler in handlers:
-        root.addHandler(handler)
+    if root.handlers != handlers:
+        root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(False)

@@ -40,7 +40,7 @@ Command = Callable[..., Done]
 
 @pytest.fixture
 def pipelinerl(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, own_logging: None
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Iterator[Command]:
     """`pipelinerl …`, in an empty directory."""
     monkeypatch.chdir(tmp_path)

@@ -14,6 +14,7 @@ from pipelinerl.data.drafts import Draft, Split, split_of, to_problem
 from pipelinerl.data.prompts import NO_PROMPTS, Prompts
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
+from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Problem
 
 _MAX_DRAWS: Final = 10_000
@@ -144,11 +145,9 @@ def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str
     if reserved:
         raise RecipeError(f"{where}.parameters must not set {', '.join(sorted(reserved))}: the run's seed decides")
     try:
-        import reasoning_gym
+        dataset = gym_tasks.create_dataset(task, seed=0, size=NUM_ENTRIES, **parameters)
     except ModuleNotFoundError:
         raise RecipeError(f"{where}.source needs reasoning_gym, which is not installed; pip install it") from None
-    try:
-        dataset = reasoning_gym.create_dataset(task, seed=0, size=NUM_ENTRIES, **parameters)
     except (ValueError, TypeError, AssertionError) as error:
         raise RecipeError(f"{where}: reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from None
 

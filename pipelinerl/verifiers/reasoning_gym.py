@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
+from pipelinerl.system import gym_tasks
 from pipelinerl.types import MOST_SHOWN, Problem, Verdict
 from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
@@ -113,10 +114,8 @@ class _Refused(Exception):
 def _scorer(task: str, parameters: Mapping[str, Any]) -> Scorer:
     if task in UNSAFE_TASKS:
         raise _Refused(f"reasoning-gym's scorer of {task} runs answers as code; choose another task")
-    import reasoning_gym
-
     try:
-        dataset = reasoning_gym.create_dataset(task, seed=0, size=2**31 - 1, **parameters)
+        dataset = gym_tasks.create_dataset(task, seed=0, size=2**31 - 1, **parameters)
     except (ValueError, TypeError, AssertionError) as error:
         raise _Refused(f"reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from error
     # The G samples of a group are scored one after the other: the last entry is worth keeping.

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.fakes.live_run import launched, new_run
+from tests.fakes.live_run import launched, light_run, new_run
 from tests.roles.test_dtypes import directory
 
 FEW = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32", "training.no_signal=train")
 
 
-def test_a_bfloat16_directory_trains_with_engines_of_its_own_dtype_and_of_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="its own dtype"),
+        pytest.param(("engine.dtype=float32", "trainer.precision=bf16"), id="another", marks=pytest.mark.slow),
+    ],
+)
+def test_a_bfloat16_directory_trains_with_an_engine_of(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     model = directory(tmp_path / "model", torch.bfloat16, config="bfloat16", keep="norm")
-    for name, more in (("own", ()), ("wide", ("engine.dtype=float32", "trainer.precision=bf16"))):
-        with launched(new_run(tmp_path / name, f"model.path={model}", *FEW, *more), tmp_path / name) as run:
-            assert run.end() == 0, run.story()
-            assert run.steps() == [1, 2]
-            assert run.events("engine_verified") and not run.events("engine_lost"), run.story()
+    with launched(new_run(tmp_path / "run", f"model.path={model}", *FEW, *overrides), tmp_path / "run") as run:
+        assert run.end() == 0, run.story()
+        assert run.steps() == [1, 2]
+        assert run.events("engine_verified") and not run.events("engine_lost"), run.story()
 
 
 def test_a_run_whose_verifier_always_fails_ends_and_its_last_line_says_why(tmp_path: Path) -> None:
     domain = '[{name = "sums", source = "addition", verifier = "reasoning_gym"}]'
-    overrides = (*FEW, f"domains={domain}", "engine.context_length=64", "sampling.max_tokens=4")
-    with launched(new_run(tmp_path / "run", *overrides), tmp_path / "run") as run:
+    with launched(light_run(tmp_path / "run", *FEW, f"domains={domain}"), tmp_path / "run") as run:
         assert run.end() == 1, run.story()
         (failing,), (failed,) = run.events("run_failing"), run.events("run_failed")
     assert "have no verdict; the last, of domain sums: verifier_error:" in failed["reason"]

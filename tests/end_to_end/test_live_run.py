@@ -19,8 +19,8 @@ import pytest
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from pipelinerl.system.ports import free_ports, is_free
-from tests.fakes.live_run import CLI, LiveRun, launched, new_run, resumed
-from tests.fakes.undisturbed import LOCKSTEP, STEPS, undisturbed as undisturbed_run
+from tests.fakes.live_run import CLI, LiveRun, launched, light_run, new_run, resumed
+from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
 from tests.patience import PATIENCE_S
 
 Curve = dict[int, tuple[float, ...]]
@@ -53,7 +53,7 @@ def command(*arguments: str, without: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> LiveRun:
-    """A lockstep run that ended by itself."""
+    """A lockstep run of the shipped model that ended by itself."""
     return undisturbed_run()
 
 
@@ -79,12 +79,11 @@ def test_any_kept_step_can_be_taken_again_to_the_bit(undisturbed: LiveRun) -> No
     assert "cispo" in command("replay", str(undisturbed.directory), "--step", "9", "--objective", "cispo")
 
 
-def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: LiveRun
-) -> None:
+@pytest.mark.parametrize("kind", [Kind.BIGRAM, pytest.param(Kind.TINY, marks=pytest.mark.slow)])
+def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one(tmp_path: Path, kind: Kind) -> None:
     """Three lives. Ctrl-C ends the first; then the machine is lost, its processes at once, and its disk after them."""
     directory, location = tmp_path / "run", tmp_path / "location"
-    with launched(new_run(directory, *LOCKSTEP, f"checkpoint.location={location}"), directory) as run:
+    with launched([*kind.arguments(directory), f"checkpoint.location={location}"], directory) as run:
         run.until_step(6)
         run.launcher.send_signal(signal.SIGINT)
         began = time.monotonic()
@@ -109,15 +108,14 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
         assert run.end() == 0, run.story()
         assert_settled(run, steps=STEPS)
         assert run.events("trainer_ready")[-1]["model_version"] in (4, 8), "it did not begin again"
-    assert curve(run) == curve(undisturbed)
+    assert curve(run) == curve(undisturbed_run(kind))
     kept = {manifest.parent.name.split("-e")[0] for manifest in location.glob("run/step-*/manifest.json")}
     assert kept == {"step-000004", "step-000008", "step-000012"}
 
 
 def test_a_live_run_survives_three_deaths_at_once_and_obeys_its_owner(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    arguments = new_run(directory, "run.steps=5000", "staleness.k=4")
-    with launched(arguments, directory) as run:
+    with launched(light_run(directory, "run.steps=5000", "staleness.k=4"), directory) as run:
         run.until_step(3)
         run.role("engine-0").kill()
         run.role("trainer").kill()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.test_live_run import command
-from tests.fakes.live_run import launched, new_run
+from tests.fakes.live_run import launched, light_run
 
 PROBLEMS, SAMPLES = 48, 8
 
@@ -27,7 +27,7 @@ def test_one_version_answers_while_the_trainer_takes_steps(tmp_path: Path) -> No
         "evaluation.temperature=1.0",
         "evaluation.pass_at=[1, 8]",
     )
-    with launched(new_run(directory, *overrides), directory) as run:
+    with launched(light_run(directory, *overrides), directory) as run:
         run.until(lambda run: len(run.events("evaluation")) >= 2, "an evaluation beside the training")
         status = json.loads(command("status", str(directory), "--json"))
         command("stop", str(directory))

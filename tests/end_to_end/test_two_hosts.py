@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.observability.events import read_events
+from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.live_run import CLI
 from tests.fakes.two_hosts import Host, two_hosts
 from tests.patience import PATIENCE_S
@@ -26,6 +27,7 @@ class Roles:
 
     def __init__(self, folder: Path, controller: Host) -> None:
         self.folder = folder
+        self.recipe = bigram_recipe(folder / "bigram")
         self.controller_url = f"http://{controller.address}:8000"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {**os.environ, **TOKEN, "OMP_NUM_THREADS": "1"}
@@ -34,7 +36,7 @@ class Roles:
         directory = self.folder / host.address
         directory.mkdir(exist_ok=True)
         words = [*host.enter, *CLI, role, "--run-dir", str(directory), "--controller-url", self.controller_url]
-        words += ["--name", name or role, *arguments]
+        words += ["--recipe", str(self.recipe), "--name", name or role, *arguments]
         for change in SMALL:
             words += ["--set", change]
         with (self.folder / f"{name or role}.log").open("ab") as log:
@@ -109,7 +111,7 @@ def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
         reached = step()
         run.until(lambda: step() >= reached + 10, "ten steps more")
         rows = [line.split()[:3] for line in run.command(two, "engines", "list", run.controller_url).splitlines()[1:]]
-        assert sorted(rows) == [["engine-0", "torch", "healthy"], ["engine-1", "torch", "healthy"]]
+        assert sorted(rows) == [["engine-0", "bigram", "healthy"], ["engine-1", "bigram", "healthy"]]
         assert {event["url"] for event in events("engine_verified")} == {f"http://{h.address}:8001" for h in (one, two)}
         run.command(two, "stop", run.controller_url)
         assert run.processes["controller"].wait(60) == 0

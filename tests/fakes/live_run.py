@@ -19,6 +19,7 @@ from typing import Any, final
 import psutil
 
 from pipelinerl.observability.events import Event, read_events
+from tests.fakes.bigram_recipe import bigram_recipe
 from tests.patience import PATIENCE_S
 
 #: Small steps of the shipped model: a step takes a tenth of a second, so that starting is most of a run.
@@ -155,9 +156,14 @@ def launched(arguments: Sequence[str], directory: Path) -> Iterator[LiveRun]:
             process.kill()
 
 
-def new_run(directory: Path, *overrides: str) -> list[str]:
+def new_run(directory: Path, *overrides: str, recipe: Path | str = "tiny") -> list[str]:
     """Arguments of a small new run in `directory`."""
-    return ["tiny", *SMALL, f"run.directory={directory.parent}", f"run.name={directory.name}", *overrides]
+    return [str(recipe), *SMALL, f"run.directory={directory.parent}", f"run.name={directory.name}", *overrides]
+
+
+def light_run(directory: Path, *overrides: str) -> list[str]:
+    """Arguments of a small new run in `directory` whose model is the bigram, made beside it."""
+    return new_run(directory, *overrides, recipe=bigram_recipe(directory.parent / "bigram"))
 
 
 def resumed(directory: Path) -> list[str]:

@@ -67,7 +67,6 @@ def test_a_file_without_a_token_is_refused(tmp_path: Path, content: str) -> None
         read_token(tmp_path / "absent")
 
 
-@pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
@@ -96,7 +95,6 @@ def test_exit_status_and_sentence(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_no_success_and_is_put_in_order_first(tmp_path: Path, number: int) -> None:
     happened: list[str] = []
@@ -113,7 +111,6 @@ def test_a_signal_is_no_success_and_is_put_in_order_first(tmp_path: Path, number
     assert (ended.value.code, happened) == (143, ["in order"])
 
 
-@pytest.mark.usefixtures("own_logging")
 def test_work_that_is_done_returns(tmp_path: Path) -> None:
     async def role(given: Identity) -> None:
         await (await given.stream()).close()

@@ -100,6 +100,7 @@ def test_a_version_that_is_missing_is_named_once(trainer: BigramTrainer, caplog:
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [math.inf, math.inf, 1])
     mixed = replace(group(0), rollouts=(rollout(version=2), rollout(spans=[(1, 1), (2, 1)])))
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="pipelinerl"):
         assert [history.covers(each) for each in (group(1, version=2), mixed, mixed)] == [True, False, False]
     (said,) = caplog.messages

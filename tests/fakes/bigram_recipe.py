@@ -1,0 +1,61 @@
+"""`bigram_recipe`: the lightest whole run, for what is tried on a run's processes and not on their computing.
+
+Launcher, roles, streams, engine and trainer are the real ones, in processes of their own; the model is numpy's, so that
+none of them imports transformers' models, and a role works after two seconds of a processor instead of seven. The
+problems are reasoning-gym's; every second answer is "2", so that there is something to learn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
+
+_CONTEXT = 160
+_RECIPE = """
+[run]
+name = "bigram"
+steps = 12
+[model]
+path = "{model}"
+[engine]
+type = "bigram"
+slots = 32
+context_length = {context}
+[trainer]
+type = "bigram"
+[optimizer]
+learning_rate = 0.05
+[[domains]]
+name = "divisors"
+source = "reasoning_gym:gcd"
+verifier = "reasoning_gym"
+[objective]
+preset = "pipelinerl"
+adv.scale = "none"
+is_weight = "one"
+grad1 = {{ kind = "clipped_ratio", epsilon_low = 0.2, epsilon_high = 0.28 }}
+[sampling]
+group_size = 8
+max_tokens = 4
+[training]
+rollouts_per_step = 64
+no_signal = "train"
+[staleness]
+j = 1
+k = 2
+[actor]
+groups_in_flight = 8
+"""
+
+
+def bigram_recipe(folder: Path) -> Path:
+    """A recipe and its model, written into `folder`, which is made; the recipe's path."""
+    model = folder / "model"
+    tokenizer = char_tokenizer(alphabet="0123456789")
+    BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=_CONTEXT).save(model)
+    tokenizer.save_pretrained(str(model), save_jinja_files=False)
+    recipe = folder / "bigram.toml"
+    recipe.write_text(_RECIPE.format(model=model, context=_CONTEXT))
+    return recipe

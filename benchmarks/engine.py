@@ -24,8 +24,9 @@ import torch
 from benchmarks.measure import Paired, Row, paired, print_table, write_record
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl import rng
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from trainer_contract.types import Device
@@ -118,16 +119,17 @@ def generate(model: Any, job: Job, concurrency: int) -> None:
 def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: int) -> tuple[Paired, dict[str, float]]:
     """Tokens/s of both arms, and the engine's occupancy over all rounds."""
     loop = asyncio.new_event_loop()
-    settings = TorchEngineSettings(
+    options = EngineOptions(
         model_path=path,
-        batching=BatchingSettings(model_id="m", max_waiting=65536),
+        model_id="m",
+        max_waiting=65536,
         slots=concurrency,
         context_length=CONTEXT,
         device=Device.CPU,
         threads=1,
     )
     tokenizer = ChatTokenizer(char_tokenizer(), ())  # no token ends an answer
-    engine = BatchingEngine(settings.batching, load=lambda: load_runner(settings), tokenizer=tokenizer)
+    engine = BatchingEngine(options, load=lambda: load_runner(options), tokenizer=tokenizer)
     loop.run_until_complete(engine.start())
     model = random_decoder_at(path)
     job = Job.of(load, batches * concurrency, vocab=56)

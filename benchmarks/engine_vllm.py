@@ -17,15 +17,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.engine import CONTEXT, LOADS, Job, ours
 from benchmarks.measure import Paired, Row, paired, print_table, write_record
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
+from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.registry import ENGINES
@@ -37,15 +38,8 @@ CONCURRENCY = (8, 64)
 
 def torch_engine(path: Path, slots: int) -> BatchingEngine:
     """Ours, whose answers no token ends."""
-    settings = TorchEngineSettings(
-        model_path=path,
-        batching=BatchingSettings(model_id="m", max_waiting=65536),
-        slots=slots,
-        context_length=CONTEXT,
-        device=Device.CPU,
-        threads=1,
-    )
-    return BatchingEngine(settings.batching, load=lambda: load_runner(settings), tokenizer=_endless())
+    options = replace(_options(path, slots), device=Device.CPU)
+    return BatchingEngine(options, load=lambda: load_runner(options), tokenizer=_endless())
 
 
 def vllm_engine(path: Path, slots: int) -> BatchingEngine:
@@ -53,12 +47,15 @@ def vllm_engine(path: Path, slots: int) -> BatchingEngine:
     from pipelinerl.engines.external.vllm.engine import loop_of
     from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 
-    batching = BatchingSettings(model_id="m", max_waiting=65536)
-    options = EngineOptions(
+    options = _options(path, slots)
+    loop = loop_of(options, frozenset(), WorkerEndpointFactory(frozenset()))
+    return BatchingEngine(options, loop=loop, tokenizer=_endless())
+
+
+def _options(path: Path, slots: int) -> EngineOptions:
+    return EngineOptions(
         model_path=path, model_id="m", slots=slots, max_waiting=65536, context_length=CONTEXT, threads=1
     )
-    loop = loop_of(options, batching, frozenset(), WorkerEndpointFactory(frozenset()))
-    return BatchingEngine(batching, loop=loop, tokenizer=_endless())
 
 
 def _endless() -> ChatTokenizer:

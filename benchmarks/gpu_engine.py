@@ -28,9 +28,10 @@ from benchmarks.served_engine import EngineOrder, Load, served
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import Backend
 from pipelinerl import rng
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.mismatch import mismatch
@@ -59,16 +60,22 @@ class _Local:
     """An engine in this process, driven from synchronous code."""
 
     def __init__(self, folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> None:
-        settings = TorchEngineSettings(
+        options = EngineOptions(
             model_path=folder,
-            batching=BatchingSettings(model_id="gpu", prefill_tokens=scale.slots * scale.prompt),
+            model_id="gpu",
+            max_waiting=4096,
             slots=scale.slots,
             context_length=scale.prompt + scale.answer,
             device=Device(device.type),
             dtype=dtype,
         )
         tokenizer = ChatTokenizer(char_tokenizer(), ())  # no token ends a sample
-        self.engine = BatchingEngine(settings.batching, load=lambda: load_runner(settings), tokenizer=tokenizer)
+        self.engine = BatchingEngine(
+            options,
+            load=lambda: load_runner(options),
+            tokenizer=tokenizer,
+            prefill_tokens=scale.slots * scale.prompt,
+        )
         self._runner = asyncio.Runner()
         self._runner.run(self.engine.start())
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
@@ -28,12 +29,13 @@ import psutil
 
 from benchmarks.measure import Row, bootstrap_median, paired, print_table, write_record
 from inference_contract.schemas import ChatCompletionRequest
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -80,7 +82,10 @@ def _serve(port: Connection) -> None:
     tokenizer = ChatTokenizer(char_tokenizer(), ())
     model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=CONTEXT)
     load: Any = lambda: _Sleeper(BigramRunner(model, slots=GROUPS * SAMPLES))  # noqa: E731
-    app = create_app(BatchingEngine(BatchingSettings(model_id="m"), load=load, tokenizer=tokenizer), token=None)
+    options = EngineOptions(
+        model_path=Path(), model_id="m", slots=GROUPS * SAMPLES, max_waiting=4096, context_length=CONTEXT
+    )
+    app = create_app(BatchingEngine(options, load=load, tokenizer=tokenizer), token=None)
     listener = listen("127.0.0.1", 0)
     port.send(listener.getsockname()[1])
     serve(app, listener)

@@ -86,9 +86,10 @@ def _serve(order: EngineOrder, port: Connection) -> None:
     from transformers.utils import logging as transformers_logging
 
     from benchmarks.update_pause import Stopwatch
-    from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+    from pipelinerl.engines.batching.batching_engine import BatchingEngine
     from pipelinerl.engines.http.server import create_app
-    from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
+    from pipelinerl.engines.options import EngineOptions
+    from pipelinerl.engines.torch.engine import load_runner
     from pipelinerl.models.tiny_decoder import char_tokenizer
     from pipelinerl.models.tokenizer import ChatTokenizer
     from pipelinerl.system.http_service import listen, serve
@@ -96,9 +97,10 @@ def _serve(order: EngineOrder, port: Connection) -> None:
 
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
-    settings = TorchEngineSettings(
+    options = EngineOptions(
         model_path=order.folder,
-        batching=BatchingSettings(model_id="debug"),
+        model_id="debug",
+        max_waiting=4096,
         slots=order.slots,
         context_length=order.context,
         device=Device(order.device),
@@ -106,8 +108,8 @@ def _serve(order: EngineOrder, port: Connection) -> None:
         threads=1,
     )
     ends: list[float] = []
-    watched: Any = lambda: Stopwatch(load_runner(settings), ends)  # noqa: E731
-    engine = BatchingEngine(settings.batching, load=watched, tokenizer=ChatTokenizer(char_tokenizer(), ()))
+    watched: Any = lambda: Stopwatch(load_runner(options), ends)  # noqa: E731
+    engine = BatchingEngine(options, load=watched, tokenizer=ChatTokenizer(char_tokenizer(), ()))
     app = create_app(engine, token=None)
     starts = app.router.lifespan_context
 

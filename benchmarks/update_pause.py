@@ -36,11 +36,12 @@ import torch
 from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import WeightLayout
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.server import create_app
-from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system import http_client
@@ -78,15 +79,14 @@ class Stopwatch:
 def _engine(folder: str, port: Connection) -> None:
     """The engine's process: sends its port; GET /notes gives what was noted since the last time."""
     torch.set_num_threads(1)
-    settings = BatchingSettings(model_id="debug")
-    load = TorchEngineSettings(
-        model_path=Path(folder), batching=settings, slots=SLOTS, context_length=CONTEXT, threads=1
+    options = EngineOptions(
+        model_path=Path(folder), model_id="debug", slots=SLOTS, max_waiting=4096, context_length=CONTEXT, threads=1
     )
     ends: list[float] = []
-    watched: Any = lambda: Stopwatch(load_runner(load), ends)  # noqa: E731
+    watched: Any = lambda: Stopwatch(load_runner(options), ends)  # noqa: E731
     # No token ends a sample: lengths are what is asked for.
     tokenizer = ChatTokenizer(char_tokenizer(), ())
-    engine = BatchingEngine(settings, load=watched, tokenizer=tokenizer)
+    engine = BatchingEngine(options, load=watched, tokenizer=tokenizer)
 
     async def notes() -> list[float]:
         taken, ends[:] = list(ends), []

@@ -23,6 +23,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    def shared_with(self, settings: type[Any]) -> dict[str, Any]:
+        """The values that the dataclass `settings` has fields for, by the same names: it takes them as they are."""
+        return {
+            field.name: getattr(self, field.name) for field in fields(settings) if field.name in type(self).model_fields
+        }
+
 
 class RunSection(Section):
     """What the run is called, where it writes and when it ends."""
@@ -133,7 +139,7 @@ class OptimizerSection(Section):
     @property
     def spec(self) -> OptimizerSpec:
         """The trainer's part: all but the schedule, which is the training loop's."""
-        return OptimizerSpec(**self.model_dump(include={field.name for field in fields(OptimizerSpec)}))
+        return OptimizerSpec(**self.shared_with(OptimizerSpec))
 
 
 class TrainerSection(Section):

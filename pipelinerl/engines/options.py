@@ -53,6 +53,22 @@ class EngineOptions:
     pull: PullSource | None = None
     server: str | None = None
 
+    def check_context(self, longest: int | None) -> None:
+        """Raise `ModelError` if a sequence may get longer than the `longest` that the model knows positions for."""
+        if longest is not None and self.context_length > longest:
+            raise ModelError(
+                f"context_length must be at most the {longest} positions of {self.model_path}, got "
+                f"{self.context_length}"
+            )
+
+    def check_cache(self, needed: int, *, allowed: int | None) -> None:
+        """Raise `ModelError` if keys and values of all slots take more bytes than allowed; None bounds nothing."""
+        if allowed is not None and needed > allowed:
+            raise ModelError(
+                f"{self.slots} slots of {self.context_length} tokens need {needed} bytes of cache, allowed are "
+                f"{allowed}; lower slots or context_length"
+            )
+
     def check_one_device(self, engine: str) -> None:
         """Raise `ModelError` if the model is to be shared by several devices, which `engine` cannot."""
         if self.devices != 1:

@@ -75,15 +75,11 @@ def settings_of(config: RunConfig) -> ControllerSettings:
     """The controller's part of the recipe."""
     plan = config.evaluation.model_dump(exclude={"split", "interval_steps", "max_tokens"})
     return ControllerSettings(
-        seed=config.run.seed,
-        steps=config.run.steps,
-        until_accuracy=config.run.until_accuracy,
+        **config.run.shared_with(ControllerSettings),
         max_groups=config.streams.max_groups,
         sampling=config.sampling.of_an_order,
         by_domain={domain.name: domain.sampling for domain in config.domains},
         evaluation=EvaluationPlan(max_tokens=config.evaluation.max_tokens or 0, **plan),
-        stall_s=config.run.stall_s,
-        engine_timeout_s=config.run.engine_timeout_s,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
     )

@@ -40,26 +40,17 @@ def build_engine(identity: Identity) -> Engine:
     """The engine that the recipe names."""
     config = identity.config
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
-    engine: Engine = build(
-        EngineOptions(
-            model_path=config.model.resolved,
-            model_id=config.model.path.removeprefix("shipped:"),
-            slots=config.engine.slots,
-            max_waiting=config.engine.max_waiting,
-            context_length=config.engine.context_length,
-            dtype=dtypes_of(config).engine,
-            weights=config.engine.weights,
-            head_precision=config.model.head_precision,
-            device=config.engine.device,
-            devices=config.engine.devices,
-            memory_share=config.engine.memory_share,
-            options=config.engine.options,
-            threads=config.launch.threads,
-            seed=config.run.seed,
-            pull=WeightPuller(token=identity.token),
-            server=_server_of(identity),
-        )
-    )
+    of_the_run = {
+        "model_path": config.model.resolved,
+        "model_id": config.model.path.removeprefix("shipped:"),
+        "dtype": dtypes_of(config).engine,
+        "head_precision": config.model.head_precision,
+        "threads": config.launch.threads,
+        "seed": config.run.seed,
+        "pull": WeightPuller(token=identity.token),
+        "server": _server_of(identity),
+    }
+    engine: Engine = build(EngineOptions(**config.engine.shared_with(EngineOptions) | of_the_run))
     return engine
 
 

@@ -95,15 +95,11 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
     """The backend's part of the recipe, for the policy."""
     return TrainerSpec(
+        **config.trainer.shared_with(TrainerSpec),
         model_path=config.model.resolved,
         seed=config.run.seed,
-        precision=config.trainer.precision,
         head_precision=config.model.head_precision,
-        device=config.trainer.device,
-        gradient_checkpointing=config.trainer.gradient_checkpointing,
         gather_dtype=config.weights.dtype,
-        options=config.trainer.options,
-        memory_share=config.trainer.memory_share,
         optimizer=config.optimizer.spec,
         restore_from=restore_from,
     )

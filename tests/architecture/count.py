@@ -1,9 +1,11 @@
 """Counts of the whole tree, by which a review tells whether the house has become easier to move in.
 
     python -m tests.architecture.count [field]
+    python -m tests.architecture.count request
 
 It prints the product's lines, its short files with one importer, the modules of each folder, where `field` (default:
 `slots`) is declared, who imports an HTTP library and makes clients of it, and the public class names that occur twice.
+With `request` it sends a chat request to an engine instead, and prints the files that it runs through.
 """
 
 from __future__ import annotations
@@ -105,5 +107,14 @@ def _print(title: str, lines: list[str]) -> None:
     print(f"\n{title}: {len(lines)}", *(f"  {line}" for line in lines), sep="\n")
 
 
+def _print_request() -> None:
+    from tests.architecture.traced_request import files_of_a_request  # here: it needs torch
+
+    _print("files that a chat request runs through", files_of_a_request())
+
+
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "slots")
+    if sys.argv[1:] == ["request"]:
+        _print_request()
+    else:
+        main(sys.argv[1] if len(sys.argv) > 1 else "slots")

@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 from tests.architecture.count import classes_twice, declarations, http_users, short_with_one_importer
+from tests.architecture.traced_request import files_of_a_request
 from tests.architecture.tree import ROOT, Module
 from tests.patience import PATIENCE_S
 
+#: A newcomer has to open so many files to follow a request.
+MOST_OF_A_REQUEST = 21
 TREE = (
     Module("launch/a.py", "class A:\n    slots: int\n"),
     Module("launch/b.py", "import httpx\nfrom launch.a import A\nclass A: ...\nhttpx.Client()\nhttpx.Client()\n"),
@@ -37,3 +40,15 @@ def test_the_command_runs() -> None:
         "twice:",
     ):
         assert heading in answer.stdout
+
+
+def test_a_request_is_followed_from_the_handler_to_its_token() -> None:
+    """On both threads; and nothing that only starting or updating an engine needs is among the files."""
+    files = files_of_a_request()
+    assert {
+        "pipelinerl/engines/http/server.py",
+        "pipelinerl/engines/batching/decode_loop.py",
+        "pipelinerl/engines/torch/sampling.py",
+    } <= set(files)
+    assert not {"pipelinerl/models/checkpoint.py", "pipelinerl/engines/weights/incoming_update.py"} & set(files)
+    assert len(files) <= MOST_OF_A_REQUEST

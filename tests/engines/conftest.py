@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 
 
@@ -44,7 +45,7 @@ def gate(tokenizer: ChatTokenizer) -> GatedRunner:
 @pytest.fixture
 async def engine(gate: GatedRunner, endless: ChatTokenizer) -> AsyncIterator[BatchingEngine]:
     """A started engine on `gate`; it opens the gate when the test is over."""
-    built = BatchingEngine(BatchingSettings(model_id="m", max_waiting=16), load=lambda: gate, tokenizer=endless)
+    built = BatchingEngine(engine_options(max_waiting=16), load=lambda: gate, tokenizer=endless)
     await built.start()
     yield built
     gate.open()

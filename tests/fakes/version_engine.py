@@ -22,10 +22,11 @@ from typing import Any, Final, Self, final
 import numpy as np
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.system.http_service import listen, serve
+from tests.fakes.engine_options import engine_options
 
 #: In all more than the buffers of a connection hold: a receiver that stands still stops the sender.
 LAYOUT: Final = WeightLayout(
@@ -114,8 +115,8 @@ class _NoText:
 
 def application() -> Any:
     """The engine behind its routes."""
-    settings = BatchingSettings(model_id="versions", max_waiting=4096, seed=0)
-    return create_app(BatchingEngine(settings, load=VersionRunner, tokenizer=_NoText(), pull=None), token=None)
+    options = engine_options(model_id="versions")
+    return create_app(BatchingEngine(options, load=VersionRunner, tokenizer=_NoText()), token=None)
 
 
 @final

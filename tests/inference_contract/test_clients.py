@@ -17,12 +17,13 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from inference_contract.conformance.session import chunks
 from inference_contract.schemas import ChatCompletion
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.engine_options import engine_options
 from tests.fakes.served import in_thread
 
 RECORDED = [
@@ -40,9 +41,7 @@ def url() -> Iterator[str]:
     raw = char_tokenizer()
     tokenizer = ChatTokenizer(raw, {raw.eos_token_id})
     model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=96)
-    engine = BatchingEngine(
-        BatchingSettings(model_id="m"), load=lambda: BigramRunner(model, slots=4), tokenizer=tokenizer
-    )
+    engine = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, slots=4), tokenizer=tokenizer)
     with in_thread(create_app(engine, token=None)) as served:
         yield served
 

@@ -11,7 +11,8 @@ import pytest
 
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from tests.fakes.engine_options import engine_options
 from tests.fakes.version_engine import PROMPT, VersionRunner
 
 CONTEXT: Final = VersionRunner.context_length
@@ -46,7 +47,7 @@ class SlowTokenizer:
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[BatchingEngine, SlowTokenizer]]:
     tokenizer = SlowTokenizer()
-    engine = BatchingEngine(BatchingSettings(model_id="m"), load=VersionRunner, tokenizer=tokenizer)
+    engine = BatchingEngine(engine_options(), load=VersionRunner, tokenizer=tokenizer)
     await engine.start()
     yield engine, tokenizer
     await engine.close()

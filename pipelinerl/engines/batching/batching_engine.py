@@ -13,9 +13,8 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UnknownModel
 from inference_contract.schemas import (
@@ -41,18 +40,19 @@ from inference_contract.weights import (
 from pipelinerl import rng
 from pipelinerl.engines.batching import responses as answers
 from pipelinerl.engines.batching.decode_loop import DecodeLoop
-from pipelinerl.engines.batching.delivery import Delivery
 from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.batching.request_checks import add_samples, refuse_oversized, room_after
-from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, ServedModel
-from pipelinerl.engines.batching.scheduler import Scheduler
-from pipelinerl.engines.batching.sequence import Request
-from pipelinerl.engines.batching.text import Detokenizer, TextWindow
+from pipelinerl.engines.batching.sample_loop import Delivery, LoopBuilder, SampleLoop, ServedModel
+from pipelinerl.engines.batching.scheduler import Capacity, Scheduler
+from pipelinerl.engines.batching.sequence import Detokenizer, Request, TextWindow
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError
 from pipelinerl.weights.layout import converted_by
-from pipelinerl.weights.pull import PullSource
+
+#: How long `close` waits for the loop's thread to end its step.
+_STOP_S: Final = 30.0
 
 
 class Tokenizer(Protocol):
@@ -76,57 +76,45 @@ class Tokenizer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchingSettings:
-    """What does not depend on the array library.
-
-    Attributes:
-        model_id: name under which requests ask for the model.
-        max_waiting: most samples that may wait for a row.
-        prefill_tokens: most prompt tokens that enter between two decode steps.
-        seed: keys the noise of requests that name no seed.
-        serving: (epoch, version) of the weights the engine starts with.
-        stop_timeout_s: how long `close` waits for the decode thread.
-        continuation: whose noise the rest of an answer has that another engine began.
-    """
-
-    model_id: str
-    max_waiting: int = 4096
-    prefill_tokens: int = 8192
-    seed: int = 0
-    serving: tuple[int, int] = (0, 0)
-    stop_timeout_s: float = 30.0
-    continuation: Continuation = Continuation.SAME_NOISE
-
-
 @final
 class BatchingEngine:
     """An engine.
 
     Args:
         load: builds the runner, on the decode thread; or `loop`, which builds what samples instead of a `DecodeLoop`.
-        pull: offers the transport `pull`.
         endpoints: where the engine's endpoint in the weight group is.
+        continuation: whose noise the rest of an answer has that another engine began.
+        prefill_tokens: most prompt tokens that a `DecodeLoop` admits between two steps.
     """
 
     def __init__(
         self,
-        settings: BatchingSettings,
+        options: EngineOptions,
         *,
         load: Callable[[], ModelRunner] | None = None,
         loop: LoopBuilder | None = None,
         tokenizer: Tokenizer,
-        pull: PullSource | None = None,
         endpoints: EndpointFactory = IN_PROCESS,
+        continuation: Continuation = Continuation.SAME_NOISE,
+        prefill_tokens: int = 8192,
     ) -> None:
         if (load is None) == (loop is None):
             raise ValueError("expected exactly one of load and loop")
-        self._settings = settings
+        self._options = options
         self._tokenizer = tokenizer
-        build = loop if load is None else _decode_loop(settings, load, tokenizer.eos_token_ids)
-        assert build is not None
-        self._loop: SampleLoop = build(self._deliver_from_thread)
-        self._receiver = WeightReceiver(self, pull=pull, endpoints=endpoints)
+        self._continuation = continuation
+        self._loop: SampleLoop
+        if loop is not None:
+            self._loop = loop(self._deliver_from_thread)
+        else:
+            assert load is not None
+            self._loop = DecodeLoop(
+                load=load,
+                scheduler=lambda runner: Scheduler(Capacity(runner.slots, options.max_waiting), prefill_tokens),
+                stop_ids=tokenizer.eos_token_ids,
+                deliver=self._deliver_from_thread,
+            )
+        self._receiver = WeightReceiver(self, pull=options.pull, endpoints=endpoints)
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
@@ -146,9 +134,9 @@ class BatchingEngine:
             return
         self._receiver.close()
         self._encoder.shutdown(wait=False, cancel_futures=True)
-        ended = await asyncio.to_thread(self._loop.stop, self._settings.stop_timeout_s)
+        ended = await asyncio.to_thread(self._loop.stop, _STOP_S)
         if not ended:
-            stuck = f"the decode thread has not ended its step within {self._settings.stop_timeout_s:g} s"
+            stuck = f"the decode thread has not ended its step within {_STOP_S:g} s"
             self._deliver(
                 [Delivery(work, is_last=True, error=EngineStopped(stuck)) for work, _ in self._waiters.values()]
             )
@@ -166,7 +154,7 @@ class BatchingEngine:
             self._forget(work)
         if delivery.error is not None:
             raise delivery.error
-        return answers.completion(request, work, self._settings.model_id, self._tokenizer)
+        return answers.completion(request, work, self._options.model_id, self._tokenizer)
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         """Sample all choices and yield what is new, as it comes or at intervals. Closing the iterator frees it."""
@@ -181,7 +169,7 @@ class BatchingEngine:
     ) -> AsyncGenerator[ChatCompletionChunk]:
         """Looks at what the loop's thread has sampled, which costs that thread nothing."""
         work = await self._work(request, streams=False)
-        news = answers.News(request, work, self._settings.model_id, self._tokenizer)
+        news = answers.News(request, work, self._options.model_id, self._tokenizer)
         ended: asyncio.Future[Delivery] = self._events.create_future()
         self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
         try:
@@ -196,11 +184,11 @@ class BatchingEngine:
         if error is not None:
             raise error
         if request.stream_options is not None and request.stream_options.include_usage:
-            yield answers.usage_chunk(request, work, self._settings.model_id, news.version)
+            yield answers.usage_chunk(request, work, self._options.model_id, news.version)
 
     async def _at_once(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
         work = await self._work(request, streams=True)
-        model = self._settings.model_id
+        model = self._options.model_id
         news: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, news.put_nowait)
         try:
@@ -227,8 +215,8 @@ class BatchingEngine:
         model = self._started()
         if self._receiver.dirty is not None:
             raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
-        if asked.model is not None and asked.model != self._settings.model_id:
-            raise UnknownModel(f"this engine serves {self._settings.model_id!r}, got {asked.model!r}", param="model")
+        if asked.model is not None and asked.model != self._options.model_id:
+            raise UnknownModel(f"this engine serves {self._options.model_id!r}, got {asked.model!r}", param="model")
         prompt = asked.prompt_token_ids or await self._encoded(asked, model)
         room = room_after(prompt, model, "prompt_token_ids" if asked.prompt_token_ids else "messages")
         number = next(self._numbers)
@@ -242,7 +230,7 @@ class BatchingEngine:
             streams=streams,
             priority=asked.priority,
         )
-        seed = asked.seed if asked.seed is not None else rng.key(self._settings.seed, "request", number)
+        seed = asked.seed if asked.seed is not None else rng.key(self._options.seed, "request", number)
         stops = asked.stop_strings
         add_samples(
             work,
@@ -330,7 +318,7 @@ class BatchingEngine:
         model = self._started()
         epoch, version = self._loop.serving
         return ModelCard(
-            id=self._settings.model_id,
+            id=self._options.model_id,
             model_version=version,
             epoch=epoch,
             context_length=model.context_length,
@@ -346,7 +334,7 @@ class BatchingEngine:
         if self._model is None or not self._loop.is_alive:
             state = EngineState.STOPPED
         epoch, version = self._loop.serving
-        return Health(state=state, model_version=version, epoch=epoch, continuation=self._settings.continuation)
+        return Health(state=state, model_version=version, epoch=epoch, continuation=self._continuation)
 
     def metrics(self) -> EngineMetrics:
         """Load and totals without waiting."""
@@ -376,15 +364,3 @@ class BatchingEngine:
         if self._model is None:
             raise EngineStopped("the engine has not been started")
         return self._model
-
-
-def _decode_loop(settings: BatchingSettings, load: Callable[[], ModelRunner], stop_ids: frozenset[int]) -> LoopBuilder:
-    return lambda deliver: DecodeLoop(
-        load=load,
-        scheduler=lambda runner: Scheduler(
-            slots=runner.slots, max_waiting=settings.max_waiting, prefill_tokens=settings.prefill_tokens
-        ),
-        stop_ids=stop_ids,
-        deliver=deliver,
-        serving=settings.serving,
-    )

@@ -27,9 +27,17 @@ from typing import final
 from inference_contract.errors import EngineStopped, UpdateInProgress
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, aborted, deliveries, refused, sampled
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
-from pipelinerl.engines.batching.sample_loop import ServedModel
+from pipelinerl.engines.batching.sample_loop import (
+    UNTRAINED,
+    Delivery,
+    LoopTotals,
+    ServedModel,
+    aborted,
+    deliveries,
+    refused,
+    sampled,
+)
 from pipelinerl.engines.batching.scheduler import Admission, Moves, Scheduler
 from pipelinerl.engines.batching.sequence import Request, extend
 
@@ -51,7 +59,6 @@ class DecodeLoop:
         scheduler: fresh; shared under the lock from here on.
         stop_ids: tokens that end a sample.
         deliver: takes one step's news to the event loop; called on the thread, must not block.
-        serving: (epoch, version) of the weights that `load` loads.
     """
 
     def __init__(
@@ -61,10 +68,9 @@ class DecodeLoop:
         scheduler: Callable[[ModelRunner], Scheduler],
         stop_ids: frozenset[int],
         deliver: Callable[[list[Delivery]], None],
-        serving: tuple[int, int],
     ) -> None:
         self.totals = LoopTotals()
-        self.serving = serving
+        self.serving = UNTRAINED
         self.ready: Future[ServedModel] = Future()
         self._load = load
         self._build_scheduler = scheduler

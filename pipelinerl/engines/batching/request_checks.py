@@ -14,8 +14,7 @@ from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest, ChatMessage
 from pipelinerl import rng
 from pipelinerl.engines.batching.sample_loop import ServedModel
-from pipelinerl.engines.batching.sequence import Request
-from pipelinerl.engines.batching.text import TextWindow
+from pipelinerl.engines.batching.sequence import Request, TextWindow
 
 #: Characters; vocabularies have a few tokens of so many, all of them spaces or dashes.
 _LONGEST_TOKEN: Final = 128

@@ -22,7 +22,7 @@ from inference_contract.schemas import (
     TokenLogprob,
     Usage,
 )
-from pipelinerl.engines.batching.delivery import SampledToken
+from pipelinerl.engines.batching.sample_loop import SampledToken
 from pipelinerl.engines.batching.sequence import Request, Sequence
 
 

@@ -39,24 +39,33 @@ class Moves:
     targets: list[int]
 
 
-def check_room(samples: int, *, running: int, waiting: int, slots: int, max_waiting: int) -> None:
-    """May a request of so many samples be queued, where so many run and wait?
+@final
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How many samples run at once, and how many more may wait."""
 
-    Raises:
-        InvalidRequest: they would not fit if nothing else were there; waiting does not help.
-        Overloaded: they do not fit now.
-    """
-    if samples > slots + max_waiting:
-        raise InvalidRequest(
-            f"n must be at most {slots + max_waiting}, the {slots} samples that run at once here and the {max_waiting} "
-            f"that may wait, got {samples}",
-            param="n",
-        )
-    if running + waiting + samples > slots + max_waiting:
-        raise Overloaded(
-            f"the waiting queue holds at most {max_waiting} samples, {waiting} wait and {samples} more were asked for; "
-            "retry later or at another engine"
-        )
+    slots: int
+    max_waiting: int
+
+    def check(self, samples: int, *, running: int, waiting: int) -> None:
+        """May a request of so many samples be queued, where so many run and wait?
+
+        Raises:
+            InvalidRequest: they would not fit if nothing else were there; waiting does not help.
+            Overloaded: they do not fit now.
+        """
+        most = self.slots + self.max_waiting
+        if samples > most:
+            raise InvalidRequest(
+                f"n must be at most {most}, the {self.slots} samples that run at once here and the {self.max_waiting} "
+                f"that may wait, got {samples}",
+                param="n",
+            )
+        if running + waiting + samples > most:
+            raise Overloaded(
+                f"the waiting queue holds at most {self.max_waiting} samples, {waiting} wait and {samples} more were "
+                "asked for; retry later or at another engine"
+            )
 
 
 @final
@@ -64,16 +73,15 @@ class Scheduler:
     """Rows and the waiting queue.
 
     Args:
-        slots: rows. max_waiting: most samples that may wait for a row, beyond those that a free one awaits.
+        capacity: its slots are the rows; those that may wait do so beyond the ones that a free row awaits.
         prefill_tokens: most prompt tokens admitted at once, so that a flood of prompts cannot starve decoding; a single
             longer prompt is still admitted, alone.
     """
 
-    def __init__(self, *, slots: int, max_waiting: int, prefill_tokens: int) -> None:
+    def __init__(self, capacity: Capacity, prefill_tokens: int) -> None:
         self.running: list[Sequence] = []
         self.num_waiting = 0
-        self._slots = slots
-        self._max_waiting = max_waiting
+        self._capacity = capacity
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Request] = deque()
 
@@ -85,13 +93,7 @@ class Scheduler:
             Overloaded: its samples do not fit in the queue.
         """
         samples = len(request.sequences)
-        check_room(
-            samples,
-            running=len(self.running),
-            waiting=self.num_waiting,
-            slots=self._slots,
-            max_waiting=self._max_waiting,
-        )
+        self._capacity.check(samples, running=len(self.running), waiting=self.num_waiting)
         self._waiting.insert(bisect_right(self._waiting, request.priority, key=_priority), request)
         self.num_waiting += samples
 
@@ -99,7 +101,7 @@ class Scheduler:
         """Give free rows to those of the lowest priority that wait, the longest waiting among them first."""
         admissions: list[Admission] = []
         budget = self._prefill_tokens
-        while self._waiting and len(self.running) < self._slots:
+        while self._waiting and len(self.running) < self._capacity.slots:
             request = self._waiting[0]
             sibling = self._sibling(request) if request.started else None
             cost = len(request.sequences[request.started].context) if sibling is None else 0
@@ -149,7 +151,7 @@ class Scheduler:
     def _start(self, request: Request, sibling: int | None) -> Admission:
         first_row = len(self.running)
         left = len(request.sequences) - request.started
-        count = min(self._slots - first_row, left) if request.shares_prompt else 1
+        count = min(self._capacity.slots - first_row, left) if request.shares_prompt else 1
         sequences = request.sequences[request.started : request.started + count]
         request.started += count
         self.num_waiting -= count

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -19,41 +17,22 @@ from inference_contract.engine import Engine
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
 from pipelinerl.choices import WeightFormat
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.weights.pull import PullSource
 from trainer_contract.host_weights import bytes_of
 from trainer_contract.types import Device, WeightDType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BigramEngineSettings:
-    """A bigram model directory and how many sequences run at once; `context_length` None takes the model's."""
-
-    model_path: Path
-    batching: BatchingSettings
-    slots: int = 64
-    context_length: int | None = None
-
-
-def build(settings: BigramEngineSettings, *, pull: PullSource | None = None) -> Engine:
-    """An engine that is loaded by `start`. Raises `ModelError` for a directory that is no bigram model."""
-    return BatchingEngine(
-        settings.batching,
-        load=lambda: BigramRunner(
-            BigramModel.load(settings.model_path), slots=settings.slots, context_length=settings.context_length
-        ),
-        tokenizer=ChatTokenizer.load(settings.model_path),
-        pull=pull,
-    )
-
-
 def from_options(options: EngineOptions) -> Engine:
-    """The engine that a recipe describes. Raises `ModelError` for a type, device or format that numpy does not have."""
+    """The engine that a recipe describes, which `start` loads.
+
+    Raises:
+        ModelError: numpy does not have the type, device or format, or no usable tokenizer is there.
+    """
     if (
         options.dtype is not WeightDType.FLOAT32
         or options.device not in (Device.AUTO, Device.CPU)
@@ -66,15 +45,12 @@ def from_options(options: EngineOptions) -> Engine:
     options.check_one_device("the bigram engine")
     options.check_no_options("the bigram engine")
     options.check_no_memory_share("the bigram engine")
-    return build(
-        BigramEngineSettings(
-            model_path=options.model_path,
-            batching=BatchingSettings(model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed),
-            slots=options.slots,
-            context_length=options.context_length,
-        ),
-        pull=options.pull,
-    )
+
+    def load() -> BigramRunner:
+        model = BigramModel.load(options.model_path)
+        return BigramRunner(model, slots=options.slots, context_length=options.context_length)
+
+    return BatchingEngine(options, load=load, tokenizer=ChatTokenizer.load(options.model_path))
 
 
 @final

@@ -28,9 +28,17 @@ from typing import Any, final
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.delivery import Delivery, LoopTotals, SampledToken, aborted, deliveries, sampled
-from pipelinerl.engines.batching.sample_loop import ServedModel
-from pipelinerl.engines.batching.scheduler import check_room
+from pipelinerl.engines.batching.sample_loop import (
+    UNTRAINED,
+    Delivery,
+    LoopTotals,
+    SampledToken,
+    ServedModel,
+    aborted,
+    deliveries,
+    sampled,
+)
+from pipelinerl.engines.batching.scheduler import Capacity
 from pipelinerl.engines.batching.sequence import Request, Sequence, extend
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, Sampled, Step, label_of, sample_id
 
@@ -41,7 +49,7 @@ class CoreLoop:
 
     Args:
         start_core: starts the core and says what it serves; awaited on the thread.
-        max_waiting: most samples that may wait for a slot.
+        capacity: how many samples the core works on at once, and how many more may wait in it.
         stop_ids: tokens that end a sample.
         deliver: takes one step's news to the engine; called on the thread, must not block.
         serving: (epoch, version) of the weights that the core loads.
@@ -51,19 +59,18 @@ class CoreLoop:
         self,
         *,
         start_core: Callable[[], Awaitable[tuple[EngineCore, CoreModel]]],
-        max_waiting: int,
+        capacity: Capacity,
         stop_ids: frozenset[int],
         deliver: Callable[[list[Delivery]], None],
-        serving: tuple[int, int],
+        serving: tuple[int, int] = UNTRAINED,
     ) -> None:
         self.totals = LoopTotals()
         self.serving = serving
         self._start_core = start_core
-        self._max_waiting = max_waiting
+        self._capacity = capacity
         self._stop_ids = stop_ids
         self._deliver = deliver
         self._ready: Future[ServedModel] = Future()
-        self._slots = 0
         self._guard = threading.Lock()
         self._requests: dict[str, Request] = {}  # accepted and not answered, whatever became of their samples
         self._num_open = 0  # their samples that have not ended
@@ -101,12 +108,12 @@ class CoreLoop:
     @property
     def num_running(self) -> int:
         """Samples that the core works on, as far as it has slots."""
-        return min(self._num_open, self._slots)
+        return min(self._num_open, self._capacity.slots)
 
     @property
     def num_waiting(self) -> int:
         """Samples beyond the core's slots."""
-        return max(self._num_open - self._slots, 0)
+        return max(self._num_open - self._capacity.slots, 0)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequest`, `Overloaded`, `EngineStopped`, or what the core refuses it with."""
@@ -114,13 +121,7 @@ class CoreLoop:
         with self._guard:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing; send the request to another one")
-            check_room(
-                samples,
-                running=self.num_running,
-                waiting=self.num_waiting,
-                slots=self._slots,
-                max_waiting=self._max_waiting,
-            )
+            self._capacity.check(samples, running=self.num_running, waiting=self.num_waiting)
             self._core.check(request)
             self._requests[request.request_id] = request
             self._num_open += samples
@@ -163,7 +164,6 @@ class CoreLoop:
             self._end()
             self._ready.set_exception(error)
             return
-        self._slots = model.slots
         with self._guard:
             self._stepping = asyncio.current_task()
         self._ready.set_result(model)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.options import EngineOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,21 @@ class Step:
 class CoreModel:
     """The model that a core serves; satisfies `ServedModel`. What is staged, the core can read."""
 
-    slots: int
-    context_length: int
+    options: EngineOptions
     vocab_size: int
     layout: WeightLayout
     cache_bytes: int
     staged: Any
+
+    @property
+    def slots(self) -> int:
+        """Samples that the core works on at once."""
+        return self.options.slots
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence, prompt included."""
+        return self.options.context_length
 
     def staging(self) -> Any:
         """u8 [layout.num_bytes], a torch tensor of the host."""

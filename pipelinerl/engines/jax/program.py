@@ -22,6 +22,7 @@ from jax import Array, lax
 from jax.sharding import Sharding
 
 from pipelinerl.engines.jax.attention import PromptAttention
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.models.jax.decoder import grouped_attention, hidden_states, output_embedding
 
@@ -44,10 +45,11 @@ class DecoderProgram:
     prompts: PromptAttention
 
 
-def empty_cache(config: DecoderConfig, *, slots: int, context: int, dtype: Any, sharding: Sharding) -> Cache:
+def empty_cache(config: DecoderConfig, options: EngineOptions, sharding: Sharding) -> Cache:
     """Zeros."""
-    shape = (config.layers, slots, context, config.kv_heads, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype, device=sharding), jnp.zeros(shape, dtype, device=sharding))
+    shape = (config.layers, options.slots, options.context_length, config.kv_heads, config.head_dim)
+    keys, values = (jnp.zeros(shape, jnp.dtype(options.dtype), device=sharding) for _ in Cache._fields)
+    return Cache(keys, values)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -70,7 +72,7 @@ def prefill(
 
     def store(i: Array, cache: Cache) -> Cache:
         return Cache(
-            *(_put(slots, _row(new, sources[i], length), rows[i]) for slots, new in zip(cache, computed, strict=True))
+            *(_put(old, _row(new, sources[i], length), rows[i]) for old, new in zip(cache, computed, strict=True))
         )
 
     return lax.fori_loop(0, count, store, cache)
@@ -81,7 +83,7 @@ def copy(cache: Cache, sources: Array, targets: Array, count: Array, *, length: 
     """Row `targets[i]` takes the first `length` entries of row `sources[i]`, for i below `count`; both i32 [S]."""
 
     def one(i: Array, cache: Cache) -> Cache:
-        return Cache(*(_put(slots, _row(slots, sources[i], length), targets[i]) for slots in cache))
+        return Cache(*(_put(entries, _row(entries, sources[i], length), targets[i]) for entries in cache))
 
     return lax.fori_loop(0, count, one, cache)
 
@@ -102,7 +104,7 @@ def decode(
 
     def attend(query: Array, key: Array, value: Array, layer: Array) -> tuple[Array, Any]:
         size = (1, batch, length, config.kv_heads, config.head_dim)
-        keys, values = (lax.dynamic_slice(slots, (layer, 0, 0, 0, 0), size)[0] for slots in cache)
+        keys, values = (lax.dynamic_slice(entries, (layer, 0, 0, 0, 0), size)[0] for entries in cache)
         keys, values = jnp.where(own, key, keys), jnp.where(own, value, values)
         return grouped_attention(query, keys, values, seen), (key[:, 0], value[:, 0])
 
@@ -110,7 +112,7 @@ def decode(
     with _exact():
         logits = jnp.einsum("bd,vd->bv", hidden[:, 0], output_embedding(weights), preferred_element_type=jnp.float32)
     rows = jnp.arange(batch)
-    return logits, Cache(*(slots.at[:, rows, positions].set(new) for slots, new in zip(cache, added, strict=True)))
+    return logits, Cache(*(old.at[:, rows, positions].set(new) for old, new in zip(cache, added, strict=True)))
 
 
 def _run(
@@ -126,9 +128,9 @@ def _exact() -> Any:
     return jax.default_matmul_precision("float32")
 
 
-def _row(slots: Array, row: Array, length: int) -> Array:
-    return lax.dynamic_slice_in_dim(slots, row, 1, axis=1)[:, :, :length]
+def _row(entries: Array, row: Array, length: int) -> Array:
+    return lax.dynamic_slice_in_dim(entries, row, 1, axis=1)[:, :, :length]
 
 
-def _put(slots: Array, entries: Array, row: Array) -> Array:
-    return lax.dynamic_update_slice(slots, entries, (0, row, 0, 0, 0))
+def _put(entries: Array, new: Array, row: Array) -> Array:
+    return lax.dynamic_update_slice(entries, new, (0, row, 0, 0, 0))

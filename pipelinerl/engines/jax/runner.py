@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_contract.weights import WeightLayout
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
-from pipelinerl.engines.batching.row_table import RowTable
+from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
 from pipelinerl.engines.jax import program as jax_program
 from pipelinerl.engines.jax.buckets import Buckets
 from pipelinerl.engines.jax.program import Cache, DecoderProgram

@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelinerl.engines.options import EngineOptions
+
 #: Attended lengths are rounded up to a multiple of it, so that masks and kernels see few different shapes.
 _LENGTH_STEP = 16
 #: No shorter length is attended to: on a CPU the products of a shorter one take another, slower way.
@@ -83,13 +85,13 @@ class CacheShape:
     head_dim: int
 
     @classmethod
-    def of(cls, config: Any, *, slots: int, context: int) -> CacheShape:
-        """The cache of a model with the text configuration `config`."""
+    def of(cls, config: Any, options: EngineOptions) -> CacheShape:
+        """The cache of a model with the text configuration `config`, for as many sequences as may run at once."""
         return cls(
             layers=config.num_hidden_layers,
-            slots=slots,
+            slots=options.slots,
             heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            context=context,
+            context=options.context_length,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         )
 

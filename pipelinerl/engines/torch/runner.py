@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from inference_contract.weights import WeightLayout
 from pipelinerl.choices import WeightFormat
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
-from pipelinerl.engines.batching.row_table import RowTable
+from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.forward import ForwardKind, forward_of
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.row_cache import CacheShape, RowCache
@@ -31,36 +31,33 @@ class TorchRunner:
 
     Args:
         model: from `load_model`; its parameters belong to the runner from here on.
-        slots: number of rows.
-        context_length: most tokens of a sequence.
+        options: say how many rows there are, how long each is, and how linear layers are kept.
         prefill_tokens: most padded tokens of one prefill forward; a longer prompt runs alone.
-        weights: how linear layers are kept.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        options: EngineOptions,
         *,
-        slots: int,
-        context_length: int,
         prefill_tokens: int = 16384,
         forward: ForwardKind = ForwardKind.AUTO,
-        weights: WeightFormat = WeightFormat.NATIVE,
     ) -> None:
         config: Any = model.config
         text = config.get_text_config()
-        self.slots = slots
-        self.context_length = context_length
+        self.slots = options.slots
+        self.context_length = options.context_length
         self.vocab_size = int(text.vocab_size)
         parameter = next(model.parameters())
         self._device = parameter.device
-        self._weights = TorchWeights(model) if weights is WeightFormat.NATIVE else QuantizedWeights(model, weights)
-        self._forward = forward_of(model, forward, context_length=context_length)
-        shape = CacheShape.of(text, slots=slots, context=context_length)
+        native = options.weights is WeightFormat.NATIVE
+        self._weights = TorchWeights(model) if native else QuantizedWeights(model, options.weights)
+        self._forward = forward_of(model, forward, context_length=options.context_length)
+        shape = CacheShape.of(text, options)
         self._cache = RowCache(shape, dtype=parameter.dtype, device=self._device)
         self._cache_bytes = shape.num_bytes(parameter.dtype)
         self._prefill_tokens = prefill_tokens
-        self._rows = RowTable(slots)
+        self._rows = RowTable(options.slots)
 
     @property
     def layout(self) -> WeightLayout:

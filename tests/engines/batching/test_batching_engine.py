@@ -29,11 +29,12 @@ from inference_contract.schemas import (
     StreamOptions,
 )
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import RowState
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import DEADLINE_S, GatedRunner
 
 
@@ -127,9 +128,7 @@ async def test_an_end_of_turn_token_is_kept_and_has_no_text(gate: GatedRunner, t
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
     logits[7, 8] = logits[8, end] = 0.0
     model = BigramModel(logits=logits)
-    built = BatchingEngine(
-        BatchingSettings(model_id="m"), load=lambda: BigramRunner(model, slots=1), tokenizer=tokenizer
-    )
+    built = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, slots=1), tokenizer=tokenizer)
     await built.start()
     (choice,) = (await built.complete(_ask(7))).choices
     await built.close()
@@ -517,7 +516,7 @@ async def test_a_fault_of_the_model_answers_everyone(
 ) -> None:
     reported: list[str] = []
     monkeypatch.setattr("threading.excepthook", lambda fault: reported.append(str(fault.exc_value)))
-    built = BatchingEngine(BatchingSettings(model_id="m"), load=lambda: gate, tokenizer=endless)
+    built = BatchingEngine(engine_options(), load=lambda: gate, tokenizer=endless)
     await built.start()
     gate.place = lambda states: (_ for _ in ()).throw(RuntimeError("device lost"))  # type: ignore[method-assign]
     with pytest.raises(EngineStopped):
@@ -531,7 +530,7 @@ async def test_a_model_that_does_not_load_is_reported_by_start(endless: ChatToke
     def load() -> BigramRunner:
         raise RuntimeError("no such model")
 
-    built = BatchingEngine(BatchingSettings(model_id="m"), load=load, tokenizer=endless)
+    built = BatchingEngine(engine_options(), load=load, tokenizer=endless)
     with pytest.raises(RuntimeError, match="no such model"):
         await built.start()
     await built.close()

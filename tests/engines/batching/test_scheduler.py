@@ -6,7 +6,7 @@ import pytest
 
 from inference_contract.errors import InvalidRequest, Overloaded
 from pipelinerl import rng
-from pipelinerl.engines.batching.scheduler import Scheduler
+from pipelinerl.engines.batching.scheduler import Capacity, Scheduler
 from pipelinerl.engines.batching.sequence import Request
 
 
@@ -27,7 +27,7 @@ def _request(name: str, samples: int = 1, prompt: int = 3, priority: int = 0) ->
 
 
 def _scheduler(slots: int = 4, max_waiting: int = 100, prefill_tokens: int = 1000) -> Scheduler:
-    return Scheduler(slots=slots, max_waiting=max_waiting, prefill_tokens=prefill_tokens)
+    return Scheduler(Capacity(slots, max_waiting), prefill_tokens)
 
 
 def test_samples_of_a_request_are_admitted_together_and_in_order() -> None:

@@ -13,13 +13,15 @@ import pytest
 from inference_contract.errors import EngineStopped, InvalidRequest
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, EngineState
 from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
-from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.engines.batching.text import Detokenizer
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.batching.scheduler import Capacity
+from pipelinerl.engines.batching.sequence import Detokenizer, Request, Sequence
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, Sampled, Step, sample_id
+from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S
 
+OPTIONS = engine_options(context_length=32, max_waiting=8)
 LAYOUT = WeightLayout(parameters=(ParameterSpec(name="w", shape=(1,), dtype=DType.FLOAT32),))
 #: Ends a sample.
 STOP = 0
@@ -94,16 +96,20 @@ class World:
     def __init__(self, core: ScriptedCore) -> None:
         self.core = core
         self.loop: CoreLoop
-        self.engine = BatchingEngine(BatchingSettings(model_id="m"), loop=self._loop, tokenizer=Letters())
+        self.engine = BatchingEngine(OPTIONS, loop=self._loop, tokenizer=Letters())
 
     def _loop(self, deliver: Any) -> CoreLoop:
-        model = CoreModel(slots=4, context_length=32, vocab_size=8, layout=LAYOUT, cache_bytes=0, staged=None)
+        model = CoreModel(options=OPTIONS, vocab_size=8, layout=LAYOUT, cache_bytes=0, staged=None)
 
         async def start() -> tuple[ScriptedCore, CoreModel]:
             return self.core, model
 
         self.loop = CoreLoop(
-            start_core=start, max_waiting=8, stop_ids=frozenset({STOP}), deliver=deliver, serving=(1, 57)
+            start_core=start,
+            capacity=Capacity(OPTIONS.slots, OPTIONS.max_waiting),
+            stop_ids=frozenset({STOP}),
+            deliver=deliver,
+            serving=(1, 57),
         )
         return self.loop
 

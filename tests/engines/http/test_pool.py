@@ -19,7 +19,7 @@ from inference_contract.schemas import (
     Health,
     Usage,
 )
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool, cost, pick
@@ -27,6 +27,7 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.engine_options import engine_options
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 
@@ -147,9 +148,7 @@ async def test_a_prompt_too_long_for_one_engine_is_answered_by_one_with_room_for
 
     def built(context_length: int) -> BatchingEngine:
         model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=context_length)
-        return BatchingEngine(
-            BatchingSettings(model_id="m"), load=lambda: BigramRunner(model, slots=2), tokenizer=tokenizer
-        )
+        return BatchingEngine(engine_options(), load=lambda: BigramRunner(model, slots=2), tokenizer=tokenizer)
 
     long = ChatCompletionRequest(prompt_token_ids=[7] * 40, seed=4, max_tokens=2)
     with in_thread(create_app(built(32), token=None)) as one, in_thread(create_app(built(64), token=None)) as other:

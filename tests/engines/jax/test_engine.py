@@ -22,13 +22,12 @@ from inference_contract.schemas import ChatCompletionRequest, Choice
 from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.choices import WeightFormat
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
 from pipelinerl.engines.bigram.engine import sample_rows
 from pipelinerl.engines.jax import engine as jax_engine
 from pipelinerl.engines.jax.attention import PromptAttention
 from pipelinerl.engines.jax.buckets import Buckets
-from pipelinerl.engines.jax.engine import JaxEngineSettings
 from pipelinerl.engines.jax.runner import JaxRunner
 from pipelinerl.engines.jax.sampling import sample
 from pipelinerl.engines.jax.weights import JaxWeights
@@ -39,6 +38,7 @@ from pipelinerl.models.decoder_config import read_config
 from pipelinerl.models.jax.checkpoint import load_weights
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
 from trainer_contract.types import Device
@@ -74,25 +74,20 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def settings(model_path: Path) -> JaxEngineSettings:
-    batching = BatchingSettings(model_id="m")
-    return JaxEngineSettings(model_path=model_path, batching=batching, slots=SLOTS, device=Device.CPU)
+def options(model_path: Path) -> EngineOptions:
+    return engine_options(model_path=model_path, slots=SLOTS, context_length=CONTEXT, device=Device.CPU)
 
 
 @pytest.fixture(scope="module")
-def runner(settings: JaxEngineSettings) -> JaxRunner:
+def runner(options: EngineOptions) -> JaxRunner:
     """Shared by the tests that do not change its weights; each places its rows anew."""
-    return jax_engine.load_runner(settings)
+    return jax_engine.load_runner(options)
 
 
 @pytest.fixture(scope="module")
-def twin(model_path: Path) -> ModelRunner:
+def twin(options: EngineOptions) -> ModelRunner:
     """The torch engine's runner of the same weights."""
-    batching = BatchingSettings(model_id="m")
-    settings = torch_engine.TorchEngineSettings(
-        model_path=model_path, batching=batching, slots=SLOTS, device=Device.CPU, threads=1
-    )
-    return torch_engine.load_runner(settings)
+    return torch_engine.load_runner(replace(options, threads=1))
 
 
 def _prompt(seed: int, length: int) -> list[int]:
@@ -183,8 +178,8 @@ def test_after_the_start_nothing_is_compiled(runner: JaxRunner) -> None:
     assert _programs() == before
 
 
-def test_heads_may_be_divided_over_devices(settings: JaxEngineSettings, twin: ModelRunner) -> None:
-    divided = jax_engine.assembled(replace(settings, devices=2))
+def test_heads_may_be_divided_over_devices(options: EngineOptions, twin: ModelRunner) -> None:
+    divided = jax_engine.assembled(replace(options, devices=2))
     prompt = _prompt(1, 9)
     steps: list[Steps] = []
     for each in (divided, twin):
@@ -311,15 +306,15 @@ def test_half_precision_weights_arrive_bit_for_bit(model_path: Path) -> None:
 
 @pytest.fixture
 async def gate_and_engine(
-    settings: JaxEngineSettings, endless: ChatTokenizer
+    options: EngineOptions, endless: ChatTokenizer
 ) -> AsyncIterator[tuple[GatedRunner, BatchingEngine]]:
     gates: list[GatedRunner] = []
 
     def load() -> GatedRunner:
-        gates.append(GatedRunner(jax_engine.load_runner(settings)))
+        gates.append(GatedRunner(jax_engine.load_runner(options)))
         return gates[0]
 
-    engine = BatchingEngine(settings.batching, load=load, tokenizer=endless)
+    engine = BatchingEngine(options, load=load, tokenizer=endless)
     await engine.start()
     yield gates[0], engine
     gates[0].open()
@@ -373,12 +368,12 @@ async def test_an_update_in_flight(
 
 @pytest.mark.parametrize("slots", [1, 2])
 async def test_a_prompt_without_finite_logits_is_refused_alone(
-    settings: JaxEngineSettings, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
+    options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:
     """And who comes next in its row finds nothing of it in the cache, whether or not there is another row."""
     with_spoiled_token(model_path, tmp_path)
-    spoiled = replace(settings, model_path=tmp_path, slots=slots)
-    engine = BatchingEngine(settings.batching, load=lambda: jax_engine.load_runner(spoiled), tokenizer=endless)
+    spoiled = replace(options, model_path=tmp_path, slots=slots)
+    engine = BatchingEngine(spoiled, load=lambda: jax_engine.load_runner(spoiled), tokenizer=endless)
     await engine.start()
     await refuses_alone(engine)
     await engine.close()
@@ -399,33 +394,25 @@ def test_the_tpu_kernel_agrees_in_its_interpreter() -> None:
     assert PromptAttention.on("cpu", devices=1) is PromptAttention.PLAIN
 
 
-def test_what_it_cannot_serve_is_refused_in_one_sentence(settings: JaxEngineSettings, tmp_path: Path) -> None:
+def test_what_it_cannot_serve_is_refused_in_one_sentence(options: EngineOptions, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
-        jax_engine.load_runner(replace(settings, context_length=CONTEXT + 1))
+        jax_engine.load_runner(replace(options, context_length=CONTEXT + 1))
     needed = 2 * 2 * SLOTS * CONTEXT * 2 * 8 * 4
     with pytest.raises(ModelError, match=f"need {needed} bytes of cache"):
-        jax_engine.load_runner(replace(settings, cache_bytes=needed - 1))
+        jax_engine.load_runner(options, cache_bytes=needed - 1)
     with pytest.raises(ModelError, match="devices is 64"):
-        jax_engine.load_runner(replace(settings, devices=64))
+        jax_engine.load_runner(replace(options, devices=64))
     with pytest.raises(ModelError, match="device is tpu"):
-        jax_engine.load_runner(replace(settings, device=Device.TPU))
-    options = EngineOptions(
-        model_path=settings.model_path,
-        model_id="m",
-        slots=4,
-        max_waiting=8,
-        context_length=64,
-        weights=WeightFormat.INT8,
-    )
+        jax_engine.load_runner(replace(options, device=Device.TPU))
     with pytest.raises(ModelError, match="native weights"):
-        jax_engine.from_options(options)
+        jax_engine.from_options(replace(options, weights=WeightFormat.INT8))
     with pytest.raises(ModelError, match=r"the torch engine runs its model on one device, got engine\.devices=2"):
-        torch_engine.from_options(replace(options, weights=WeightFormat.NATIVE, devices=2))
+        torch_engine.from_options(replace(options, devices=2))
     for engine, name in ((torch_engine, "torch"), (jax_engine, "JAX")):
         with pytest.raises(
             ModelError, match=rf"the {name} engine knows no options, got engine\.options zzz; remove them"
         ):
-            engine.from_options(replace(options, weights=WeightFormat.NATIVE, options={"zzz": 1}))
+            engine.from_options(replace(options, options={"zzz": 1}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ModelError, match="'gpt2' is not known"):
-        jax_engine.load_runner(replace(settings, model_path=tmp_path))
+        jax_engine.load_runner(replace(options, model_path=tmp_path))

@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM
 from inference_contract.errors import NotFinite
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.engine import TorchEngineSettings, from_options, load_runner
+from pipelinerl.engines.torch.engine import from_options, load_runner
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
 from trainer_contract.types import Device
@@ -40,22 +41,21 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def settings(model_path: Path) -> TorchEngineSettings:
-    batching = BatchingSettings(model_id="m")
-    return TorchEngineSettings(model_path=model_path, batching=batching, slots=8, device=Device.CPU, threads=1)
+def options(model_path: Path) -> EngineOptions:
+    return engine_options(model_path=model_path, slots=8, context_length=CONTEXT, device=Device.CPU, threads=1)
 
 
 @pytest.fixture
 async def gate_and_engine(
-    settings: TorchEngineSettings, endless: ChatTokenizer
+    options: EngineOptions, endless: ChatTokenizer
 ) -> AsyncIterator[tuple[GatedRunner, BatchingEngine]]:
     gates: list[GatedRunner] = []
 
     def load() -> GatedRunner:
-        gates.append(GatedRunner(load_runner(settings)))
+        gates.append(GatedRunner(load_runner(options)))
         return gates[0]
 
-    engine = BatchingEngine(settings.batching, load=load, tokenizer=endless)
+    engine = BatchingEngine(options, load=load, tokenizer=endless)
     await engine.start()
     yield gates[0], engine
     gates[0].open()
@@ -129,26 +129,27 @@ async def test_an_update_in_flight(
 
 @pytest.mark.parametrize("slots", [1, 2])
 async def test_a_prompt_without_finite_logits_is_refused_alone(
-    settings: TorchEngineSettings, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
+    options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:
     """And who comes next in its row finds nothing of it in the cache, whether or not there is another row."""
     with_spoiled_token(model_path, tmp_path)
-    spoiled = replace(settings, model_path=tmp_path, slots=slots)
-    engine = BatchingEngine(settings.batching, load=lambda: load_runner(spoiled), tokenizer=endless)
+    spoiled = replace(options, model_path=tmp_path, slots=slots)
+    engine = BatchingEngine(spoiled, load=lambda: load_runner(spoiled), tokenizer=endless)
     await engine.start()
     await refuses_alone(engine)
     await engine.close()
 
 
 async def test_an_engine_whose_weights_were_not_finite_serves_the_next_ones(
-    settings: TorchEngineSettings, endless: ChatTokenizer
+    options: EngineOptions, endless: ChatTokenizer
 ) -> None:
     """They have spoiled the cache of every row."""
-    engine = BatchingEngine(settings.batching, load=lambda: load_runner(replace(settings, slots=2)), tokenizer=endless)
+    few = replace(options, slots=2)
+    engine = BatchingEngine(few, load=lambda: load_runner(few), tokenizer=endless)
     await engine.start()
     asked = [ChatCompletionRequest(prompt_token_ids=[7, token], max_tokens=6, seed=1) for token in (8, 9, 10, 11)]
     for version, factor, answered in ((1, torch.nan, NotFinite), (2, 1.0, ChatCompletion)):
-        model = AutoModelForCausalLM.from_pretrained(settings.model_path)
+        model = AutoModelForCausalLM.from_pretrained(options.model_path)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(factor)
@@ -160,29 +161,29 @@ async def test_an_engine_whose_weights_were_not_finite_serves_the_next_ones(
     await engine.close()
 
 
-def test_a_cache_beyond_its_budget_is_refused_with_what_it_needs(settings: TorchEngineSettings) -> None:
-    needed = load_runner(settings).cache_bytes
+def test_a_cache_beyond_its_budget_is_refused_with_what_it_needs(options: EngineOptions) -> None:
+    needed = load_runner(options).cache_bytes
     assert needed == 2 * 2 * 8 * 2 * CONTEXT * 8 * 4
-    load_runner(replace(settings, cache_bytes=needed))
+    load_runner(options, cache_bytes=needed)
     with pytest.raises(ModelError, match=f"8 slots of {CONTEXT} tokens need {needed} bytes"):
-        load_runner(replace(settings, cache_bytes=needed - 1))
+        load_runner(options, cache_bytes=needed - 1)
 
 
-def test_a_share_of_a_gpus_memory_bounds_nothing_on_a_cpu(settings: TorchEngineSettings) -> None:
+def test_a_share_of_a_gpus_memory_bounds_nothing_on_a_cpu(options: EngineOptions) -> None:
     """The launcher gives shares of the GPU that it sees, which a torch without CUDA does not use."""
-    load_runner(replace(settings, device=Device.CPU, memory_share=1e-9))
+    load_runner(replace(options, device=Device.CPU, memory_share=1e-9))
 
 
 @pytest.mark.gpu
-def test_the_cache_must_fit_the_share_of_the_gpus_memory(settings: TorchEngineSettings) -> None:
+def test_the_cache_must_fit_the_share_of_the_gpus_memory(options: EngineOptions) -> None:
     """And nothing of the process goes beyond it; the last line gives the memory back to the other tests."""
-    on_gpu = replace(settings, device=Device.CUDA)
+    on_gpu = replace(options, device=Device.CUDA)
     load_runner(replace(on_gpu, memory_share=0.5))
     with pytest.raises(ModelError, match=r"bytes of cache, allowed are -?\d+; lower slots or context_length"):
         load_runner(replace(on_gpu, memory_share=0.5, slots=2**24))
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_context_beyond_the_models_is_refused(settings: TorchEngineSettings) -> None:
+def test_a_context_beyond_the_models_is_refused(options: EngineOptions) -> None:
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
-        load_runner(replace(settings, context_length=CONTEXT + 1))
+        load_runner(replace(options, context_length=CONTEXT + 1))

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelinerl.config.recipe import MODELS
-from pipelinerl.engines.batching.batching_engine import BatchingSettings
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
-from pipelinerl.engines.torch.engine import TorchEngineSettings, load_runner
+from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.engines.torch.forward import ForwardKind
 from pipelinerl.engines.torch.runner import TorchRunner
+from tests.fakes.engine_options import engine_options
 from trainer_contract.types import Device, HeadPrecision, WeightDType
 
 PROMPT = [7, 12, 9, 20, 31, 8, 44]
@@ -41,17 +41,16 @@ def model_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def runner(path: Path, dtype: WeightDType, head: HeadPrecision, forward: ForwardKind) -> TorchRunner:
     return load_runner(
-        TorchEngineSettings(
+        engine_options(
             model_path=path,
-            batching=BatchingSettings(model_id="m"),
             slots=2,
             context_length=32,
             dtype=dtype,
             head_precision=head,
             device=Device.CPU,
             threads=1,
-            forward=forward,
-        )
+        ),
+        forward=forward,
     )
 
 

@@ -19,6 +19,7 @@ from pipelinerl.engines.torch.quantized import QuantizedLinear, quantize
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from tests.fakes.engine_options import engine_options
 from trainer_contract.types import WeightDType
 
 VOCAB, CONTEXT, STEPS = 50, 64, 12
@@ -56,7 +57,7 @@ def _runner(
     dtype: WeightDType = WeightDType.FLOAT32,
 ) -> TorchRunner:
     model = load_for_decoding(path, dtype=dtype, device=torch.device("cpu"))
-    return TorchRunner(model, slots=4, context_length=CONTEXT, forward=forward, weights=weights)
+    return TorchRunner(model, engine_options(slots=4, context_length=CONTEXT, weights=weights), forward=forward)
 
 
 def _start(runner: TorchRunner) -> None:
@@ -199,7 +200,7 @@ def test_the_wire_carries_the_models_own_layout(path: Path) -> None:
 
 def test_a_swap_moves_no_bytes(path: Path, other: Path) -> None:
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
-    runner = TorchRunner(model, slots=1, context_length=8, weights=WeightFormat.INT8)
+    runner = TorchRunner(model, engine_options(slots=1, context_length=8, weights=WeightFormat.INT8))
     _stage(runner, other)
     served = [parameter.data_ptr() for parameter in model.parameters()]
     runner.finish_staging()
@@ -216,7 +217,7 @@ def test_what_serves_is_a_quarter_but_for_embeddings_and_norms(path: Path) -> No
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] != VOCAB)
     rest = sum(parameter.numel() for parameter in model.parameters()) - linears
-    TorchRunner(model, slots=1, context_length=8, weights=WeightFormat.INT8)
+    TorchRunner(model, engine_options(slots=1, context_length=8, weights=WeightFormat.INT8))
     scales = sum(p.numel() for name, p in model.named_parameters() if name.endswith(".scale"))
     served = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     assert served == linears + 4 * (rest + scales)
@@ -233,4 +234,4 @@ def test_linear_layers_that_share_weights_are_refused(path: Path) -> None:
     model: Any = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight share their weights"):
-        TorchRunner(model, slots=1, context_length=8, weights=WeightFormat.INT8)
+        TorchRunner(model, engine_options(slots=1, context_length=8, weights=WeightFormat.INT8))

@@ -22,6 +22,7 @@ from pipelinerl.engines.torch.forward import ForwardKind, ModuleForward, forward
 from pipelinerl.engines.torch.row_cache import DecodePlan
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
+from tests.fakes.engine_options import engine_options
 from trainer_contract.types import WeightDType
 
 VOCAB, CONTEXT = 50, 96
@@ -78,7 +79,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _runner(path: Path, forward: ForwardKind = ForwardKind.AUTO) -> TorchRunner:
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
-    return TorchRunner(model, slots=8, context_length=CONTEXT, forward=forward)
+    return TorchRunner(model, engine_options(slots=8, context_length=CONTEXT), forward=forward)
 
 
 @dataclass
@@ -290,7 +291,7 @@ def test_swapped_weights_serve_and_recomputation_rebuilds_the_cache(directories:
 
 def test_a_swap_moves_no_bytes_and_a_second_one_restores(directories: dict[str, Path]) -> None:
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
-    runner = TorchRunner(model, slots=1, context_length=8)
+    runner = TorchRunner(model, engine_options(slots=1, context_length=8))
     parameters = list(model.parameters())
     before = [parameter.data_ptr() for parameter in parameters]
     staging = runner.staging()
@@ -307,7 +308,7 @@ def test_mixed_dtypes_are_served_from_one_buffer(directories: dict[str, Path]) -
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     model.model.layers[0].input_layernorm.weight.data = torch.ones(31, dtype=torch.bfloat16)
     expected = [parameter.detach().clone() for parameter in model.parameters()]
-    runner = TorchRunner(model, slots=1, context_length=8)
+    runner = TorchRunner(model, engine_options(slots=1, context_length=8))
     runner.staging()[:] = torch.cat([value.reshape(-1).view(torch.uint8) for value in expected])
     runner.swap()
     for parameter, value in zip(model.parameters(), expected, strict=True):
@@ -319,7 +320,7 @@ def test_half_precision_stays_near_the_reference(
     directories: dict[str, Path], dtype: Literal["bfloat16", "float16"]
 ) -> None:
     model = load_for_decoding(directories["llama"], dtype=dtype, device=torch.device("cpu"))
-    runner = TorchRunner(model, slots=2, context_length=CONTEXT)
+    runner = TorchRunner(model, engine_options(slots=2, context_length=CONTEXT))
     rows = [Row(_prompt(i, 5 + i), noise_key=i) for i in range(2)]
     _start(runner, rows)
     _decode(runner, rows, 8)

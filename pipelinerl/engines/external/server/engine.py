@@ -15,7 +15,9 @@ from inference_contract.engine import Engine
 from inference_contract.schemas import Continuation
 from inference_contract.weights import WeightLayout
 from pipelinerl.choices import WeightFormat
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.batching.sample_loop import UNTRAINED
+from pipelinerl.engines.batching.scheduler import Capacity
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, label_of
 from pipelinerl.engines.external.server.server_core import ServerApi, ServerCore, ServerModel
@@ -58,27 +60,23 @@ def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) ->
             f"the server computes the output layer in the model's dtype, {options.dtype}; say "
             "model.head_precision=model, for the trainer as well, or run both in float32"
         )
-    settings = BatchingSettings(
-        model_id=options.model_id, max_waiting=options.max_waiting, seed=options.seed, continuation=continuation
-    )
     tokenizer = ChatTokenizer.load(options.model_path)
 
     async def start_core() -> tuple[EngineCore, CoreModel]:
-        return await _started(options, speak, settings.serving)
+        return await _started(options, speak)
 
     def loop(deliver: Any) -> CoreLoop:
         return CoreLoop(
             start_core=start_core,
-            max_waiting=settings.max_waiting,
+            capacity=Capacity(options.slots, options.max_waiting),
             stop_ids=tokenizer.eos_token_ids,
             deliver=deliver,
-            serving=settings.serving,
         )
 
-    return BatchingEngine(settings, loop=loop, tokenizer=tokenizer, pull=options.pull)
+    return BatchingEngine(options, loop=loop, tokenizer=tokenizer, continuation=continuation)
 
 
-async def _started(options: EngineOptions, speak: Speak, serving: tuple[int, int]) -> tuple[EngineCore, CoreModel]:
+async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, CoreModel]:
     from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
     from pipelinerl.engines.torch.weights import layout_of
     from pipelinerl.models.checkpoint import load_skeleton
@@ -91,7 +89,7 @@ async def _started(options: EngineOptions, speak: Speak, serving: tuple[int, int
     try:
         with SharedBytes(layout.num_bytes) as staged:
             api = speak(http, layout, staged)
-            served = await api.open(label_of(*serving))
+            served = await api.open(label_of(*UNTRAINED))
         _check(options, served)
         opened = True
     except EngineUnreachable as error:
@@ -99,9 +97,8 @@ async def _started(options: EngineOptions, speak: Speak, serving: tuple[int, int
     finally:
         if not opened:
             await http.close()
-    return ServerCore(api, http, serving=serving), CoreModel(
-        slots=options.slots,
-        context_length=options.context_length,
+    return ServerCore(api, http, serving=UNTRAINED), CoreModel(
+        options=options,
         vocab_size=int(text.vocab_size),
         layout=layout,
         cache_bytes=0,  # the server's own affair

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -26,11 +24,13 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.executor import Executor
 
 from inference_contract.weights import DType, OnUpdate, WeightLayout
+from pipelinerl.engines.batching.sample_loop import UNTRAINED
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.engines.external.vllm.limits import check_request, seed_of
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
+from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 
 #: How long the core's process may take to end before it is killed: nothing in it is worth waiting for.
@@ -45,30 +45,6 @@ _PAUSES: Final = {
     OnUpdate.ABORT: "abort",
     OnUpdate.DRAIN: "wait",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreSettings:
-    """How the core runs a model.
-
-    Attributes:
-        device: `cpu`, `cuda`, or `auto` for whatever the installed vLLM was built for.
-        devices: how many share the model, by tensor parallelism.
-        cache_bytes: memory for keys and values; None lets vLLM measure what the device has left.
-        memory_share: most of each device's memory, weights included; None leaves vLLM's own.
-        options: further fields of vLLM's `AsyncEngineArgs`, checked by `vllm_options`.
-    """
-
-    model_path: Path
-    slots: int
-    context_length: int
-    dtype: str
-    device: str = "auto"
-    devices: int = 1
-    cache_bytes: int | None = None
-    memory_share: float | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
 
 
 @final
@@ -87,28 +63,34 @@ class VllmCore:
 
     @classmethod
     async def start(
-        cls, settings: CoreSettings, layout: WeightLayout, serving: tuple[int, int], endpoints: WorkerEndpointFactory
+        cls,
+        options: EngineOptions,
+        layout: WeightLayout,
+        endpoints: WorkerEndpointFactory,
+        *,
+        cache_bytes: int | None = None,
     ) -> Self:
         """Start the core's process, which loads the model, and meet the worker that takes the engine's endpoint.
 
-        `layout` is what the core loads; behind it there is room for the same parameters as they travel.
+        `layout` is what the core loads; behind it there is room for the same parameters as they travel. `cache_bytes`
+        is the memory for keys and values; None lets vLLM measure what the device has left.
 
         Blocks the event loop meanwhile.
 
         Raises:
             ModelError: vLLM cannot serve this model here.
         """
-        if settings.device not in ("auto", current_platform.device_type):
+        if options.device not in ("auto", current_platform.device_type):
             raise ModelError(
-                f"the installed vLLM runs on {current_platform.device_type}, the recipe asks for {settings.device}; "
+                f"the installed vLLM runs on {current_platform.device_type}, the recipe asks for {options.device}; "
                 "install the other build, or say engine.device=auto"
             )
         try:
-            config = _arguments(settings).create_engine_config()
-            _check_heads(config.model_config.get_head_size(), settings.model_path)
+            config = _arguments(options, cache_bytes).create_engine_config()
+            _check_heads(config.model_config.get_head_size(), options.model_path)
             client = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
-            raise ModelError(f"vLLM cannot serve {settings.model_path}: {_sentence(error)}") from error
+            raise ModelError(f"vLLM cannot serve {options.model_path}: {_sentence(error)}") from error
         assert isinstance(client, AsyncMPClient)
         widest = sum(prod(parameter.shape) for parameter in layout.parameters) * DType.FLOAT32.itemsize
         with SharedBytes(layout.num_bytes, further=widest) as staged, endpoints.accept_worker() as socket_path:
@@ -118,7 +100,7 @@ class VllmCore:
             arguments = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path))
             sizes = await core._in_workers("pipelinerl_attach", *arguments)
         core.cache_bytes = sum(sizes)
-        await client.set_weight_version_async(label_of(*serving))
+        await client.set_weight_version_async(label_of(*UNTRAINED))
         return core
 
     async def close(self) -> None:
@@ -235,21 +217,21 @@ def _check_heads(head_dim: int, path: Path) -> None:
         )
 
 
-def _arguments(settings: CoreSettings) -> AsyncEngineArgs:
-    share = {} if settings.memory_share is None else {"gpu_memory_utilization": settings.memory_share}
+def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncEngineArgs:
+    share = {} if options.memory_share is None else {"gpu_memory_utilization": options.memory_share}
     ours = partial(
         AsyncEngineArgs,
-        model=str(settings.model_path),
+        model=str(options.model_path),
         skip_tokenizer_init=True,
-        dtype=settings.dtype,
-        seed=settings.seed,
-        max_model_len=settings.context_length,
-        max_num_seqs=settings.slots,
+        dtype=options.dtype,
+        seed=options.seed % 2**31,
+        max_model_len=options.context_length,
+        max_num_seqs=options.slots,
         # A prompt in parts would end vLLM on CPU: it takes back the noise of a part, which no generator there can.
         enable_chunked_prefill=not current_platform.is_cpu(),
-        max_num_batched_tokens=max(settings.context_length, _CPU_STEP) if current_platform.is_cpu() else None,
-        tensor_parallel_size=settings.devices,
-        kv_cache_memory_bytes=settings.cache_bytes,
+        max_num_batched_tokens=max(options.context_length, _CPU_STEP) if current_platform.is_cpu() else None,
+        tensor_parallel_size=options.devices,
+        kv_cache_memory_bytes=cache_bytes,
         enable_prefix_caching=True,
         scheduling_policy="priority",
         generation_config="vllm",  # a request says how it samples, the model's directory does not
@@ -259,7 +241,7 @@ def _arguments(settings: CoreSettings) -> AsyncEngineArgs:
         worker_extension_cls="pipelinerl.engines.external.vllm.worker.StagedWeights",
         disable_log_stats=True,
     )
-    return ours(**{**share, **settings.options})
+    return ours(**{**share, **options.options})
 
 
 def _sentence(error: Exception) -> str:

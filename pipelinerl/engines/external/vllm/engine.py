@@ -11,14 +11,16 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+from dataclasses import replace
 from typing import Any, Final
 
 from inference_contract.engine import Engine
 from inference_contract.schemas import Continuation
 from inference_contract.weights import Backend
 from pipelinerl.choices import WeightFormat
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
+from pipelinerl.engines.batching.scheduler import Capacity
 from pipelinerl.engines.cpu_arithmetic import slow_here
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
@@ -60,16 +62,15 @@ def from_options(options: EngineOptions) -> Engine:
         check_fields(options.options)
     if _built_for_cpu():
         check_on_cpu(options.options)
-    settings = BatchingSettings(
-        model_id=options.model_id,
-        max_waiting=options.max_waiting,
-        seed=options.seed,
-        continuation=Continuation.OWN_NOISE,  # vLLM reads a sample's generator from its beginning
-    )
     tokenizer = ChatTokenizer.load(options.model_path)
     endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO] if _built_for_cpu() else [Backend.GLOO, Backend.NCCL]))
-    loop = loop_of(options, settings, tokenizer.eos_token_ids, endpoints)
-    return BatchingEngine(settings, loop=loop, tokenizer=tokenizer, pull=options.pull, endpoints=endpoints)
+    return BatchingEngine(
+        options,
+        loop=loop_of(options, tokenizer.eos_token_ids, endpoints),
+        tokenizer=tokenizer,
+        endpoints=endpoints,
+        continuation=Continuation.OWN_NOISE,  # vLLM reads a sample's generator from its beginning
+    )
 
 
 def check_version(version: str) -> None:
@@ -97,9 +98,7 @@ def slow_on_cpu(dtype: str) -> str | None:
     return slow_here(dtype) if _built_for_cpu() else None
 
 
-def loop_of(
-    options: EngineOptions, settings: BatchingSettings, stop_ids: frozenset[int], endpoints: WorkerEndpointFactory
-) -> LoopBuilder:
+def loop_of(options: EngineOptions, stop_ids: frozenset[int], endpoints: WorkerEndpointFactory) -> LoopBuilder:
     """Samples by a core of vLLM's, which is started with the loop; `stop_ids` end a sample."""
 
     async def start_core() -> tuple[EngineCore, CoreModel]:
@@ -109,24 +108,14 @@ def loop_of(
         layout = layout_of(model)
         text: Any = model.config.get_text_config()
         _prepare_environment(options)
-        from pipelinerl.engines.external.vllm.core import CoreSettings, VllmCore
+        from pipelinerl.engines.external.vllm.core import VllmCore
 
-        core_settings = CoreSettings(
-            model_path=options.model_path,
-            slots=options.slots,
-            context_length=options.context_length,
-            dtype=options.dtype,
-            device=options.device,
-            devices=options.devices,
-            memory_share=None if _built_for_cpu() else options.memory_share,  # of a GPU's memory, not the host's
-            options=options.options,
-            cache_bytes=_cache_bytes(options, text) if _built_for_cpu() else None,
-            seed=options.seed % 2**31,
-        )
-        core = await VllmCore.start(core_settings, layout, settings.serving, endpoints)
+        here, cache_bytes = options, None
+        if _built_for_cpu():  # a share is of a GPU's memory, not the host's
+            here, cache_bytes = replace(options, memory_share=None), _cache_bytes(options, text)
+        core = await VllmCore.start(here, layout, endpoints, cache_bytes=cache_bytes)
         return core, CoreModel(
-            slots=options.slots,
-            context_length=options.context_length,
+            options=options,
             vocab_size=int(text.vocab_size),
             layout=layout,
             cache_bytes=core.cache_bytes,
@@ -135,10 +124,9 @@ def loop_of(
 
     return lambda deliver: CoreLoop(
         start_core=start_core,
-        max_waiting=settings.max_waiting,
+        capacity=Capacity(options.slots, options.max_waiting),
         stop_ids=stop_ids,
         deliver=deliver,
-        serving=settings.serving,
     )
 
 

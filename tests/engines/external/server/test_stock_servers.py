@@ -29,7 +29,8 @@ from inference_contract.conformance.trainer import weights
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import ChatCompletionRequest, EngineState, FinishReason
 from pipelinerl.choices import WeightFormat
-from pipelinerl.engines.batching.batching_engine import BatchingEngine, BatchingSettings
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.batching.scheduler import Capacity
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
@@ -45,6 +46,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.registry import ENGINES, load
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from tests.fakes import sglang_server, stock_vllm
+from tests.fakes.engine_options import engine_options
 from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
 from tests.fakes.scripted_engine import LAYOUT
 from tests.fakes.served import in_thread
@@ -361,19 +363,19 @@ async def test_a_server_that_falls_silent_ends_the_engine(tmp_path: Path) -> Non
     silence_s = 1.0
 
     def loop(deliver: Any) -> CoreLoop:
-        return CoreLoop(start_core=start_core, max_waiting=4, stop_ids=frozenset(), deliver=deliver, serving=(0, 0))
+        return CoreLoop(start_core=start_core, capacity=Capacity(4, 4), stop_ids=frozenset(), deliver=deliver)
 
     async def start_core() -> tuple[EngineCore, CoreModel]:
         http = ServerHttp(stock.url)
         api = SglangServerApi(http, LAYOUT, nothing)
         core = ServerCore(api, http, serving=(0, 0), silence_s=silence_s, ask_every_s=silence_s / 10)
         return core, CoreModel(
-            slots=4, context_length=CONTEXT, vocab_size=50, layout=LAYOUT, cache_bytes=0, staged=None
+            options=engine_options(context_length=CONTEXT), vocab_size=50, layout=LAYOUT, cache_bytes=0, staged=None
         )
 
     with _sglang(tmp_path) as stock, SharedBytes(1) as nothing:
         stock.server.version = "0.0"
-        engine = BatchingEngine(BatchingSettings(model_id="m"), loop=loop, tokenizer=ChatTokenizer.load(stock.folder))
+        engine = BatchingEngine(engine_options(), loop=loop, tokenizer=ChatTokenizer.load(stock.folder))
         await engine.start()
         request = ChatCompletionRequest(prompt_token_ids=PROMPT, max_tokens=2)
         async with asyncio.timeout(PATIENCE_S):

@@ -36,6 +36,7 @@ from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES
 from pipelinerl.weights.parameter_server.download import WeightPuller
+from tests.fakes.engine_options import engine_options
 from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
 from tests.fakes.served import in_thread
 from trainer_contract.types import HeadPrecision
@@ -204,11 +205,8 @@ class TestOptions:
     async def test_they_reach_vllm(self) -> None:
         from pipelinerl.engines.external.vllm import core as vllm_core
 
-        settings = vllm_core.CoreSettings(
+        settings = engine_options(
             model_path=MODELS / "tiny_speller_heads32",
-            slots=4,
-            context_length=64,
-            dtype="float32",
             memory_share=0.4,
             options={"block_size": 64, "max_logprobs": 7},
         )
@@ -220,7 +218,7 @@ class TestOptions:
         for wrong in ({"block_size": "many"}, {"max_num_seqs": "x"}):
             with pytest.raises(ModelError, match=r"vLLM cannot serve .*: [^\n]+$") as refused:
                 endpoints = WorkerEndpointFactory(frozenset())
-                await vllm_core.VllmCore.start(replace(settings, options=wrong), layout, (0, 0), endpoints)
+                await vllm_core.VllmCore.start(replace(settings, options=wrong), layout, endpoints)
             if "block_size" in wrong:
                 assert "block_size: Input should be a valid integer" in str(refused.value)
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pipelinerl.engines.batching.text import TextWindow
+from pipelinerl.engines.batching.sequence import TextWindow
 from pipelinerl.models.tokenizer import ChatTokenizer
 
 

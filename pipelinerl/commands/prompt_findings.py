@@ -107,6 +107,6 @@ def _without_room(measured: dict[str, _Prompts]) -> Iterator[str]:
         if share:
             yield (
                 f"{share:.1%} of {len(prompts.lengths)} prompts of domain {name} do not fit, the longest with "
-                f"{longest} tokens where engine.context_length and max_tokens leave {prompts.room}: their answers are cut "
-                "short, or their orders fail; raise engine.context_length, or leave such problems out"
+                f"{longest} tokens where engine.context_length and max_tokens leave {prompts.room}: their answers are "
+                "cut short, or their orders fail; raise engine.context_length, or leave such problems out"
             )

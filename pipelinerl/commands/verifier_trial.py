@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pipelinerl import registry
-from pipelinerl.config.recipe import DomainSection
+from pipelinerl.config.domains import DomainSection
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import names_of, open_verifier

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.recipe import DomainSection
+from pipelinerl.config.domains import DomainSection
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Verdict

@@ -10,7 +10,7 @@ from typing import Any, final
 import pytest
 from pydantic import ValidationError
 
-from pipelinerl.config.recipe import DomainSection
+from pipelinerl.config.domains import DomainSection
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import Judgement, Sampled, failed, timed_out

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from pipelinerl import registry
-from pipelinerl.config.domains import DomainSection, RunConfig
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.verification import DEFAULT_VERIFIER
 from pipelinerl.errors import RecipeError
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded

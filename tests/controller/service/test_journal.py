@@ -478,13 +478,13 @@ def test_a_controller_that_dies_again_and_again_decides_alike(seed: int) -> None
     same_with_and_without_deaths(seed)
 
 
-@pytest.mark.parametrize("older", [{}, {"layout": 3}])
+@pytest.mark.parametrize("older", [{}, {"layout": 2}])
 async def test_a_journal_of_another_layout_is_refused_before_its_state_is_read(older: dict[str, int]) -> None:
     """The oldest snapshots say no layout, and hold a state that could be read as a new one's, its fields forgotten."""
     stream = MemoryStream()
     snapshot = {"type": "JournalSnapshot", "state": {"launch": "", "trainer_heard": None}, "reports_offset": "0-0"}
     await stream.append(JOURNAL, [msgspec.msgpack.encode(snapshot | older)], first_id=1)
-    with pytest.raises(UserError, match=rf"must be of layout 2, got layout {older.get('layout', 1)}: another version"):
+    with pytest.raises(UserError, match=rf"must be of layout 3, got layout {older.get('layout', 1)}: another version"):
         await Journal.recover(stream)
 
 

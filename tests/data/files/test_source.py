@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelinerl.data.drafts import Split, digest_of
-from pipelinerl.data.files.columns import Columns
+from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.rows import RowSequence
 from pipelinerl.data.files.source import RowSource, index_of
 from pipelinerl.data.problems import open_source
@@ -378,8 +378,8 @@ def test_wrong_parameters_are_named(
 
 
 def test_the_quick_way_to_a_rows_digest_is_the_slow_one() -> None:
-    """`index_of` takes a short cut for rows of plain texts: it finds what `Columns.text` says."""
-    columns = Columns(prompt_field="prompt")
+    """`index_of` takes a short cut for rows of plain texts: it finds what `FieldMap.text` says."""
+    columns = FieldMap(prompt_field="prompt")
     indexed = index_of(RowSequence(ROWS, "rows"), columns)
     assert columns.plain_prompt
     assert [digest.tobytes() for digest in indexed.digests] == [digest_of(columns.text(row)) for row in ROWS]

@@ -3,6 +3,7 @@
     ContractError                 500 internal_error
     ├── NotFinite                 500 not_finite              NaN or infinity in the logits for this prompt
     ├── InvalidRequest            400 invalid_request_error   the body is wrong; `param` names the field
+    │   └── ContextExceeded       400 context_length_exceeded the prompt leaves no room for a token; OpenAI's code
     ├── Unauthorized              401 unauthorized            no token, or the wrong one
     ├── UnknownModel              404 model_not_found
     ├── Conflict                  409
@@ -77,6 +78,12 @@ class InvalidRequest(ContractError):
     status = 400
     code = "invalid_request_error"
     persistence = Persistence.PERMANENT
+
+
+class ContextExceeded(InvalidRequest):
+    """The prompt leaves no room for a token: a fault of this one prompt, not of the client."""
+
+    code = "context_length_exceeded"
 
 
 class NotFinite(ContractError):

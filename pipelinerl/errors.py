@@ -7,6 +7,7 @@
     │   ├── ReferenceFailed  a user's code that a recipe refers to cannot be loaded
     │   ├── ColumnError      an objective reads a column that is not there; the message says who computes it
     │   ├── ModelError       a model directory is missing or incomplete
+    │   │   └── TemplateNameError   a chat template may not be given a name, or not with this value
     │   ├── AddressError     a port is taken, or a service cannot be reached at the address given
     │   ├── DivergedError    steps in a row were not finite: another recipe is needed, not another try
     │   ├── RunFailed        the run cannot go on; the message says why, and what has to be started differently
@@ -54,6 +55,10 @@ class ColumnError(UserError):
 
 class ModelError(UserError):
     """A model directory is missing or incomplete."""
+
+
+class TemplateNameError(ModelError):
+    """A name among `chat_template_kwargs` is not for them, or its value spells a control token."""
 
 
 class AddressError(UserError):

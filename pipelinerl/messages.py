@@ -177,13 +177,17 @@ class TrainerStopped(ControlMessage, frozen=True):
 
 
 class GroupFailed(ControlMessage, frozen=True):
-    """An order cannot be completed; it will not be tried again. `persistence` says whether another would be."""
+    """An order cannot be completed; it will not be tried again. `persistence` says whether another would be.
+
+    `code` is the engine's, where one has refused (`inference_contract.errors`).
+    """
 
     order_id: str
     index: int
     purpose: str
     reason: str
     persistence: Persistence = Persistence.TRANSIENT
+    code: str = ""
 
 
 class GroupOutdated(ControlMessage, frozen=True):

@@ -7,7 +7,7 @@ import math
 from typing import Final
 
 from inference_contract import routes
-from inference_contract.conformance.session import MESSAGES, NotOffered, Session, succeeded
+from inference_contract.conformance.session import MESSAGES, NotOffered, Session, refused, succeeded
 from inference_contract.schemas import ChatCompletion, Choice, FinishReason
 
 #: What clients fill in by default; it changes no answer.
@@ -214,6 +214,17 @@ def contents_spell_no_tokens(session: Session) -> None:
         )
 
 
+def template_is_the_engines(session: Session) -> None:
+    """`chat_template_kwargs` is for what the template looks up: no other name changes a prompt, nor the template."""
+    plain = session.chat(seed=5)
+    again = session.chat(seed=5, chat_template_kwargs={"no_template_looks_this_up": True})
+    assert again.prompt_token_ids == plain.prompt_token_ids, (
+        "a name that no template looks up must not change the prompt"
+    )
+    error = refused(session.completed(chat_template_kwargs={"chat_template": "{{ messages }}"}), 400)
+    assert error["param"] == "chat_template_kwargs", f"param must be 'chat_template_kwargs', got {error['param']!r}"
+
+
 CHECKS = (
     chat_answers,
     n_gives_n_choices,
@@ -231,4 +242,5 @@ CHECKS = (
     alias_is_served,
     idle_fields_are_taken,
     contents_spell_no_tokens,
+    template_is_the_engines,
 )

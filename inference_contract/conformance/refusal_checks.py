@@ -67,10 +67,11 @@ def malformed_body_is_refused(session: Session) -> None:
 
 
 def too_long_prompt_is_refused(session: Session) -> None:
-    """A prompt that leaves no room for a token is refused with 400 and its param."""
+    """A prompt that leaves no room for a token is refused with 400, OpenAI's code for that, and its param."""
     length = session.card().context_length
     error = refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1] * length)), 400)
     assert error["param"] == "prompt_token_ids", f"param must be 'prompt_token_ids', got {error['param']!r}"
+    assert error["code"] == "context_length_exceeded", f"code must be context_length_exceeded, got {error['code']!r}"
 
 
 def foreign_token_is_refused(session: Session) -> None:

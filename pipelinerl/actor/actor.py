@@ -215,8 +215,9 @@ class Actor:
                     order_id=order.order_id,
                     index=order.index,
                     purpose=order.purpose,
-                    reason=str(error),
+                    reason=f"problem {order.problem.problem_id}: {error}",
                     persistence=getattr(error, "persistence", Persistence.TRANSIENT),
+                    code=getattr(error, "code", ""),
                 )
             )
             return

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Final, final
 
 from pipelinerl.data.drafts import Split
-from pipelinerl.data.files.columns import Columns
+from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.rows import RowSequence
 from pipelinerl.data.files.source import Indexed, index_of, source_of_rows
 from pipelinerl.data.source import ProblemSource, SourceRequest
@@ -61,12 +61,12 @@ def open_users(function: Any, asked: SourceRequest) -> ProblemSource:
     made = _called(function, given | ({"split": asked.split.value} if by_split else {}), asked)
     if callable(getattr(made, "problem", None)):
         return UserSource(made, asked)
-    columns = Columns(tags_field="tags", template=asked.prompts.template)
-    indexed = {asked.split if by_split else Split.TRAIN: _indexed(made, columns, function, asked)}
+    field_map = FieldMap(tags_field="tags", template=asked.prompts.template)
+    indexed = {asked.split if by_split else Split.TRAIN: _indexed(made, field_map, function, asked)}
     for split in set(Split) - {asked.split} if by_split else ():
         made = _called(function, given | {"split": split.value}, asked)
-        indexed[split] = _indexed(made, columns, function, asked)
-    return source_of_rows(indexed, columns, asked)
+        indexed[split] = _indexed(made, field_map, function, asked)
+    return source_of_rows(indexed, field_map, asked)
 
 
 def _called(function: Callable[..., Any], given: dict[str, Any], asked: SourceRequest) -> Any:
@@ -77,7 +77,7 @@ def _called(function: Callable[..., Any], given: dict[str, Any], asked: SourceRe
     return function(**given)
 
 
-def _indexed(made: Any, columns: Columns, function: Callable[..., Any], asked: SourceRequest) -> Indexed:
+def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], asked: SourceRequest) -> Indexed:
     if not isinstance(made, Iterable) or isinstance(made, str | bytes | dict):
         raise RecipeError(
             f"{asked.where}.source: {_name(function)} must return problems, as dicts with prompt and answer, or an "
@@ -91,7 +91,7 @@ def _indexed(made: Any, columns: Columns, function: Callable[..., Any], asked: S
             f"{asked.where}.source: {_name(function)} returns more than {MOST_ROWS:,} problems; return an object with "
             "a method problem(index) where there is no end to them"
         )
-    return index_of(RowSequence(rows, _name(function)), columns)
+    return index_of(RowSequence(rows, _name(function)), field_map)
 
 
 def _name(function: Callable[..., Any]) -> str:

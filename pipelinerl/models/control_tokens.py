@@ -29,7 +29,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, final
 
-from pipelinerl.errors import ModelError
+from pipelinerl.errors import ModelError, TemplateNameError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -131,7 +131,9 @@ class ContentGuard:
         """
         for name, value in also.items():
             if isinstance(value, str) and self._closed_to_data.starts(value):
-                raise ModelError(f"chat_template_kwargs.{name} spells a control token of this model; leave it out")
+                raise TemplateNameError(
+                    f"chat_template_kwargs.{name} spells a control token of this model; leave it out"
+                )
         text = self._render(turns, True, also)
         ids = self._ids(text)
         spelt = [self._closed_to(turn["role"]).starts(turn["content"]) for turn in turns]

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
-from pipelinerl.errors import ModelError
+from pipelinerl.errors import ModelError, TemplateNameError
 from pipelinerl.models.control_tokens import ContentGuard, Turn
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class ChatTokenizer:
 
         tokenizer = self._tokenizer
         if taken := sorted(template_kwargs.keys() & self._not_for_templates):
-            raise ModelError(
+            raise TemplateNameError(
                 f"chat_template_kwargs must not set {', '.join(taken)}, which the engine decides; remove it"
             )
         try:

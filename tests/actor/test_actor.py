@@ -10,7 +10,7 @@ from typing import Any, final
 import msgspec
 import pytest
 
-from inference_contract.errors import InvalidRequest
+from inference_contract.errors import ContextExceeded, InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.engines.http.client import EngineClient
@@ -339,7 +339,8 @@ async def _reported(watched: Watched, right: Callable[[ActorAlive], bool]) -> bo
     [
         (lambda _: completion("x", "y", finish="abort"), "aborted its samples in each of 3 attempts"),
         (lambda _: DeadlineError("no engine completed the request within 5 s"), "no engine completed"),
-        (lambda _: InvalidRequest("the prompt must leave room for a token"), "must leave room"),
+        (lambda _: InvalidRequest("no template"), "problem 7: no template"),
+        (lambda _: ContextExceeded("the prompt must leave room for a token"), "must leave room"),
         (lambda _: completion("x", "y", token_ids=None), "run `pipelinerl conformance engine URL` against it"),
         (lambda _: completion("x", "y", version_spans=None), "run `pipelinerl conformance engine URL` against it"),
         (lambda _: completion("x", "y", version_spans=[(4, 2)]), "3 tokens, 3 log-probs and spans over 2"),
@@ -355,6 +356,7 @@ async def test_what_an_engine_cannot_do_fails_the_order_and_nothing_else(script:
         (report,) = await until(lambda: watched.reports(GroupFailed))
         assert (report.order_id, report.index, report.purpose) == ("prompt-000007", 7, "training")
         assert reason in report.reason
+        assert (report.code == ContextExceeded.code) is ("leave room" in reason)
         sampler.script = answers
         await watched.order(order(8))
         assert [group.index for group in await until(watched.groups)] == [8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from pipelinerl.commands.check import findings, refuse
 from pipelinerl.config.recipe import MODELS, RECIPES, RunConfig, load, parse, to_table
 from pipelinerl.errors import ModelError, RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.registry import ENGINES
-from pipelinerl.roles.wiring import check_engine_options, objective_of
+from pipelinerl.roles.wiring import check_engine_options, objective_of, training_problems
 from tests.patience import PATIENCE_S
 
 SHIPPED = MODELS / "tiny_speller"
@@ -240,6 +242,45 @@ def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None
 def test_sources_and_verifiers_must_belong_together(domain: dict[str, object], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         list(findings(with_domain(**domain)))
+
+
+def test_a_prompt_of_each_domain_is_shown_as_the_model_sees_it() -> None:
+    config = with_domain(
+        source="reasoning_gym:spell_backward",
+        verifier="reasoning_gym",
+        parameters={"min_word_len": 3, "max_word_len": 4, "answer_pattern": "[a-z]+"},
+        system_prompt="be brief",
+        few_shot=[{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}],
+    )
+    (shown,) = (text for part, text in findings(config) if part == "prompt")
+    messages = training_problems(config).problem(0).messages
+    assert [message.role for message in messages] == ["system", "user", "assistant", "user"]
+    tokenizer = ChatTokenizer.load(SHIPPED)
+    ids = tokenizer.encode_chat(messages)
+    assert shown == f"of domain d, {len(ids)} tokens:\n{tokenizer.decode(ids)}"
+    assert "<|system|>be brief<|end|><|user|>ab<|end|><|assistant|>ba<|end|><|user|>" in shown
+
+
+def file_of(path: Path, *, long: int, of: int = 400) -> dict[str, object]:
+    """A domain of so many problems with so many long ones."""
+    texts = [f"{i}" * (18 if i < 100 + long else 1) for i in range(100, 100 + of)]
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
+    return {"source": "files", "parameters": {"path": str(path), "prompt_field": "prompt"}}
+
+
+def test_the_share_of_prompts_without_room_is_told_and_a_large_one_refused(tmp_path: Path) -> None:
+    few = with_domain(**file_of(tmp_path / "few.jsonl", long=16))
+    said = [text for part, text in findings(few) if part == "warning"]
+    assert said and re.match(
+        r"training: \d\.\d% of 256 prompts of domain d do not fit, the longest with \d+ tok", said[0]
+    )
+    many = with_domain(**file_of(tmp_path / "many.jsonl", long=100))
+    with pytest.raises(
+        RecipeError, match=r"\d\d% of 256 prompts of domain d do not fit; raise it, or lower max_tokens"
+    ):
+        list(findings(many))
+    roomy = with_domain(**file_of(tmp_path / "few.jsonl", long=16), max_tokens=1)
+    assert not [text for part, text in findings(roomy) if part == "warning" and text.startswith("training")]
 
 
 def test_every_problem_of_the_evaluation_must_be_there(tmp_path: Path) -> None:

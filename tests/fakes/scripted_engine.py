@@ -20,7 +20,7 @@ from typing import Any, final
 
 import numpy as np
 
-from inference_contract.errors import DigestMismatch, InvalidRequest, UnknownModel
+from inference_contract.errors import ContextExceeded, DigestMismatch, InvalidRequest, UnknownModel
 from inference_contract.schemas import (
     AnswerPrefix,
     AssistantMessage,
@@ -106,6 +106,7 @@ class Fault(StrEnum):
     IGNORES_DRAIN = "ignores_drain"
     NEVER_FREES = "never_frees"
     SPELLS_TOKENS = "spells_tokens"
+    OPENS_TEMPLATE = "opens_template"
     REFUSES_DEFAULTS = "refuses_defaults"
     FORGETS_PREFIX = "forgets_prefix"
     REPEATS_PREFIX = "repeats_prefix"
@@ -254,12 +255,17 @@ class ScriptedEngine:
         text = "".join(message.content for message in request.messages or ())
         if self._fault is Fault.SPELLS_TOKENS:
             text = text.replace("<|end|>", chr(VOCAB - 2))
+        if self._fault is Fault.OPENS_TEMPLATE:
+            text += "".join(request.chat_template_kwargs)
+        elif "chat_template" in request.chat_template_kwargs:
+            raise InvalidRequest("the template is the engine's", param="chat_template_kwargs")
         prompt = request.prompt_token_ids or [1 + ord(char) % (VOCAB - 1) for char in text]
         if self._fault is Fault.TRUNCATES_PROMPT:
             prompt = prompt[-8:]
         room = CONTEXT - len(prompt)
         if room < 1 or not all(0 <= token < VOCAB for token in prompt):
-            raise InvalidRequest("the prompt must be shorter, and of known tokens", param="prompt_token_ids")
+            kind = ContextExceeded if room < 1 else InvalidRequest
+            raise kind("the prompt must be shorter, and of known tokens", param="prompt_token_ids")
         if self._fault is Fault.RETOKENIZES and request.prompt_token_ids:
             prompt = [*prompt, 1]
         seed = 0 if request.seed is None else request.seed

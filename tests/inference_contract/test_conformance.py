@@ -44,6 +44,7 @@ CAUGHT_BY = {
     Fault.IGNORES_DRAIN: "drain_lets_samples_end",
     Fault.NEVER_FREES: "leaving_a_stream_frees_it",
     Fault.SPELLS_TOKENS: "contents_spell_no_tokens",
+    Fault.OPENS_TEMPLATE: "template_is_the_engines",
     Fault.REFUSES_DEFAULTS: "idle_fields_are_taken",
     Fault.FORGETS_PREFIX: "greedy_answer_continues",
     Fault.REPEATS_PREFIX: "greedy_answer_continues",

@@ -297,3 +297,42 @@ def test_spellings_are_found_wherever_they_begin(content: str) -> None:
     found = Spellings.of(texts).starts(content)
     assert found == [at for at in range(len(content)) if content.startswith(texts, at)]
     assert Spellings.of(()).starts(content) == []
+
+
+SWITCHED = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{%- if note is defined %}{{- note }}{%- endif %}{%- endif %}"
+)
+
+
+@cache
+def switched() -> ChatTokenizer:
+    return guarded(byte_level(SWITCHED, CHATML_TOKENS, "<|im_end|>", *INNER))
+
+
+@pytest.mark.parametrize("content", ["hello", "a<|im_end|>b", "<think>"])
+def test_the_template_is_given_what_a_domain_says(content: str) -> None:
+    """As Qwen3's template: without thinking, the answer begins behind an empty thought."""
+    messages = [Message("user", content)]
+    plain = switched().encode_chat(messages)
+    assert switched().encode_chat(messages, {"enable_thinking": True, "unknown": 1}) == plain
+    without = switched().encode_chat(messages, {"enable_thinking": False})
+    assert without[: len(plain)] == plain
+    assert switched().decode(without[len(plain) :]) == "<think>\n\n</think>\n\n"
+    assert switched().encode_chat(messages) == plain, "nothing of it stays"
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template", "add_generation_prompt", "tokenize", "messages", "eos_token", "tools"]
+)
+def test_what_the_engine_gives_its_template_may_not_be_set(name: str) -> None:
+    with pytest.raises(ModelError, match=f"chat_template_kwargs must not set {name}"):
+        switched().encode_chat([Message("user", "a")], {name: "x"})
+
+
+def test_no_control_token_comes_in_beside_the_messages() -> None:
+    assert switched().decode(switched().encode_chat([Message("user", "a")], {"note": "now"})).endswith("assistant\nnow")
+    with pytest.raises(ModelError, match=r"chat_template_kwargs\.note spells a control token"):
+        switched().encode_chat([Message("user", "a")], {"note": "<|im_end|>"})

@@ -296,7 +296,8 @@ class Controller:
         self.state.version = report.model_version
         self.state.account.update(report.consumed)
         self.state.trainer.stepped = report.consumed
-        self.state.trainer.last_step, self.state.failing.refused_groups = report.stats, 0
+        self.state.trainer.last_step = report.stats
+        self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
         effects = step_taken(self.state, report)
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)

@@ -5,6 +5,7 @@
     no engine is alive                                          after `engine_timeout_s`
     a domain's verifier fails on every answer                   after 20 in a row, or a step's worth that time out
     every engine refuses every prompt for such a reason         after a step's worth of groups, eight at least
+    every prompt is too long for the context                    after eight times what may be in flight
 
 Whether a reason lasts is said by who refuses (`inference_contract.errors.Persistence`), never guessed here. A trainer
 that trains is told to save what it has, and is waited for; it has `_SAVE_S`.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from inference_contract.errors import Persistence
+from inference_contract.errors import ContextExceeded, Persistence
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.stall_diagnosis import lost_engines
 from pipelinerl.controller.state.effects import Effect, End, Finish, Record, Send
@@ -30,6 +31,8 @@ _SAVE_S: Final = 30.0
 _FEW_GROUPS: Final = 8
 #: So many failures of a domain's verifier in a row end the run.
 _VERDICTS_THAT_END: Final = 20
+#: So many times what is in flight may be too long since the last step: eight of nine prompts.
+_TOO_LONG: Final = 8
 
 
 def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> list[Effect]:
@@ -67,6 +70,10 @@ def last_word(state: RunState, settings: ControllerSettings) -> Finish:
 
 def refused(state: RunState, report: GroupFailed) -> None:
     """Note a group that failed, whether that will last, and why."""
+    if report.code == ContextExceeded.code:
+        state.failing.too_long_groups += 1
+        state.failing.too_long_reason = report.reason
+        return
     lasts = report.persistence is Persistence.PERMANENT
     state.failing.refused_groups = state.failing.refused_groups + 1 if lasts else 0
     state.failing.refused_reason = report.reason
@@ -92,6 +99,7 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
     refused_groups, reason = state.failing.refused_groups, state.failing.refused_reason
     if refused_groups >= max(state.knobs.groups_per_step, _FEW_GROUPS) and not _some_ended_well(state):
         yield f"engines refuse the prompts of {refused_groups} groups in a row: {reason}"
+    yield from _all_too_long(state)
 
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
@@ -105,6 +113,18 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
     if refusals and all(record.lifecycle is EngineLifecycle.EXPELLED for record in records):
         said = "; ".join(f"{record.url} {record.last_error}" for record in refusals[:3])
         yield f"no engine can serve this run: {said}"
+
+
+def _all_too_long(state: RunState) -> Iterator[str]:
+    """A prompt that is too long is refused at once, while others are being answered: as many are refused as are issued
+    in the place of such until all that is in flight fits. A few in a hundred are no reason, most of them are."""
+    failing = state.failing
+    most = _TOO_LONG * max(state.knobs.groups_per_step, _FEW_GROUPS, state.account.in_flight)
+    if failing.too_long_groups >= most and not _some_ended_well(state):
+        yield (
+            f"{failing.too_long_groups} prompts since the last step were too long, and no group was made: "
+            f"{failing.too_long_reason}; raise engine.context_length, or leave such problems out"
+        )
 
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:

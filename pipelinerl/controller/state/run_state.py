@@ -111,6 +111,10 @@ class Failing(msgspec.Struct, kw_only=True):
     """Groups in a row whose prompts were refused for good."""
     refused_reason: str = ""
     """Why the last of them was."""
+    too_long_groups: int = 0
+    """Groups since the last step whose prompts leave no room in the context."""
+    too_long_reason: str = ""
+    """What was said of the last of them."""
 
 
 class Watchdog(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""`Rows`: the rows of a data set, each made when it is asked for. Of files: JSON lines, JSON arrays, CSV.
+"""`DataRows`: the rows of a data set, each made when it is asked for. Of files: JSON lines, JSON arrays, CSV.
 
 Promises that a file of a million rows is no million of Python objects: what is kept is the file's text and where each
 row begins. `arrow_rows.py` has those that pyarrow reads.
@@ -27,7 +27,7 @@ _NEWLINE: Final = 10
 _CHUNK_BYTES: Final = 1 << 26
 
 
-class Rows(Protocol):
+class DataRows(Protocol):
     """Rows by number, from 0."""
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class JsonRows:
 
 @final
 class RowSequence:
-    """Rows that somebody else keeps, such as what a user's function returned."""
+    """DataRows that somebody else keeps, such as what a user's function returned."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         self._rows = rows
@@ -143,7 +143,7 @@ class RowSequence:
 class ChainedRows:
     """The rows of several files, one file after the other."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
+    def __init__(self, parts: Sequence[DataRows]) -> None:
         self._parts = tuple(parts)
         self._ends = list(itertools.accumulate(len(part) for part in parts))
 
@@ -164,7 +164,7 @@ class ChainedRows:
         part, within = self._found(index)
         return part.place(within)
 
-    def _found(self, index: int) -> tuple[Rows, int]:
+    def _found(self, index: int) -> tuple[DataRows, int]:
         number = bisect.bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from pipelinerl import rng
 from pipelinerl.data.drafts import Split, are_of, digest_of
 from pipelinerl.data.files.arrow_rows import ArrowRows
-from pipelinerl.data.files.columns import Columns
+from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.layouts import NAMES, Layout, layout_of
-from pipelinerl.data.files.rows import ChainedRows, JsonRows, Rows
+from pipelinerl.data.files.rows import ChainedRows, DataRows, JsonRows
 from pipelinerl.data.prompts import Prompts
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
@@ -37,9 +37,9 @@ Files = tuple[Path, ...]
 
 
 class Indexed(NamedTuple):
-    """Rows, and the digest of what each asks, u64 [N]."""
+    """DataRows, and the digest of what each asks, u64 [N]."""
 
-    rows: Rows
+    rows: DataRows
     digests: NDArray[np.uint64]
 
 
@@ -52,11 +52,11 @@ class RowSource:
     """
 
     def __init__(
-        self, indexed: Indexed, chosen: NDArray[np.int64], columns: Columns, prompts: Prompts, asked: SourceRequest
+        self, indexed: Indexed, chosen: NDArray[np.int64], field_map: FieldMap, prompts: Prompts, asked: SourceRequest
     ) -> None:
         self._rows, self._digests = indexed
         self._chosen = chosen
-        self._columns = columns
+        self._columns = field_map
         self._prompts = prompts
         self._asked = asked
         self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # the epoch last asked for, and its permutation
@@ -88,7 +88,7 @@ def open_files(asked: SourceRequest) -> RowSource:
     if asked.argument:
         raise RecipeError(f"{asked.where}.source must be files alone, with parameters.path, got files:{asked.argument}")
     parameters = dict(asked.parameters)
-    columns = Columns.taken_from(parameters, asked.prompts.template, where=asked.where)
+    field_map = FieldMap.taken_from(parameters, asked.prompts.template, where=asked.where)
     layouts = {split: _layout(parameters, split, asked.where) for split in Split if _PATHS[split] in parameters}
     named = {split: parameters.pop(key, "") for split, key in _SPLITS.items()}
     if wrong := [key for split, key in _SPLITS.items() if not isinstance(named[split], str)]:
@@ -97,16 +97,16 @@ def open_files(asked: SourceRequest) -> RowSource:
         )
     unknown = set(parameters) - {*_PATHS.values(), "config"}
     if unknown:
-        known = ", ".join((*_PATHS.values(), *_SPLITS.values(), "config", *Columns.__dataclass_fields__))
+        known = ", ".join((*_PATHS.values(), *_SPLITS.values(), "config", *FieldMap.__dataclass_fields__))
         raise RecipeError(f"{asked.where}.parameters: unknown {', '.join(sorted(unknown))}; known: {known}")
     if Split.TRAIN not in layouts:
         raise RecipeError(f"{asked.where}.parameters.path must be the path of a file or folder, got None")
     files = files_of_splits(layouts, named, where=asked.where)
-    indexed = {split: _indexed(_stamped(paths), columns) for split, paths in files.items()}
-    return source_of_rows(indexed, columns, asked)
+    indexed = {split: _indexed(_stamped(paths), field_map) for split, paths in files.items()}
+    return source_of_rows(indexed, field_map, asked)
 
 
-def source_of_rows(indexed: Mapping[Split, Indexed], columns: Columns, asked: SourceRequest) -> RowSource:
+def source_of_rows(indexed: Mapping[Split, Indexed], field_map: FieldMap, asked: SourceRequest) -> RowSource:
     """The rows of the split that is asked for; those of `Split.TRAIN` make the splits that have none of their own.
 
     Raises:
@@ -127,32 +127,32 @@ def source_of_rows(indexed: Mapping[Split, Indexed], columns: Columns, asked: So
         chosen = chosen[are_of(own.digests[chosen], wanted)]
     if not len(chosen):
         raise RecipeError(f"{asked.where}: the {split} split of its files is empty; add rows or name files for it")
-    prompts = Prompts(system=asked.prompts.system, few_shot=asked.prompts.few_shot)  # the template is the columns'
-    return RowSource(own, chosen, columns, prompts, asked)
+    prompts = Prompts(system=asked.prompts.system, few_shot=asked.prompts.few_shot)  # the template is the field map's
+    return RowSource(own, chosen, field_map, prompts, asked)
 
 
-def index_of(rows: Rows, columns: Columns) -> Indexed:
+def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
     """Look at every row once. Raises `RecipeError` for one without a question or an answer."""
     digests = bytearray()
-    plain, answer = columns.plain_prompt, columns.answer_field
-    for number, row in enumerate(rows.scan(columns.fields_of_text)):
+    plain, answer = field_map.plain_prompt, field_map.answer_field
+    for number, row in enumerate(rows.scan(field_map.fields_of_text)):
         asked = row.get(plain)
         try:
             if type(asked) is str and row.get(answer) is not None:  # as nearly all are, at a third of the time
                 digests += digest_of(f"user\x1f{asked}")
             else:
-                columns.check(row)
-                digests += digest_of(columns.text(row))
+                field_map.check(row)
+                digests += digest_of(field_map.text(row))
         except RecipeError:
             with placed(rows, number):  # with all its fields, which the error lists
-                columns.check(rows.row(number))
-                columns.text(rows.row(number))
+                field_map.check(rows.row(number))
+                field_map.text(rows.row(number))
             raise
     return Indexed(rows, np.frombuffer(bytes(digests), "<u8"))
 
 
 @contextmanager
-def placed(rows: Rows, number: int) -> Iterator[None]:
+def placed(rows: DataRows, number: int) -> Iterator[None]:
     """Errors within say first which row it is."""
     try:
         yield
@@ -219,11 +219,11 @@ def _stamped(paths: Files) -> tuple[tuple[Path, int, int], ...]:
 
 
 @lru_cache(maxsize=_KEPT)
-def _indexed(stamped: tuple[tuple[Path, int, int], ...], columns: Columns) -> Indexed:
-    parts = [_read(path, columns) for path, _, _ in stamped]
-    return index_of(parts[0] if len(parts) == 1 else ChainedRows(parts), columns)
+def _indexed(stamped: tuple[tuple[Path, int, int], ...], field_map: FieldMap) -> Indexed:
+    parts = [_read(path, field_map) for path, _, _ in stamped]
+    return index_of(parts[0] if len(parts) == 1 else ChainedRows(parts), field_map)
 
 
-def _read(path: Path, columns: Columns) -> Rows:
+def _read(path: Path, field_map: FieldMap) -> DataRows:
     arrow = path.suffix in (".parquet", ".arrow")
-    return ArrowRows.read(path, columns.fields) if arrow else JsonRows.read(path)
+    return ArrowRows.read(path, field_map.fields) if arrow else JsonRows.read(path)

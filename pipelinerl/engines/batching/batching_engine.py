@@ -48,7 +48,7 @@ from pipelinerl.engines.batching.sequence import Detokenizer, Request, TextWindo
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
-from pipelinerl.errors import PipelineError
+from pipelinerl.errors import PipelineError, TemplateNameError
 from pipelinerl.weights.layout import converted_by
 
 #: How long `close` waits for the loop's thread to end its step.
@@ -249,6 +249,8 @@ class BatchingEngine:
         encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs)
         try:
             return await self._events.run_in_executor(self._encoder, encode)
+        except TemplateNameError as error:
+            raise InvalidRequest(str(error), param="chat_template_kwargs") from error
         except PipelineError as error:
             raise InvalidRequest(str(error), param="messages") from error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from inference_contract.errors import InvalidRequest
+from inference_contract.errors import ContextExceeded, InvalidRequest
 from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest, ChatMessage
 from pipelinerl import rng
 from pipelinerl.engines.batching.sample_loop import ServedModel
@@ -21,14 +21,14 @@ _LONGEST_TOKEN: Final = 128
 
 
 def refuse_oversized(messages: Sequence[ChatMessage], model: ServedModel) -> None:
-    """Raise `InvalidRequest` for messages that cannot fit, by their characters: before the work of tokenising them.
+    """Raise `ContextExceeded` for messages that cannot fit, by their characters: before the work of tokenising them.
 
     A message has a token at least, and no tokenizer's tokens are longer than `_LONGEST_TOKEN` on an average.
     """
     most = model.context_length * _LONGEST_TOKEN
     length = sum(len(message.content) for message in messages)
     if length > most or len(messages) > model.context_length:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"the prompt must leave room for a token in the context of {model.context_length} tokens, it has "
             f"{len(messages)} messages of {length} characters; shorten it",
             param="messages",
@@ -36,12 +36,12 @@ def refuse_oversized(messages: Sequence[ChatMessage], model: ServedModel) -> Non
 
 
 def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
-    """Tokens that may follow `prompt`. Raises `InvalidRequest` when there is none, or the prompt is no prompt."""
+    """Tokens that may follow `prompt`. Raises `ContextExceeded` when there is none, `InvalidRequest` for no prompt."""
     room = model.context_length - len(prompt)
     if not prompt:
         raise InvalidRequest("the prompt must have at least one token, got none", param=param)
     if room < 1:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"the prompt must leave room for a token in the context of {model.context_length} tokens, it has "
             f"{len(prompt)}; shorten it",
             param=param,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from inference_contract.errors import Persistence
+from inference_contract.errors import ContextExceeded, Persistence
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.state.effects import End, Finish, Send
+from pipelinerl.controller.state.effects import End, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, EngineTimedOut, ReportReceived, Ticked
 from pipelinerl.controller.state.run_state import RunPhase
@@ -224,3 +224,37 @@ def test_prompts_that_every_engine_refuses_for_good_end_the_run(persistence: Per
     stop, _ = ends(made, refused_group(run.issued[7], persistence))
     assert (stop is not None) is over
     assert made.state.failing.reason == ("engines refuse the prompts of 8 groups in a row: no template" if over else "")
+
+
+def too_long(index: int) -> ReportReceived:
+    return heard(
+        GroupFailed(
+            order_id=f"prompt-{index:06d}",
+            index=index,
+            purpose="training",
+            reason="problem d:1: it has 90 tokens",
+            persistence=Persistence.PERMANENT,
+            code=ContextExceeded.code,
+        )
+    )
+
+
+def test_prompts_that_are_too_long_fail_alone_while_others_are_answered() -> None:
+    """They are refused at once, long before the first answer is there: as many as are issued in their place."""
+    run = serving()
+    made = run.controller
+    for index in range(8 * 8 - 1):
+        effects = made.decide(too_long(index))
+        assert any(isinstance(effect, Record) and effect.kind == "group_failed" for effect in effects)
+        assert any(isinstance(effect, IssuePrompts) for effect in effects), "another comes in its place"
+    assert not made.state.failing.reason and made.state.account.ledger()["failed"] == 8 * 8 - 1
+
+
+def test_a_run_whose_prompts_are_all_too_long_ends() -> None:
+    made = serving().controller
+    found = [ends(made, too_long(index)) for index in range(8 * 8 + 1)]
+    assert any(stop is not None for stop, _ in found)
+    assert made.state.failing.reason == (
+        "64 prompts since the last step were too long, and no group was made: problem d:1: it has 90 tokens; raise "
+        "engine.context_length, or leave such problems out"
+    )

@@ -1,4 +1,4 @@
-"""`Columns`: which fields of a row are a problem's prompt, answer, metadata, tags and id.
+"""`FieldMap`: which fields of a row are a problem's prompt, answer, metadata, tags and id.
 
 Promises that what is missing, or of another type than it must be, is an error that names the field (who knows where the
 row is adds that); and that a row's digest, which decides its split, is one of what the row asks, not of how a template
@@ -29,7 +29,7 @@ _LISTS: Final = ("metadata_fields", "tag_fields")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
+class FieldMap:
     """Names of fields; `a.b` is the field b of the struct a.
 
     Attributes:

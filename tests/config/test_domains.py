@@ -1,0 +1,97 @@
+"""A domain's block: prompts and sampling of its own, and files that are found beside the recipe that names them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Message
+
+SHOTS = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+def with_domain(**domain: Any) -> RunConfig:
+    return parse(to_table(load("tiny")) | {"domains": [{"name": "d", "source": "addition", **domain}]})
+
+
+def test_prompts_and_sampling_are_those_of_the_block() -> None:
+    (domain,) = with_domain(
+        system_prompt="s",
+        prompt_template="Say {prompt}",
+        few_shot=SHOTS,
+        chat_template_kwargs={"enable_thinking": False},
+        stop=["\n"],
+        max_tokens=7,
+        temperature=0.5,
+    ).domains
+    assert domain.prompts.system == "s" and domain.prompts.few_shot[1] == Message("assistant", "2")
+    assert domain.prompts.template is not None and domain.prompts.template.render({"prompt": "x"}) == "Say x"
+    own = domain.sampling
+    assert (own.temperature, own.max_tokens, own.stop) == (0.5, 7, ("\n",))
+    assert own.chat_template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("domain", "sentence"),
+    [
+        ({"prompt_template": "{{ x"}, r"domains\.0\.prompt_template: prompt_template is no Jinja template: line 1"),
+        ({"few_shot": SHOTS[:1]}, r"domains\.0: few_shot must end with the assistant's answer, got 'user' last"),
+        ({"few_shot": [{"role": "bot", "content": ""}]}, r"domains\.0\.few_shot\.0\.role: .* got 'bot'"),
+        (
+            {"system_prompt": "s", "few_shot": [{"role": "system", "content": "t"}, *SHOTS]},
+            "few_shot must not hold a system message beside system_prompt",
+        ),
+        ({"temperature": 0.0}, r"domains\.0\.temperature"),
+        ({"max_tokens": 32}, r"domains\.d\.max_tokens \(32\) must be below engine\.context_length \(32\)"),
+        ({"stop": [""]}, r"domains\.0\.stop\.0"),
+        ({"chat_template_kwargs": {"a": [1]}}, r"domains\.0\.chat_template_kwargs\.a"),
+    ],
+)
+def test_what_cannot_be_is_refused(domain: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        with_domain(**domain)
+
+
+def written(folder: Path) -> Path:
+    """A recipe with its data, its examples and a base beside it."""
+    (folder / "data").mkdir(parents=True)
+    rows = "".join(json.dumps({"prompt": f"q{i}", "answer": "a"}) + "\n" for i in range(20))
+    (folder / "data" / "a.jsonl").write_text(rows)
+    (folder / "data" / "shots.json").write_text(json.dumps(SHOTS))
+    (folder / "base.toml").write_text(
+        'base = "tiny"\n[[domains]]\nname = "d"\nsource = "files"\nfew_shot = "data/shots.json"\n'
+        '[domains.parameters]\npath = ["data/*.jsonl"]\nheld_out_path = "~/x.jsonl"\nprompt_field = "prompt"\n'
+    )
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "mine.toml").write_text('base = "../base.toml"\n[run]\nname = "mine"\n')
+    return folder / "deeper" / "mine.toml"
+
+
+def test_files_are_found_beside_the_recipe_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = written(tmp_path / "where")
+    monkeypatch.chdir(tmp_path)
+    config = load(recipe.relative_to(tmp_path))
+    (domain,) = config.domains
+    assert domain.parameters["path"] == [str(tmp_path / "where" / "data" / "*.jsonl")]
+    assert domain.parameters["held_out_path"] == str(Path.home() / "x.jsonl")
+    assert domain.parameters["prompt_field"] == "prompt"
+    assert [shot.content for shot in domain.few_shot] == ["1+1=", "2"]
+    save(config, tmp_path / "saved.toml")
+    assert load(tmp_path / "saved.toml") == config, "wherever it is saved"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [(None, "domains.d.few_shot: .*shots.json cannot be read"), ("{", "is no JSON"), ("{}", "must hold a list")],
+)
+def test_examples_that_cannot_be_read_are_named(text: str | None, sentence: str, tmp_path: Path) -> None:
+    recipe = written(tmp_path)
+    shots = tmp_path / "data" / "shots.json"
+    shots.unlink() if text is None else shots.write_text(text)
+    with pytest.raises(RecipeError, match=sentence):
+        load(recipe)

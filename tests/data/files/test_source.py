@@ -1,0 +1,392 @@
+"""The source `files`: every format gives the same problems, and what is wrong is named by row and field."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelinerl.data.drafts import Split, digest_of
+from pipelinerl.data.files.field_map import FieldMap
+from pipelinerl.data.files.rows import RowSequence
+from pipelinerl.data.files.source import RowSource, index_of
+from pipelinerl.data.problems import open_source
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Message, Problem
+
+Rows = list[dict[str, Any]]
+ROWS: Rows = [{"prompt": f"Wie viel ist {i} + {i}?", "answer": str(2 * i)} for i in range(60)]
+README = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*.parquet
+  - split: test
+    path: main/test-*.parquet
+- config_name: hard
+  data_files: hard/*.jsonl
+---
+# A data set
+"""
+
+
+def opened(path: Path | list[str], of: Split = Split.TRAIN, **parameters: Any) -> RowSource:
+    given = parameters | {"path": path if isinstance(path, list) else str(path)}
+    source = open_source("files", domain="d", split=of, seed=0, parameters=given)
+    assert isinstance(source, RowSource)
+    return source
+
+
+def problems(source: RowSource) -> list[Problem]:
+    return [source.problem(index) for index in range(len(source))]
+
+
+def questions(source: RowSource) -> set[str]:
+    return {problem.messages[-1].content for problem in problems(source)}
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+def jsonl(path: Path, rows: Rows = ROWS) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def json_array(path: Path, rows: Rows = ROWS) -> Path:
+    path.write_text(json.dumps(rows, indent=1))
+    return path
+
+
+def gzipped(path: Path, rows: Rows = ROWS) -> Path:
+    path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
+    return path
+
+
+def comma_separated(path: Path, rows: Rows = ROWS) -> Path:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    path.write_text("\ufeff" + text.getvalue())
+    return path
+
+
+def parquet(path: Path, rows: Rows = ROWS) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    return path
+
+
+def arrow_stream(path: Path, rows: Rows = ROWS) -> Path:
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return path
+
+
+def saved_to_disk(folder: Path, rows: Rows = ROWS) -> Path:
+    """As `datasets.Dataset.save_to_disk` of version 4 leaves it, in two files."""
+    folder.mkdir(parents=True)
+    names = [f"data-0000{number}-of-00002.arrow" for number in range(2)]
+    for name, part in zip(names, (rows[:25], rows[25:]), strict=True):
+        arrow_stream(folder / name, part)
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}, "splits": {}}))
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "a.jsonl": jsonl,
+    "a.ndjson": jsonl,
+    "a.json": json_array,
+    "lines.json": jsonl,
+    "a.jsonl.gz": gzipped,
+    "a.csv": comma_separated,
+    "a.parquet": parquet,
+    "a.arrow": arrow_stream,
+    "saved": saved_to_disk,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_problems(name: str, tmp_path: Path) -> None:
+    expected = {split: problems(opened(jsonl(tmp_path / "twin.jsonl"), split)) for split in Split}
+    path = WRITERS[name](tmp_path / name)
+    found = {split: problems(opened(path, split)) for split in Split}
+    assert found == expected
+    assert sum(map(len, found.values())) == len(ROWS)
+    assert found[Split.TRAIN][0].ground_truth.isdigit()
+
+
+def test_several_files_and_globs_are_one_data_set(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", ROWS[:20])
+    parquet(tmp_path / "b.parquet", ROWS[20:])
+    named = opened([str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")])
+    assert questions(opened(tmp_path / "[ab].*")) == questions(named)
+    assert len(questions(named)) > 40
+
+
+# --- splits ----------------------------------------------------------------------------------------------------------
+
+
+def by_split(path: Path, **parameters: Any) -> dict[Split, set[str]]:
+    found = {split: questions(opened(path, split, **parameters)) for split in Split}
+    assert not any(one & other for one, other in itertools.combinations(found.values(), 2))
+    return found
+
+
+def hub_folder(folder: Path) -> Path:
+    parquet(folder / "main" / "train-00000-of-00002.parquet", ROWS[:20])
+    parquet(folder / "main" / "train-00001-of-00002.parquet", ROWS[20:40])
+    parquet(folder / "main" / "test-00000-of-00001.parquet", ROWS[35:50])
+    (folder / "hard").mkdir()
+    jsonl(folder / "hard" / "all.jsonl", ROWS[50:])
+    (folder / "README.md").write_text(README)
+    return folder
+
+
+def dataset_dict(folder: Path) -> Path:
+    saved_to_disk(folder / "train", ROWS[:40])
+    saved_to_disk(folder / "test", ROWS[35:50])
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    return folder
+
+
+def plain_folder(folder: Path) -> Path:
+    parquet(folder / "data" / "train-00000-of-00001.parquet", ROWS[:40])
+    jsonl(folder / "data" / "test.jsonl", ROWS[35:50])
+    (folder / "README.md").write_text("# Nothing is said here\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("made", "parameters"), [(hub_folder, {"config": "main"}), (dataset_dict, {}), (plain_folder, {})]
+)
+def test_the_splits_of_a_data_set_are_used_and_the_hash_makes_the_one_that_is_missing(
+    made: Callable[[Path], Path], parameters: dict[str, str], tmp_path: Path
+) -> None:
+    found = by_split(made(tmp_path / "set"), **parameters)
+    assert found[Split.HELD_OUT] == {row["prompt"] for row in ROWS[35:50]}
+    assert found[Split.TRAIN] | found[Split.VALIDATION] == {row["prompt"] for row in ROWS[:35]}
+    assert 0 < len(found[Split.VALIDATION]) < 12
+
+
+def test_a_split_may_be_called_anything_and_a_path_of_its_own_comes_first(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    for name, rows in (("train_sft", ROWS[:30]), ("test_sft", ROWS[30:40]), ("train_prefs", ROWS[40:])):
+        saved_to_disk(folder / name, rows)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train_sft", "test_sft", "train_prefs"]}))
+    with pytest.raises(RecipeError, match=r"parameters\.split must name one of the splits train_sft, test_sft, train_"):
+        opened(folder)
+    with pytest.raises(
+        RecipeError, match=r"parameters\.split: there is no split 'train'; there is train_sft, test_sft"
+    ):
+        opened(folder, split="train")
+    found = by_split(folder, split="train_sft", held_out_split="test_sft")
+    assert found[Split.HELD_OUT] == {row["prompt"] for row in ROWS[30:40]}
+    assert found[Split.TRAIN] | found[Split.VALIDATION] == {row["prompt"] for row in ROWS[:30]}
+    own = str(jsonl(tmp_path / "own.jsonl", ROWS[3:5]))
+    found = by_split(folder, split="train_sft", held_out_path=own)
+    assert found[Split.HELD_OUT] == {row["prompt"] for row in ROWS[3:5]}
+
+
+def test_the_configuration_of_a_hub_folder_must_be_named_where_there_are_several(tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path / "set")
+    with pytest.raises(RecipeError, match="has several configurations; name one as config: main, hard"):
+        opened(folder)
+    with pytest.raises(RecipeError, match="has no configuration 'zzz': main, hard"):
+        opened(folder, config="zzz")
+    assert questions(opened(folder, config="hard")) <= {row["prompt"] for row in ROWS[50:]}
+    (folder / "README.md").write_text(README.replace("config_name: hard", "config_name: hard\n  default: true"))
+    assert questions(opened(folder)) <= {row["prompt"] for row in ROWS[50:]}
+    (folder / "README.md").write_text(README.replace("main/train-*.parquet", "../secret.parquet"))
+    with pytest.raises(RecipeError, match=r"data_files must name files of the folder, got '\.\./secret\.parquet'"):
+        opened(folder, config="main")
+
+
+def test_rows_that_are_there_twice_are_one_problem(tmp_path: Path) -> None:
+    source = opened(jsonl(tmp_path / "a.jsonl", [*ROWS, *ROWS[:30]]))
+    assert len(questions(source)) == len(source) == len(opened(jsonl(tmp_path / "b.jsonl")))
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+
+def only(path: Path, **parameters: Any) -> Problem:
+    """The one problem of a file with one row, whatever its split."""
+    for split in Split:
+        try:
+            return opened(path, split, **parameters).problem(0)
+        except RecipeError as error:
+            if "is empty" not in str(error):
+                raise
+    raise AssertionError("the row is in no split")
+
+
+NESTED = {
+    "chat": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+    "reward_model": {"ground_truth": "7", "style": "rule"},
+    "level": 3,
+    "subject": "algebra",
+    "unit": "m-1",
+}
+
+
+@pytest.mark.parametrize(("name", "write"), [("a.parquet", parquet), ("a.jsonl", jsonl)])
+def test_fields_are_mapped_nested_ones_by_a_dot(name: str, write: Callable[..., Path], tmp_path: Path) -> None:
+    problem = only(
+        write(tmp_path / name, [NESTED]),
+        messages_field="chat",
+        answer_field="reward_model.ground_truth",
+        metadata_fields=["level", "reward_model.style", "absent"],
+        tag_fields=["subject", "level", "absent"],
+        id_field="unit",
+    )
+    assert problem == Problem(
+        problem_id="d:m-1",
+        domain="d",
+        messages=(Message("system", "s"), Message("user", "u")),
+        ground_truth="7",
+        metadata={"level": 3, "reward_model.style": "rule"},
+        tags=("subject=algebra", "level=3"),
+    )
+
+
+def test_a_prompt_field_may_hold_messages(tmp_path: Path) -> None:
+    problem = only(jsonl(tmp_path / "a.jsonl", [{"prompt": NESTED["chat"], "answer": ["a", 1]}]))
+    assert problem.messages == (Message("system", "s"), Message("user", "u"))
+    assert problem.ground_truth == '["a",1]'
+
+
+def test_unified_structs_are_stripped_of_their_nulls(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "answer": "1", "metadata": {"tests": [{"stdin": "x"}, {"argv": ["y"]}]}},
+        {"prompt": "b", "answer": "2", "metadata": {"level": 2}},
+    ]
+    path = parquet(tmp_path / "a.parquet", rows)
+    assert pq.read_table(path).to_pylist()[1]["metadata"] == {"tests": None, "level": 2}, "unified, as said"
+    found = {p.messages[0].content: p.metadata for split in Split for p in _all(path, split)}
+    assert found == {row["prompt"]: row["metadata"] for row in rows}
+
+
+def _all(path: Path, split: Split) -> list[Problem]:
+    try:
+        return problems(opened(path, split))
+    except RecipeError:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("row", "parameters", "sentence"),
+    [
+        ({"q": "a", "answer": "1"}, {}, 'field "prompt" is missing; the row has '),
+        ({"prompt": "a", "solution": "1"}, {}, 'field "answer" is missing; the row has '),
+        ({"prompt": "a", "answer": None}, {}, 'field "answer" is missing; the row has answer, key, messages, prompt'),
+        ({"prompt": "a", "answer": "1"}, {"id_field": "key"}, 'field "key" is missing; the row has '),
+        (
+            {"messages": [{"role": "bot", "content": "x"}], "answer": "1"},
+            {},
+            "field 'messages' must be a text, or mess",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "answer": "1"},
+            {},
+            "field 'messages' ends with the assistant's message",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "write", "place"),
+    [
+        ("a.parquet", parquet, "a.parquet row 2"),
+        ("a.jsonl", jsonl, "a.jsonl line 3"),
+        ("a.json", json_array, "a.json row 2"),
+    ],
+)
+def test_row_and_field_are_named(
+    name: str,
+    write: Callable[..., Path],
+    place: str,
+    row: dict[str, Any],
+    parameters: dict[str, str],
+    sentence: str,
+    tmp_path: Path,
+) -> None:
+    asked = [{"role": "user", "content": "fine"}]
+    good = {"prompt": None, "messages": asked, "answer": "1", "key": "k"}
+    path = write(tmp_path / name, [good, {**good, "messages": None, "prompt": "more"}, {**dict.fromkeys(good), **row}])
+    with pytest.raises(RecipeError, match=f"{place}: {sentence}"):
+        opened(path, **parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        (
+            "a.jsonl",
+            '{"prompt": "a", "answer": "b"}\n{"prompt"',
+            r"a\.jsonl line 2: expected a JSON object, got no JSON",
+        ),
+        ("a.jsonl", "\n[1, 2]\n", r"a\.jsonl line 2: expected an object with fields, got '\[1, 2\]'"),
+        ("a.json", '[{"prompt": ', r"a\.json is no JSON"),
+        ("a.csv", "prompt,answer\na,b\nc\n", r"a\.csv row 1: expected the 2 fields of the first line"),
+        ("a.parquet", "PAR1 not", r"a\.parquet cannot be read"),
+        ("a.arrow", "not", r"a\.arrow cannot be read"),
+        ("a.txt", "x", r"a\.txt is of no known format; known are \.jsonl"),
+        ("a.jsonl.gz", "x", r"a\.jsonl\.gz cannot be read"),
+        ("a.jsonl", "\n\n", "the train split of its files is empty"),
+    ],
+)
+def test_damaged_files_are_named(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RecipeError, match=sentence):
+        opened(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"path": 3}, "parameters.path must be the path of a file or folder, or a list, got 3"),
+        ({"path": "/no/such/*.parquet"}, "got '/no/such/\\*.parquet'; there is none"),
+        ({"path": "a.jsonl", "zzz": 1}, "unknown zzz; known: path, validation_path"),
+        ({"path": "a.jsonl", "answer_field": 1}, "parameters.answer_field must be the name of a field, got 1"),
+        ({"path": "a.jsonl", "tag_fields": "level"}, "parameters.tag_fields must be a list of names of fields"),
+        ({"path": "a.jsonl", "config": "main"}, "config is of a folder in the hub's layout"),
+        ({}, "parameters.path must be the path of a file or folder, got None"),
+    ],
+)
+def test_wrong_parameters_are_named(
+    parameters: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "a.jsonl")
+    with pytest.raises(RecipeError, match=sentence):
+        open_source("files", domain="d", split=Split.TRAIN, seed=0, parameters=parameters)
+
+
+def test_the_quick_way_to_a_rows_digest_is_the_slow_one() -> None:
+    """`index_of` takes a short cut for rows of plain texts: it finds what `FieldMap.text` says."""
+    columns = FieldMap(prompt_field="prompt")
+    indexed = index_of(RowSequence(ROWS, "rows"), columns)
+    assert columns.plain_prompt
+    assert [digest.tobytes() for digest in indexed.digests] == [digest_of(columns.text(row)) for row in ROWS]
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROWS[:30])
+    before = len(opened(path))
+    jsonl(path)
+    assert len(opened(path)) > before

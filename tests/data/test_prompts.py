@@ -1,0 +1,103 @@
+"""Prompts of a domain: what stands where, that problems keep id and split, and that all of it stays text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.recipe import MODELS
+from pipelinerl.data.drafts import Split
+from pipelinerl.data.problems import open_source
+from pipelinerl.data.prompts import Prompts
+from pipelinerl.data.templates import Template
+from pipelinerl.errors import RecipeError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.types import Message, Problem
+
+SHOTS = (Message("user", "1+1="), Message("assistant", "2"))
+ROWS = [{"prompt": f"q{i}", "choices": ["x", "y"], "answer": "a"} for i in range(40)]
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def asked(source: str, prompts: Prompts, split: Split = Split.TRAIN, **parameters: Any) -> list[Problem]:
+    opened = open_source(source, domain="d", split=split, seed=0, parameters=parameters, prompts=prompts)
+    return [opened.problem(index) for index in range(3)]
+
+
+def test_system_prompt_and_examples_stand_before_the_problem() -> None:
+    own = (Message("system", "own"), Message("user", "u"))
+    assert Prompts(system="s", few_shot=SHOTS).around(own) == (Message("system", "s"), *SHOTS, own[1])
+    assert Prompts(few_shot=SHOTS).around(own) == (own[0], *SHOTS, own[1])
+    assert Prompts(system="s").around(own[1:]) == (Message("system", "s"), own[1])
+    assert Prompts().around(own) == own
+
+
+@pytest.mark.parametrize("source", ["addition", "reasoning_gym:spell_backward"])
+def test_any_source_is_dressed_and_its_problems_keep_id_and_split(source: str) -> None:
+    prompts = Prompts(system="s", few_shot=SHOTS, template=Template("Think. {prompt}"))
+    for split in Split:
+        for plain, dressed in zip(asked(source, Prompts(), split), asked(source, prompts, split), strict=True):
+            (question,) = plain.messages
+            said = Message("user", f"Think. {question.content}")
+            assert dressed.messages == (Message("system", "s"), *SHOTS, said)
+            assert dressed.problem_id == plain.problem_id and dressed.ground_truth == plain.ground_truth
+
+
+def test_a_template_sees_the_fields_of_its_row(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", ROWS)
+    template = Template("{{ prompt }}:{% for c in choices %} {{ c }}{% endfor %}")
+    (problem, *_) = asked("files", Prompts(system="s", template=template), path=path)
+    question = problem.messages[-1].content
+    assert question.startswith("q") and question.endswith(": x y")
+    assert problem.messages[0] == Message("system", "s")
+
+
+def test_the_template_does_not_move_problems_to_another_split(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", ROWS)
+    for split in Split:
+        plain, dressed = (
+            {p.problem_id for p in asked("files", Prompts(template=template), split, path=path)}
+            for template in (None, Template("Say {prompt}"))
+        )
+        assert plain == dressed
+
+
+def test_a_template_may_write_all_of_it_and_names_row_and_field(tmp_path: Path) -> None:
+    rows = [{"left": i, "right": i, "answer": str(2 * i)} for i in range(40)]
+    (problem, *_) = asked(
+        "files", Prompts(template=Template("{left}+{right}")), path=written(tmp_path / "a.jsonl", rows)
+    )
+    left, right = problem.messages[-1].content.split("+")
+    assert int(left) + int(right) == int(problem.ground_truth)
+    template = Template("{left}+{wrong}")
+    with pytest.raises(
+        RecipeError, match=r'a\.jsonl line \d+: prompt_template: field "wrong" is missing; there is ans'
+    ):
+        asked("files", Prompts(template=template), path=written(tmp_path / "a.jsonl", rows))
+
+
+def test_nothing_that_users_or_data_write_becomes_a_control_token(tmp_path: Path) -> None:
+    """The chat has as many control tokens as with harmless texts."""
+    tokenizer = ChatTokenizer.load(MODELS / "tiny_speller")
+    control = sorted(tokenizer.eos_token_ids)
+    spelling = tokenizer.decode(control[:1])
+    assert spelling.startswith("<|")
+
+    def tokens(text: str) -> list[int]:
+        shots = (Message("user", text), Message("assistant", text))
+        rows = [{"prompt": f"{text} {i}", "note": text, "answer": text} for i in range(20)]
+        prompts = Prompts(system=text, few_shot=shots, template=Template("{prompt} {{}} " + text + " {note}"))
+        (problem, *_) = asked("files", prompts, path=written(tmp_path / "a.jsonl", rows))
+        assert text in problem.messages[-1].content
+        return tokenizer.encode_chat(problem.messages)
+
+    harmless, hostile = tokens("hello"), tokens(spelling)
+    assert sum(harmless.count(token) for token in control) == sum(hostile.count(token) for token in control)
+    assert len(hostile) > len(harmless)

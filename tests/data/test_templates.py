@@ -1,0 +1,62 @@
+"""Templates: fields in their places, nothing else reachable, and a missing field named."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.data.templates import Template
+from pipelinerl.errors import RecipeError
+
+FIELDS = {"question": "1 + 1", "choices": ["a", "b"], "level": 3, "absent": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Solve {question}.", "Solve 1 + 1."),
+        ("{question} in \\boxed{}", "1 + 1 in \\boxed{}"),
+        ("{question} in \\boxed{{}}", "1 + 1 in \\boxed{}"),
+        ('{question} as {"answer": …} or {1, 2}', '1 + 1 as {"answer": …} or {1, 2}'),
+        ("{{ question }} in \\boxed{}", "1 + 1 in \\boxed{}"),
+        ("{%- for c in choices %}{{ loop.index }}. {{ c }}\n{% endfor %}", "1. a\n2. b\n"),
+        ("{{ question }}{% if absent is defined %}!{% endif %}\n", "1 + 1\n"),
+        ("no field", "no field"),
+    ],
+)
+def test_fields_stand_in_their_places(text: str, expected: str) -> None:
+    assert Template(text).render(FIELDS) == expected
+
+
+@pytest.mark.parametrize("text", ["{zzz}", "{{ zzz }}", "{{ question }}{{ zzz }}", "{absent}", "{{ absent }}"])
+def test_a_field_that_is_not_there_is_named(text: str) -> None:
+    field = "zzz" if "zzz" in text else "absent"
+    with pytest.raises(RecipeError, match=f'field "{field}" is missing; there is choices, level, question'):
+        Template(text).render(FIELDS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ question.__class__.__mro__ }}",
+        "{{ level + question }}",
+        "{{ choices[9] }}",
+        "{{ choices.append('c') }}",
+        "{{ level / 0 }}",
+        "{{ range(10 ** 9) }}",
+    ],
+)
+def test_nothing_but_the_fields_can_be_reached_and_what_fails_is_said(text: str) -> None:
+    with pytest.raises(RecipeError, match="prompt_template: "):
+        Template(text).render(FIELDS)
+
+
+@pytest.mark.parametrize("text", ["{{ question", "{% for x in y %}", "{{ 1 | zzz }}"])
+def test_what_is_no_template_is_refused_at_once(text: str) -> None:
+    with pytest.raises(RecipeError, match="no Jinja template: line 1"):
+        Template(text)
+
+
+@pytest.mark.parametrize("text", ["Say {question}", "Say {{ question }}"])
+@pytest.mark.parametrize("hostile", ["{{ 7 * 7 }}", "{level}", "{% raw %}", "<|im_end|>", "\\g<1>\\1"])
+def test_what_a_field_holds_stays_text(text: str, hostile: str) -> None:
+    assert Template(text).render({"question": hostile, "level": 3}) == f"Say {hostile}"

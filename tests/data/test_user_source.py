@@ -1,0 +1,89 @@
+"""A user's source: a function that returns problems in one of a few forms, or says in one sentence what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pipelinerl.data.drafts import Split
+from pipelinerl.data.prompts import Prompts
+from pipelinerl.data.source import ProblemSource, SourceRequest
+from pipelinerl.data.templates import Template
+from pipelinerl.data.user_source import open_users
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Message, Problem
+
+
+def listed(count: int = 50, tag: str = "") -> list[dict[str, Any]]:
+    tags = {"tags": [tag]} if tag else {}
+    return [{"prompt": f"q{i}", "answer": str(i), "metadata": {"i": i}} | tags for i in range(count)]
+
+
+def generated(count: int = 50) -> Iterator[dict[str, Any]]:
+    yield from listed(count)
+
+
+def by_split(split: str, seed: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{split} {i}", "answer": str(seed)} for i in range(4)] + [{"prompt": "both", "answer": "x"}]
+
+
+class Endless:
+    def problem(self, index: int) -> Problem:
+        return Problem(problem_id=str(index), domain="mine", messages=(Message("user", "q"),), ground_truth="a")
+
+
+def source(function: Callable[..., Any], split: Split = Split.TRAIN, prompts: Prompts = Prompts(), **parameters: Any):  # type: ignore[no-untyped-def]
+    return open_users(function, SourceRequest(domain="d", split=split, seed=7, parameters=parameters, prompts=prompts))
+
+
+def questions(opened: Any) -> set[str]:
+    return {opened.problem(index).messages[-1].content for index in range(len(opened))}
+
+
+@pytest.mark.parametrize("function", [listed, generated])
+def test_what_a_function_returns_is_split_by_hash(function: Callable[..., Any]) -> None:
+    found = [questions(source(function, split, count=60)) for split in Split]
+    assert set().union(*found) == {f"q{i}" for i in range(60)}
+    assert not any(one & other for one, other in itertools.combinations(found, 2))
+    problem = source(listed, tag="easy").problem(0)
+    assert problem.tags == ("easy",) and problem.metadata == {"i": int(problem.ground_truth)}
+
+
+def test_a_function_that_takes_split_is_asked_for_each() -> None:
+    found = {split: questions(source(by_split, split)) for split in Split}
+    for split in Split:
+        assert {f"{split} {i}" for i in range(4)} <= found[split]
+    assert [split for split in Split if "both" in found[split]] == [Split.HELD_OUT], "what is held out comes first"
+    assert source(by_split).problem(0).ground_truth == "7"
+
+
+def test_a_whole_source_is_used_as_it_is_and_dressed() -> None:
+    def endless() -> ProblemSource:
+        return Endless()
+
+    problem = source(endless, prompts=Prompts(system="s", template=Template("Say {prompt}"))).problem(10**9)
+    assert problem.domain == "d" and problem.problem_id == "1000000000"
+    assert problem.messages == (Message("system", "s"), Message("user", "Say q"))
+
+
+def refused(function: Callable[..., Any], **parameters: Any) -> str:
+    with pytest.raises(RecipeError) as caught:
+        source(function, **parameters).problem(0)
+    return str(caught.value)
+
+
+def test_what_is_wrong_is_said() -> None:
+    assert "parameters do not fit listed: got an unexpected keyword argument 'zzz'" in refused(listed, zzz=1)
+    assert "must return problems, as dicts with prompt and answer" in refused(lambda: 5)
+    assert 'row 1: field "answer" is missing; the row has prompt' in refused(lambda: [listed()[0], {"prompt": "a"}])
+    assert "row 0: expected a dict with prompt and answer, got 'q'" in refused(lambda: ["q"])
+    assert "must name a function, got 5" in refused(5)  # type: ignore[arg-type]
+
+    class Wrong:
+        def problem(self, index: int) -> str:
+            return "q"
+
+    assert "problem(0) must return a Problem, got 'q'" in refused(Wrong)

@@ -41,7 +41,10 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
             refuse(config)
         return
     found = dict(findings(config))
-    assert list(found) == ["model", "engine", "trainer", "objective", "staleness", "prompt", "training", "held out"]
+    assert list(found) == [
+        *("model", "engine", "trainer", "objective", "staleness"),
+        *("verifier", "prompt", "training", "held out"),
+    ]
     assert found["training"] != found["held out"]
 
 
@@ -71,6 +74,34 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
 def test_names_are_refused_in_no_time(override: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         refuse(load("tiny", [override]))
+
+
+def test_it_says_where_a_users_code_is_and_what_it_makes_of_a_real_problem(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def short(completion):\n    return -len(completion) / 10\n")
+    rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "weight": 1.0}]
+    found = list(findings(with_domain(source="addition", parameters={"max_digits": 1}, rewards=rewards)))
+    assert ("user code", f"domains.d.rewards.0.function = short, {tmp_path}/r.py:1") in found
+    said = dict(found)["verifier"]
+    assert re.fullmatch(
+        r"domains.d: of the reference answer (correct|wrong), reward 0.\d+ \(short -0.[12], math_answer 1\) in .* s; "
+        r"of an empty answer wrong, reward 0 \(short 0, math_answer 0\) in .* s: math_answer: no answer",
+        said,
+    )
+
+
+def test_a_users_function_that_judges_neither_a_right_nor_an_empty_answer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def score(problem, text):\n    return problem.metadata['level']\n")
+    with pytest.raises(RecipeError, match=r"domains.d.verifier cannot judge its problems: .*r.py:2: KeyError: 'level'"):
+        list(findings(with_domain(source="addition", verifier=f"{tmp_path}/r.py:score")))
+
+
+@pytest.mark.parametrize("key", ["engine.type", "trainer.type"])
+def test_a_users_engine_and_trainer_take_options_and_must_be_there(key: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def make(*_): ...\n")
+    section = key.partition(".")[0]
+    refuse(load("tiny", [f"{key}={tmp_path}/mine.py:make", f"{section}.options.zzz=1"]))
+    with pytest.raises(RecipeError, match=rf"{key}: {tmp_path}/mine.py has no 'other'; it has make"):
+        refuse(load("tiny", [f"{key}={tmp_path}/mine.py:other"]))
 
 
 def test_options_of_an_engine_are_refused_by_name() -> None:

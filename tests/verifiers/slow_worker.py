@@ -1,0 +1,29 @@
+"""What the tests' workers do: sleep, spin, die, and say who they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def open_sleeper(argument: str) -> Callable[[Any], Any]:
+    if argument == "broken":
+        raise RuntimeError("cannot be opened")
+
+    def answering(question: Any) -> Any:
+        match question:
+            case ["sleep", seconds]:
+                time.sleep(seconds)
+            case ["spin", seconds]:
+                until = time.monotonic() + seconds
+                while time.monotonic() < until:
+                    pass
+            case ["long", size]:
+                return "x" * size
+            case "die":
+                os._exit(1)
+        return [os.getpid(), os.getpriority(os.PRIO_PROCESS, 0)]
+
+    return answering

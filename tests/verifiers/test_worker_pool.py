@@ -1,0 +1,184 @@
+"""Workers that sleep, die and hang: what a question waits for, what is killed, and what is left when the actor is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool, default_workers
+from tests.patience import PATIENCE_S
+
+SLEEPER = f"{Path(__file__).with_name('slow_worker.py')}:open_sleeper"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are tied and forked on Linux")
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Callable[..., WorkerPool]]:
+    made: list[WorkerPool] = []
+
+    def make(workers: int = 2, deadline_s: float = PATIENCE_S, argument: str = "") -> WorkerPool:
+        made.append(WorkerPool(SLEEPER, argument, workers=workers, deadline_s=deadline_s))
+        return made[-1]
+
+    yield make
+    for each in made:
+        await each.close()
+
+
+async def test_a_second_worker_starts_only_while_the_first_is_busy(pool: Callable[..., WorkerPool]) -> None:
+    one = pool()
+    alone = [(await one.ask("who"))[0] for _ in range(3)]
+    assert len(set(alone)) == 1
+    both = await asyncio.gather(one.ask(["sleep", 0.2]), one.ask(["sleep", 0.2]))
+    assert len({pid for pid, _ in both}) == 2 and alone[0] in {pid for pid, _ in both}
+
+
+async def test_questions_get_their_own_answers_whatever_their_size(pool: Callable[..., WorkerPool]) -> None:
+    sizes = [0, 1, 70_000, 10**6, 3]
+    one = pool()
+    assert [len(answer) for answer in await asyncio.gather(*(one.ask(["long", size]) for size in sizes))] == sizes
+    assert await one.ask(["x" * 10**6, "\ud800\x00\u202e"]) is not None
+
+
+async def test_one_that_hangs_is_killed_at_its_deadline_and_its_place_is_free_before(
+    pool: Callable[..., WorkerPool],
+) -> None:
+    one = pool(workers=1, deadline_s=2.0)
+    await one.ask("who")
+    began = time.monotonic()
+    hanging = asyncio.create_task(one.ask(["spin", 600]))
+    await asyncio.sleep(0)
+    await one.ask("who")
+    assert time.monotonic() - began < 2.0, "the next one waits for no deadline"
+    with pytest.raises(TimeoutError):
+        await hanging
+    assert 2.0 <= time.monotonic() - began < PATIENCE_S
+
+
+async def test_a_slow_one_goes_last(pool: Callable[..., WorkerPool]) -> None:
+    one = pool(workers=1)
+    assert (await one.ask("who"))[1] == os.getpriority(os.PRIO_PROCESS, 0)
+    slow = await one.ask(["sleep", 1.0])
+    assert slow[1] == 19
+    assert (await one.ask("who"))[1] == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+async def test_a_function_that_always_takes_long_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
+    one = pool(workers=1)
+    found = [await one.ask(["sleep", 0.4]) for _ in range(4)]
+    assert [priority for _, priority in found][1:] == [os.getpriority(os.PRIO_PROCESS, 0)] * 3
+
+
+async def test_more_hanging_questions_than_places_end_in_time_and_let_others_through(
+    pool: Callable[..., WorkerPool],
+) -> None:
+    one = pool(workers=2, deadline_s=3.0)
+    await one.ask("who")
+    began = time.monotonic()
+    hanging = [asyncio.create_task(one.ask(["sleep", 600], group="bad")) for _ in range(12)]
+    await asyncio.sleep(0.01)
+    good = [asyncio.create_task(one.ask("who", group="good")) for _ in range(8)]
+    await asyncio.gather(*good)
+    took = time.monotonic() - began
+    assert took < 3.0
+    found = await asyncio.gather(*hanging, return_exceptions=True)
+    assert all(isinstance(each, TimeoutError) for each in found)
+
+
+async def test_groups_without_slow_questions_go_first(pool: Callable[..., WorkerPool]) -> None:
+    one = pool(workers=1)
+    order: list[str] = []
+
+    async def ask(group: str, seconds: float) -> None:
+        await one.ask(["sleep", seconds], group=group)
+        order.append(group)
+
+    await ask("slow", 0.6)
+    busy = asyncio.create_task(ask("busy", 0.2))
+    await asyncio.sleep(0.05)
+    await asyncio.gather(ask("slow", 0.0), ask("other", 0.0), busy)
+    assert order == ["slow", "busy", "other", "slow"]
+
+
+async def test_one_that_dies_is_an_error_and_is_replaced(pool: Callable[..., WorkerPool]) -> None:
+    one = pool()
+    with pytest.raises(WorkerLost, match="ended by itself"):
+        await one.ask("die")
+    pid, _ = await one.ask("who")
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert (await one.ask("who"))[0] != pid
+
+
+async def test_a_question_that_is_given_up_leaves_no_answer_behind(pool: Callable[..., WorkerPool]) -> None:
+    one = pool(workers=1)
+    await one.ask("who")
+    given_up = asyncio.create_task(one.ask(["sleep", 0.2]))
+    waiting = asyncio.create_task(one.ask("who"))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    given_up.cancel()
+    await asyncio.gather(given_up, waiting, return_exceptions=True)
+    assert await one.ask(["long", 3]) == "xxx"
+
+
+async def test_a_worker_that_cannot_be_opened_is_an_error_each_time(pool: Callable[..., WorkerPool]) -> None:
+    one = pool(argument="broken")
+    for _ in range(2):
+        with pytest.raises(WorkerLost, match="did not start"):
+            await one.ask("who")
+    missing = WorkerPool("/nope/r.py:f", deadline_s=1.0)
+    with pytest.raises(WorkerLost, match=r"/nope/r.py does not exist"):
+        await missing.ask("who")
+    await missing.close()
+
+
+def test_as_many_as_cores_and_two_at_least() -> None:
+    assert default_workers() >= 2
+
+
+ACTOR = """
+import asyncio, sys
+from pipelinerl.verifiers.worker_pool import WorkerPool
+async def main():
+    pool = WorkerPool(sys.argv[1], workers=2, deadline_s=600.0)
+    pids = [pid for pid, _ in await asyncio.gather(pool.ask(["sleep", 0.2]), pool.ask(["sleep", 0.2]))]
+    print(*pids, pool._forkers[0]._process.pid, flush=True)
+    await asyncio.gather(pool.ask(["spin", 600]), pool.ask(["sleep", 600]))
+asyncio.run(main())
+"""
+
+
+@linux
+def test_no_worker_outlives_an_actor_that_is_killed() -> None:
+    actor = subprocess.Popen([sys.executable, "-c", ACTOR, SLEEPER], stdout=subprocess.PIPE, text=True)
+    assert actor.stdout is not None
+    pids = [int(word) for word in actor.stdout.readline().split()]
+    assert len(pids) == 3 and all(_runs(pid) for pid in pids)
+    time.sleep(0.5)
+    actor.kill()
+    actor.wait(timeout=PATIENCE_S)
+    actor.stdout.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlives its actor"
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    """Is it there, and no zombie?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -48,7 +48,7 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
-from pipelinerl.config.watching import SamplesSection
+from pipelinerl.config.watching import FiguresSection, SamplesSection
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.redaction import without_secrets
@@ -83,6 +83,7 @@ class RunConfig(Section):
     weights: WeightsSection = WeightsSection()
     parameter_server: ParameterServerSection = ParameterServerSection()
     samples: SamplesSection = SamplesSection()
+    figures: FiguresSection = FiguresSection()
     launch: LaunchSection = LaunchSection()
 
     @field_validator("objective", mode="before")

@@ -17,6 +17,7 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.step.critic import Critic
+from pipelinerl.training.step.entropy_meter import EntropyMeter
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
@@ -35,6 +36,7 @@ class Workers:
     reference: Trainer | None
     old_logprobs: OldLogprobs
     history: WeightHistory | None
+    entropy: EntropyMeter
 
     def step(self) -> TrainStep:
         """The step that the workers take together."""
@@ -45,7 +47,7 @@ class Workers:
             old_logprobs=self.old_logprobs,
             history=self.history,
         )
-        return TrainStep(passes=passes, critic=self.critic)
+        return TrainStep(passes=passes, critic=self.critic, entropy=self.entropy)
 
     def close(self) -> None:
         """Close every worker, which frees its memory."""
@@ -89,7 +91,14 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
         reference = _worker(
             config, "reference", replace(spec_of(config, restore_from=None), model_path=_model(config, path))
         )
-    return Workers(policy, critic, reference, config.training.old_logprobs, _history(config, policy, checkpoint))
+    return Workers(
+        policy,
+        critic,
+        reference,
+        config.training.old_logprobs,
+        _history(config, policy, checkpoint),
+        EntropyMeter(config.figures.interval(config.trainer.type)),
+    )
 
 
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:

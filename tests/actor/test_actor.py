@@ -238,7 +238,7 @@ async def test_a_group_that_can_train_no_step_any_more_is_given_up() -> None:
             actor.follow(model_version=version, k=2)
         actor.follow(model_version=5, k=2)
         (report,) = await until(outdated)
-        assert report == GroupOutdated(order_id="prompt-000001", index=1, oldest=3, current=5)
+        assert report == GroupOutdated(order_id="prompt-000001", index=1, oldest=3, current=5, domain="d")
         again()  # another engine begins order 3 anew
         actor.follow(model_version=6, k=2)
         sampler.gate.set()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, final
 
@@ -26,6 +26,7 @@ from pipelinerl.training.rollouts.packing import with_columns
 from pipelinerl.training.step import finite_check
 from pipelinerl.training.step.adaptive import KL_FIGURE
 from pipelinerl.training.step.critic import Critic
+from pipelinerl.training.step.entropy_meter import EntropyMeter
 from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.types import RolloutGroup
@@ -43,6 +44,7 @@ class Accumulated:
     micro_batches: list[MicroBatch]
     losses: list[LossStats]
     value_losses: list[LossStats]
+    measured: dict[str, float]
 
 
 @final
@@ -52,6 +54,7 @@ class TrainStep:
 
     passes: ForwardPasses
     critic: Critic | None = None
+    entropy: EntropyMeter = field(default_factory=EntropyMeter)
 
     @property
     def _policy(self) -> Trainer:
@@ -83,10 +86,16 @@ class TrainStep:
         """
         with self._clean_on_failure():
             completed = self._completed(batch, objective)
+            measured = self.entropy.measure(self._policy, batch)
             losses = self._policy_backward(batch, objective, completed)
             value_losses = self._critic_backward(batch, completed)
         return Accumulated(
-            batch=batch, objective=objective, micro_batches=completed, losses=losses, value_losses=value_losses
+            batch=batch,
+            objective=objective,
+            micro_batches=completed,
+            losses=losses,
+            value_losses=value_losses,
+            measured=measured,
         )
 
     def apply(self, accumulated: Accumulated, *, learning_rate: float) -> dict[str, float]:
@@ -112,6 +121,7 @@ class TrainStep:
             **values,
             **(self.passes.history.figures() if self.passes.history else {}),
             **_kl_reference(accumulated.micro_batches),
+            **accumulated.measured,
             "loss": sum(loss.loss for loss in losses),
             "grad_norm": step.grad_norm,
             "learning_rate": step.learning_rate,

@@ -8,7 +8,7 @@ from typing import final
 
 from pipelinerl import rng
 from pipelinerl.controller.state.evaluation import EvaluationPlan
-from pipelinerl.types import Problem, PromptOrder, Purpose, Sampling
+from pipelinerl.types import Problem, PromptOrder, Purpose, Quota, Sampling
 
 
 @final
@@ -19,16 +19,18 @@ class PromptOrderFactory:
     seed: int
     sampling: Sampling
     evaluation: EvaluationPlan
-    training_problem: Callable[[int, Mapping[str, float]], Problem]
+    training_problem: Callable[[int, Mapping[str, float], Quota], Problem]
     held_out_problem: Callable[[int], Problem]
 
-    def training(self, index: int, *, temperature: float, domain_weights: Mapping[str, float]) -> PromptOrder:
-        """Training order `index`, from the mixture of these weights."""
+    def training(
+        self, index: int, *, temperature: float, domain_weights: Mapping[str, float], quota: Quota
+    ) -> PromptOrder:
+        """Training order `index`, from the mixture of these weights, which hold within the quota's blocks."""
         return PromptOrder(
             order_id=f"prompt-{index:06d}",
             index=index,
             purpose=Purpose.TRAINING,
-            problem=self.training_problem(index, domain_weights),
+            problem=self.training_problem(index, domain_weights, quota),
             sampling=replace(self.sampling, temperature=temperature),
             seed=rng.key(self.seed, "sampling", index),
         )

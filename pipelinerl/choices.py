@@ -47,6 +47,15 @@ class NoSignal(StrEnum):
     """It is dropped and the step waits for another: dynamic sampling (DAPO §3.2)."""
 
 
+class StalenessScope(StrEnum):
+    """What is refused when a token of it is too old."""
+
+    GROUP = "group"
+    """The whole group: an advantage is taken over all that were sampled of a problem."""
+    ROLLOUT = "rollout"
+    """That rollout alone. Two or more that are left train, against the mean of those that are left."""
+
+
 class Pin(StrEnum):
     """How one version of the weights is made to answer a whole evaluation."""
 

@@ -79,6 +79,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         evaluation=EvaluationPlan(max_tokens=config.evaluation_max_tokens, **plan),
         stall_s=config.run.stall_s,
         engine_timeout_s=config.run.engine_timeout_s,
+        scope=config.staleness.scope,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
     )

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import final
 
-from pipelinerl.choices import NoSignal
+from pipelinerl.choices import NoSignal, StalenessScope
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
     Fate,
     Lineage,
     fault_of,
+    fresh_part,
     has_signal,
     is_judged,
-    is_stale,
 )
 from pipelinerl.types import RolloutGroup
 
@@ -47,6 +47,7 @@ class Batcher:
         no_signal: NoSignal,
         teaches: Callable[[RolloutGroup], bool] = has_signal,
         vocab_size: int | None = None,
+        scope: StalenessScope = StalenessScope.GROUP,
     ) -> None:
         """`teaches` tells of a group whether it has anything to teach under the run's objective.
 
@@ -57,9 +58,12 @@ class Batcher:
         self._no_signal = no_signal
         self._teaches = teaches
         self._vocab_size = vocab_size
+        self._scope = scope
         self._waiting: dict[int, RolloutGroup] = {}
         self.stale_tokens = 0
-        """Sampled tokens of the groups that were dropped as stale."""
+        """Sampled tokens of the groups, and of the rollouts of groups, that were dropped as stale."""
+        self.stale_rollouts = 0
+        """Rollouts that were dropped as stale from groups whose others have trained."""
         self._abandoned: list[int] = []
 
     @property
@@ -111,8 +115,8 @@ class Batcher:
         Args:
             usable: what a step with these bounds lacks something for counts as stale, too.
         """
-        self._drop_stale(lambda group: is_stale(group, producing=producing, bounds=bounds) or not usable(group))
-        ranked = sorted(self._waiting.values(), key=lambda g: (-g.oldest_version, g.index))
+        fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
+        ranked = sorted(fresh.values(), key=lambda g: (-g.oldest_version, g.index))
         chosen: list[RolloutGroup] = []
         rollouts = tokens = 0
         for group in ranked:
@@ -124,7 +128,7 @@ class Batcher:
         else:
             return None
         for group in chosen:
-            del self._waiting[group.index]
+            self._note_left_out(self._waiting.pop(group.index), group)
         teaches = any(self._teaches(group) for group in chosen)
         self.ledger.settle([group.index for group in chosen], Fate.TRAINED if teaches else Fate.FILTERED)
         return sorted(chosen, key=lambda g: g.index) if teaches else None
@@ -132,6 +136,33 @@ class Batcher:
     def skipped(self, groups: Iterable[RolloutGroup]) -> None:
         """The step on these groups, which `take` settled as trained, was not applied: they end as filtered."""
         self.ledger.revise([group.index for group in groups], before=Fate.TRAINED, after=Fate.FILTERED)
+
+    def _fresh(
+        self, *, producing: int, bounds: StalenessBounds, usable: Callable[[RolloutGroup], bool]
+    ) -> dict[int, RolloutGroup]:
+        """What of each waiting group may train this step; nothing is left of those of which nothing may.
+
+        It is a function of the whole group and the bounds alone, so that a step can be replayed.
+        """
+        parts = {
+            index: fresh_part(group, producing=producing, bounds=bounds, scope=self._scope)
+            for index, group in self._waiting.items()
+        }
+        fresh = {index: part for index, part in parts.items() if part is not None and usable(part)}
+        self._drop_stale(lambda group: group.index not in fresh)
+        for index in [index for index, part in fresh.items() if part is not self._waiting[index]]:
+            if not is_judged(fresh[index]) or (self._no_signal is NoSignal.FILTER and not has_signal(fresh[index])):
+                self._note_left_out(self._waiting.pop(index), fresh.pop(index))
+                self.ledger.settle([index], Fate.FILTERED)
+        return fresh
+
+    def _note_left_out(self, group: RolloutGroup, part: RolloutGroup) -> None:
+        """Count the rollouts of a group that were too old for its step."""
+        left_out = len(group.rollouts) - len(part.rollouts)
+        self.stale_rollouts += left_out
+        if left_out:
+            tokens = (sum(each.num_sampled_tokens for each in whole.rollouts) for whole in (group, part))
+            self.stale_tokens += next(tokens) - next(tokens)
 
     def _drop_stale(self, refused: Callable[[RolloutGroup], bool]) -> None:
         stale = [index for index, group in self._waiting.items() if refused(group)]

@@ -56,6 +56,15 @@ class Truncated(StrEnum):
     """None of its tokens has a gradient: overlong filtering (DAPO §3.4)."""
 
 
+class StalenessScope(StrEnum):
+    """What is refused when a token of it is too old."""
+
+    GROUP = "group"
+    """The whole group: an advantage is taken over all that were sampled of a problem."""
+    ROLLOUT = "rollout"
+    """That rollout alone. Two or more that are left train, against the mean of those that are left."""
+
+
 class Pin(StrEnum):
     """How one version of the weights is made to answer a whole evaluation."""
 

@@ -57,6 +57,13 @@ _UNNAMED: Final = ProblemSummary()
 MOST_SHOWN: Final = 1000
 
 
+class Quota(NamedTuple):
+    """From order `since` on, the domains' shares are kept within each `size` consecutive orders, a step's groups."""
+
+    since: int
+    size: int
+
+
 class Purpose(StrEnum):
     """What the samples of an order are for."""
 

@@ -256,7 +256,7 @@ class Actor:
         verifier = self._verifier_of(order.problem.domain)
         sampled: list[tuple[ChatCompletion, Choice]] = []
         for attempt in range(self.settings.attempts):
-            request = self._request(order, missing=len(sampled), attempt=attempt)
+            request = chat_request(order, model=self.settings.model, here=len(sampled), attempt=attempt)
             answered = await self._sampler.complete(request, begun=begun, engine=order.engine)
             self._note_handover(order, answered)
             choices = answered.completion.choices
@@ -295,23 +295,6 @@ class Actor:
                 )
             )
 
-    def _request(self, order: PromptOrder, *, missing: int, attempt: int) -> ChatCompletionRequest:
-        sampling = order.sampling
-        return ChatCompletionRequest(
-            model=self.settings.model,
-            messages=[ChatMessage.model_construct(role=m.role, content=m.content) for m in order.problem.messages],
-            n=sampling.num_samples - missing,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            stop=list(sampling.stop) or None,
-            seed=(order.seed + attempt) % 2**63,
-            return_token_ids=True,
-            priority=Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
-            chat_template_kwargs=dict(order.chat_template_kwargs),
-        )
-
     async def _flush(self, partition: RolloutWriter) -> None:
         outbox = self._outbox
         while True:
@@ -343,6 +326,27 @@ class Actor:
                 PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name, entry_ids=list(self._tasks)
             )
             await asyncio.sleep(self.settings.heartbeat_s)
+
+
+def chat_request(
+    order: PromptOrder, *, model: str | None = None, here: int = 0, attempt: int = 0
+) -> ChatCompletionRequest:
+    """What an engine is asked for an order of which `here` samples have come in the attempts before."""
+    sampling = order.sampling
+    return ChatCompletionRequest(
+        model=model,
+        messages=[ChatMessage.model_construct(role=m.role, content=m.content) for m in order.problem.messages],
+        n=sampling.num_samples - here,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop) or None,
+        seed=(order.seed + attempt) % 2**63,
+        return_token_ids=True,
+        priority=Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
+        chat_template_kwargs=dict(order.chat_template_kwargs),
+    )
 
 
 def _evaluation(order: PromptOrder, group: RolloutGroup, shown: ShownProblem) -> EvaluationDone:

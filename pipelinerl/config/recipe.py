@@ -253,7 +253,8 @@ def to_table(config: RunConfig) -> dict[str, Any]:
 
     table: dict[str, Any] = plain(config.model_dump(mode="python"))
     bounds = config.staleness.bounds
-    table["staleness"] = {"j": bounds.j, "k": bounds.k if math.isinf(bounds.k) else int(bounds.k)}
+    k = bounds.k if math.isinf(bounds.k) else int(bounds.k)
+    table["staleness"] = {"j": bounds.j, "k": k, "scope": config.staleness.scope.value}
     return table
 
 

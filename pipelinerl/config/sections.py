@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
-from pipelinerl.choices import COLDEST, HOTTEST, Pin, WeightFormat
+from pipelinerl.choices import COLDEST, HOTTEST, Pin, StalenessScope, WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.types import Sampling
@@ -162,6 +162,8 @@ class StalenessSection(Section):
     preset: str | None = None
     j: int | None = None
     k: float | None = Field(default=None, allow_inf_nan=True)
+    scope: StalenessScope = StalenessScope.GROUP
+    """What is refused when a token is too old: its whole `group`, or its `rollout`; two that are left train."""
 
     @property
     def bounds(self) -> StalenessBounds:

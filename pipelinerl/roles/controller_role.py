@@ -80,6 +80,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         sampling=config.sampling.of_an_order,
         by_domain={domain.name: domain.sampling for domain in config.domains},
         evaluation=EvaluationPlan(max_tokens=config.evaluation.max_tokens or 0, **plan),
+        scope=config.staleness.scope,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
     )

@@ -119,6 +119,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         on_update=config.engine.on_update,
         vocab_size=vocab_size(config.model.resolved),
         publish_timeout_s=config.weights.timeout_s,
+        scope=config.staleness.scope,
         schedule=LearningRateSchedule(
             warmup_steps=config.optimizer.warmup_steps,
             steps=config.run.steps,

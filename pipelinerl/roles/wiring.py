@@ -21,6 +21,7 @@ from pipelinerl.objective.tokens import Policy
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.retention import Retention
+from pipelinerl.types import Quota
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
@@ -165,11 +166,12 @@ def training_problems(config: RunConfig) -> Mixture:
 
 def held_out_problems(config: RunConfig) -> Mixture:
     """Problems never trained on; the same for every seed, so that runs can be compared."""
-    return problems_of(config, Split(config.evaluation.split), seed=0)
+    # Shares are kept over any number of problems, so that fewer of them are the first of more.
+    return problems_of(config, Split(config.evaluation.split), seed=0, quota=Quota(0, 1))
 
 
-def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
-    """The mixture over one split, in the order that `seed` gives."""
+def problems_of(config: RunConfig, split: Split, *, seed: int, quota: Quota | None = None) -> Mixture:
+    """The mixture over one split, in the order that `seed` gives; shares are kept within a step, or as `quota` says."""
     return Mixture(
         [
             Domain(
@@ -187,4 +189,5 @@ def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
             for domain in config.domains
         ],
         seed=seed,
+        quota=quota or Quota(0, config.groups_per_step),
     )

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
 from inference_contract.weights import OnUpdate
-from pipelinerl.choices import NoSignal, Truncated
+from pipelinerl.choices import NoSignal, StalenessScope, Truncated
 from pipelinerl.errors import DeadlineError, DivergedError
 from pipelinerl.messages import (
     SKIPS_THAT_END,
@@ -83,6 +83,7 @@ class LoopSettings:
     kl: KLController | None = None
     vocab_size: int | None = None
     publish_timeout_s: float = 120.0
+    scope: StalenessScope = StalenessScope.GROUP
 
 
 @final
@@ -121,6 +122,7 @@ class TrainingLoop:
             teaches=teacher(objective, settings.shaping, settings.truncated),
             vocab_size=settings.vocab_size,
             ended=self._watch.ended,
+            scope=settings.scope,
         )
         self._reader = RolloutReader(
             stream,
@@ -186,6 +188,7 @@ class TrainingLoop:
                 "step_s": time.monotonic() - collected,
                 "waiting_groups": self._batcher.num_waiting,
                 "stale_tokens": self._batcher.stale_tokens,
+                **self._scope_figures(),
             }
             await self._ask(
                 StepDone(
@@ -259,6 +262,13 @@ class TrainingLoop:
             token_budget=self._settings.micro_batch_tokens,
             producing=producing,
         )
+
+    def _scope_figures(self) -> dict[str, float]:
+        """What a replay needs to leave out the same rollouts of the step just taken, and how many were so far."""
+        if self._settings.scope is StalenessScope.GROUP:
+            return {}
+        oldest = max(0.0, self._version - self._current.knobs.k)
+        return {"oldest_fresh": oldest, "stale_rollouts": self._batcher.stale_rollouts}
 
     async def _ask(self, question: TrainerReady | StepDone | StepSkipped) -> None:
         """Report, and act on all that comes, until the answer has come and is applied."""

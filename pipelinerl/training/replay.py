@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from pipelinerl.choices import Truncated
+from pipelinerl.choices import StalenessScope, Truncated
 from pipelinerl.errors import DivergedError, RecordError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
-from pipelinerl.training.rollouts.admission import Lineage
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.rollouts.admission import Lineage, fresh_part
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.finite_check import NonFiniteStep
@@ -41,6 +42,14 @@ class RecordedStep:
         """Of the optimizer step."""
         return self.figures["learning_rate"]
 
+    def part_of(self, group: RolloutGroup) -> RolloutGroup:
+        """What of a group trained the step, where others of its rollouts were too old (`staleness.scope`)."""
+        if "oldest_fresh" not in self.figures:
+            return group
+        bounds = StalenessBounds(1, self.version - self.figures["oldest_fresh"])
+        part = fresh_part(group, producing=self.version, bounds=bounds, scope=StalenessScope.ROLLOUT)
+        return part or group
+
 
 def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
     """What a step was made of: of each of its orders the first copy that its trainer could take.
@@ -59,7 +68,7 @@ def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[Rollout
                 f"the group of order {index}, of step {recorded.version}, is not in the streams any more: rollouts are "
                 "kept from the oldest kept checkpoint on; raise checkpoint.keep to go back further"
             )
-        chosen.append(copies[0])
+        chosen.append(recorded.part_of(copies[0]))
     return chosen
 
 

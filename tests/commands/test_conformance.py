@@ -46,7 +46,7 @@ def test_a_trainer_that_does_not(model: Path) -> None:
 
 
 def test_what_is_no_trainer(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="expected package.module:attribute or path.py:attribute, got 'zzz'"):
+    with pytest.raises(RecipeError, match=r"expected package\.module:attribute or path\.py:attribute, got 'zzz'"):
         check_trainer("zzz", model, say=print)
     for content in ("{", "[]", "{}", '{"vocab_size": "many"}'):
         (tmp_path / "config.json").write_text(content)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference_contract.weights import OnUpdate
+from pipelinerl.choices import StalenessScope
 from pipelinerl.config import recipe as config
 from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
 from pipelinerl.errors import RecipeError
@@ -189,3 +190,10 @@ def test_a_config_is_frozen_and_knows_its_directory() -> None:
     assert resolved.run_directory == Path("/somewhere/x")
     with pytest.raises(ValueError, match="frozen"):
         resolved.run.steps = 3  # type: ignore[misc]
+
+
+def test_the_scope_of_staleness_survives_being_written_down() -> None:
+    config = load("tiny", ["staleness.scope=rollout"])
+    assert config.staleness.scope is StalenessScope.ROLLOUT
+    assert parse(to_table(config)).staleness.scope is StalenessScope.ROLLOUT
+    assert "staleness.scope: Input should be 'group' or 'rollout'" in refusal("staleness.scope=token")

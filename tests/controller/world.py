@@ -37,7 +37,7 @@ from pipelinerl.messages import (
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.types import Message, Problem, PromptOrder, Purpose, RolloutGroup, Sampling
+from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Quota, RolloutGroup, Sampling
 from tests.fakes.rollouts import group
 
 ENGINE = "http://engine-0"
@@ -48,9 +48,10 @@ def problem(index: int) -> Problem:
     return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
 
 
-def drawn_problem(index: int, weights: Mapping[str, float]) -> Problem:
-    """A problem that says which it is, and by which weights it was drawn."""
-    return replace(problem(index), domain=",".join(f"{name}={weight:g}" for name, weight in weights.items()))
+def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
+    """A problem that says which it is, and by which weights and quota it was drawn."""
+    drawn = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
+    return replace(problem(index), domain=f"{drawn} in {quota.size} from {quota.since}")
 
 
 def knobs(**changes: Any) -> Knobs:

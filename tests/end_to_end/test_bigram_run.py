@@ -86,7 +86,7 @@ def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
         group_size=8,
     )
     state = RunState(knobs=knobs, first_domain_weights=knobs.domain_weights)
-    return Controller(settings, state, training_problem=lambda index, _: problem(index), held_out_problem=problem)
+    return Controller(settings, state, training_problem=lambda index, *_: problem(index), held_out_problem=problem)
 
 
 @pytest.fixture

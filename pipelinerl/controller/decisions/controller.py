@@ -62,7 +62,7 @@ from pipelinerl.messages import (
     TrainerReady,
     TrainerStopped,
 )
-from pipelinerl.types import Problem, PromptOrder, Purpose
+from pipelinerl.types import Problem, PromptOrder, Purpose, Quota
 
 
 @final
@@ -74,7 +74,7 @@ class Controller:
         settings: ControllerSettings,
         state: RunState,
         *,
-        training_problem: Callable[[int, Mapping[str, float]], Problem],
+        training_problem: Callable[[int, Mapping[str, float], Quota], Problem],
         held_out_problem: Callable[[int], Problem],
     ) -> None:
         self.settings = settings
@@ -233,6 +233,7 @@ class Controller:
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
         orders: list[PromptOrder] = []
+        self.state.follow_groups_per_step()
         while self.state.account.in_flight < self.settings.max_groups and self.state.knobs.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
@@ -240,9 +241,13 @@ class Controller:
             groups_per_step=self.state.knobs.groups_per_step,
         ):
             index = self.state.account.next_index()
-            weights = self.state.domain_weights_of(index)
             orders.append(
-                self._orders.training(index, temperature=self.state.knobs.temperature, domain_weights=weights)
+                self._orders.training(
+                    index,
+                    temperature=self.state.knobs.temperature,
+                    domain_weights=self.state.domain_weights_of(index),
+                    quota=self.state.quota_of(index),
+                )
             )
         return [IssuePrompts(orders)] if orders else []
 

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from pipelinerl import rng
 from pipelinerl.controller.state.evaluation import EvaluationPlan
-from pipelinerl.types import DomainSampling, Problem, PromptOrder, Purpose, Sampling
+from pipelinerl.types import DomainSampling, Problem, PromptOrder, Purpose, Quota, Sampling
 
 _AS_THE_RUN: Final = DomainSampling()
 
@@ -26,12 +26,14 @@ class PromptOrderFactory:
     sampling: Sampling
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
     evaluation: EvaluationPlan
-    training_problem: Callable[[int, Mapping[str, float]], Problem]
+    training_problem: Callable[[int, Mapping[str, float], Quota], Problem]
     held_out_problem: Callable[[int], Problem]
 
-    def training(self, index: int, *, temperature: float, domain_weights: Mapping[str, float]) -> PromptOrder:
-        """Training order `index`, from the mixture of these weights."""
-        problem = self.training_problem(index, domain_weights)
+    def training(
+        self, index: int, *, temperature: float, domain_weights: Mapping[str, float], quota: Quota
+    ) -> PromptOrder:
+        """Training order `index`, from the mixture of these weights, which hold within the quota's blocks."""
+        problem = self.training_problem(index, domain_weights, quota)
         own = self._own(problem)
         sampling = replace(
             self.sampling,

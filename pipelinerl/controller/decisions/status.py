@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from pipelinerl.choices import StalenessScope
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.decisions.engine_watch import EngineLoad, EngineWatch
@@ -13,6 +14,7 @@ from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.state.answer_figures import AnswerFigures, PassAt
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.run_state import RunPhase, RunState
+from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.observability import status
 
 
@@ -51,14 +53,15 @@ def run_status(
     )
 
 
-def assignment_of(state: RunState) -> ActorAssignment:
-    """What every actor works by."""
+def assignment_of(state: RunState, settings: ControllerSettings) -> ActorAssignment:
+    """What every actor works by; it gives no group up where some of its rollouts may be younger than the first."""
+    gives_up = settings.scope is StalenessScope.GROUP and not math.isinf(state.knobs.k)
     return ActorAssignment(
         serving=tuple(state.fleet.serving()),
         finishing=tuple(state.fleet.finishing()),
         groups_in_flight=state.knobs.groups_in_flight,
         model_version=state.version,
-        k=None if math.isinf(state.knobs.k) else state.knobs.k,
+        k=state.knobs.k if gives_up else None,
     )
 
 

@@ -224,7 +224,7 @@ class ControllerService:
 
     def assignment(self) -> ActorAssignment:
         """What every actor works by now."""
-        return assignment_of(self.controller.state)
+        return assignment_of(self.controller.state, self.controller.settings)
 
     # --- beginning -------------------------------------------------------------------------------------------------
 

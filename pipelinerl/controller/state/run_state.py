@@ -18,6 +18,7 @@ from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange, Knobs
 from pipelinerl.controller.state.watched_steps import WatchedSteps
 from pipelinerl.messages import ActorAlive, ConsumedReport, Directive, Published, TrainerReady
+from pipelinerl.types import Quota
 
 #: Who has not been heard of for so long may be gone. A trainer that waits says so every few seconds; an actor's heart
 #: beats more often still.
@@ -147,6 +148,8 @@ class RunState(msgspec.Struct, kw_only=True):
     """Every change of them, the oldest first."""
     first_domain_weights: dict[str, float]
     """Those that the recipe gives."""
+    quotas: list[Quota] = []
+    """Within how many orders the domains' shares are kept, the oldest first; a knob may change what a step takes."""
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []
     """Engines beyond the recipe's, in the order of asking; a resumed run begins without."""
@@ -173,6 +176,17 @@ class RunState(msgspec.Struct, kw_only=True):
                 return self._drawable(change.changes["domain_weights"])
         return self._drawable(self.first_domain_weights)
 
+    def follow_groups_per_step(self) -> None:
+        """From the next order that was never issued on, shares are kept within as many as a step takes now."""
+        if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
+            since = self.account.cursor if self.quotas else 0
+            self.quotas = [quota for quota in self.quotas if quota.since < since]
+            self.quotas.append(Quota(since, self.knobs.groups_per_step))
+
+    def quota_of(self, index: int) -> Quota:
+        """The quota by which order `index` is apportioned, however often it is issued: that of when it was first."""
+        return next(quota for quota in reversed(self.quotas) if quota.since <= index)
+
     def _drawable(self, weights: dict[str, float]) -> dict[str, float]:
         """Weights of the domains that there are: a recipe edited since may have others."""
         return {domain: weights.get(domain, 0.0) for domain in self.knobs.domain_weights}
@@ -184,6 +198,7 @@ class RunState(msgspec.Struct, kw_only=True):
             "account": self.account.to_record(),
             "knobs": self.knobs.to_json(),
             "first_domain_weights": self.first_domain_weights,
+            "quotas": [list(quota) for quota in self.quotas],
             "knob_log": [msgspec.to_builtins(change) for change in self.knob_log],
             "evaluations": [msgspec.to_builtins(result) for result in self.evaluations.results],
         }
@@ -201,6 +216,7 @@ class RunState(msgspec.Struct, kw_only=True):
         before, recipe = record["knobs"], self.knobs
         self.knob_log = [KnobChange(**change) for change in record["knob_log"]]
         self.first_domain_weights = record.get("first_domain_weights", self.first_domain_weights)
+        self.quotas = [Quota(*quota) for quota in record.get("quotas", ())]
         self.knobs = recipe.with_live(self.knob_log)
         edited = {name: value for name, value in self.knobs.to_json().items() if value != before[name]}
         if edited:

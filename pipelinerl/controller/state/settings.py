@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipelinerl.choices import StalenessScope
 from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.types import DomainSampling, Sampling
 
@@ -25,5 +26,7 @@ class ControllerSettings:
     """The watchdog speaks when nothing has got on for so long."""
     engine_timeout_s: float = 300.0
     """The run ends when no engine has been alive for so long."""
+    scope: StalenessScope = StalenessScope.GROUP
+    """What is refused when a token of it is too old; groups of which some rollouts may train are not given up."""
     checkpoint_interval_steps: int
     engines_expected: int

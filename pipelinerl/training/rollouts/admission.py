@@ -10,18 +10,22 @@ bounded by how far groups overtake one another.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import numpy as np
 
+from pipelinerl.choices import StalenessScope
 from pipelinerl.messages import has_ended
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.packing import alone
 from pipelinerl.types import Rollout, RolloutGroup
 from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
+
+#: So many rollouts of a group at least are left when others of it are too old.
+LEAST_LEFT: Final = 2
 
 
 class Fate(StrEnum):
@@ -135,6 +139,21 @@ def fault_of(group: RolloutGroup, *, vocab_size: int | None) -> str:
 def is_stale(group: RolloutGroup, *, producing: int, bounds: StalenessBounds) -> bool:
     """Must the group be refused for the step that produces version `producing`?"""
     return not bounds.accepts(producing=producing, oldest=group.oldest_version)
+
+
+def fresh_part(
+    group: RolloutGroup, *, producing: int, bounds: StalenessBounds, scope: StalenessScope
+) -> RolloutGroup | None:
+    """What of the group may train the step that produces version `producing`; None: nothing.
+
+    By rollout, two or more that are left are a group; one alone has nothing to be compared with.
+    """
+    if not is_stale(group, producing=producing, bounds=bounds):
+        return group
+    if scope is StalenessScope.GROUP:
+        return None
+    left = [each for each in group.rollouts if bounds.accepts(producing=producing, oldest=each.oldest_version)]
+    return replace(group, rollouts=tuple(left)) if len(left) >= LEAST_LEFT else None
 
 
 def _trains(rollout: Rollout) -> bool:

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from pipelinerl.choices import NoSignal
+from pipelinerl.choices import NoSignal, StalenessScope
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
     Fate,
     Lineage,
     fault_of,
+    fresh_part,
     has_signal,
     is_judged,
-    is_stale,
 )
 from pipelinerl.types import RolloutGroup
 
@@ -48,6 +48,7 @@ class Batcher:
         teaches: Callable[[RolloutGroup], bool] = has_signal,
         vocab_size: int | None = None,
         ended: Callable[[Iterable[RolloutGroup], Fate, str], None] = lambda groups, fate, why: None,
+        scope: StalenessScope = StalenessScope.GROUP,
     ) -> None:
         """`teaches` tells of a group whether it has anything to teach under the run's objective.
 
@@ -59,9 +60,12 @@ class Batcher:
         self._teaches = teaches
         self._vocab_size = vocab_size
         self._ended = ended
+        self._scope = scope
         self._waiting: dict[int, RolloutGroup] = {}
         self.stale_tokens = 0
-        """Sampled tokens of the groups that were dropped as stale."""
+        """Sampled tokens of the groups, and of the rollouts of groups, that were dropped as stale."""
+        self.stale_rollouts = 0
+        """Rollouts that were dropped as stale from groups whose others have trained."""
         self._abandoned: list[int] = []
 
     @property
@@ -115,8 +119,8 @@ class Batcher:
         Args:
             usable: what a step with these bounds lacks something for counts as stale, too.
         """
-        self._drop_stale(lambda group: is_stale(group, producing=producing, bounds=bounds) or not usable(group))
-        ranked = sorted(self._waiting.values(), key=lambda g: (-g.oldest_version, g.index))
+        fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
+        ranked = sorted(fresh.values(), key=lambda g: (-g.oldest_version, g.index))
         chosen: list[RolloutGroup] = []
         rollouts = tokens = 0
         for group in ranked:
@@ -128,7 +132,7 @@ class Batcher:
         else:
             return None
         for group in chosen:
-            del self._waiting[group.index]
+            self._note_left_out(self._waiting.pop(group.index), group)
         if not any(self._teaches(group) for group in chosen):
             self._filter(chosen, "no group of its step teaches")
             return None
@@ -143,6 +147,34 @@ class Batcher:
     def _filter(self, groups: Sequence[RolloutGroup], why: str) -> None:
         self.ledger.settle([group.index for group in groups], Fate.FILTERED)
         self._ended(groups, Fate.FILTERED, why)
+
+    def _fresh(
+        self, *, producing: int, bounds: StalenessBounds, usable: Callable[[RolloutGroup], bool]
+    ) -> dict[int, RolloutGroup]:
+        """What of each waiting group may train this step; nothing is left of those of which nothing may.
+
+        It is a function of the whole group and the bounds alone, so that a step can be replayed.
+        """
+        parts = {
+            index: fresh_part(group, producing=producing, bounds=bounds, scope=self._scope)
+            for index, group in self._waiting.items()
+        }
+        fresh = {index: part for index, part in parts.items() if part is not None and usable(part)}
+        self._drop_stale(lambda group: group.index not in fresh)
+        for index in [index for index, part in fresh.items() if part is not self._waiting[index]]:
+            if not is_judged(fresh[index]) or (self._no_signal is NoSignal.FILTER and not has_signal(fresh[index])):
+                group = self._waiting.pop(index)
+                self._note_left_out(group, fresh.pop(index))
+                self._filter([group], "what is fresh of it teaches nothing")
+        return fresh
+
+    def _note_left_out(self, group: RolloutGroup, part: RolloutGroup) -> None:
+        """Count the rollouts of a group that were too old for its step."""
+        left_out = len(group.rollouts) - len(part.rollouts)
+        self.stale_rollouts += left_out
+        if left_out:
+            tokens = (sum(each.num_sampled_tokens for each in whole.rollouts) for whole in (group, part))
+            self.stale_tokens += next(tokens) - next(tokens)
 
     def _drop_stale(self, refused: Callable[[RolloutGroup], bool]) -> None:
         stale = [index for index, group in self._waiting.items() if refused(group)]

@@ -56,8 +56,10 @@ def test_random_schedules_finish_and_keep_every_promise(seed: int) -> None:
     assert len(indices) == len(set(indices)), "a group was trained twice"
     assert run.issued == list(range(len(run.issued))), "prompts are issued once each, in order"
     for order in run.orders_issued:
-        weights = run.controller.state.domain_weights_of(order.index)
-        assert order.problem == drawn_problem(order.index, weights), "the mixture is that of the order's first issue"
+        weights, quota = run.controller.state.domain_weights_of(order.index), run.controller.state.quota_of(order.index)
+        assert order.problem == drawn_problem(order.index, weights, quota), (
+            "the mixture is that of the order's first issue"
+        )
     ledger = run.controller.state.account.ledger()
     assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
 

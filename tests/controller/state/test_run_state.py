@@ -9,6 +9,7 @@ import pytest
 
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.errors import RecipeError
+from pipelinerl.types import Quota
 from tests.controller.world import controller
 
 
@@ -45,6 +46,22 @@ def test_orders_issued_again_keep_their_mixture_and_others_follow_the_edited_rec
     resumed = gone_on(made, domain_weights={"a": 3.0, "c": 1.0})
     assert resumed.state.domain_weights_of(6) == {"a": 1.0, "c": 0.0}
     assert resumed.state.domain_weights_of(7) == {"a": 3.0, "c": 1.0}
+
+
+def test_orders_keep_the_quota_of_their_first_issue_when_a_step_takes_more() -> None:
+    made = controller(rollouts_per_step=4)
+    made.state.follow_groups_per_step()
+    made.state.account.cursor = 5
+    made.patch({"rollouts_per_step": 16}, who="ada", time=3.0)
+    made.state.follow_groups_per_step()
+    made.patch({"rollouts_per_step": 8}, who="ada", time=3.0)
+    made.state.follow_groups_per_step()
+    assert made.state.quotas == [Quota(0, 2), Quota(5, 4)], "of what no order was issued by, nothing is left"
+    resumed = gone_on(made, rollouts_per_step=12).state
+    resumed.account.cursor = 9
+    assert resumed.knobs.rollouts_per_step == 8, "as it was set live"
+    resumed.follow_groups_per_step()
+    assert [resumed.quota_of(index) for index in (0, 4, 5, 90)] == [Quota(0, 2)] * 2 + [Quota(5, 4)] * 2
 
 
 def test_a_weight_that_was_set_live_goes_with_its_domain() -> None:

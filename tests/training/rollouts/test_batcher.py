@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipelinerl.choices import NoSignal
+from pipelinerl.choices import NoSignal, StalenessScope
 from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.replay import RecordedStep
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.types import Outcome, Verdict
+from pipelinerl.types import Outcome, RolloutGroup, Verdict
 from tests.fakes.rollouts import group, rollout
 
 BOUNDS = StalenessBounds(1, 4)
@@ -140,3 +141,66 @@ def test_an_order_that_was_given_up_ends_unless_its_group_is_here() -> None:
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
     assert taken is not None and [g.index for g in taken] == [0, 1]
     assert (waiting.ledger.counts[Fate.STALE], waiting.num_waiting, waiting.ledger.frontier) == (1, 0, 3)
+
+
+def of_ages(index: int, *rewards_and_versions: tuple[float, int]) -> RolloutGroup:
+    """A group whose rollouts began at different versions, as those do that wait for a place at the engine."""
+    rollouts = tuple(rollout(reward=reward, version=version) for reward, version in rewards_and_versions)
+    return replace(group(index), rollouts=rollouts)
+
+
+def by_rollout(no_signal: NoSignal = NoSignal.TRAIN) -> Batcher:
+    return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=no_signal, scope=StalenessScope.ROLLOUT)
+
+
+def test_by_rollout_two_that_are_young_enough_train_without_the_others() -> None:
+    waiting = by_rollout()
+    waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 2)))
+    waiting.offer(of_ages(1, (1.0, 0), (0.0, 0), (1.0, 2)))
+    waiting.offer(group(2, version=2))
+    taken = waiting.take(StepBudget(rollouts=4), producing=5, bounds=BOUNDS)
+    assert taken is not None
+    assert [(each.index, [r.oldest_version for r in each.rollouts]) for each in taken] == [(0, [3, 2]), (2, [2, 2])]
+    assert waiting.ledger.counts == {Fate.TRAINED: 2, Fate.FILTERED: 0, Fate.STALE: 1, Fate.FAILED: 0}
+    assert (waiting.stale_rollouts, waiting.stale_tokens) == (1, 2 + 6)
+
+
+def test_by_rollout_what_is_left_must_have_a_signal_where_groups_without_are_filtered() -> None:
+    aged = of_ages(0, (1.0, 0), (0.0, 3), (0.0, 2))
+    filtering, training = by_rollout(NoSignal.FILTER), by_rollout()
+    for waiting in (filtering, training):
+        waiting.offer(aged)
+        waiting.offer(group(1, version=3))
+        waiting.take(StepBudget(rollouts=4), producing=5, bounds=BOUNDS)
+    assert (filtering.ledger.counts[Fate.FILTERED], filtering.waiting) == (1, [1])
+    assert (training.ledger.counts[Fate.TRAINED], training.waiting) == (2, [])
+    assert (filtering.stale_rollouts, filtering.stale_tokens) == (1, 2)
+
+
+def test_by_group_one_that_is_too_old_takes_the_others_with_it() -> None:
+    waiting = batcher(no_signal=NoSignal.TRAIN)
+    waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 3)))
+    assert waiting.take(StepBudget(rollouts=2), producing=5, bounds=BOUNDS) is None
+    assert waiting.ledger.counts[Fate.STALE] == 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_trained_of_a_group_is_found_again_in_a_replay(seed: int) -> None:
+    noise, waiting, bounds = random.Random(seed), by_rollout(), StalenessBounds(1, 3)
+    whole = {
+        index: of_ages(index, *((float(noise.random() < 0.5), noise.randrange(4, 9)) for _ in range(4)))
+        for index in range(12)
+    }
+    for each in whole.values():
+        waiting.offer(each)
+    for producing in (8, 9):
+        taken = waiting.take(StepBudget(rollouts=8), producing=producing, bounds=bounds)
+        recorded = RecordedStep(
+            version=producing, lineage=Lineage(1, 0), orders=(), figures={"oldest_fresh": producing - bounds.k}
+        )
+        for part in taken or []:
+            assert recorded.part_of(whole[part.index]) == part
+            assert all(bounds.accepts(producing=producing, oldest=each.oldest_version) for each in part.rollouts)
+            assert len(part.rollouts) >= 2
+    counts = waiting.ledger.counts
+    assert sum(counts.values()) + waiting.num_waiting == len(whole)

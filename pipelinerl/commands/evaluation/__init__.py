@@ -1,0 +1,1 @@
+"""Questions put to a model outside a run: `pipelinerl eval` and `pipelinerl prefilter`, on any engine or server."""

@@ -1,0 +1,149 @@
+"""Problems are put to a respondent, so many at a time, and their answers are judged, until each problem has its answer.
+
+| waits for | at most | who unblocks it |
+|---|---|---|
+| the samples of a problem | `actor.timeout_s` | the respondent; else the problem has no answer, and a reason |
+| a verdict | the verifier's deadline | the verifier |
+
+Promises: what a problem is answered does not depend on how many are asked at a time; a problem that fails is counted,
+and `MOST_FAILURES` in a row before the first answer end it all, with the last reason; a signal ends it, and what it
+has begun, at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+import uvloop
+
+from inference_contract.errors import ContractError
+from inference_contract.schemas import FinishReason
+from pipelinerl import registry
+from pipelinerl.commands.evaluation.respondents import Respondent
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.engines.http.openai_client import TextAnswer
+from pipelinerl.errors import PipelineError, UserError
+from pipelinerl.messages import EvaluationDone
+from pipelinerl.types import Outcome, Problem, PromptOrder, Verdict
+from pipelinerl.verifiers.verifier import Verifier
+
+#: A respondent that has answered nothing after so many problems is not going to.
+MOST_FAILURES: Final = 8
+#: What a program ends with that was stopped from the keyboard, as shells say it.
+INTERRUPTED: Final = 128 + signal.SIGINT
+
+Result = TypeVar("Result")
+
+
+async def ask(
+    orders: Iterable[PromptOrder],
+    respondent: Respondent,
+    config: RunConfig,
+    *,
+    on_answer: Callable[[PromptOrder, EvaluationDone | None], None],
+) -> None:
+    """Put every order to the respondent; `on_answer` hears of each as it ends, of None where there is no answer.
+
+    Raises:
+        UserError: nothing was answered.
+    """
+    waiting, failures, answered = iter(orders), list[str](), 0
+
+    async def work() -> None:
+        nonlocal answered
+        for order in waiting:
+            try:
+                samples = await respondent.samples(order)
+            except* (ContractError, PipelineError) as group:
+                failures.append(str(_first(group)))
+                answer = None
+            else:
+                verdicts = await _verdicts(verifiers[order.problem.domain], order.problem, samples)
+                answer, answered = answer_of(order, samples, verdicts), answered + 1
+            if not answered and len(failures) >= MOST_FAILURES:
+                raise UserError(f"{len(failures)} problems have no answer and none has one; the last: {failures[-1]}")
+            on_answer(order, answer)
+
+    try:
+        async with _verifiers(config) as verifiers, asyncio.TaskGroup() as group:
+            for _ in range(_at_a_time(config)):
+                group.create_task(work())
+    except* UserError as several:
+        raise _first(several) from None
+    if failures and not answered:
+        raise UserError(f"no problem has an answer; the last: {failures[-1]}")
+
+
+def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verdict]) -> EvaluationDone:
+    """What the samples of one problem come to, as an actor would report it; lengths only where all are known."""
+    lengths = [sample.num_tokens for sample in samples if sample.num_tokens is not None]
+    outcomes = [verdict.outcome for verdict in verdicts]
+    return EvaluationDone(
+        order_id=order.order_id,
+        index=order.index,
+        correct=sum(outcome is Outcome.CORRECT for outcome in outcomes),
+        judged=sum(outcome.is_judgement for outcome in outcomes),
+        oldest_version=0,
+        newest_version=0,
+        num_tokens=sum(lengths),
+        domain=order.problem.domain,
+        tags=list(order.problem.tags),
+        truncated=sum(sample.finish_reason == FinishReason.LENGTH for sample in samples),
+        lengths=lengths if len(lengths) == len(samples) else [],
+        answers=[verdict.answer for verdict in verdicts],
+        right=[outcome is Outcome.CORRECT for outcome in outcomes],
+        unjudged=[place for place, outcome in enumerate(outcomes) if not outcome.is_judgement],
+    )
+
+
+def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`; SIGINT and SIGTERM cancel it, which puts things in order, and end the program.
+
+    Raises:
+        SystemExit: a signal came.
+    """
+
+    async def guarded() -> Result:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await task
+
+    try:
+        return uvloop.run(guarded())
+    except asyncio.CancelledError:
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _at_a_time(config: RunConfig) -> int:
+    """As many problems as an actor holds, and no more than an engine lets wait."""
+    return max(1, min(config.actor.groups_in_flight, config.engine.max_waiting // config.evaluation.samples))
+
+
+@asynccontextmanager
+async def _verifiers(config: RunConfig) -> AsyncIterator[dict[str, Verifier]]:
+    """A verifier for each domain; their processes end with the block."""
+    verifiers: dict[str, Verifier] = {
+        domain.name: registry.load(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)()
+        for domain in config.domains
+    }
+    try:
+        yield verifiers
+    finally:
+        for verifier in verifiers.values():
+            if close := getattr(verifier, "close", None):
+                await close()
+
+
+async def _verdicts(verifier: Verifier, problem: Problem, samples: list[TextAnswer]) -> list[Verdict]:
+    return [await verifier.verify(problem, sample.text) for sample in samples]
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,202 @@
+"""Who answers: an engine that is made here for a model directory or a run's checkpoint, or whatever serves at a URL.
+
+    async with respondent(target, config) as answering:
+        samples = await answering.samples(order)
+
+Promises: an engine that was started here is closed however this ends; what cannot answer is said in one sentence
+before anything is asked. Of a URL it is found out whether an engine of ours is there, which is asked for all samples of
+a problem at once, or another server, of which nothing but text is wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, final
+
+from inference_contract.engine import Engine
+from inference_contract.errors import ContractError
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from pipelinerl import registry, rng
+from pipelinerl.actor.actor import chat_request
+from pipelinerl.commands.remote import is_url
+from pipelinerl.config.recipe import RunConfig, check_layout
+from pipelinerl.config.sections import ModelSection
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.openai_client import OpenAIServer, TextAnswer, models_at
+from pipelinerl.engines.http.pool import EnginePool
+from pipelinerl.errors import UserError
+from pipelinerl.models.checkpoint import check_directory
+from pipelinerl.roles.engine_role import build_engine
+from pipelinerl.roles.process import Identity
+from pipelinerl.types import Answered, PromptOrder
+
+#: What others write behind the base of a server's URL.
+_V1: Final = "/v1"
+
+
+class Respondent(Protocol):
+    """Answers orders."""
+
+    async def samples(self, order: PromptOrder) -> list[TextAnswer]:
+        """All samples of the order; raises ContractError or PipelineError when there are none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is asked: a model directory of some version, or a URL; `name` says it to people."""
+
+    name: str
+    url: str = ""
+    model: Path | None = None
+    version: int = 0
+    recipe: Path | None = None
+    """The run's own, where the target is a run."""
+
+
+def target_of(text: str, *, checkpoint: str = "") -> Target:
+    """What a command line names: a URL, a run's directory (its newest or a named checkpoint), a model directory, or
+    `shipped:<name>`.
+
+    Raises:
+        UserError: it is none of these, or the run has no such checkpoint.
+    """
+    if is_url(text):
+        if checkpoint:
+            raise UserError(f"--checkpoint names one of a run's, and {text} is no run's directory; leave it out")
+        return Target(name=text, url=text.rstrip("/").removesuffix(_V1))
+    path = Path(text).expanduser()
+    if (path / "recipe.toml").is_file():
+        return _checkpoint_of(path, checkpoint)
+    if checkpoint:
+        raise UserError(f"--checkpoint names one of a run's, and {text} is no run's directory; leave it out")
+    model = ModelSection(path=text).resolved
+    check_directory(model)
+    return Target(name=text, model=model)
+
+
+def _checkpoint_of(run_dir: Path, checkpoint: str) -> Target:
+    check_layout(run_dir)
+    found = sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
+    number = checkpoint.removeprefix("step-")
+    wanted = [path for path in found if not checkpoint or (number.isdecimal() and int(path.name[5:]) == int(number))]
+    if not wanted:
+        known = ", ".join(path.name for path in found) or "none"
+        raise UserError(f"{run_dir} has no checkpoint {checkpoint or 'yet'}; it has {known}")
+    path = wanted[-1]
+    return Target(
+        name=f"{run_dir}, {path.name}", model=path, version=int(path.name[5:]), recipe=run_dir / "recipe.toml"
+    )
+
+
+def recipe_of(target: Target, recipe: str | None) -> str:
+    """The recipe that says what is asked: the one that is named, else the run's own.
+
+    Raises:
+        UserError: there is neither.
+    """
+    if recipe is None and target.recipe is None:
+        raise UserError(f"--recipe must say what {target.name} is to be asked, which is no run's directory")
+    return recipe or str(target.recipe)
+
+
+@asynccontextmanager
+async def respondent(
+    target: Target, config: RunConfig, *, token: str | None, model: str = ""
+) -> AsyncIterator[Respondent]:
+    """Whoever answers for the target, until the block ends.
+
+    Args:
+        config: the recipe, by whose `engine` an engine is made.
+        token: bearer token of what is at a URL.
+        model: which of a server's models; by default its first.
+
+    Raises:
+        UserError: nothing can answer; the sentence says why.
+    """
+    if target.model is not None:
+        async with _made_here(_with_model(config, target.model)) as engine:
+            yield _OfTheContract(engine.complete)
+        return
+    cards = await models_at(target.url, token=token)
+    deadline_s = config.actor.timeout_s
+    if "layout_id" in cards[0]:
+        async with EngineClient(token=token) as client:
+            yield _OfTheContract(EnginePool(client, [target.url], deadline_s=deadline_s).complete)
+        return
+    server = OpenAIServer(target.url, model=model or cards[0]["id"], token=token, deadline_s=deadline_s)
+    async with server:
+        yield _OfText(server)
+
+
+def _with_model(config: RunConfig, model: Path) -> RunConfig:
+    if config.engine.type in registry.SERVER_ENGINES:
+        raise UserError(
+            f"engine.type {config.engine.type} stands for a server that runs already, which cannot be given {model}; "
+            "name the server's URL instead of the model, or say --set engine.type=torch"
+        )
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+
+
+@asynccontextmanager
+async def _made_here(config: RunConfig) -> AsyncIterator[Engine]:
+    engine = build_engine(
+        Identity(
+            config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
+        )
+    )
+    try:
+        await engine.start()
+        yield engine
+    except ContractError as error:
+        raise UserError(f"the engine for {config.model.resolved} has failed: {error}") from error
+    finally:
+        # Ctrl-C cancels whoever waits here, too: the engine's processes and threads end first.
+        end = asyncio.ensure_future(engine.close())
+        try:
+            await asyncio.shield(end)
+        except asyncio.CancelledError:
+            await end
+            raise
+
+
+@final
+class _OfTheContract:
+    """An engine of ours, asked for all samples of a problem at once, as an actor asks it."""
+
+    def __init__(self, complete: Callable[[ChatCompletionRequest], Awaitable[Answered | ChatCompletion]]) -> None:
+        self._complete = complete
+
+    async def samples(self, order: PromptOrder) -> list[TextAnswer]:
+        """All samples of the order, with the noise that they have in a run."""
+        answered = await self._complete(chat_request(order))
+        completion = answered.completion if isinstance(answered, Answered) else answered
+        return [
+            TextAnswer(
+                each.message.content, each.finish_reason, None if each.token_ids is None else len(each.token_ids)
+            )
+            for each in completion.choices
+        ]
+
+
+@final
+class _OfText:
+    """A server of which nothing but text is wanted, asked for one sample at a time."""
+
+    def __init__(self, server: OpenAIServer) -> None:
+        self._server = server
+
+    async def samples(self, order: PromptOrder) -> list[TextAnswer]:
+        """All samples of the order, each with a seed of its own."""
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(
+                    self._server.sample(order.problem.messages, order.sampling, seed=rng.key(order.seed, sample))
+                )
+                for sample in range(order.sampling.num_samples)
+            ]
+        return [each.result() for each in asked]

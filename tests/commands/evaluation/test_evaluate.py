@@ -1,0 +1,190 @@
+"""`pipelinerl eval` against a model directory, a run, an engine of ours and a server that is none of ours."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipelinerl.commands.evaluation.asking import MOST_FAILURES
+from pipelinerl.commands.evaluation.evaluate import EvaluationReport, evaluate, held_out_orders, show
+from pipelinerl.commands.evaluation.respondents import recipe_of, target_of
+from pipelinerl.config.recipe import RunConfig, load, save, write_layout
+from pipelinerl.engines.bigram import engine as bigram_engine
+from pipelinerl.engines.http.server import create_app
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.errors import ModelError, RecipeError, UserError
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from tests.fakes.openai_server import OpenAIFake
+from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A bigram model of even chances: of the two right answers it gives one now and then."""
+    directory, tokenizer = tmp_path / "model", char_tokenizer(alphabet=" 0123456789")
+    BigramModel.random(len(tokenizer), seed=0, scale=1.0).save(directory)
+    tokenizer.save_pretrained(str(directory), save_jinja_files=False)
+    return directory
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> Path:
+    """Two domains of twelve held-out problems each."""
+    blocks = []
+    for domain, answer in (("says_1", "1"), ("says_2", "2")):
+        lines = [json.dumps({"prompt": f"{domain[-1]} {number}", "answer": answer}) for number in range(40)]
+        (tmp_path / f"{domain}.jsonl").write_text("\n".join(lines))
+        path = json.dumps(str(tmp_path / f"{domain}.jsonl"))
+        blocks.append(
+            f'[[domains]]\nname = "{domain}"\nsource = "jsonl"\nverifier = "math_answer"\n'
+            f"parameters = {{ path = {path}, held_out_path = {path} }}\n"
+        )
+    path = tmp_path / "recipe_file.toml"
+    path.write_text(
+        f'[model]\npath = "{model}"\n[engine]\ntype = "bigram"\n[trainer]\ntype = "bigram"\n'
+        "[sampling]\nmax_tokens = 2\n[evaluation]\nproblems = 20\nsamples = 8\ntemperature = 1.0\npass_at = [1, 4]\n"
+        + "".join(blocks)
+    )
+    return path
+
+
+def evaluated(target: str, config: RunConfig, **options: Any) -> EvaluationReport:
+    return evaluate(target_of(target), config, token=None, model="", console=QUIET, **options)
+
+
+def test_a_model_directory_is_evaluated_by_an_engine_of_its_own(model: Path, recipe: Path) -> None:
+    report = evaluated(str(model), load(recipe))
+    assert (report.figures.problems, report.incomplete, report.unjudged) == (20, 0, 0)
+    assert report.figures.accuracy is not None and 0 < report.figures.accuracy < 1
+    assert [each.k for each in report.figures.pass_at] == [1, 4, 8]
+    assert list(report.by_domain) == ["says_1", "says_2"]
+    assert report.figures.length_mean is not None and 0 < report.figures.length_mean <= 2
+
+
+def test_an_engine_at_a_url_answers_as_one_that_is_made_here(model: Path, recipe: Path) -> None:
+    """Token for token: noise is a function of the seed, wherever it is drawn."""
+    app = create_app(
+        bigram_engine.from_options(
+            EngineOptions(model_path=model, model_id="m", slots=64, max_waiting=4096, context_length=512)
+        ),
+        token=None,
+    )
+    with in_thread(app) as url:
+        there = evaluated(f"{url}/v1/", load(recipe))
+    here = evaluated(str(model), load(recipe))
+    assert (there.figures, there.by_domain) == (here.figures, here.by_domain)
+
+
+def test_any_openai_server_is_evaluated_by_its_text(recipe: Path) -> None:
+    fake = OpenAIFake(lambda body: "1" if body["messages"][0]["content"].startswith("1") or body["seed"] % 2 else "2")
+    with in_thread(fake.app) as url:
+        report = evaluated(url, load(recipe, ["evaluation.samples=4", "evaluation.pass_at=[1]"]))
+    assert report.by_domain["says_1"].accuracy == 1.0
+    others = report.by_domain["says_2"].accuracy
+    assert others is not None and 0 < others < 1, "each sample has a seed of its own"
+    assert len(fake.bodies) == 20 * 4 and {body["model"] for body in fake.bodies} == {"small"}
+    assert report.figures.length_mean == 1.0
+
+
+def test_a_problem_that_fails_is_counted_and_the_others_go_on(recipe: Path) -> None:
+    fake = OpenAIFake(lambda body: "1", failures=(400, 400))
+    with in_thread(fake.app) as url:
+        config = load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "evaluation.temperature=0"])
+        report = evaluated(url, config)
+    assert (report.figures.problems, report.incomplete) == (18, 2)
+
+
+def test_a_server_that_refuses_everything_is_given_up_with_its_reason(recipe: Path) -> None:
+    fake = OpenAIFake(lambda body: "1", failures=(400,) * 1000)
+    with in_thread(fake.app) as url, pytest.raises(UserError, match=r"have no answer and none has one; .*not now"):
+        evaluated(url, load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "actor.groups_in_flight=1"]))
+    assert len(fake.bodies) == MOST_FAILURES
+
+
+def test_a_run_is_evaluated_by_its_own_recipe_at_its_newest_or_a_named_checkpoint(
+    tmp_path: Path, model: Path, recipe: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    save(load(recipe), run / "recipe.toml")
+    write_layout(run)
+    with pytest.raises(UserError, match="has no checkpoint yet; it has none"):
+        target_of(str(run))
+    for step in (5, 40, 100):
+        (run / "checkpoints" / f"step-{step:06d}").symlink_to(model)
+    target = target_of(str(run))
+    assert (target.version, recipe_of(target, None)) == (100, str(run / "recipe.toml"))
+    for name in ("step-000040", "40", "step-40"):
+        assert target_of(str(run), checkpoint=name).version == 40
+    with pytest.raises(UserError, match="no checkpoint 400; it has step-000005, step-000040, step-000100"):
+        target_of(str(run), checkpoint="400")
+    report = evaluate(target, load(recipe_of(target, None)), token=None, model="", console=QUIET)
+    assert report.figures.problems == 20
+
+
+def test_what_cannot_answer_is_said_before_anything_is_asked(tmp_path: Path, model: Path, recipe: Path) -> None:
+    with pytest.raises(ModelError, match="expected a model directory"):
+        target_of(str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match="--checkpoint names one of a run's"):
+        target_of(str(model), checkpoint="step-000001")
+    with pytest.raises(UserError, match="--recipe must say what"):
+        recipe_of(target_of(str(model)), None)
+    with pytest.raises(UserError, match="stands for a server that runs already"):
+        served = ["engine.type=vllm_server", 'engine.servers=["http://127.0.0.1:9"]']
+        evaluated(str(model), load(recipe, served))
+    with pytest.raises(RecipeError, match=r"evaluation.problems is 0"):
+        evaluated(str(model), load(recipe, ["evaluation.problems=0"]))
+
+
+def test_the_questions_are_those_of_the_run(recipe: Path) -> None:
+    orders = list(held_out_orders(load(recipe), 7))
+    assert len({order.problem.problem_id for order in orders}) == 20
+    assert orders == list(held_out_orders(load(recipe), 7))
+
+
+def test_the_report_is_a_table_or_json(model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = evaluated(str(model), load(recipe))
+    show(report, Console(), as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["figures"]["accuracy"] == report.figures.accuracy and "says_1" in told["by_domain"]
+    console = Console(record=True, width=200, file=io.StringIO())
+    show(report, console, as_json=False)
+    text = console.export_text()
+    assert "pass@8" in text and "says_2" in text and "8 × 20 samples" in text
+
+
+def test_ctrl_c_ends_it_at_once_without_a_traceback(model: Path, recipe: Path) -> None:
+    """With an engine of its own: of this, too, nothing is left."""
+    command = [sys.executable, "-m", "pipelinerl.cli", "eval", str(model), "--recipe", str(recipe), "--problems", "40"]
+    command += ["--samples", "512", "--set", "sampling.max_tokens=200"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ, text=True)
+    deadline = time.monotonic() + PATIENCE_S
+    while not _listens_to_signals(process.pid):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def _listens_to_signals(pid: int) -> bool:
+    """Does the process handle SIGTERM, which Python leaves alone until somebody asks for it?"""
+    fields = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("Sig")
+    )
+    return bool(int(fields["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1)

@@ -1,0 +1,73 @@
+"""Domains are apportioned by quota: exactly within a step, closely over any stretch, the same however often asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+
+from pipelinerl.data.mixture import Domain, Mixture
+from pipelinerl.types import Problem, Quota
+
+
+class Numbered:
+    """A source of which nothing but the index is wanted."""
+
+    def problem(self, index: int) -> Problem:
+        return Problem(problem_id=str(index), domain="", messages=(), ground_truth="")
+
+
+def mixture(weights: Mapping[str, float], *, seed: int = 0) -> Mixture:
+    return Mixture([Domain(name=name, weight=weight, source=Numbered()) for name, weight in weights.items()], seed=seed)
+
+
+def names(made: Mixture, count: int, quota: Quota, weights: Mapping[str, float] | None = None) -> list[str]:
+    return [made.domain(index, weights, quota).name for index in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("size", [1, 3, 8, 32, 250])
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 2.0), (0.7, 0.25, 0.05), (1.0, 2.0, 3.0)])
+def test_ten_thousand_problems_of_three_domains_keep_their_shares(
+    weights: tuple[float, ...], size: int, seed: int
+) -> None:
+    """Within 1 % of the asked over each 1,000, and by quota within each step."""
+    asked = dict(zip("abc", weights, strict=True))
+    drawn = names(mixture(asked, seed=seed), 10_000, Quota(0, size))
+    for start in range(0, 10_000, 1000):
+        counts = Counter(drawn[start : start + 1000])
+        for name, weight in asked.items():
+            assert abs(counts[name] / 1000 - weight / sum(weights)) <= 0.01
+    for start in range(0, 10_000 - size + 1, size):
+        counts = Counter(drawn[start : start + size])
+        for name, weight in asked.items():
+            share = size * weight / sum(weights)
+            assert abs(counts[name] - share) < 1
+            assert not share.is_integer() or counts[name] == share, "a whole share is kept exactly"
+
+
+def test_which_comes_when_is_a_function_of_the_seed_and_no_pattern() -> None:
+    asked = {"a": 1.0, "b": 1.0}
+    drawn = names(mixture(asked), 4000, Quota(0, 8))
+    assert drawn == names(mixture(asked), 4000, Quota(0, 8))
+    assert drawn != names(mixture(asked, seed=1), 4000, Quota(0, 8))
+    made = mixture(asked)
+    assert [made.domain(index, None, Quota(0, 8)).name for index in reversed(range(4000))] == drawn[::-1]
+    firsts = Counter(drawn[start] for start in range(0, 4000, 8))
+    assert 180 < firsts["a"] < 320, "no domain comes first in a step"
+
+
+def test_live_weights_and_a_domain_that_is_switched_off() -> None:
+    made, quota = mixture({"a": 1.0, "b": 1.0, "c": 1.0}), Quota(40, 4)
+    assert Counter(made.domain(i, {"a": 3.0, "b": 0.0, "c": 1.0}, quota).name for i in range(40, 80)) == {
+        "a": 30,
+        "c": 10,
+    }
+    for off in ("a", "b", "c"):
+        weights = {name: 0.0 if name == off else 0.1 for name in "abc"}
+        assert off not in {made.domain(i, weights, quota).name for i in range(40, 3000)}
+
+
+def test_a_problem_is_that_of_its_domains_source() -> None:
+    assert mixture({"a": 1.0}).problem(12).problem_id == "12"

@@ -1,0 +1,77 @@
+"""A server that is none of ours is asked in OpenAI's words alone, and what it refuses is said in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
+from pipelinerl.errors import AddressError, DeadlineError, EngineUnreachable
+from pipelinerl.types import Message, Sampling
+from tests.fakes.openai_server import OpenAIFake
+from tests.fakes.served import in_thread
+
+ASKED = (Message("user", "1 + 1?"),)
+SAMPLING = Sampling(num_samples=1, temperature=0.5, max_tokens=8, stop=("\n",))
+
+
+def says(text: str) -> Callable[[dict[str, Any]], str]:
+    return lambda body: text
+
+
+async def test_a_sample_is_asked_for_in_openais_words() -> None:
+    fake = OpenAIFake(says("2"))
+    with in_thread(fake.app) as url:
+        assert [card["id"] for card in await models_at(url, token=None)] == ["small", "large"]
+        async with OpenAIServer(url, model="large", token="t", deadline_s=10.0) as server:
+            assert await server.sample(ASKED, SAMPLING, seed=2**40 + 5) == ("2", "stop", 1)
+    (body,) = fake.bodies
+    assert body["messages"] == [{"role": "user", "content": "1 + 1?"}]
+    assert (body["model"], body["temperature"], body["stop"], body["seed"]) == ("large", 0.5, ["\n"], 5)
+    assert fake.tokens == ["Bearer t"]
+
+
+async def test_a_server_without_room_is_asked_again_with_the_same_seed() -> None:
+    fake = OpenAIFake(says("2"), failures=(503, 429))
+    with in_thread(fake.app) as url:
+        async with OpenAIServer(url, model="small", token=None, deadline_s=10.0) as server:
+            assert (await server.sample(ASKED, SAMPLING, seed=7)).text == "2"
+    assert [body["seed"] for body in fake.bodies] == [7, 7, 7]
+
+
+async def test_a_refusal_is_said_in_the_servers_own_words_and_not_tried_again() -> None:
+    fake = OpenAIFake(says("2"), failures=(400,))
+    with in_thread(fake.app) as url:
+        async with OpenAIServer(url, model="small", token=None, deadline_s=10.0) as server:
+            with pytest.raises(EngineUnreachable, match=f"{url} refused the request: HTTP 400: not now"):
+                await server.sample(ASKED, SAMPLING, seed=0)
+    assert len(fake.bodies) == 1
+
+
+async def test_a_server_that_fails_for_ever_is_given_up_at_the_deadline() -> None:
+    fake = OpenAIFake(says("2"), failures=(500,) * 100)
+    with in_thread(fake.app) as url:
+        async with OpenAIServer(url, model="small", token=None, deadline_s=0.5) as server:
+            with pytest.raises(DeadlineError, match=r"no answer within 0.5 s; last: HTTP 500: not now"):
+                await server.sample(ASKED, SAMPLING, seed=0)
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": None}]}, [1]])
+async def test_an_answer_of_another_shape_is_refused(answer: Any) -> None:
+    fake = OpenAIFake(says("2"))
+    fake.app.router.routes.pop()
+    fake.app.post("/v1/chat/completions")(lambda: answer)
+    with in_thread(fake.app) as url:
+        async with OpenAIServer(url, model="small", token=None, deadline_s=5.0) as server:
+            with pytest.raises(EngineUnreachable, match="must answer with a chat completion in OpenAI's shape"):
+                await server.sample(ASKED, SAMPLING, seed=0)
+
+
+async def test_what_is_no_server_of_models_is_said_in_one_sentence() -> None:
+    with pytest.raises(AddressError, match=r"GET http://127.0.0.1:9/v1/models failed: .*; is the server running\?"):
+        await models_at("http://127.0.0.1:9", token=None)
+    fake = OpenAIFake(says("2"))
+    with in_thread(fake.app) as url, pytest.raises(AddressError, match=r"HTTP 404"):
+        await models_at(f"{url}/other", token=None)

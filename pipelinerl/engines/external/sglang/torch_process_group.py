@@ -39,4 +39,4 @@ def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: fl
         raise DeadlineError(
             f"the server's {world_size - 1} ranks have not joined {name} at {meeting.host}:{meeting.port}: {reason}"
         ) from error
-    return Collective(made, backend=Backend.GLOO, name=f"group {name!r}")
+    return Collective(made, store, backend=Backend.GLOO, name=f"group {name!r}")

@@ -14,9 +14,11 @@ from typing import Annotated, Any
 import typer
 
 from pipelinerl.commands.engines import Run, engines_app
+from pipelinerl.commands.hidden_arguments import hide_password
 from pipelinerl.commands.role_options import ROLES, Changes, RoleOptions, RoleRecipe, role_command
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
+from pipelinerl.observability.redaction import without_secrets
 
 app = typer.Typer(
     name="pipelinerl",
@@ -422,13 +424,14 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 def main() -> None:
     """Run the command line; an error that a user can mend is one sentence and status 2."""
+    hide_password()
     try:
         app(prog_name="pipelinerl")
     except UserError as error:
-        print(f"pipelinerl: {error}", file=sys.stderr)
+        print(without_secrets(f"pipelinerl: {error}"), file=sys.stderr)
         raise SystemExit(2) from None
     except PipelineError as error:
-        print(f"pipelinerl: {type(error).__name__}: {error}", file=sys.stderr)
+        print(without_secrets(f"pipelinerl: {type(error).__name__}: {error}"), file=sys.stderr)
         raise SystemExit(1) from None
 
 

@@ -20,7 +20,7 @@ from pipelinerl import cli
 from pipelinerl.commands.role_options import LOCAL_REDIS
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.roles import process
-from pipelinerl.roles.process import REDIS_VARIABLE
+from pipelinerl.roles.process import REDIS_VARIABLE, TOKEN_VARIABLE
 from pipelinerl.system.http_service import listen
 from tests.patience import PATIENCE_S
 
@@ -45,6 +45,7 @@ def pipelinerl(
     """`pipelinerl …`, in an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv(TOKEN_VARIABLE, "token")  # else a role would make one
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["pipelinerl", *map(str, arguments)])
@@ -187,5 +188,5 @@ def test_help_tells_the_defaults_that_depend_on_something() -> None:
     told = subprocess.run(
         words, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "COLUMNS": "200"}
     ).stdout
-    for default in ("(default: by the recipe)", "(default: $PIPELINERL_TOKEN)", "redis://127.0.0.1:6379/0)"):
+    for default in ("(default: by the recipe)", "(default: $PIPELINERL_TOKEN, else", "redis://127.0.0.1:6379/0)"):
         assert default in told

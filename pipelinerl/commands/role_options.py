@@ -49,8 +49,12 @@ class RoleOptions:
     ] = None
     controller_url: Annotated[str, typer.Option("--controller-url", help="Where the controller is.")] = LOCAL_CONTROLLER
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="Bearer token (default: $PIPELINERL_TOKEN).")
+        Path | None,
+        typer.Option("--token-file", help="Bearer token (default: $PIPELINERL_TOKEN, else the run directory's)."),
     ] = None
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Serve every program of this machine, without a token.")
+    ] = False
     host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", help="Port to bind.")] = 0
     changes: Changes = None
@@ -61,17 +65,17 @@ class RoleOptions:
         Raises:
             RecipeError, UserError: the recipe or the token file cannot be used.
         """
-        from pipelinerl.roles.process import Identity, read_token
+        from pipelinerl.roles.process import Identity, token_of
 
         config = recipes.load(self.recipe, [*(self.changes or []), *changes])
-        of_recipe = config.streams.redis_url
+        of_recipe, run_dir = config.streams.redis_url, self.run_dir or config.run_directory
         return Identity(
             config=config,
-            run_dir=self.run_dir or config.run_directory,
+            run_dir=run_dir,
             name=self.name,
             redis_url=self.redis_url or (of_recipe.get_secret_value() if of_recipe else LOCAL_REDIS),
             controller_url=self.controller_url.rstrip("/"),
-            token=read_token(self.token_file),
+            token=None if self.no_token else token_of(self.token_file, run_dir),
             host=self.host,
             port=self.port,
         )

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -28,6 +29,7 @@ from pipelinerl.observability.logs import ProcessLog, configure
 from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.stream import Stream
+from pipelinerl.system.files import make_private
 
 log = logging.getLogger("pipelinerl")
 
@@ -79,6 +81,32 @@ def read_token(token_file: Path | None) -> str | None:
     if not isinstance(token, str) or not token:
         raise UserError(f'{token_file} must hold {{"token": "…"}}; the launcher makes it as runs/<name>/tokens.json')
     return token
+
+
+def token_of(token_file: Path | None, run_dir: Path) -> str:
+    """The bearer token of a role: as `read_token`, else the one in the run's directory, which is made if need be.
+
+    So roles that are started one by one on a machine agree on a token that nobody had to think of, and none serves
+    without. Raises UserError as `read_token` does, and where no token can be left.
+    """
+    given = read_token(token_file)
+    if given is not None:
+        return given
+    shared = run_dir / "tokens.json"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if make_private(shared, json.dumps({"token": secrets.token_urlsafe(32)})):
+            print(
+                f"pipelinerl: no token was given, so one was made: {shared}. Roles in this directory find it there; "
+                f"others take it by --token-file or ${TOKEN_VARIABLE}",
+                file=sys.stderr,
+            )
+    except OSError as error:
+        raise UserError(
+            f"no token was given, and none can be left at {shared}: {error.strerror}; say --token-file, "
+            f"${TOKEN_VARIABLE}, or --no-token to serve whatever program asks on this machine"
+        ) from None
+    return str(read_token(shared))
 
 
 def freeze_gc() -> None:

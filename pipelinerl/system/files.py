@@ -15,6 +15,19 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def make_private(path: Path, text: str) -> bool:
+    """As `write_private`, unless there is such a file; returns whether there was none. Of several at once one wins."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    write_private(draft, text)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
+
+
 def write_private(path: Path, text: str) -> None:
     """Write a file that its owner alone may read, whole or not at all, in place of what was there. Raises OSError."""
     draft = path.with_name(f"{path.name}.new")

@@ -43,6 +43,7 @@ RANDOMNESS_ALLOWED = {
     "pipelinerl/rng.py": "the source",
     "launch/run_directory.py": "secrets must not be reproducible",
     "pipelinerl/trainers/torch/trainer.py": "seeds torch from rng, for models that draw in their forward",
+    "pipelinerl/roles/process.py": "secrets must not be reproducible",
     "pipelinerl/streams/embedded_redis.py": "secrets must not be reproducible",
     "pipelinerl/training/rollouts/rollout_reader.py": "each incarnation of a trainer has a name of its own",
     "pipelinerl/training/loop.py": "each incarnation of the trainer must have a name that no other had",

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from pipelinerl.commands.hidden_arguments import without_password
+from pipelinerl.commands.role_options import RoleOptions
 from pipelinerl.config.recipe import load, parse, save, to_table
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.logs import configure
 from pipelinerl.observability.report import write_report
-from pipelinerl.roles.process import Identity
+from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, token_of
 from pipelinerl.streams.open_stream import open_stream
 
 PASSWORD = "hunter2"
@@ -76,3 +83,54 @@ def test_a_log_has_none_whoever_wrote_the_line() -> None:
     finally:
         logging.getLogger().handlers[:] = before
     assert said.getvalue().count("db.lab") == 2 and PASSWORD not in said.getvalue()
+
+
+# --- tokens and arguments ---------------------------------------------------------------------------------------------
+
+
+def test_roles_that_were_given_no_token_agree_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On loopback a server without one would answer every program of every user of the machine."""
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with ThreadPoolExecutor(8) as pool:
+        tokens = set(pool.map(lambda _: token_of(None, tmp_path / "run"), range(8)))
+    (token,) = tokens
+    assert len(token) >= 32 and (tmp_path / "run" / "tokens.json").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path / "run") == ["tokens.json"]
+    monkeypatch.setenv(TOKEN_VARIABLE, "given")
+    assert token_of(None, tmp_path / "run") == "given"
+
+
+def test_where_no_token_can_be_left_the_choice_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--no-token"):
+        token_of(None, tmp_path / "file" / "run")
+    assert RoleOptions(name="a", run_dir=tmp_path, no_token=True).identity().token is None
+    assert RoleOptions(name="a", run_dir=tmp_path).identity().token
+
+
+@pytest.mark.parametrize("spelled", [["--redis-url", URLS[0]], [f"--redis-url={URLS[0]}"]])
+def test_a_password_among_the_arguments_moves_into_the_environment(spelled: list[str]) -> None:
+    moved = without_password(["python", "-m", "x", "actor", *spelled, "--name", "a"], {"HOME": "/"})
+    assert moved == (
+        ["python", "-m", "x", "actor", "--name", "a"],
+        {"HOME": "/", "PIPELINERL_REDIS_URL": URLS[0]},
+    )
+    assert without_password(["x", "--redis-url", "redis://127.0.0.1:6379/0"], {}) is None
+
+
+def test_a_role_is_not_seen_with_its_password(tmp_path: Path) -> None:
+    """The process list shows what the kernel keeps: of the process itself, not of what it was started as."""
+    command = [sys.executable, "-m", "pipelinerl.cli", "actor", "--run-dir", str(tmp_path)]
+    role = subprocess.Popen([*command, "--redis-url", f"redis://:{PASSWORD}@127.0.0.1:9/0"], stderr=subprocess.DEVNULL)
+    try:
+        deadline, seen = time.monotonic() + 60.0, b""
+        while time.monotonic() < deadline and role.poll() is None:
+            seen = Path(f"/proc/{role.pid}/cmdline").read_bytes()
+            if seen and b"--redis-url" not in seen:
+                break
+            time.sleep(0.02)
+        assert b"actor" in seen and PASSWORD.encode() not in seen
+    finally:
+        role.kill()
+        role.wait()

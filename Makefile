@@ -19,6 +19,8 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELIS
 
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SHORT    := not gpu and not slow and not chaos
+# `make check` has run it: .ci/run asks for both, and to judge the same sources twice proves nothing more.
+CHECKED  := --ignore=tests/architecture
 
 # `$(call part,NAME,COMMAND)` in a recipe's one shell: runs it whatever came before, and notes how it ended and how long
 # it took. `$(TOLD)` prints the notes and ends with 1 if a part failed.
@@ -38,12 +40,12 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out
-	@$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(ARGS)) \
+	@$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(or $(ARGS),$(CHECKED))) \
 	$(if $(or $(ARGS),$(if $(WITH_VLLM),,1)),\
 	  notes="$$notes\nmake test: left out: vLLM's part ($(if $(ARGS),ARGS is for the other,WITH_VLLM is empty here, $$(uname -sm)))";,\
 	  $(call part,vLLM installed,$(MAKE) --no-print-directory $(VLLM)/.installed) \
 	  $(call part,vLLM,$(MAKE) --no-print-directory test-vllm MARK="vllm and $(SHORT)")) \
-	$(if $(ARGS),,notes="$$notes\nmake test: left out: slow (make test ARGS='-m slow'; make test-vllm), chaos (make chaos), gpu (make gpu-check)";) \
+	$(if $(ARGS),,notes="$$notes\nmake test: left out: architecture (make check), slow (make test ARGS='-m slow'; make test-vllm), chaos (make chaos), gpu (make gpu-check)";) \
 	$(TOLD)
 
 vllm: $(VLLM)/.installed ## an environment with vLLM, .venv-vllm: for CUDA where there is a GPU, else for CPUs

@@ -53,7 +53,7 @@ def test_both_parts_are_run_and_either_may_fail(tmp_path: Path, fails: str) -> N
     assert told[0].startswith(f"all but vLLM: {ends[0]}")
     assert told[1] == "vLLM installed: passed"
     assert told[2].startswith(f"vLLM: {ends[1]}")
-    assert told[3].startswith("left out: slow (make test ARGS='-m slow'")
+    assert told[3].startswith("left out: architecture (make check), slow (make test ARGS='-m slow'")
 
 
 @pytest.mark.parametrize(("words", "why"), [(("WITH_VLLM=",), "WITH_VLLM is empty"), (("ARGS=-m slow",), "ARGS is")])

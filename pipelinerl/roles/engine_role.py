@@ -39,6 +39,7 @@ WATCH_S = 0.5
 def build_engine(identity: Identity) -> Engine:
     """The engine that the recipe names."""
     config = identity.config
+    server = _server_of(identity)  # before libraries are imported, for which a refusal need not wait
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
     of_the_run = {
         "model_path": config.model.resolved,
@@ -48,7 +49,7 @@ def build_engine(identity: Identity) -> Engine:
         "threads": config.launch.threads,
         "seed": config.run.seed,
         "pull": WeightPuller(token=identity.token),
-        "server": _server_of(identity),
+        "server": server,
     }
     engine: Engine = build(EngineOptions(**config.engine.shared_with(EngineOptions) | of_the_run))
     return engine

@@ -11,10 +11,8 @@ import pytest
 from tests.fakes.live_fleet import (
     assert_nothing_lost,
     engines,
-    fleet,
     kill_again_and_again,
     longest_stall_s,
-    status,
     swap_to_and_fro,
     until_serving,
     until_steps,
@@ -22,20 +20,7 @@ from tests.fakes.live_fleet import (
 from tests.fakes.live_run import CLI, LiveRun, launched, light_run, new_run
 from tests.patience import PATIENCE_S
 
-#: Of a model to which each of sixteen tokens is equally likely, until it has learnt to end.
-LONG_ANSWERS = ("sampling.max_tokens=40", "actor.stream_interval_s=0.01", "training.rollouts_per_step=16")
 LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "launch.restarts=1000")
-
-
-def until_groups(run: LiveRun, more: int) -> None:
-    """Wait until so many more groups have ended, trained or, since few hot answers are right, filtered."""
-
-    def ended(run: LiveRun) -> int:
-        ledger = status(run).ledger
-        return ledger.trained + ledger.filtered
-
-    wanted = ended(run) + more
-    run.until(lambda run: ended(run) >= wanted, f"{wanted} groups to end")
 
 
 def stop(run: LiveRun) -> None:
@@ -45,15 +30,14 @@ def stop(run: LiveRun) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_an_engine_is_replaced_and_the_new_one_killed_under_load(tmp_path: Path) -> None:
-    """With no patience: what the old one has is handed over. Then the new one, alone, dies while it generates."""
+def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
+    """With no patience: what the old one has is handed over."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
         until_steps(run, 2)
         assert engines(run, "add", "--type", "vllm_server", "--no-wait") == "asked for engine-1\n"
         assert swap_to_and_fro(run, ["bigram"], times=1, grace_s=0.0) == "engine-2"
-        kill_again_and_again(run, ["engine-2"], times=1)
         assert "the run goes on without engine-1" in run.output and "engine.servers must name a server" in run.output
         heading, first, second = engines(run, "list").splitlines()
         assert heading.split()[:3] == ["name", "type", "lifecycle"]
@@ -66,22 +50,18 @@ def test_an_engine_is_replaced_and_the_new_one_killed_under_load(tmp_path: Path)
     assert not run.alive()
 
 
-@pytest.mark.timeout(200)
-def test_an_engine_that_is_killed_with_long_answers_costs_only_what_had_not_come(tmp_path: Path) -> None:
-    """kill -9 in mid-generation: the other engine goes on with the tokens that were sampled."""
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_engine_that_was_hired_is_started_again_when_it_dies(tmp_path: Path) -> None:
+    """Alone, while it generates."""
     directory = tmp_path / "run"
-    with launched(light_run(directory, *LONG, *LONG_ANSWERS, "engine.count=2"), directory) as run:
-        until_serving(run, "engine-0", "engine-1")
-        until_groups(run, 8)
-        run.until(lambda run: fleet(run)["engine-0"].running > 0, "engine-0 to have work")
-        run.role("engine-0").kill()
-        run.until(lambda run: run.events("group_handed_over"), "a group to be handed over")
-        until_groups(run, 64)
+    with launched(light_run(directory, *LONG), directory) as run:
+        until_serving(run, "engine-0")
+        until_steps(run, 2)
+        assert swap_to_and_fro(run, ["bigram"], times=1) == "engine-1"
+        kill_again_and_again(run, ["engine-1"], times=1)
         stop(run)
     assert_nothing_lost(run)
-    handed_over = run.events("group_handed_over")
-    assert sum(event["tokens_kept"] for event in handed_over) > 0, handed_over
-    assert not any(event["tokens_resampled"] for event in handed_over), handed_over
 
 
 # --- longer: make chaos -----------------------------------------------------------------------------------------------

@@ -11,16 +11,20 @@ import shutil
 import signal
 import subprocess
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from pipelinerl.commands.replay import show
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from pipelinerl.system.ports import free_ports, is_free
 from tests.fakes.live_run import CLI, LiveRun, launched, light_run, new_run, resumed
-from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
+from tests.fakes.undisturbed import LOCKSTEP, STEPS, undisturbed as undisturbed_run
+from tests.faults.scenarios.system_killed import Learned, differences
 from tests.patience import PATIENCE_S
 
 Curve = dict[int, tuple[float, ...]]
@@ -76,14 +80,20 @@ def test_a_run_completes_and_leaves_everything(undisturbed: LiveRun) -> None:
 def test_any_kept_step_can_be_taken_again_to_the_bit(undisturbed: LiveRun) -> None:
     told = command("replay", str(undisturbed.directory), "--step", str(STEPS - 1), without="OMP_NUM_THREADS")
     assert told.count("the same to the bit") == 3, "from the checkpoint at step 8 on"
-    assert "cispo" in command("replay", str(undisturbed.directory), "--step", "9", "--objective", "cispo")
 
 
-@pytest.mark.parametrize("kind", [Kind.BIGRAM, pytest.param(Kind.TINY, marks=pytest.mark.slow)])
-def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one(tmp_path: Path, kind: Kind) -> None:
+def test_a_kept_step_can_be_taken_by_another_objective(undisturbed: LiveRun) -> None:
+    said = Console(file=StringIO(), width=200)
+    show(undisturbed.directory, step=9, objective="cispo", console=said)
+    assert "cispo" in said.file.getvalue()
+
+
+def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one(
+    tmp_path: Path, undisturbed: LiveRun
+) -> None:
     """Three lives. Ctrl-C ends the first; then the machine is lost, its processes at once, and its disk after them."""
     directory, location = tmp_path / "run", tmp_path / "location"
-    with launched([*kind.arguments(directory), f"checkpoint.location={location}"], directory) as run:
+    with launched(new_run(directory, *LOCKSTEP, f"checkpoint.location={location}"), directory) as run:
         run.until_step(6)
         run.launcher.send_signal(signal.SIGINT)
         began = time.monotonic()
@@ -108,7 +118,7 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
         assert run.end() == 0, run.story()
         assert_settled(run, steps=STEPS)
         assert run.events("trainer_ready")[-1]["model_version"] in (4, 8), "it did not begin again"
-    assert curve(run) == curve(undisturbed_run(kind))
+    assert differences(Learned.by(undisturbed), Learned.by(run)) == []
     kept = {manifest.parent.name.split("-e")[0] for manifest in location.glob("run/step-*/manifest.json")}
     assert kept == {"step-000004", "step-000008", "step-000012"}
 

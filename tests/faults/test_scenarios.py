@@ -22,7 +22,11 @@ def played(name: str, seeds: range, capsys: pytest.CaptureFixture[str]) -> None:
     assert tally.broken == [], "\n".join(tally.broken)
 
 
-@pytest.mark.parametrize("name", names())
+#: A run that is killed whole and resumed is in tests/end_to_end/test_live_run.py, and compared by the same words.
+TOLD_ELSEWHERE = {"system_killed": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=TOLD_ELSEWHERE.get(name, [])) for name in names()])
 @pytest.mark.timeout(600)
 def test_a_few_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     played(name, find(name).short, capsys)

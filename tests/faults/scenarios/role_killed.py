@@ -10,7 +10,7 @@ must come to one of these ends, or it is lost:
                  the disk is busy, and forgets the end of its history. The order is issued again
     waiting      it lies after the offset of the newest checkpoint, for whoever goes on
 
-Every order that was issued ends once or is in flight: the ledger balances. Each seed is one run with ten kills.
+Every order that was issued ends once or is in flight: the ledger balances. Each seed is one run with five kills.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.faults.cluster import Cluster, model, running
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(1)
-LONG = range(20)
+LONG = range(40)
 
-KILLS = 10
+KILLS = 5
 #: Where a role may die. What a right trainer never does (it acknowledges nothing) ends in a kill at any moment.
 POINTS = {
     "trainer": ("append", "read", "trim", "update", "checkpoint", "acknowledge"),

@@ -26,7 +26,7 @@ from tests.controller.world import ENGINE, World, controller
 from tests.fakes.rollouts import group
 from tests.faults.scenarios.scenario import Verdict
 
-SHORT = range(90)
+SHORT = range(27)
 LONG = range(1000)
 
 STANDSTILL_S = 600

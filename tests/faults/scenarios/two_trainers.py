@@ -10,7 +10,7 @@ tries until then nothing may come into effect:
     checkpoints   none of its epoch is put in place, and the new trainer's are whole
     trims         it trims no stream: what it asks for is refused
 
-Each seed is one run with five take-overs, each by a trainer that the next one fences.
+Each seed is one run with three take-overs, each by a trainer that the next one fences.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from tests.faults.cluster import Cluster, running
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(1)
-LONG = range(20)
+LONG = range(34)
 
-TAKE_OVERS = 5
+TAKE_OVERS = 3
 POINTS = ("append", "read", "update", "checkpoint", "trim")
 WORDS = "has taken over"
 

@@ -95,7 +95,7 @@ class Collective:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors to broadcast must be."""
+        """The device that tensors to broadcast must be on."""
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def broadcast(self, tensor: torch.Tensor, *, deadline: float, root: int = 0) -> None:

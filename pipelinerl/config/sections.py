@@ -23,11 +23,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
-    def shared_with(self, settings: type[Any]) -> dict[str, Any]:
-        """The values that the dataclass `settings` has fields for, by the same names: it takes them as they are."""
-        return {
-            field.name: getattr(self, field.name) for field in fields(settings) if field.name in type(self).model_fields
-        }
+
+def shared_values(section: Section, settings: type[Any]) -> dict[str, Any]:
+    """The values that a section and the dataclass `settings` call by the same names: it takes them as they are."""
+    names = [field.name for field in fields(settings) if field.name in type(section).model_fields]
+    return {name: getattr(section, name) for name in names}
 
 
 class RunSection(Section):
@@ -139,7 +139,7 @@ class OptimizerSection(Section):
     @property
     def spec(self) -> OptimizerSpec:
         """The trainer's part: all but the schedule, which is the training loop's."""
-        return OptimizerSpec(**self.shared_with(OptimizerSpec))
+        return OptimizerSpec(**shared_values(self, OptimizerSpec))
 
 
 class TrainerSection(Section):

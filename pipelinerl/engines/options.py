@@ -79,6 +79,22 @@ class EngineOptions:
         if self.options:
             raise ModelError(f"{engine} knows no options, got engine.options {', '.join(self.options)}; remove them")
 
+    def check_native_weights(self, engine: str) -> None:
+        """Raise `ModelError` if linear layers are to be quantised, which `engine` does not do."""
+        if self.weights is not WeightFormat.NATIVE:
+            raise ModelError(
+                f"{engine} keeps native weights, as they come, got engine.weights={self.weights}; leave it out, or use "
+                "engine.type torch"
+            )
+
+    def check_head_of_the_model(self, engine: str) -> None:
+        """Raise `ModelError` if the output layer is to be fp32 where `engine` computes it as the rest of the model."""
+        if self.head_precision is HeadPrecision.FP32 and self.dtype is not WeightDType.FLOAT32:
+            raise ModelError(
+                f"{engine} computes the output layer in the model's dtype, {self.dtype}; say "
+                "model.head_precision=model, for the trainer as well, or engine.dtype=float32"
+            )
+
     def check_no_memory_share(self, engine: str) -> None:
         """Raise `ModelError` if a GPU's memory is bounded, which `engine` takes nothing of."""
         if self.memory_share is not None:

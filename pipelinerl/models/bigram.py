@@ -49,7 +49,7 @@ class BigramModel:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Number of tokens, V."""
         return int(self.logits.shape[0])
 
     def save(self, path: Path) -> None:

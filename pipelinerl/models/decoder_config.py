@@ -76,7 +76,7 @@ class Parameter:
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """With the leading dimension of layers."""
+        """The shape with a leading dimension for layers."""
         return self.shape if self.layers is None else (self.layers, *self.shape)
 
     @property

@@ -39,7 +39,7 @@ class ChatTurn(Protocol):
 
     @property
     def content(self) -> Any:
-        """Its text."""
+        """The text of the turn."""
         ...
 
 

@@ -30,7 +30,7 @@ _K1_OF_K3: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What was found, what to do, and why it helps."""
+    """The finding, what to do, and why it helps."""
 
     finding: str
     do: str
@@ -48,8 +48,8 @@ def advise(review: Review) -> list[Advice]:
     ]
 
 
-def _numerics(found: CauseReview, review: Review) -> Iterator[Advice]:
-    p95, contradictions = found.median("p95"), found.figures["contradictions"]
+def _numerics(cause: CauseReview, review: Review) -> Iterator[Advice]:
+    p95, contradictions = cause.median("p95"), cause.figures["contradictions"]
     if p95 > NUMERICS_P95:
         yield Advice(
             f"tokens of the trainer's own version differ by {p95:.2g} at P95 (accepted: {NUMERICS_P95:g})",
@@ -65,7 +65,7 @@ def _numerics(found: CauseReview, review: Review) -> Iterator[Advice]:
             "single contradictions are rare, grow with the length of a response, and are what truncation is for "
             "(TIS note, figures 7 to 10)",
         )
-    k1, k3 = found.median("k1"), found.median("k3")
+    k1, k3 = cause.median("k1"), cause.median("k3")
     if p95 > NUMERICS_P95 and k1 < -_K1_OF_K3 * k3:
         yield Advice(
             f"K1 of the trainer's own version is negative ({k1:.2g}, K3 {k3:.2g})",
@@ -74,8 +74,8 @@ def _numerics(found: CauseReview, review: Review) -> Iterator[Advice]:
         )
 
 
-def _cache(found: CauseReview, review: Review) -> Iterator[Advice]:
-    p95 = found.median("p95")
+def _cache(cause: CauseReview, review: Review) -> Iterator[Advice]:
+    p95 = cause.median("p95")
     own = review.current.get(Cause.NUMERICS)
     if p95 > STALENESS_P95 and (own is None or p95 > 2 * own.median("p95")):
         yield Advice(
@@ -85,8 +85,8 @@ def _cache(found: CauseReview, review: Review) -> Iterator[Advice]:
         )
 
 
-def _staleness(found: CauseReview, review: Review) -> Iterator[Advice]:
-    p95 = found.median("p95")
+def _staleness(cause: CauseReview, review: Review) -> Iterator[Advice]:
+    p95 = cause.median("p95")
     if p95 > STALENESS_P95:
         yield Advice(
             f"tokens of older versions differ by {p95:.2g} at P95, beyond log 1.2 = {STALENESS_P95:.2f}",

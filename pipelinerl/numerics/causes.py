@@ -114,7 +114,7 @@ def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[st
     """
     if tokens is None:
         return {}
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     references = {"mismatch": tokens.logprobs, "old_mismatch": tokens.old_logprobs}
     for cause, members in tokens.causes(held_version).items():
         if not members.any():
@@ -123,10 +123,10 @@ def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[st
         for name, ours in references.items():
             if ours is not None:
                 prefix = f"{name}_{cause}"
-                found[f"{prefix}_share"] = float(members.mean())
+                metrics[f"{prefix}_share"] = float(members.mean())
                 for figure, value in _compared(ours[members], behavior, responses).items():
-                    found[f"{prefix}_{figure}"] = value
-    return found | _by_age(held_version - tokens.versions, cuts)
+                    metrics[f"{prefix}_{figure}"] = value
+    return metrics | _by_age(held_version - tokens.versions, cuts)
 
 
 def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, float]:

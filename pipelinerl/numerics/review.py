@@ -75,7 +75,7 @@ class Review:
     ess: Course | None
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The review as plain values, for programs."""
         return asdict(self)
 
 
@@ -123,13 +123,13 @@ def _ages(history: RunHistory, steps: int) -> dict[str, dict[str, float]]:
     """Means over all tokens of the run: a step counts by the share of its tokens that have the age."""
     keys = {key for step in history.steps for key in step if key.startswith("age_") and key.endswith("_share")}
     ages = (key.removeprefix("age_").removesuffix("_share") for key in keys)
-    found: dict[str, dict[str, float]] = {}
+    by_age: dict[str, dict[str, float]] = {}
     for age in sorted(ages, key=lambda age: int(age.split("_")[0])):
         share = history.by_step(f"age_{age}_share")
         total = sum(share.y)
-        found[age] = {"share": total / steps}
+        by_age[age] = {"share": total / steps}
         for name in ("clipped", "truncated", "masked"):
             cut = history.by_step(f"age_{age}_{name}")
             if cut.x == share.x and total > 0:
-                found[age][name] = sum(a * b for a, b in zip(share.y, cut.y, strict=True)) / total
-    return found
+                by_age[age][name] = sum(a * b for a, b in zip(share.y, cut.y, strict=True)) / total
+    return by_age

@@ -83,12 +83,12 @@ class GroupRelative:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Nothing."""
+        """It reads no optional column."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """As `Advantage`."""
+        """A_{i,t} as text."""
         others = {Baseline.NONE: "", Baseline.MEAN: " − mean_g R", Baseline.LEAVE_ONE_OUT: " − mean_{g∖i} R"}
         difference = f"R_i{others[self.baseline]}"
         if self.scale is Scale.BATCH:
@@ -98,7 +98,7 @@ class GroupRelative:
     def advantages(
         self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
     ) -> Floats:
-        """See `Advantage`."""
+        """Advantage [N] of each sampled token."""
         _, index = np.unique(groups, return_inverse=True)
         known = np.where(valid, rewards, 0.0).astype(np.float64)
         count = np.bincount(index, weights=valid.astype(np.float64), minlength=1)
@@ -140,18 +140,18 @@ class GroupFiltered:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Nothing."""
+        """It reads no optional column."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """As `Advantage`."""
+        """A_{i,t} as text."""
         return f"1[i ∈ S]·(R_i − mean_S R) / (std_S R + {self.epsilon:g}),  S = the {self.keep} by {self.metric}{_DDOF}"
 
     def advantages(
         self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
     ) -> Floats:
-        """See `Advantage`."""
+        """Advantage [N] of each sampled token."""
         known = np.where(valid, rewards, 0.0)
         preference = -lengths if self.metric is Metric.SHORTEST else known / np.maximum(lengths, 1)
         kept = np.zeros(valid.shape, dtype=bool)
@@ -192,14 +192,14 @@ class RewardToGo:
 
     @property
     def formula(self) -> str:
-        """As `Advantage`."""
+        """A_{i,t} as text."""
         power = "" if self.discount == 1.0 else f"{self.discount:g}^(t'−t)·"
         return _whitening(f"Σ_(t'≥t) {power}r_(t')", self.whitening) + _reward_formula(self.kl)
 
     def advantages(
         self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
     ) -> Floats:
-        """See `Advantage`."""
+        """Advantage [N] of each sampled token."""
         judged = np.repeat(valid, lengths)
         returns = discounted(token_rewards(rewards, lengths, valid, self.kl, columns), lengths, self.discount) * judged
         return whitened(returns, judged, self.epsilon) if self.whitening is Whitening.BATCH else returns
@@ -227,7 +227,7 @@ class GAE:
 
     @property
     def formula(self) -> str:
-        """As `Advantage`."""
+        """A_{i,t} as text."""
         total = f"Σ_l {self.discount * self.trace:g}^l·δ_(t+l)"
         factor = "" if self.discount == 1.0 else f"{self.discount:g}·"
         surprise = f",  δ_t = r_t + {factor}V_(t+1) − V_t"
@@ -236,7 +236,7 @@ class GAE:
     def advantages(
         self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
     ) -> Floats:
-        """See `Advantage`."""
+        """Advantage [N] of each sampled token."""
         judged = np.repeat(valid, lengths)
         raw = self._raw(rewards, lengths, valid, columns)
         return whitened(raw, judged, self.epsilon) if self.whitening is Whitening.BATCH else raw

@@ -55,11 +55,11 @@ class Trajectory:
 
     @property
     def formula(self) -> str:
-        """As `Aggregation`."""
+        """Agg_{i,t} as text."""
         return "1/(Q·G·|o_i|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """See `Aggregation`."""
+        """Weight [B] of each sampled token of each rollout."""
         counted = valid & (lengths > 0)
         num_groups, size = _totals(counted.astype(np.float64), groups, counted)
         return _inverse(num_groups * size * lengths, counted)
@@ -72,11 +72,11 @@ class Group:
 
     @property
     def formula(self) -> str:
-        """As `Aggregation`."""
+        """Agg_{i,t} as text."""
         return "1/(Q·Σ_g |o|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """See `Aggregation`."""
+        """Weight [B] of each sampled token of each rollout."""
         counted = valid & (lengths > 0)
         num_groups, tokens = _totals(np.where(counted, lengths, 0).astype(np.float64), groups, counted)
         return _inverse(num_groups * tokens, counted)
@@ -89,11 +89,11 @@ class Batch:
 
     @property
     def formula(self) -> str:
-        """As `Aggregation`."""
+        """Agg_{i,t} as text."""
         return "1/Σ_batch |o|"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """See `Aggregation`."""
+        """Weight [B] of each sampled token of each rollout."""
         counted = valid & (lengths > 0)
         return _inverse(np.full(lengths.shape, float(lengths[counted].sum())), counted)
 
@@ -110,13 +110,13 @@ class Sequences:
 
     @property
     def formula(self) -> str:
-        """As `Aggregation`."""
+        """Agg_{i,t} as text."""
         if isinstance(self.length, Length):
             return "1/(B·L_max)"
         return "1/B" if self.length == 1.0 else f"1/(B·{self.length:g})"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """See `Aggregation`."""
+        """Weight [B] of each sampled token of each rollout."""
         if isinstance(self.length, Length):
             raise UserError(
                 f"agg.length is {self.length}, the most tokens of an answer, which a recipe says (sampling.max_tokens) "

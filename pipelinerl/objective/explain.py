@@ -110,26 +110,26 @@ def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> li
     """
     lengths = np.array([len(one.tokens) for one in rollouts])
     groups, valid = np.array([one.group for one in rollouts]), np.array([one.judged for one in rollouts])
-    given = {name: _joined(rollouts, name) for name in ("behavior_logprobs", "logprobs", *sorted(objective.passes))}
+    recorded = {name: _joined(rollouts, name) for name in ("behavior_logprobs", "logprobs", *sorted(objective.passes))}
     valid = valid & (lengths > 0)
     advantages = objective.adv.advantages(
         rewards=np.array([one.reward for one in rollouts]),
         groups=groups,
         lengths=lengths,
         valid=valid,
-        columns={name: given[name] for name in objective.adv.needs},
+        columns={name: recorded[name] for name in objective.adv.needs},
     )
     weights = objective.agg.token_weights(lengths=lengths, groups=groups, valid=valid)
-    columns = given | {
+    columns = recorded | {
         "loss_mask": np.repeat(valid, lengths),
         "advantages": advantages,
         "weights": np.repeat(weights, lengths),
         "segment_ids": np.repeat(np.arange(len(rollouts)), lengths),
         "num_segments": len(rollouts),
     }
-    tokens = Tokens.of(given["logprobs"], columns)
+    tokens = Tokens.of(recorded["logprobs"], columns)
     importance, truncated = objective.is_weight.weight(tokens), objective.is_weight.truncated(tokens)
-    clipped, slope = objective.grad1.clipped(tokens), -objective.prediction_gradient(given["logprobs"], columns)
+    clipped, slope = objective.grad1.clipped(tokens), -objective.prediction_gradient(recorded["logprobs"], columns)
     places = [(i, t, text) for i, one in enumerate(rollouts) for t, text in enumerate(one.tokens)]
     return [
         TokenFactors(

@@ -62,17 +62,17 @@ class LogProb:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Nothing."""
+        """It reads no optional column."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """As `PolicyTerm`."""
+        """GradTerm1_{i,t} as text."""
         return "log π_θ(o_t)"
 
     @property
     def level(self) -> Level:
-        """Of a token."""
+        """The ratio is that of a token."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -84,7 +84,7 @@ class LogProb:
         return cotangent
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Nowhere."""
+        """No token is."""
         return ~tokens.inside & tokens.inside
 
 
@@ -110,12 +110,12 @@ class ClippedRatio:
 
     @property
     def formula(self) -> str:
-        """As `PolicyTerm`."""
+        """GradTerm1_{i,t} as text."""
         return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {_mask('r_t', self.epsilon_low, self.epsilon_high)}"
 
     @property
     def level(self) -> Level:
-        """Of a token."""
+        """The ratio is that of a token."""
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
@@ -155,13 +155,13 @@ class SequenceRatio:
 
     @property
     def formula(self) -> str:
-        """As `PolicyTerm`."""
+        """GradTerm1_{i,t} as text."""
         ratio = f"(Π_t π_θ/{SYMBOLS[self.over]})^(1/|o_i|)"
         return f"M_i·s_i,  s_i = {ratio},  {_mask('s_i', self.epsilon_low, self.epsilon_high)}"
 
     @property
     def level(self) -> Level:
-        """Of a rollout."""
+        """The ratio is that of a rollout."""
         return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:
@@ -202,14 +202,14 @@ class GeometricRatio:
 
     @property
     def formula(self) -> str:
-        """As `PolicyTerm`."""
+        """GradTerm1_{i,t} as text."""
         low, high = f"−{self.epsilon_low:g}", f"{self.epsilon_high:g}"
         clipped = f"log r_t ≤ {high} where A > 0, ≥ {low} where A < 0"
         return f"(Π_t ρ_t)^(1/|o_i|),  ρ_t = r_t = π_θ/{SYMBOLS[self.over]} clipped to {clipped}"
 
     @property
     def level(self) -> Level:
-        """Of a rollout."""
+        """The ratio is that of a rollout."""
         return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:

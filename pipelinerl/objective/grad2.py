@@ -55,12 +55,12 @@ class NoRegularizer:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Nothing."""
+        """It reads no optional column."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """As `Regularizer`."""
+        """GradTerm2_{i,t} as text."""
         return "0"
 
     def value(self, tokens: Tokens) -> Array:
@@ -73,7 +73,7 @@ class NoRegularizer:
 
 
 class Estimator(StrEnum):
-    """Of KL(π_θ ‖ π_ref) from one token (Schulman 2020), with d = log π_ref − log π_θ.
+    """How KL(π_θ ‖ π_ref) is estimated from one token (Schulman 2020), with d = log π_ref − log π_θ.
 
     What trains is the gradient. On-policy that of K2 is an unbiased estimate of the KL's; that of K3 is one of the
     reversed KL's; that of K1 is 0 in expectation, so K1 penalises only in the reward (`adv.kl`) or with weights.
@@ -105,7 +105,7 @@ class KLPenalty:
 
     @property
     def formula(self) -> str:
-        """As `Regularizer`."""
+        """GradTerm2_{i,t} as text."""
         text = {Estimator.K1: "(−d_t)", Estimator.K2: "d_t²/2", Estimator.K3: "(e^d_t − d_t − 1)"}
         return f"−{self.beta:g}·{text[self.estimator]},  d_t = log(π_ref/π_θ)" if self.beta else "0"
 
@@ -150,12 +150,12 @@ class EntropyBonus:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Nothing."""
+        """It reads no optional column."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """As `Regularizer`."""
+        """GradTerm2_{i,t} as text."""
         return f"−{self.beta:g}·(log π_θ(o_t))²/2"
 
     def value(self, tokens: Tokens) -> Array:
@@ -182,12 +182,12 @@ class ExactEntropy:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Its measure."""
+        """The measure that it is a multiple of."""
         return frozenset({self.measure})
 
     @property
     def formula(self) -> str:
-        """As `Regularizer`."""
+        """GradTerm2_{i,t} as text."""
         return f"{self.beta:g}·H(π_θ(·|s_t))"
 
     def value(self, tokens: Tokens) -> Array:
@@ -221,12 +221,12 @@ class LogBarrier:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Its measure."""
+        """The measure that it is a multiple of."""
         return frozenset({self.measure})
 
     @property
     def formula(self) -> str:
-        """As `Regularizer`."""
+        """GradTerm2_{i,t} as text."""
         return f"{self.beta:g}·(1/|A|)·Σ_a log π_θ(a|s_t)"
 
     def value(self, tokens: Tokens) -> Array:

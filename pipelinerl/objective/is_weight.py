@@ -41,12 +41,12 @@ class Unweighted:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Nothing."""
+        """It reads no optional column."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """As `ImportanceWeight`."""
+        """The weight as text."""
         return "1"
 
     def weight(self, tokens: Tokens) -> Array:
@@ -54,7 +54,7 @@ class Unweighted:
         return tokens.xp.ones_like(tokens.current)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Nowhere."""
+        """No ratio is."""
         return ~tokens.inside & tokens.inside
 
 
@@ -90,7 +90,7 @@ class TokenRatio:
 
     @property
     def formula(self) -> str:
-        """As `ImportanceWeight`."""
+        """The weight as text."""
         return _kept(f"{_fraction(self)}(o_t)", self.low, self.high, self.outside)
 
     def weight(self, tokens: Tokens) -> Array:
@@ -130,7 +130,7 @@ class SequenceWeight:
 
     @property
     def formula(self) -> str:
-        """As `ImportanceWeight`."""
+        """The weight as text."""
         return _kept(_of_sequence(self, self.mean), self.low, self.high, self.outside)
 
     def weight(self, tokens: Tokens) -> Array:
@@ -165,7 +165,7 @@ class ToprWeight:
 
     @property
     def formula(self) -> str:
-        """As `ImportanceWeight`."""
+        """The weight as text."""
         return f"1 where A ≥ 0, else min({_of_sequence(self, self.mean)}, {self.negative_high:g})"
 
     def weight(self, tokens: Tokens) -> Array:

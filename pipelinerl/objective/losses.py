@@ -2,9 +2,9 @@
 
     from pipelinerl.objective import policy_loss
 
-    found = policy_loss("grpo", logprobs, rewards=rewards, groups=groups, mask=mask, behavior_logprobs=sampled)
-    found.loss.backward()               # torch; in JAX differentiate a function of logprobs that returns found.loss
-    found.gradient                      # d loss / d logprobs in closed form, in any of the three
+    result = policy_loss("grpo", logprobs, rewards=rewards, groups=groups, mask=mask, behavior_logprobs=sampled)
+    result.loss.backward()              # torch; in JAX differentiate a function of logprobs that returns result.loss
+    result.gradient                     # d loss / d logprobs in closed form, in any of the three
 
 The batch is whole: advantages and weights are taken over all its rollouts, on the host, and the loss is evaluated in
 the library of the log-probs. Nothing is imported that the caller has not imported, but numpy.
@@ -91,9 +91,9 @@ def policy_loss(
     advantages = np.zeros(inside.shape)
     advantages[inside] = flat
     weights = chosen.agg.token_weights(lengths=lengths, groups=index, valid=valid)[:, None] * inside
-    given = {name: _like(logprobs, column) for name, column in columns.items()}
-    given |= {"advantages": _like(logprobs, advantages), "weights": _like(logprobs, weights)}
-    table = {name: column.reshape(-1) for name, column in given.items()} | {
+    alike = {name: _like(logprobs, column) for name, column in columns.items()}
+    alike |= {"advantages": _like(logprobs, advantages), "weights": _like(logprobs, weights)}
+    table = {name: column.reshape(-1) for name, column in alike.items()} | {
         "loss_mask": _like(logprobs, inside & valid[:, None], exact=True).reshape(-1),
         "segment_ids": _like(logprobs, np.repeat(np.arange(num_rollouts), width), exact=True),
         "num_segments": num_rollouts,

@@ -36,9 +36,9 @@ def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
 
     first_segments = np.cumsum([0, *(batch.num_segments for batch in micro_batches)])
     segments = [batch.segment_ids + first for batch, first in zip(micro_batches, first_segments, strict=False)]
-    given = [name for name in _OPTIONAL if getattr(micro_batches[0], name) is not None]
+    present = [name for name in _OPTIONAL if getattr(micro_batches[0], name) is not None]
     columns: dict[str, Any] = {
-        name: joined([getattr(batch, name) for batch in micro_batches]) for name in (*_REQUIRED, *given)
+        name: joined([getattr(batch, name) for batch in micro_batches]) for name in (*_REQUIRED, *present)
     }
     columns["segment_ids"] = joined(segments).astype(np.int64)
     columns["num_segments"] = int(first_segments[-1])

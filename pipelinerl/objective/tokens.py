@@ -63,9 +63,9 @@ def column_of(columns: Mapping[str, Any], name: str) -> Any:
     """
     column = columns.get(name)
     if column is None:
-        given = ", ".join(sorted(key for key, value in columns.items() if value is not None)) or "none"
+        present = ", ".join(sorted(key for key, value in columns.items() if value is not None)) or "none"
         raise ColumnError(
-            f"the objective reads the column {name}, which is not among those given ({given}); it is computed by "
+            f"the objective reads the column {name}, which is not among those given ({present}); it is computed by "
             f"{COMPUTED_BY[name]}: give it, or take slots that do not read it"
         )
     return column
@@ -97,7 +97,7 @@ class Tokens:
 
     @classmethod
     def of(cls, logprobs: Array, columns: Columns) -> Tokens:
-        """Of current log-probs and the columns of a micro-batch, in one array library."""
+        """Take current log-probs and the columns of a micro-batch, all of one array library."""
         return cls(namespace(logprobs), column_of(columns, "loss_mask"), logprobs, columns)
 
     def counting(self, factors: Array) -> Tokens:
@@ -111,7 +111,7 @@ class Tokens:
 
     @property
     def advantages(self) -> Array:
-        """Of each token; 0 outside the mask."""
+        """Advantage of each token [T]; 0 outside the mask."""
         return self.column("advantages")
 
     @property

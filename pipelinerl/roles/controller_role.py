@@ -18,6 +18,7 @@ from pydantic import SecretStr
 
 from pipelinerl.commands.resumption import claim
 from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
+from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
@@ -75,7 +76,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
     """The controller's part of the recipe."""
     plan = config.evaluation.model_dump(exclude={"split", "interval_steps", "max_tokens"})
     return ControllerSettings(
-        **config.run.shared_with(ControllerSettings),
+        **shared_values(config.run, ControllerSettings),
         max_groups=config.streams.max_groups,
         sampling=config.sampling.of_an_order,
         by_domain={domain.name: domain.sampling for domain in config.domains},

@@ -17,6 +17,7 @@ from inference_contract.engine import Engine
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import EngineState
 from pipelinerl import registry
+from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -51,7 +52,7 @@ def build_engine(identity: Identity) -> Engine:
         "pull": WeightPuller(token=identity.token),
         "server": server,
     }
-    engine: Engine = build(EngineOptions(**config.engine.shared_with(EngineOptions) | of_the_run))
+    engine: Engine = build(EngineOptions(**shared_values(config.engine, EngineOptions) | of_the_run))
     return engine
 
 

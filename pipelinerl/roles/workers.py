@@ -11,7 +11,7 @@ from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.learning import CriticSection, ReferenceSection
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.config.sections import ModelSection
+from pipelinerl.config.sections import ModelSection, shared_values
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
@@ -104,7 +104,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
     """The backend's part of the recipe, for the policy."""
     return TrainerSpec(
-        **config.trainer.shared_with(TrainerSpec),
+        **shared_values(config.trainer, TrainerSpec),
         model_path=config.model.resolved,
         seed=config.run.seed,
         head_precision=config.model.head_precision,
@@ -115,7 +115,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
 
 
 def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None) -> WeightHistory | None:
-    """With the checkpoint's versions, and with that of the policy as it is: what was sampled by it may train."""
+    """A history of the checkpoint's versions and of the policy's own, since what either of them sampled may train."""
     if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
         return None
     layout = policy.weight_layout()

@@ -41,7 +41,7 @@ async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict
 async def each_until_failure(
     urls: Iterable[str], call: Callable[[str], Awaitable[T]], *, victim: tuple[type[Failure], ...]
 ) -> dict[str, T | Failure]:
-    """As `each`, for calls that wait for one another: a failure ends the rest, which are left out of the answer.
+    """Do as `each`, for calls that wait for one another: a failure ends the rest, which are left out of the answer.
 
     A failure of the kinds `victim` says only that another did not come: then that other is waited for, to be named.
     """

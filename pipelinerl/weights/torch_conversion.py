@@ -29,13 +29,13 @@ def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -
         OutOfRange: a finite value would become an infinity.
     """
     source, target = shared_tensor(sent), shared_tensor(into)
-    for (given, values), (kept, place) in zip(_parts(source, wire), _parts(target, layout), strict=True):
-        if given.dtype is kept.dtype:
+    for (sent_as, values), (kept, place) in zip(_parts(source, wire), _parts(target, layout), strict=True):
+        if sent_as.dtype is kept.dtype:
             place.copy_(values)
             continue
-        old, new = given.dtype.itemsize, kept.dtype.itemsize
+        old, new = sent_as.dtype.itemsize, kept.dtype.itemsize
         for start in range(0, values.numel() // old, _BLOCK):
-            block = _elements(values[start * old : (start + _BLOCK) * old], given)
+            block = _elements(values[start * old : (start + _BLOCK) * old], sent_as)
             made = block.to(getattr(torch, kept.dtype.value))
             if kept.dtype is DType.FLOAT16 and bool((made.isinf() & block.isfinite()).any()):
                 largest = block[block.isfinite()].abs().max().item()

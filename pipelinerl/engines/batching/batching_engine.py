@@ -38,7 +38,7 @@ from inference_contract.weights import (
     WeightUpdateResponse,
 )
 from pipelinerl import rng
-from pipelinerl.engines.batching import responses as answers
+from pipelinerl.engines.batching import responses
 from pipelinerl.engines.batching.decode_loop import DecodeLoop
 from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.batching.request_checks import add_samples, refuse_oversized, room_after
@@ -55,20 +55,11 @@ from pipelinerl.weights.layout import converted_by
 _STOP_S: Final = 30.0
 
 
-class Tokenizer(Protocol):
+class Tokenizer(responses.Decoder, Protocol):
     """What the engine needs of a tokenizer; `pipelinerl.models.tokenizer.ChatTokenizer` satisfies it."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sample."""
-        ...
 
     def encode_chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any] = ...) -> list[int]:
         """The prompt's tokens, the opening of the assistant's turn included."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`."""
         ...
 
     def detokenizer(self) -> Detokenizer:
@@ -154,7 +145,7 @@ class BatchingEngine:
             self._forget(work)
         if delivery.error is not None:
             raise delivery.error
-        return answers.completion(request, work, self._options.model_id, self._tokenizer)
+        return responses.completion(request, work, self._options.model_id, self._tokenizer)
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         """Sample all choices and yield what is new, as it comes or at intervals. Closing the iterator frees it."""
@@ -169,13 +160,13 @@ class BatchingEngine:
     ) -> AsyncGenerator[ChatCompletionChunk]:
         """Looks at what the loop's thread has sampled, which costs that thread nothing."""
         work = await self._work(request, streams=False)
-        news = answers.News(request, work, self._options.model_id, self._tokenizer)
+        new_tokens = responses.NewTokens(request, work, self._options.model_id, self._tokenizer)
         ended: asyncio.Future[Delivery] = self._events.create_future()
         self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
         try:
             while not ended.done():
                 await asyncio.wait({ended}, timeout=interval_s)
-                chunk = news.take(all_of_it=ended.done())
+                chunk = new_tokens.take(all_of_it=ended.done())
                 if chunk is not None:
                     yield chunk
         finally:
@@ -184,31 +175,31 @@ class BatchingEngine:
         if error is not None:
             raise error
         if request.stream_options is not None and request.stream_options.include_usage:
-            yield answers.usage_chunk(request, work, self._options.model_id, news.version)
+            yield responses.usage_chunk(request, work, self._options.model_id, new_tokens.version)
 
     async def _at_once(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
         work = await self._work(request, streams=True)
         model = self._options.model_id
-        news: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._submit(work, news.put_nowait)
+        deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._submit(work, deliveries.put_nowait)
         try:
-            delivery = await news.get()  # unblocked by the decode thread: a step, an end, or its own end
+            delivery = await deliveries.get()  # unblocked by the decode thread: a step, an end, or its own end
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
-                yield answers.first_chunk(request, work, model, version)
+                yield responses.first_chunk(request, work, model, version)
             while True:
                 if delivery.error is not None:
                     raise delivery.error
                 for token in delivery.tokens:
                     version = token.version
-                    yield answers.chunk(request, work, model, token, self._tokenizer)
+                    yield responses.chunk(request, work, model, token, self._tokenizer)
                 if delivery.is_last:
                     break
-                delivery = await news.get()
+                delivery = await deliveries.get()
         finally:
             self._forget(work)
         if request.stream_options is not None and request.stream_options.include_usage:
-            yield answers.usage_chunk(request, work, model, version)
+            yield responses.usage_chunk(request, work, model, version)
 
     async def _work(self, asked: ChatCompletionRequest, *, streams: bool) -> Request:
         """The request as the decode loop knows it. Raises `InvalidRequest`, `UnknownModel`, `Dirty`."""

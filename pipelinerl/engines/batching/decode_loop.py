@@ -248,16 +248,16 @@ class DecodeLoop:
         """End the requests of the rows without a finite log-prob; leaves in the lists what the other rows sampled."""
         running = self._scheduler.running
         nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
-        news = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}
+        refusals = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}
         self._overwrite_nonfinite_cache(nonfinite_rows)
         with self._changed:
-            rows = [row for each in news.values() for row in self._withdrawn(each.request)]
+            rows = [row for each in refusals.values() for row in self._withdrawn(each.request)]
             moves = self._scheduler.retire(rows)
         self._move(moves)
         for source, target in zip(moves.sources, moves.targets, strict=True):
             token_ids[target], logprobs[target] = token_ids[source], logprobs[source]
         del token_ids[len(running) :], logprobs[len(running) :]
-        self._report(list(news.values()))
+        self._report(list(refusals.values()))
 
     def _overwrite_nonfinite_cache(self, rows: list[int]) -> None:
         """Put finite numbers into the whole cache of `rows`.
@@ -290,10 +290,10 @@ class DecodeLoop:
         self._move(moves)
         return finished
 
-    def _report(self, news: list[Delivery]) -> None:
-        """Hand over one step's news in one call."""
-        if news:
-            self._deliver(news)
+    def _report(self, step: list[Delivery]) -> None:
+        """Hand over what one step brought, in one call."""
+        if step:
+            self._deliver(step)
 
     def _move(self, moves: Moves) -> None:
         if moves.sources:

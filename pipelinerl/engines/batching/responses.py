@@ -118,8 +118,8 @@ def chunk(
 
 
 @final
-class News:
-    """What there is to tell of a request of which nothing was told since the last time; read beside the loop's thread.
+class NewTokens:
+    """What a request's samples have sampled since it was last asked; it reads them beside the loop's thread.
 
     The text of a choice comes with its end.
     """
@@ -130,7 +130,7 @@ class News:
         self._request = request
         self._model = model
         self._decoder = decoder
-        self._told = [0] * len(request.sequences)
+        self._sent = [0] * len(request.sequences)
         self._ended = [False] * len(request.sequences)
         self._opened = False
 
@@ -138,12 +138,12 @@ class News:
         """The next chunk; None when there is nothing new. `all_of_it`: nothing is sampled any more."""
         choices = []
         for place, sequence in enumerate(self._request.sequences):
-            start, (reason, end) = self._told[place], sequence.certain()
+            start, (reason, end) = self._sent[place], sequence.certain()
             if all_of_it:
                 end = len(sequence.token_ids)
             if end == start and (reason is None or self._ended[place]):
                 continue
-            self._told[place], self._ended[place] = end, reason is not None
+            self._sent[place], self._ended[place] = end, reason is not None
             self.version = max(self.version, sequence.newest_version)
             choices.append(self._part(sequence, start, end, reason))
         if not choices:

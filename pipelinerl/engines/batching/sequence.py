@@ -167,21 +167,21 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     started: int = 0
     unfinished: int = 0
-    cancelled: bool = False
     epoch: int = 0
 
     def add_sequence(
         self, noise_key: int, text: TextWindow | None = None, *, prefix: AnswerPrefix | None = None
     ) -> None:
         """One more sample: the next, or that of which another engine has sampled `prefix`."""
-        given = AnswerPrefix(index=len(self.sequences), token_ids=[]) if prefix is None else prefix
+        if prefix is None:
+            prefix = AnswerPrefix(index=len(self.sequences), token_ids=[])
         self.sequences.append(
             Sequence(
                 request=self,
-                index=given.index,
+                index=prefix.index,
                 noise_key=noise_key,
-                token_limit=self.token_limit - len(given.token_ids),
-                prefix=given.token_ids,
+                token_limit=self.token_limit - len(prefix.token_ids),
+                prefix=prefix.token_ids,
                 text=text,
             )
         )

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from inference_contract.engine import Engine
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.options import EngineOptions
@@ -33,15 +32,9 @@ def from_options(options: EngineOptions) -> Engine:
     Raises:
         ModelError: numpy does not have the type, device or format, or no usable tokenizer is there.
     """
-    if (
-        options.dtype is not WeightDType.FLOAT32
-        or options.device not in (Device.AUTO, Device.CPU)
-        or options.weights is not WeightFormat.NATIVE
-    ):
-        raise ModelError(
-            f"a bigram engine runs in float32 on the cpu with native weights, got {options.dtype} on {options.device} "
-            f"with {options.weights} weights"
-        )
+    if options.dtype is not WeightDType.FLOAT32 or options.device not in (Device.AUTO, Device.CPU):
+        raise ModelError(f"the bigram engine runs in float32 on the cpu, got {options.dtype} on {options.device}")
+    options.check_native_weights("the bigram engine")
     options.check_one_device("the bigram engine")
     options.check_no_options("the bigram engine")
     options.check_no_memory_share("the bigram engine")

@@ -51,7 +51,7 @@ class CoreLoop:
         start_core: starts the core and says what it serves; awaited on the thread.
         capacity: how many samples the core works on at once, and how many more may wait in it.
         stop_ids: tokens that end a sample.
-        deliver: takes one step's news to the engine; called on the thread, must not block.
+        deliver: takes what one step brought to the engine; called on the thread, must not block.
         serving: (epoch, version) of the weights that the core loads.
     """
 
@@ -191,7 +191,7 @@ class CoreLoop:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
 
     def _send(self, work: Coroutine[Any, Any, None]) -> None:
-        """To the core, without waiting for it."""
+        """Ask something of the core without waiting for its answer."""
         task = self._events.create_task(work)
         self._sending.add(task)
         task.add_done_callback(self._sent)
@@ -247,7 +247,7 @@ class CoreLoop:
                 self._requests.pop(request.request_id, None)
 
     def _take(self, step: Step) -> None:
-        """Book a step's outputs and tell of them."""
+        """Book a step's outputs and deliver them."""
         streamed: list[tuple[Request, SampledToken]] = []
         finished: list[Request] = []
         ended: list[str] = []
@@ -256,9 +256,9 @@ class CoreLoop:
         for sequence, sample in known:
             request = sequence.request
             self.totals.generated_tokens += sample.arrived
-            news = self._extended(sequence, sample, step.serving or self.serving)
+            new_tokens = self._extended(sequence, sample, step.serving or self.serving)
             if request.streams:
-                streamed += news
+                streamed += new_tokens
             if sequence.finish_reason is None:
                 continue
             del self._open[sample.sample_id]
@@ -274,15 +274,15 @@ class CoreLoop:
         self._close(finished, samples=len(ended))
         if surplus:  # a stop string ended it, of which the core knows nothing
             self._send(self._core.abort(surplus))
-        told = deliveries(streamed, finished)
-        if told:
-            self._deliver(told)
+        results = deliveries(streamed, finished)
+        if results:
+            self._deliver(results)
 
     def _extended(
         self, sequence: Sequence, sample: Sampled, serving: tuple[int, int]
     ) -> list[tuple[Request, SampledToken]]:
         """Append what a step sampled, and end the sample if it has ended; what there is to stream of it."""
-        news = []
+        new_tokens = []
         if sample.token_ids:
             epoch, version = serving
             sequence.mark_version(version)
@@ -291,15 +291,15 @@ class CoreLoop:
         for token_id, logprob in zip(sample.token_ids, sample.logprobs, strict=True):
             ended = extend([sequence], [token_id], [logprob], self._stop_ids)
             if sequence.request.streams:
-                news.append(sampled(sequence))
+                new_tokens.append(sampled(sequence))
             if ended:
                 self.totals.finished_sequences += 1
-                return news
+                return new_tokens
         if sample.ended:
             sequence.finish_reason = FinishReason.ABORT
             self.totals.aborted_sequences += 1
-            news.append(aborted(sequence))
-        return news
+            new_tokens.append(aborted(sequence))
+        return new_tokens
 
     # --- weights -------------------------------------------------------------------------------------------------
 

@@ -16,11 +16,11 @@ from pipelinerl.engines.options import EngineOptions
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What is known of one sample since it was last told of.
+    """What a step brought of one sample.
 
     Attributes:
-        token_ids, logprobs: the tokens that follow those told of before; all sampled by one version.
-        arrived: tokens that the core has sampled since, told of now or later.
+        token_ids, logprobs: the tokens that follow those of the steps before; all sampled by one version.
+        arrived: tokens that the core has sampled since the last step, which are among these or follow in a later step.
         ended: the core will not go on with it, whatever the reason.
     """
 
@@ -83,7 +83,7 @@ class EngineCore(Protocol):
         ...
 
     async def next_step(self) -> Step:
-        """Wait for news. Those that have come already are answered without a turn of the event loop."""
+        """Wait for the next step. Those that have come already are answered without a turn of the event loop."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
@@ -91,7 +91,7 @@ class EngineCore(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on."""
+        """Sample again after a pause."""
         ...
 
     async def load_staged(self, epoch: int, version: int) -> None:
@@ -103,7 +103,7 @@ class EngineCore(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of it."""
+        """End the core, or leave it where it is not ours to end."""
         ...
 
 

@@ -135,10 +135,10 @@ class EngineClient:
         try:
             return schema.model_validate_json(content)
         except ValidationError as error:
-            found = error.errors(include_input=False, include_url=False)[0]
-            where = ".".join(str(part) for part in found["loc"])
+            first = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
             raise EngineUnreachable(
-                f"{url}{path} must answer with a {schema.__name__}; {where}: {found['msg']}. Is it an engine of this "
+                f"{url}{path} must answer with a {schema.__name__}; {where}: {first['msg']}. Is it an engine of this "
                 "contract?"
             ) from None
 

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from inference_contract.engine import Engine
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.jax import program as jax_program
 from pipelinerl.engines.jax.attention import PromptAttention
@@ -41,8 +40,7 @@ def from_options(options: EngineOptions) -> Engine:
     Raises:
         ModelError: weights are to be quantised, or no usable tokenizer is there.
     """
-    if options.weights is not WeightFormat.NATIVE:
-        raise ModelError(f"a JAX engine serves native weights, got {options.weights}; use engine.type torch")
+    options.check_native_weights("the JAX engine")
     options.check_no_options("the JAX engine")
     if options.threads is not None:  # XLA reads it once, when the process first computes something
         os.environ.setdefault("NPROC", str(options.threads))
@@ -91,15 +89,15 @@ def _mesh(options: EngineOptions, config: DecoderConfig) -> Mesh:
     """The first devices of this process, along one axis."""
     jax_memory.bound(options.memory_share)
     try:
-        found = jax.local_devices(backend=_PLATFORM[options.device])
+        devices = jax.local_devices(backend=_PLATFORM[options.device])
     except RuntimeError as error:
         raise ModelError(f"device is {options.device}, but jax finds none: {error}; set auto or cpu") from error
     wanted = options.devices
-    if wanted > len(found):
-        raise ModelError(f"devices is {wanted}, but this process has {len(found)} of them; lower it")
+    if wanted > len(devices):
+        raise ModelError(f"devices is {wanted}, but this process has {len(devices)} of them; lower it")
     divided = {"key-value heads": config.kv_heads, "rows of the vocabulary": config.vocab}
     divided["intermediate features"] = config.intermediate
     for what, count in divided.items():
         if count % wanted:
             raise ModelError(f"devices={wanted} does not divide the model's {count} {what}; choose a divisor")
-    return Mesh(np.array(found[:wanted]), ("tensor",))
+    return Mesh(np.array(devices[:wanted]), ("tensor",))

@@ -46,7 +46,7 @@ class DecoderProgram:
 
 
 def empty_cache(config: DecoderConfig, options: EngineOptions, sharding: Sharding) -> Cache:
-    """Zeros."""
+    """A cache for every slot, all zeros."""
     shape = (config.layers, options.slots, options.context_length, config.kv_heads, config.head_dim)
     keys, values = (jnp.zeros(shape, jnp.dtype(options.dtype), device=sharding) for _ in Cache._fields)
     return Cache(keys, values)

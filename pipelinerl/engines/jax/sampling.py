@@ -50,8 +50,8 @@ def _sample(
         drops = ((top_k > 0) | (top_p < 1)) & ~greedy
         logprobs = jnp.where(drops[:, None], _truncated(logprobs, top_k, top_p), logprobs)
     # In a row without a distribution the search may end anywhere.
-    found = jnp.minimum(_inverse_cdf(logprobs, noise), logprobs.shape[1] - 1)
-    token_ids = jnp.where(greedy, logprobs.argmax(axis=-1), found)
+    sampled = jnp.minimum(_inverse_cdf(logprobs, noise), logprobs.shape[1] - 1)
+    token_ids = jnp.where(greedy, logprobs.argmax(axis=-1), sampled)
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
     return token_ids.astype(jnp.int32), chosen
 

@@ -40,7 +40,7 @@ class GroupEndpoint(Protocol):
 
 
 class EndpointFactory(Protocol):
-    """Where an engine sits."""
+    """Makes an engine's endpoints, where its staged weights can be reached."""
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
         """Returns whether groups of `backend` can bring bytes into `staging`."""

@@ -274,7 +274,7 @@ class WeightReceiver:
         return _in_pieces(sent, request.bucket_bytes)
 
     def _inlet(self, wire: WeightLayout) -> Inlet:
-        """Where it arrives: in the staging buffer itself, unless its dtypes are others than the model's."""
+        """The buffer it arrives in: the staging buffer itself, unless its dtypes are others than the model's."""
         target, ours = self._target, self._target.layout
         if wire.layout_id == ours.layout_id:
             return Inlet(ours, target.staging(), target.finish_staging)

@@ -103,8 +103,8 @@ class BigramTrainer:
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """`forward` on another table."""
         check_weights(weights, self.weight_layout())
-        given = weights[self._name].view(np.float32).reshape(self._worker.table.shape)
-        other = replace(self._worker, table=given.astype(np.float64))
+        table = weights[self._name].view(np.float32).reshape(self._worker.table.shape)
+        other = replace(self._worker, table=table.astype(np.float64))
         return [_forward(other, micro_batch) for micro_batch in micro_batches]
 
     def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
@@ -233,8 +233,8 @@ def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> Mapping[str, Any]:
     """What an objective reads, of the tokens at `where` only; floats in float64."""
     names = ("advantages", "weights", "behavior_logprobs", "temperatures")
     optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients")
-    given = {name: column for name in (*names, *optional) if (column := getattr(batch, name)) is not None}
-    return {name: column[where].astype(np.float64) for name, column in given.items()} | {
+    columns = {name: column for name in (*names, *optional) if (column := getattr(batch, name)) is not None}
+    return {name: column[where].astype(np.float64) for name, column in columns.items()} | {
         "loss_mask": batch.loss_mask[where],
         "segment_ids": batch.segment_ids[where],
         "num_segments": batch.num_segments,

@@ -113,7 +113,7 @@ class Numbered(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def lane(self) -> Lane:
-        """Where it is executed."""
+        """The lane that executes it."""
         return Lane.FILES if isinstance(self.command, Save) else Lane.DEVICES
 
 
@@ -247,11 +247,11 @@ def _decoded(plain: Any) -> Any:
     if "tuple" in plain:
         return tuple(_decoded(each) for each in plain["tuple"])
     module, _, name = plain["class"].partition(":")
-    found = getattr(importlib.import_module(module), name, None) if _is_known(module) else None
-    if isinstance(found, type) and issubclass(found, Enum) and "value" in plain:
-        return found(plain["value"])
-    if isinstance(found, type) and is_dataclass(found) and "fields" in plain:
-        return found(**{part: _decoded(value) for part, value in plain["fields"].items()})
+    kind = getattr(importlib.import_module(module), name, None) if _is_known(module) else None
+    if isinstance(kind, type) and issubclass(kind, Enum) and "value" in plain:
+        return kind(plain["value"])
+    if isinstance(kind, type) and is_dataclass(kind) and "fields" in plain:
+        return kind(**{part: _decoded(value) for part, value in plain["fields"].items()})
     raise RankError(f"rank 0 names {plain['class']!r}, which is no part of an objective here; install one version")
 
 

@@ -87,8 +87,8 @@ class _Rank:
             error: BaseException | None = None
             try:
                 self._execute(numbered.command)
-            except TrainerError as found:
-                error = found
+            except TrainerError as refusal:
+                error = refusal
             except (RuntimeError, ValueError, OSError) as failed:  # JAX's, TensorStore's, the disk's
                 files = lane is Lane.FILES
                 error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")

@@ -88,9 +88,9 @@ class JaxOptions:
         )
 
 
-def _distributed(given: Any) -> Distributed:
+def _distributed(value: Any) -> Distributed:
     where: Final = "options.distributed"
-    table = _table(given, Distributed, where)
+    table = _table(value, Distributed, where)
     if missing := [name for name in ("coordinator", "processes") if name not in table]:
         raise SpecError(
             f'{where} must have {" and ".join(missing)}, as in {{ coordinator = "10.0.0.1:8476", processes = 2 }}'

@@ -158,8 +158,8 @@ def laid_out(program: TrainerProgram, batch: MicroBatch) -> tuple[Rows, dict[str
     rows = Rows.of(batch.position_ids, multiple=mesh.shape["data"] * mesh.shape["fsdp"])
     fills = {"segment_ids": PADDING, "temperatures": 1.0}
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    given = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
-    spread = {name: rows.spread(column, fill=fills.get(name, 0)) for name, column in given.items()}
+    arrays = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+    spread = {name: rows.spread(column, fill=fills.get(name, 0)) for name, column in arrays.items()}
     sharding = jax_mesh.of_rows(mesh)
     if sharding.is_fully_addressable:
         return rows, jax.device_put(spread, sharding)

@@ -99,7 +99,7 @@ class Collective:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors to broadcast must be."""
+        """The device that tensors to broadcast must be on."""
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:

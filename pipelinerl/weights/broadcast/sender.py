@@ -105,11 +105,11 @@ def packed(
 
 
 def _check(name: str | None, array: Any, expected: ParameterSpec) -> None:
-    found = None if name is None else (name, tuple(array.shape), _dtype_name(array.dtype))
+    gathered = None if name is None else (name, tuple(array.shape), _dtype_name(array.dtype))
     wanted: tuple[str, tuple[int, ...], str] = (expected.name, expected.shape, expected.dtype)
-    if found != wanted:
+    if gathered != wanted:
         wanted = (expected.name, expected.shape, expected.dtype.value)
-        raise UpdateError(f"the trainer must gather {wanted} next, as its layout says, it gathered {found}")
+        raise UpdateError(f"the trainer must gather {wanted} next, as its layout says, it gathered {gathered}")
 
 
 @cache

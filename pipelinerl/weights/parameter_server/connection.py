@@ -129,13 +129,13 @@ class ServerClient:
 
     def _refuse(self, path: str, response: http.client.HTTPResponse) -> None:
         try:
-            found = json.loads(response.read(2**16))
+            body = json.loads(response.read(2**16))
         except ValueError:
-            found = None
+            body = None
         if response.status < 400:
             self.close()
             raise UpdateError(f"{self.url}{path} must answer with exactly the range asked for, got {response.status}")
-        raise from_wire(response.status, found)
+        raise from_wire(response.status, body)
 
     def _failed(self, doing: str, error: Exception, deadline: float) -> ServerLost | DeadlineError:
         self.close()

@@ -37,7 +37,7 @@ class ReceiveBuffer:
         self._there: set[Part] = set()
         self._num_there = 0
         self._counting = threading.Lock()
-        inorder = sorted(found for ranges in shards for found in ranges)
+        inorder = sorted(part for ranges in shards for part in ranges)
         self._follows: Final = {before[1]: after[0] for before, after in pairwise(inorder)}
         self._hashed_to = inorder[0][0] if inorder else 0
         self._unhashed: dict[int, tuple[int, NDArray[np.uint8]]] = {}
@@ -79,7 +79,7 @@ class ReceiveBuffer:
                 self._hashing.release()
 
     def digest(self) -> str:
-        """Of all bytes; every part must have landed, and nobody may be at work."""
+        """The digest of all bytes; every part must have arrived, and nobody may be at work."""
         with self._hashing:
             self._hash()
         return self._digest.hexdigest()

@@ -132,10 +132,10 @@ class ParameterServer:
             DigestMismatch: they do not; they may be written again.
         """
         with self.table.using(key) as version:
-            found = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
-            if found != seal.digest:
+            digest = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
+            if digest != seal.digest:
                 raise DigestMismatch(
-                    f"version {named(key)}: digest must be {seal.digest}, the bytes written have {found}",
+                    f"version {named(key)}: digest must be {seal.digest}, the bytes written have {digest}",
                     param="digest",
                 )
             sealed = self.table.seal(key, seal.digest, seal.whole)
@@ -336,9 +336,9 @@ async def _in_time(receive: Receive) -> Message:
 
 
 def _key(scope: Scope) -> Key:
-    given = scope["path_params"]
+    path = scope["path_params"]
     try:
-        return int(given["epoch"]), int(given["version"])
+        return int(path["epoch"]), int(path["version"])
     except ValueError:
         raise InvalidRequest("epoch and version must be whole numbers", param="version") from None
 
@@ -349,9 +349,9 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 def _range(text: str, form: str, version: Version) -> Range:
     """[start, end) of a header. Raises `InvalidRequest` for one not of the form, or not within one that is held."""
-    found, size = re.fullmatch(form, text), version.layout.num_bytes
-    start, end = (int(found[1]), int(found[2] or size - 1) + 1) if found else (0, 0)
-    if found is None or not start < end <= size:
+    match, size = re.fullmatch(form, text), version.layout.num_bytes
+    start, end = (int(match[1]), int(match[2] or size - 1) + 1) if match else (0, 0)
+    if match is None or not start < end <= size:
         raise InvalidRequest(f"the range must lie within the {size} bytes of the version, as bytes=first-last")
     at = bisect_right(version.ranges, start, key=itemgetter(0)) - 1
     if at < 0 or end > version.ranges[at][1]:

@@ -68,7 +68,7 @@ class SharedMemoryTransport:
         self._memory = attachment.bytes
 
     def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
-        """See `ShardTransport`."""
+        """Fill what the buffer lacks of the shard."""
         if len(self._memory) != buffer.num_bytes:
             raise UpdateError(f"the server holds {len(self._memory)} bytes, this model has {buffer.num_bytes}")
         for start, end in buffer.missing(shard, part_bytes=MEMORY_PART_BYTES):
@@ -88,7 +88,7 @@ class HttpTransport:
         self._streams = streams
 
     def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
-        """See `ShardTransport`."""
+        """Fill what the buffer lacks of the shard."""
         parts = deque(buffer.missing(shard, part_bytes=HTTP_PART_BYTES))
         clients = [ServerClient(self._url, token=self._token) for _ in range(min(self._streams, len(parts)))]
         path = routes.WEIGHTS.format(epoch=order.epoch, version=order.version)

@@ -57,7 +57,7 @@ class Version:
     whole: str | None
 
     def record(self) -> VersionRecord:
-        """For the wire."""
+        """The version as it goes over the wire."""
         return VersionRecord(
             epoch=self.key[0],
             version=self.key[1],

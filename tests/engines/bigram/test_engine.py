@@ -43,11 +43,18 @@ async def test_it_serves_its_directory(options: EngineOptions) -> None:
     assert answers[0] == answers[1], "without a seed in the request the engine's own seed decides"
 
 
-@pytest.mark.parametrize("wrong", [{"dtype": "bfloat16"}, {"device": "cuda"}, {"weights": WeightFormat.INT8}])
-def test_what_it_cannot_honour_is_refused(options: EngineOptions, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"dtype": "bfloat16"}, "float32 on the cpu"),
+        ({"device": "cuda"}, "float32 on the cpu"),
+        ({"weights": WeightFormat.INT8}, r"native weights, .*engine\.weights=int8; leave it out"),
+    ],
+)
+def test_what_it_cannot_honour_is_refused(options: EngineOptions, wrong: dict[str, Any], says: str) -> None:
     from dataclasses import replace
 
-    with pytest.raises(ModelError, match="float32 on the cpu"):
+    with pytest.raises(ModelError, match=says):
         from_options(replace(options, **wrong))
     with pytest.raises(ModelError, match=r"the bigram engine knows no options, got engine\.options block_size; remove"):
         from_options(replace(options, options={"block_size": 1}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -18,7 +17,6 @@ from jax.experimental.pallas import tpu as pallas_tpu
 from jax.sharding import SingleDeviceSharding
 from transformers import AutoModelForCausalLM
 
-from inference_contract.schemas import ChatCompletionRequest, Choice
 from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.choices import WeightFormat
@@ -41,6 +39,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
+from tests.fakes.update_in_flight import samples_across_an_update
 from trainer_contract.types import Device
 
 #: Two lengths are compiled for, 128 and all of it.
@@ -321,49 +320,14 @@ async def gate_and_engine(
     await engine.close()
 
 
-def _rescored(model: torch.nn.Module, prompt: list[int], choice: Choice) -> list[float]:
-    """Log-probs of the choice's tokens by an unmodified model."""
-    tokens = choice.token_ids or []
-    with torch.no_grad():
-        logp = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
-    return logp[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-
-
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
 async def test_an_update_in_flight(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
 ) -> None:
-    """A group shares its prompt; before the switch the old model samples, after it the new one, compiling nothing."""
-    gate, engine = gate_and_engine
-    old, new = (AutoModelForCausalLM.from_pretrained(model_path) for _ in range(2))
-    with torch.no_grad():
-        for parameter in new.parameters():
-            parameter.mul_(1.2)
-    prompt = [7, 8, 9, 10]
-    request = ChatCompletionRequest(prompt_token_ids=prompt, n=4, max_tokens=20, seed=1, return_token_ids=True)
-    task = asyncio.create_task(engine.complete(request))
+    """And nothing is compiled for it."""
     before_any = _programs()
-    await asyncio.to_thread(gate.allow, 6)
-    engine.staging()[:] = _bytes(new)
-    await asyncio.to_thread(engine.finish_staging)
-    commit = asyncio.create_task(engine.commit(version=3, epoch=1, digest="d", on_update=on_update))
-    await asyncio.sleep(0)
-    gate.open()
-    await commit
-    answer = await task
+    await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.2, tolerance=1e-4, as_bytes=_bytes)
     assert _programs() == before_any
-    assert gate.log[0] == "prefill 3 tokens to rows [0, 1, 2, 3]"
-    assert (answer.epoch, answer.model_version, engine.serving()) == (0, 3, (1, 3))
-    for choice in answer.choices:
-        (first, before), (second, after) = choice.version_spans or []
-        assert (first, second, before + after) == (0, 3, 20)
-        by_old, by_new = _rescored(old, prompt, choice), _rescored(new, prompt, choice)
-        assert choice.token_logprobs is not None
-        assert choice.token_logprobs[:before] == pytest.approx(by_old[:before], abs=1e-4)
-        if on_update is OnUpdate.RECOMPUTE_KV:
-            assert choice.token_logprobs[before:] == pytest.approx(by_new[before:], abs=1e-4)
-        else:  # the old cache is still read
-            assert choice.token_logprobs[before:] != pytest.approx(by_new[before:], abs=1e-2)
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inference_contract.errors import NotFinite
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
@@ -23,6 +23,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
+from tests.fakes.update_in_flight import samples_across_an_update
 from trainer_contract.types import Device
 
 CONTEXT = 128
@@ -84,47 +85,15 @@ async def test_an_engine_from_options_chats(model_path: Path) -> None:
     assert metrics.prompt_tokens_total == len(answer.prompt_token_ids)
 
 
-def _rescored(model: torch.nn.Module, prompt: list[int], choice: Choice) -> list[float]:
-    """Log-probs of the choice's tokens by an unmodified model."""
-    tokens = choice.token_ids or []
-    with torch.no_grad():
-        logp = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
-    return logp[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+def _bytes(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
 
 
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
 async def test_an_update_in_flight(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
 ) -> None:
-    """Tokens before the switch are the old model's; after it, with a recomputed cache, exactly the new one's."""
-    gate, engine = gate_and_engine
-    old, new = (AutoModelForCausalLM.from_pretrained(model_path) for _ in range(2))
-    with torch.no_grad():
-        for parameter in new.parameters():
-            parameter.mul_(1.5)
-    prompt = [7, 8, 9, 10]
-    request = ChatCompletionRequest(prompt_token_ids=prompt, n=4, max_tokens=20, seed=1, return_token_ids=True)
-    task = asyncio.create_task(engine.complete(request))
-    await asyncio.to_thread(gate.allow, 6)
-    assert [spec.name for spec in engine.layout.parameters] == [name for name, _ in new.named_parameters()]
-    engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in new.parameters()])
-    commit = asyncio.create_task(engine.commit(version=3, epoch=1, digest="d", on_update=on_update))
-    await asyncio.sleep(0)
-    gate.open()
-    assert await commit < 1.0
-    answer = await task
-    assert (answer.epoch, answer.model_version, engine.serving()) == (0, 3, (1, 3))
-    for choice in answer.choices:
-        (first, before), (second, after) = choice.version_spans or []
-        assert (first, second, before + after) == (0, 3, 20)
-        assert 6 <= before <= 7
-        by_old, by_new = _rescored(old, prompt, choice), _rescored(new, prompt, choice)
-        assert choice.token_logprobs is not None
-        assert choice.token_logprobs[:before] == pytest.approx(by_old[:before], abs=1e-5)
-        if on_update is OnUpdate.RECOMPUTE_KV:
-            assert choice.token_logprobs[before:] == pytest.approx(by_new[before:], abs=1e-5)
-        else:  # the old cache is still read
-            assert choice.token_logprobs[before:] != pytest.approx(by_new[before:], abs=1e-3)
+    await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.5, tolerance=1e-5, as_bytes=_bytes)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -153,7 +122,7 @@ async def test_an_engine_whose_weights_were_not_finite_serves_the_next_ones(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(factor)
-        engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
+        engine.staging()[:] = _bytes(model)
         await asyncio.to_thread(engine.finish_staging)
         await engine.commit(version=version, epoch=0, digest="d", on_update=OnUpdate.CONTINUE)
         answers = await asyncio.gather(*map(engine.complete, asked), return_exceptions=True)

@@ -14,7 +14,6 @@ from typing import Any, Final
 from inference_contract.engine import Engine
 from inference_contract.schemas import Continuation
 from inference_contract.weights import WeightLayout
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.sample_loop import UNTRAINED
 from pipelinerl.engines.batching.scheduler import Capacity
@@ -25,7 +24,6 @@ from pipelinerl.engines.external.server.server_http import ServerHttp
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
-from trainer_contract.types import HeadPrecision
 
 #: The server's own API key, where it wants one: a recipe is no place for a secret.
 KEY_VARIABLE: Final = "PIPELINERL_SERVER_KEY"
@@ -53,13 +51,8 @@ def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) ->
         raise ModelError('this engine needs the server that it stands for; say engine.servers=["http://host:port"]')
     options.check_no_options("the adapter of a server that you started with options of its own")
     options.check_no_memory_share("the adapter of a server")
-    if options.weights is not WeightFormat.NATIVE:
-        raise ModelError(f"the server keeps weights as it was started to; leave out engine.weights={options.weights}")
-    if options.head_precision is HeadPrecision.FP32 and options.dtype != "float32":
-        raise ModelError(
-            f"the server computes the output layer in the model's dtype, {options.dtype}; say "
-            "model.head_precision=model, for the trainer as well, or run both in float32"
-        )
+    options.check_native_weights("the adapter of a server")
+    options.check_head_of_the_model("the server")
     tokenizer = ChatTokenizer.load(options.model_path)
 
     async def start_core() -> tuple[EngineCore, CoreModel]:

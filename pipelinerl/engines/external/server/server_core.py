@@ -12,7 +12,7 @@ has put there) ends the engine: nobody knows any more what it would sample with.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| news of samples | an event of a stream, or its end | the watch: a minute without a sign of life |
+| a step of samples | an event of a stream, or its end | the watch: a minute without a sign of life |
 | a pause with `drain` | the ends of the samples that run | the same |
 | an answer to a call | the server | the call's deadline |
 """
@@ -101,7 +101,7 @@ class ServerApi(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on."""
+        """Sample again after a pause."""
         ...
 
     async def load_staged(self, label: str) -> None:
@@ -119,14 +119,14 @@ class ServerApi(Protocol):
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample under way: what has come of it, and how much of that has been told of."""
+    """A sample under way: what has come of it, and how many of its tokens were passed on."""
 
     name: str
     label: str
     updates: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    told: int = 0
+    passed_on: int = 0
 
 
 @final
@@ -152,11 +152,11 @@ class ServerCore:
         self._http = http
         self._label = label_of(*serving)
         self._updates = 0  # begun so far
-        self._news: asyncio.Queue[Step | PipelineError] = asyncio.Queue()
+        self._steps: asyncio.Queue[Step | PipelineError] = asyncio.Queue()
         self._following: dict[str, asyncio.Task[None]] = {}
         self._silence_s = silence_s
         self._ask_every_s = ask_every_s
-        self._heard = 0.0  # monotonic seconds of the last sign of life
+        self._sign_of_life_at = 0.0  # monotonic seconds
         self._watching: asyncio.Task[None] | None = None
 
     def check(self, request: Request) -> None:
@@ -170,7 +170,7 @@ class ServerCore:
             order = self._api.order(sequence, stop_ids=stop_ids, salt=salt)
             self._following[sample.name] = asyncio.create_task(self._follow(sample, order))
         if self._watching is None or self._watching.done():
-            self._heard = time.monotonic()
+            self._sign_of_life_at = time.monotonic()
             self._watching = asyncio.create_task(self._watch())
 
     async def abort(self, sample_ids: list[str]) -> None:
@@ -181,12 +181,12 @@ class ServerCore:
                 task.cancel()
 
     async def next_step(self) -> Step:
-        """Wait for news. Raises `EngineUnreachable` when the server has failed, or has been silent for too long."""
-        news = await self._news.get()
-        if isinstance(news, PipelineError):
+        """Wait for the next step. Raises `EngineUnreachable` when the server has failed or fallen silent."""
+        step = await self._steps.get()
+        if isinstance(step, PipelineError):
             self._http.hurry(_LEAVE_S)
-            raise news
-        return news
+            raise step
+        return step
 
     async def pause(self, on_update: OnUpdate) -> None:
         """Stop between two steps; from here on tokens wait for the end of their sample."""
@@ -196,7 +196,7 @@ class ServerCore:
         await self._api.pause(on_update)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Sample again after a pause."""
         await self._api.resume()
 
     async def load_staged(self, epoch: int, version: int) -> None:
@@ -227,9 +227,9 @@ class ServerCore:
         while self._following:
             await asyncio.sleep(self._ask_every_s)
             if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # so that one lost call is no silence
-                self._heard = time.monotonic()
-            elif time.monotonic() - self._heard > self._silence_s:
-                self._news.put_nowait(
+                self._sign_of_life_at = time.monotonic()
+            elif time.monotonic() - self._sign_of_life_at > self._silence_s:
+                self._steps.put_nowait(
                     EngineUnreachable(
                         f"{self._http.url} has neither answered GET {_HEALTH} nor sent an event for "
                         f"{self._silence_s:g} s while {len(self._following)} samples waited for it; restart it"
@@ -241,39 +241,39 @@ class ServerCore:
         ended = False
         try:
             async for event in self._http.events(self._api.generate, order):
-                self._heard = time.monotonic()
+                self._sign_of_life_at = time.monotonic()
                 chunk = self._api.read(event, known=len(sample.token_ids))
                 sample.token_ids += chunk.token_ids
                 sample.logprobs += chunk.logprobs
                 ended = ended or chunk.ended
-                self._tell(sample, chunk)
+                self._pass_on(sample, chunk)
             if not ended:
                 raise EngineUnreachable(f"the stream of sample {sample.name} had no end")
         except PipelineError as error:
-            self._news.put_nowait(error)
+            self._steps.put_nowait(error)
         except (LookupError, TypeError, ValueError) as error:
-            self._news.put_nowait(EngineUnreachable(f"an event of sample {sample.name} lacks something: {error!r}"))
+            self._steps.put_nowait(EngineUnreachable(f"an event of sample {sample.name} lacks something: {error!r}"))
         finally:
             self._following.pop(sample.name, None)
 
-    def _tell(self, sample: _Sample, chunk: Chunk) -> None:
+    def _pass_on(self, sample: _Sample, chunk: Chunk) -> None:
         """Deliver what came, as far as it is certain which weights sampled it."""
         certain = [LabelSpan(sample.label, 0, len(sample.token_ids))] if sample.updates == self._updates else []
         spans = _checked(sample, chunk.spans) if chunk.ended else certain
         arrived, ended = len(chunk.token_ids), chunk.ended
         for span in spans:
-            if span.end > sample.told:
+            if span.end > sample.passed_on:
                 last = ended and span is spans[-1]
                 self._put(sample, span, arrived=arrived, ended=last)
                 arrived, ended = 0, ended and not last
         if arrived or ended:
-            self._news.put_nowait(Step(None, [Sampled(sample.name, [], [], arrived, ended)]))
+            self._steps.put_nowait(Step(None, [Sampled(sample.name, [], [], arrived, ended)]))
 
     def _put(self, sample: _Sample, span: LabelSpan, *, arrived: int, ended: bool) -> None:
-        told, sample.told = sample.told, span.end
-        new = slice(told, span.end)
-        news = Sampled(sample.name, sample.token_ids[new], sample.logprobs[new], arrived, ended)
-        self._news.put_nowait(Step(named_by(span.label), [news]))
+        new = slice(sample.passed_on, span.end)
+        sample.passed_on = span.end
+        sampled = Sampled(sample.name, sample.token_ids[new], sample.logprobs[new], arrived, ended)
+        self._steps.put_nowait(Step(named_by(span.label), [sampled]))
 
 
 def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
@@ -283,7 +283,7 @@ def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
     if [span.start for span in spans] != edges[:-1] or edges[-1] != count or edges != sorted(set(edges)):
         raise EngineUnreachable(f"the server's version spans must cover the {count} tokens of a sample, got {spans}")
     for span in spans:
-        if not re.fullmatch(r"\d+\.\d+", span.label) or (span.start < sample.told and span.label != sample.label):
+        if not re.fullmatch(r"\d+\.\d+", span.label) or (span.start < sample.passed_on and span.label != sample.label):
             raise EngineUnreachable(
                 f"the server sampled with weights {span.label!r} where this run has put {sample.label!r}: let nobody "
                 "else update it, and start this engine anew"

@@ -199,7 +199,8 @@ class SglangServerApi:
 
     async def _form_group(self) -> None:
         """A group under a new name: SGLang keeps the old ones until they are destroyed."""
-        from pipelinerl.engines.external.sglang.torch_process_group import Rendezvous, lead_group
+        from pipelinerl.engines.external.sglang.torch_process_group import lead_group
+        from pipelinerl.weights.broadcast.collective import Rendezvous
 
         name = f"pipelinerl-{os.getpid()}-{time.time_ns()}"
         server = urlsplit(self._http.url)

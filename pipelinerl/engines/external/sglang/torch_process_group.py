@@ -9,7 +9,7 @@ import torch.distributed
 
 from inference_contract.weights import Backend
 from pipelinerl.errors import DeadlineError
-from pipelinerl.weights.broadcast.collective import Collective, Rendezvous as Rendezvous
+from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
 #: Torch's stubs leave out most of what is made in C++.
 dist: Any = torch.distributed

@@ -151,7 +151,7 @@ class VllmCore:
         await self._client.pause_scheduler_async(mode=_PAUSES[on_update], clear_cache=False)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Sample again after a pause."""
         await self._client.resume_scheduler_async()
 
     async def load_staged(self, epoch: int, version: int) -> None:

@@ -17,7 +17,6 @@ from typing import Any, Final
 from inference_contract.engine import Engine
 from inference_contract.schemas import Continuation
 from inference_contract.weights import Backend
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
 from pipelinerl.engines.batching.scheduler import Capacity
@@ -31,7 +30,6 @@ from pipelinerl.engines.torch.weights import layout_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_skeleton
 from pipelinerl.models.tokenizer import ChatTokenizer
-from trainer_contract.types import HeadPrecision
 
 log = logging.getLogger("pipelinerl")
 
@@ -48,13 +46,8 @@ def from_options(options: EngineOptions) -> Engine:
     Raises:
         ModelError: the options ask for what this engine cannot do, or another vLLM is installed than it knows.
     """
-    if options.weights is not WeightFormat.NATIVE:
-        raise ModelError(f"the vLLM engine keeps weights as they come, got engine.weights={options.weights}")
-    if options.head_precision is HeadPrecision.FP32 and options.dtype != "float32":
-        raise ModelError(
-            f"the vLLM engine computes the output layer in the model's dtype, {options.dtype}; say "
-            "model.head_precision=model, for the trainer as well, or engine.dtype=float32"
-        )
+    options.check_native_weights("the vLLM engine")
+    options.check_head_of_the_model("the vLLM engine")
     check_names(options.options)
     check_version(_installed()[1])
     if options.options:

@@ -43,11 +43,11 @@ class SharedTransfer:
         self._staged: Any = None
         self._layout: WeightLayout | None = None
 
-    def parse_init_info(self, told: dict[str, Any]) -> Share:
+    def parse_init_info(self, init_info: dict[str, Any]) -> Share:
         """`init_info` of `/init_weight_transfer_engine`. Raises `ValueError` unless it is an adapter's."""
-        if told.keys() != {"path", "layout"}:
-            raise ValueError(f"init_info must have path and layout, got {', '.join(sorted(told))}")
-        return Share(Path(told["path"]), WeightLayout.model_validate_json(told["layout"]))
+        if init_info.keys() != {"path", "layout"}:
+            raise ValueError(f"init_info must have path and layout, got {', '.join(sorted(init_info))}")
+        return Share(Path(init_info["path"]), WeightLayout.model_validate_json(init_info["layout"]))
 
     def init_transfer_engine(self, share: Share) -> None:
         """Map the memory of an adapter; the one before is let go of."""

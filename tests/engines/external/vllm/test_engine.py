@@ -130,7 +130,7 @@ def test_another_vllm_is_refused_with_a_sentence(version: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"weights": WeightFormat.INT8}, "keeps weights as they come"),
+        ({"weights": WeightFormat.INT8}, "keeps native weights"),
         ({"dtype": "bfloat16", "head_precision": HeadPrecision.FP32}, "head_precision=model"),
     ],
 )

@@ -1,0 +1,74 @@
+"""New weights in the middle of a group's answer: which model sampled which token, in whatever library it computes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from inference_contract.schemas import ChatCompletionRequest, Choice
+from inference_contract.weights import OnUpdate
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from tests.fakes.gated_runner import GatedRunner
+
+PROMPT = [7, 8, 9, 10]
+
+
+async def samples_across_an_update(
+    gate: GatedRunner,
+    engine: BatchingEngine,
+    model_path: Path,
+    on_update: OnUpdate,
+    *,
+    factor: float,
+    tolerance: float,
+    as_bytes: Callable[[torch.nn.Module], Any],
+) -> None:
+    """Fail unless the old model samples before the switch and, with a recomputed cache, exactly the new one after it.
+
+    Args:
+        factor: of the new model's weights to those of the engine's, in `model_path`.
+        tolerance: of log-probs.
+        as_bytes: a model's parameters as what `staging` takes.
+    """
+    old, new = (AutoModelForCausalLM.from_pretrained(model_path) for _ in range(2))
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(factor)
+    request = ChatCompletionRequest(prompt_token_ids=PROMPT, n=4, max_tokens=20, seed=1, return_token_ids=True)
+    task = asyncio.create_task(engine.complete(request))
+    await asyncio.to_thread(gate.allow, 6)
+    assert [spec.name for spec in engine.layout.parameters] == [name for name, _ in new.named_parameters()]
+    engine.staging()[:] = as_bytes(new)
+    await asyncio.to_thread(engine.finish_staging)
+    commit = asyncio.create_task(engine.commit(version=3, epoch=1, digest="d", on_update=on_update))
+    await asyncio.sleep(0)
+    gate.open()
+    assert await commit < 1.0
+    answer = await task
+    assert gate.log[0] == "prefill 3 tokens to rows [0, 1, 2, 3]", "a group shares its prompt"
+    assert (answer.epoch, answer.model_version, engine.serving()) == (0, 3, (1, 3))
+    for choice in answer.choices:
+        (first, before), (second, after) = choice.version_spans or []
+        assert (first, second, before + after) == (0, 3, 20)
+        assert 6 <= before <= 7
+        by_old, by_new = _rescored(old, choice), _rescored(new, choice)
+        assert choice.token_logprobs is not None
+        assert choice.token_logprobs[:before] == pytest.approx(by_old[:before], abs=tolerance)
+        if on_update is OnUpdate.RECOMPUTE_KV:
+            assert choice.token_logprobs[before:] == pytest.approx(by_new[before:], abs=tolerance)
+        else:  # the old cache is still read
+            assert choice.token_logprobs[before:] != pytest.approx(by_new[before:], abs=100 * tolerance)
+
+
+def _rescored(model: torch.nn.Module, choice: Choice) -> list[float]:
+    """Log-probs of the choice's tokens by an unmodified model."""
+    tokens = choice.token_ids or []
+    with torch.no_grad():
+        logp = model(torch.tensor([PROMPT + tokens])).logits[0].log_softmax(-1)
+    return logp[len(PROMPT) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()

@@ -22,14 +22,14 @@ import uvloop
 
 from inference_contract.errors import ContractError
 from inference_contract.schemas import FinishReason
-from pipelinerl import registry
 from pipelinerl.commands.evaluation.respondents import Respondent
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.openai_client import TextAnswer
 from pipelinerl.errors import PipelineError, UserError
 from pipelinerl.messages import EvaluationDone
+from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Outcome, Problem, PromptOrder, Verdict
-from pipelinerl.verifiers.verifier import Verifier
+from pipelinerl.verifiers.verifier import GroupVerifier, Sampled
 
 #: A respondent that has answered nothing after so many problems is not going to.
 MOST_FAILURES: Final = 8
@@ -126,22 +126,19 @@ def _at_a_time(config: RunConfig) -> int:
 
 
 @asynccontextmanager
-async def _verifiers(config: RunConfig) -> AsyncIterator[dict[str, Verifier]]:
+async def _verifiers(config: RunConfig) -> AsyncIterator[dict[str, GroupVerifier]]:
     """A verifier for each domain; their processes end with the block."""
-    verifiers: dict[str, Verifier] = {
-        domain.name: registry.load(f"domains.{domain.name}.verifier", registry.VERIFIERS, domain.verifier)()
-        for domain in config.domains
-    }
+    verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
     try:
         yield verifiers
     finally:
         for verifier in verifiers.values():
-            if close := getattr(verifier, "close", None):
-                await close()
+            await verifier.close()
 
 
-async def _verdicts(verifier: Verifier, problem: Problem, samples: list[TextAnswer]) -> list[Verdict]:
-    return [await verifier.verify(problem, sample.text) for sample in samples]
+async def _verdicts(verifier: GroupVerifier, problem: Problem, samples: list[TextAnswer]) -> list[Verdict]:
+    answers = [Sampled(sample.text, finish_reason=sample.finish_reason) for sample in samples]
+    return [judgement.verdict for judgement in await verifier.judge(problem, answers)]
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

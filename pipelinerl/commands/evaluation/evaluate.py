@@ -86,6 +86,7 @@ def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
     factory = PromptOrderFactory(
         seed=settings.seed,
         sampling=settings.sampling,
+        by_domain=settings.by_domain,
         evaluation=settings.evaluation,
         training_problem=problems.problem,  # none is asked for, and a data set may have none
         held_out_problem=problems.problem,
@@ -129,7 +130,7 @@ def _report(
         problems=section.problems,
         samples=section.samples,
         temperature=section.temperature,
-        max_tokens=config.evaluation_max_tokens,
+        max_tokens=max(config.evaluation_max_tokens_of(domain) for domain in config.domains),
         seconds=seconds,
         incomplete=section.problems - len(done),
         unjudged=len(done) - figures.problems,

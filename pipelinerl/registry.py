@@ -73,6 +73,7 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "reasoning_gym": RegistryEntry("pipelinerl.data.generated:open_reasoning_gym", ("reasoning_gym",)),
     "addition": RegistryEntry("pipelinerl.data.generated:open_addition"),
     "files": RegistryEntry("pipelinerl.data.files.source:open_files"),
+    "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
 }
 
 #: A class without arguments that satisfies `Verifier`.

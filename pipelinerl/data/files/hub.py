@@ -1,0 +1,54 @@
+"""The source `hub:<id>`: a data set of the Hugging Face hub, fetched once into its cache, and then read as a folder.
+
+Promises that nothing of it is run (only its description and data files are fetched), and that where the hub cannot be
+reached, and the cache does not have it, one sentence says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from pipelinerl.data.files.layouts import SUFFIXES
+from pipelinerl.data.files.source import RowSource, open_files
+from pipelinerl.data.source import SourceRequest
+from pipelinerl.errors import RecipeError
+
+#: Longest wait for the hub to say what it has.
+_ANSWER_S: Final = 10.0
+
+
+def open_hub(asked: SourceRequest) -> RowSource:
+    """The data set that `asked.argument` names; `parameters` are those of `files` but for `path`, and `revision`.
+
+    Raises:
+        RecipeError: it cannot be fetched; or as `open_files` does.
+    """
+    if not asked.argument or "path" in asked.parameters:
+        raise RecipeError(f"{asked.where}.source must be hub:<id of a data set>, without parameters.path")
+    parameters = dict(asked.parameters)
+    revision = parameters.pop("revision", None)
+    if not (revision is None or isinstance(revision, str)):
+        raise RecipeError(f"{asked.where}.parameters.revision must be a branch, tag or commit, got {revision!r}")
+    folder = _fetched(asked.argument, revision, where=asked.where)
+    return open_files(replace(asked, argument="", parameters={**parameters, "path": folder}))
+
+
+def _fetched(name: str, revision: str | None, *, where: str) -> str:
+    """The folder of the cache that holds its files, fetched where they are not there yet."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    wanted = ["README.md", *(f"*{suffix}{packed}" for suffix in SUFFIXES for packed in ("", ".gz"))]
+    try:
+        return snapshot_download(
+            name, repo_type="dataset", revision=revision, allow_patterns=wanted, etag_timeout=_ANSWER_S
+        )
+    except HFValidationError as error:
+        raise RecipeError(f"{where}.source: {error}") from None
+    except (OSError, HTTPError, RuntimeError) as error:  # what its client raises is one of these
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise RecipeError(
+            f"{where}.source: hub:{name} cannot be fetched from here, and is not in the cache ({said[0]}); where there "
+            'is no way to the hub, bring the folder of the data set here and say source = "files" with its path'
+        ) from None

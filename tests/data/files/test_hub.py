@@ -1,0 +1,66 @@
+"""The source `hub:<id>`: out of the cache where the hub cannot be reached, and one sentence where neither has it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.data.drafts import Split
+from pipelinerl.data.problems import open_source
+from pipelinerl.errors import RecipeError
+from tests.data.files.test_source import ROWS, parquet
+from tests.patience import PATIENCE_S
+
+ASK = """
+import sys
+from pipelinerl.data.problems import Split, open_source
+from pipelinerl.errors import RecipeError
+try:
+    source = open_source("hub:some/thing", domain="d", split=Split.HELD_OUT, seed=0, parameters={})
+    print(sorted(source.problem(index).messages[0].content for index in range(len(source))))
+except RecipeError as error:
+    print(error)
+"""
+
+
+def asked(cache: Path) -> str:
+    """What a process says that is told to stay away from the network; the library reads that when it is imported."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_what_the_cache_has_is_read_as_a_folder(tmp_path: Path) -> None:
+    commit = "0" * 40
+    repository = tmp_path / "hub" / "datasets--some--thing"
+    parquet(repository / "snapshots" / commit / "data" / "train-00000-of-00001.parquet", ROWS[:40])
+    parquet(repository / "snapshots" / commit / "data" / "test-00000-of-00001.parquet", ROWS[40:])
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    assert asked(tmp_path) == str(sorted(row["prompt"] for row in ROWS[40:]))
+
+
+def test_what_cannot_be_fetched_is_said_in_one_sentence(tmp_path: Path) -> None:
+    said = asked(tmp_path)
+    assert said.startswith("domains.d.source: hub:some/thing cannot be fetched from here, and is not in the cache (")
+    assert 'say source = "files" with its path' in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("source", "parameters", "sentence"),
+    [
+        ("hub", {}, "must be hub:<id of a data set>, without parameters.path"),
+        ("hub:a/b", {"path": "x"}, "must be hub:<id of a data set>, without parameters.path"),
+        ("hub:a/b", {"revision": 3}, "parameters.revision must be a branch, tag or commit, got 3"),
+        ("hub:a b", {}, "domains.d.source: Repo id must"),
+    ],
+)
+def test_what_names_no_data_set_is_refused(source: str, parameters: dict[str, object], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        open_source(source, domain="d", split=Split.TRAIN, seed=0, parameters=parameters)

@@ -14,6 +14,7 @@ from pipelinerl.commands.verifier_trial import tried
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.data.problems import check_source
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import check_directory, check_weights, model_type, weight_files
@@ -61,6 +62,7 @@ def refuse(config: RunConfig) -> None:
     _check_other_models(config)
     knobs_of(config)
     for domain in config.domains:
+        check_source(domain.source, domain=domain.name)
         open_verifier(domain)
 
 

@@ -32,12 +32,11 @@ def open_source(
     Raises:
         RecipeError: the source is unknown, its parameters are wrong, or its file is.
     """
-    name, _, argument = source.partition(":")
-    kind = f"domains.{domain}.source"
+    name, argument = _name_of(source)
     registered = name in registry.SOURCES
-    opener = registry.load(kind, registry.SOURCES, name if registered else source)
+    opener = registry.load(f"domains.{domain}.source", registry.SOURCES, name)
     asked = SourceRequest(
-        argument=argument if registered else "",
+        argument=argument,
         domain=domain,
         split=split,
         seed=seed,
@@ -48,3 +47,18 @@ def open_source(
         opened: ProblemSource = opener(asked)
         return opened
     return open_users(opener, asked)
+
+
+def check_source(source: str, *, domain: str) -> None:
+    """Look at the name alone; of a user's source, the file is imported.
+
+    Raises:
+        RecipeError: the source is unknown, or a package that it needs is not installed.
+    """
+    registry.find(f"domains.{domain}.source", registry.SOURCES, _name_of(source)[0])
+
+
+def _name_of(source: str) -> tuple[str, str]:
+    """The name in the registry, and what follows its colon; or a user's reference, which has a colon of its own."""
+    name, _, argument = source.partition(":")
+    return (name, argument) if name in registry.SOURCES else (source, "")

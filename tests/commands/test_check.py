@@ -240,7 +240,7 @@ def test_engine_and_trainer_must_be_of_the_models_kind(tmp_path: Path) -> None:
     ("overrides", "sentence"),
     [
         (["engine.context_length=4096"], "engine.context_length must be at most the 64 positions of"),
-        (["sampling.max_tokens=31"], "engine.context_length leaves 1 tokens for a prompt .* of 10 tokens was found"),
+        (["sampling.max_tokens=31"], r"engine.context_length leaves 1 tokens for a prompt .* of \d+ tokens was found"),
         (["evaluation.max_tokens=25"], "engine.context_length leaves 7 tokens for a prompt .* of 10 tokens was found"),
     ],
 )
@@ -252,7 +252,7 @@ def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None
 @pytest.mark.parametrize(
     ("domain", "sentence"),
     [
-        ({"source": "zzz"}, "domains.d.source must be one of reasoning_gym, addition, files, got 'zzz'"),
+        ({"source": "zzz"}, "domains.d.source must be one of reasoning_gym, addition, files, hub, got 'zzz'"),
         ({"source": "reasoning_gym:zzz"}, "domains.d: reasoning-gym refuses task 'zzz'"),
         (
             {"source": "reasoning_gym:spell_backward", "parameters": {"zz": 1}},
@@ -290,6 +290,31 @@ def test_a_prompt_of_each_domain_is_shown_as_the_model_sees_it() -> None:
     ids = tokenizer.encode_chat(messages)
     assert shown == f"of domain d, {len(ids)} tokens:\n{tokenizer.decode(ids)}"
     assert "<|system|>be brief<|end|><|user|>ab<|end|><|assistant|>ba<|end|><|user|>" in shown
+
+
+def test_a_source_of_ones_own_stands_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "where").mkdir()
+    (tmp_path / "where" / "mine.py").write_text(
+        "def sums(most):\n"
+        "    return [{'prompt': f'{a}+{b}=', 'answer': str(a + b)} for a in range(most) for b in range(most)]\n"
+    )
+    (tmp_path / "where" / "mine.toml").write_text(
+        'base = "tiny"\n[engine]\ncontext_length = 64\n[evaluation]\nproblems = 4\n'
+        '[[domains]]\nname = "sums"\nsource = "mine.py:sums"\nparameters = { most = 30 }\n'
+        'prompt_template = "{prompt}?"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load("where/mine.toml")
+    (prompt,) = (text for part, text in findings(config) if part == "prompt")
+    assert re.search(r"<\|user\|>\d+\+\d+=\?<\|end\|>", prompt)
+    problem = training_problems(parse(to_table(config))).problem(0)
+    left, right = problem.messages[0].content.removesuffix("=?").split("+")
+    assert int(problem.ground_truth) == int(left) + int(right)
+    (tmp_path / "where" / "mine.toml").write_text(
+        (tmp_path / "where" / "mine.toml").read_text().replace('sums"', 'zzz"')
+    )
+    with pytest.raises(RecipeError, match=r"domains\.zzz\.source: .*mine\.py has no 'zzz'"):
+        refuse(load("where/mine.toml"))
 
 
 def file_of(path: Path, *, long: int, of: int = 400) -> dict[str, object]:

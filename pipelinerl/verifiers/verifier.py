@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, final
 from pipelinerl.types import Outcome, Problem, Verdict
 
 
-class Sampled(NamedTuple):
+class SampledAnswer(NamedTuple):
     """One answer as an engine gave it: `text` without the end-of-turn token, and why it ended."""
 
     text: str
@@ -42,7 +42,7 @@ class Verifier(Protocol):
 class GroupVerifier(Protocol):
     """What a domain's answers are judged by."""
 
-    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         """Judge the answers to `problem`, in their order. Never raises for an answer."""
         ...
 
@@ -62,7 +62,7 @@ class EachAlone:
         self._verifier = verifier
         self._deadline_s = deadline_s
 
-    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         """Judge them beside one another."""
         return list(await asyncio.gather(*(self._judged(problem, answer.text) for answer in answers)))
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import itertools
 import json
 import os
@@ -26,7 +25,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import Process
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -34,7 +33,7 @@ from pipelinerl.system import tied_process
 
 _STARTUP_S: Final = 60.0
 #: An answer that takes less is never slow.
-_LEAST_BRIEF_S: Final = 0.25
+_LEAST_BRIEF_S: Final = 0.1
 _BRIEF: Final = 4.0
 #: Weight of the newest answer in the mean.
 _NEWEST: Final = 0.05
@@ -71,9 +70,9 @@ class WorkerPool:
         self._target = (target, argument)
         self._deadline_s = deadline_s
         size = workers or default_workers()
-        self._places = _Places(size)
-        self._slow_places = _Places(_SLOW_PLACES * size)
         self._slow_of: Counter[str] = Counter()
+        self._places = _Places(size, self._slow_of)
+        self._slow_places = _Places(_SLOW_PLACES * size, self._slow_of)
         self._mean_s: float | None = None
         self._idle: list[_Worker] = []
         self._forkers: list[_Forker] = []
@@ -89,7 +88,7 @@ class WorkerPool:
         line = json.dumps(question).encode() + b"\n"
         turn = _Turn()
         try:
-            await turn.enter(self._places, rank=self._slow_of[group])
+            await turn.enter(self._places, group)
             turn.worker = await self._ready_worker()
             began = asyncio.get_running_loop().time()
             try:
@@ -97,7 +96,7 @@ class WorkerPool:
                     answer = await turn.worker.ask(line)
             except TimeoutError:
                 self._note_slow(group)
-                answer = await self._asked_slowly(turn, line, until=began + self._deadline_s)
+                answer = await self._asked_slowly(turn, line, group, until=began + self._deadline_s)
             self._note_answered(asyncio.get_running_loop().time() - began)
             if turn.places is self._places:
                 self._idle.append(turn.worker)
@@ -117,7 +116,7 @@ class WorkerPool:
     def _brief_s(self) -> float:
         return min(self._deadline_s, max(_LEAST_BRIEF_S, _BRIEF * (self._mean_s or 0.0)))
 
-    async def _asked_slowly(self, turn: _Turn, line: bytes, *, until: float) -> Any:
+    async def _asked_slowly(self, turn: _Turn, line: bytes, group: str, *, until: float) -> Any:
         """The answer to a question that was not answered quickly; another worker is asked when this one has to go."""
         async with asyncio.timeout_at(until):
             if self._slow_places.take_now() and turn.worker is not None:
@@ -126,7 +125,7 @@ class WorkerPool:
                 turn.worker.lower_priority()
                 return await turn.worker.receive()
             turn.end()
-            await turn.enter(self._slow_places)
+            await turn.enter(self._slow_places, group)
             turn.worker = await self._ready_worker()
             turn.worker.lower_priority()
             return await turn.worker.ask(line)
@@ -154,11 +153,16 @@ class WorkerPool:
 
 @final
 class _Places:
-    """Counts who may go on; of those that wait, the lowest rank is first, and among equals who came first."""
+    """Counts who may go on; of those that wait, groups with the fewest slow questions are first, then who came first.
 
-    def __init__(self, free: int) -> None:
+    How many a group has had is looked at when a place is free: a group's first slow question counts for all of it that
+    waits.
+    """
+
+    def __init__(self, free: int, slow_of: Counter[str]) -> None:
         self._free = free
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._slow_of = slow_of
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
         self._numbers = itertools.count()
 
     def take_now(self) -> bool:
@@ -168,12 +172,12 @@ class _Places:
         self._free -= 1
         return True
 
-    async def take(self, rank: int) -> None:
+    async def take(self, group: str) -> None:
         """Take a place as soon as one is free."""
         if self.take_now():
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (rank, next(self._numbers), future))
+        self._waiting.setdefault(group, deque()).append((next(self._numbers), future))
         try:
             await future
         except asyncio.CancelledError:
@@ -184,7 +188,11 @@ class _Places:
     def give_back(self) -> None:
         """Hand the place to the next who waits."""
         while self._waiting:
-            future = heapq.heappop(self._waiting)[2]
+            group = min(self._waiting, key=lambda each: (self._slow_of[each], self._waiting[each][0][0]))
+            queue = self._waiting[group]
+            _, future = queue.popleft()
+            if not queue:
+                del self._waiting[group]
             if not future.done():
                 future.set_result(None)
                 return
@@ -199,9 +207,9 @@ class _Turn:
     places: _Places | None = None
     worker: _Worker | None = None
 
-    async def enter(self, places: _Places, *, rank: int = 0) -> None:
+    async def enter(self, places: _Places, group: str) -> None:
         """Wait for a place."""
-        await places.take(rank)
+        await places.take(group)
         self.places = places
 
     def leave(self) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import Row, paired, print_table, write_record
+from benchmarks.measure import Interval, Row, paired, print_table, write_record
 from pipelinerl.config.recipe import DomainSection
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.rng import generator
@@ -121,7 +121,7 @@ def expressions(count: int) -> list[tuple[str, str]]:
     return made
 
 
-def throughput(*, pairs: int, rounds: int) -> tuple[object, dict[str, float]]:
+def throughput(*, pairs: int, rounds: int) -> tuple[Interval, dict[str, float]]:
     """Answers/s of the verifier ÷ those of the bare library, and both."""
     asked = expressions(pairs)
     cores = len(os.sched_getaffinity(0))

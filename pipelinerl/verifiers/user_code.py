@@ -22,7 +22,7 @@ import re
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Real
 from pathlib import Path
@@ -32,8 +32,8 @@ import msgspec
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import last_line, load_reference
-from pipelinerl.types import MOST_SHOWN, Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, failed, timed_out
+from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, failed, shown, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: A number beyond is a mistake, and would be the only thing that its batch learns from.
@@ -162,7 +162,9 @@ def verdict_of(value: Any, *, correct_at: float) -> Verdict:
     """The verdict that a function's return value stands for; correct is a number of at least `correct_at`."""
     if isinstance(value, Verdict):
         sane = math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD
-        return value if sane else failed(f"the function returned a Verdict with the reward {value.reward!r}")
+        if not sane:
+            return failed(f"the function returned a Verdict with the reward {value.reward!r}")
+        return replace(value, reason=shown(value.reason), answer=shown(value.answer))
     if value is None:
         return failed("the function judged nothing: it returned None")
     plain = _plain(value)
@@ -239,7 +241,7 @@ def _limit_memory() -> None:
 
 
 def _raised(error: BaseException) -> Verdict:
-    return failed(last_line(error)[:MOST_SHOWN])
+    return failed(last_line(error))
 
 
 @final

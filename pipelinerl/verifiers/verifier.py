@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, final
 
-from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.types import MOST_SHOWN, Outcome, Problem, Verdict
 
 
 class SampledAnswer(NamedTuple):
@@ -84,12 +84,22 @@ class EachAlone:
 
 def wrong(reason: str, *, answer: str = "") -> Verdict:
     """The answer was judged, and is not right."""
-    return Verdict(outcome=Outcome.WRONG, reward=0.0, reason=reason, answer=answer)
+    return Verdict(outcome=Outcome.WRONG, reward=0.0, reason=shown(reason), answer=shown(answer))
 
 
 def correct(answer: str) -> Verdict:
     """The answer, in the form in which equal ones are equal, is right."""
-    return Verdict(outcome=Outcome.CORRECT, reward=1.0, answer=answer)
+    return Verdict(outcome=Outcome.CORRECT, reward=1.0, answer=shown(answer))
+
+
+def failed(reason: str) -> Verdict:
+    """The verifier itself failed."""
+    return Verdict(outcome=Outcome.VERIFIER_ERROR, reward=0.0, reason=shown(reason))
+
+
+def shown(text: str) -> str:
+    """A text that a record can hold, whatever stands in an answer: cut, and without half characters."""
+    return text[:MOST_SHOWN].encode("utf-8", "replace").decode()
 
 
 def last_tagged(text: str) -> str | None:
@@ -102,8 +112,3 @@ def last_tagged(text: str) -> str | None:
 def timed_out(seconds: float) -> Verdict:
     """No judgement was reached in time."""
     return Verdict(outcome=Outcome.TIMEOUT, reward=0.0, reason=f"no judgement within {seconds:g} s")
-
-
-def failed(reason: str) -> Verdict:
-    """The verifier itself failed."""
-    return Verdict(outcome=Outcome.VERIFIER_ERROR, reward=0.0, reason=reason)

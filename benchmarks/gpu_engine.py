@@ -42,7 +42,7 @@ from trainer_contract.types import Device, WeightDType
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledAnswer:
     """A prompt, what the engine sampled after it, and the engine's log-probs f32 of that."""
 
     prompt: list[int]
@@ -79,11 +79,11 @@ class _Local:
         self._runner = asyncio.Runner()
         self._runner.run(self.engine.start())
 
-    def sample(self, asked: Sequence[list[int]], tokens: int) -> list[Sampled]:
+    def sample(self, asked: Sequence[list[int]], tokens: int) -> list[SampledAnswer]:
         """One sample of `tokens` tokens for each prompt."""
         return self._runner.run(self._sample(asked, tokens))
 
-    async def _sample(self, asked: Sequence[list[int]], tokens: int) -> list[Sampled]:
+    async def _sample(self, asked: Sequence[list[int]], tokens: int) -> list[SampledAnswer]:
         answers = await asyncio.gather(
             *(
                 self.engine.complete(
@@ -94,7 +94,7 @@ class _Local:
         )
         choices = [answer.choices[0] for answer in answers]
         return [
-            Sampled(prompt, list(choice.token_ids or ()), np.array(choice.token_logprobs, np.float32))
+            SampledAnswer(prompt, list(choice.token_ids or ()), np.array(choice.token_logprobs, np.float32))
             for prompt, choice in zip(asked, choices, strict=True)
         ]
 
@@ -115,7 +115,7 @@ def local(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) 
 
 
 @torch.inference_mode()
-def forward_logprobs(model: Any, sampled: Sequence[Sampled], device: torch.device) -> NDArray[np.float32]:
+def forward_logprobs(model: Any, sampled: Sequence[SampledAnswer], device: torch.device) -> NDArray[np.float32]:
     """What transformers says of the sampled tokens, [all of them], one plain forward for each sequence."""
     found = []
     for each in sampled:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.gpu_device import Scale, flops_per_second, load_model, wait
-from benchmarks.gpu_engine import Sampled, local, prompts
+from benchmarks.gpu_engine import SampledAnswer, local, prompts
 from benchmarks.measure import Row, paired, seconds_of
 from pipelinerl.numerics.mismatch import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
@@ -184,5 +184,5 @@ def _disagreement(
     return mismatch(np.concatenate(_logprobs(sampled)), theirs)
 
 
-def _logprobs(sampled: Sequence[Sampled]) -> list[NDArray[np.float32]]:
+def _logprobs(sampled: Sequence[SampledAnswer]) -> list[NDArray[np.float32]]:
     return [each.logprobs for each in sampled]

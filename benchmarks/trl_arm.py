@@ -34,7 +34,7 @@ from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import held_out_problems, training_problems
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.types import Problem
-from pipelinerl.verifiers.verifier import Sampled
+from pipelinerl.verifiers.verifier import SampledAnswer
 
 _SCALES = {adv.Scale.NONE: "none", adv.Scale.STD: "group"}
 
@@ -84,7 +84,7 @@ class Judge:
     async def _rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
         judged = await asyncio.gather(
             *(
-                self._verifiers[each.domain].judge(each, [Sampled(text)])
+                self._verifiers[each.domain].judge(each, [SampledAnswer(text)])
                 for each, text in zip(problems, texts, strict=True)
             )
         )

@@ -46,7 +46,7 @@ from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import Entry, Stream
 from pipelinerl.types import Answered, Outcome, Priority, PromptOrder, Purpose, RolloutGroup
-from pipelinerl.verifiers.verifier import GroupVerifier, Sampled
+from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
 log = logging.getLogger("pipelinerl")
 
@@ -274,7 +274,8 @@ class Actor:
     ) -> list[Answer]:
         """The samples with their verdicts, in their order; all are judged at once."""
         answers = [
-            Sampled(choice.message.content, choice.token_ids or (), choice.finish_reason.value) for _, choice in sampled
+            SampledAnswer(choice.message.content, choice.token_ids or (), choice.finish_reason.value)
+            for _, choice in sampled
         ]
         judgements = await verifier.judge(order.problem, answers)
         self._tally.note(order.problem.domain, judgements)

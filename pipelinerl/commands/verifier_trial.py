@@ -10,7 +10,7 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import names_of, open_verifier
 from pipelinerl.types import Outcome, Problem
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, Sampled
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
 
 #: Problems whose reference answers a registered verifier may find wrong, one after the other.
 _TRIED: Final = 16
@@ -50,7 +50,7 @@ async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Jud
 
 
 async def _judged(verifier: GroupVerifier, problem: Problem, text: str | None) -> Judgement:
-    (judgement,) = await verifier.judge(problem, [Sampled(problem.ground_truth if text is None else text)])
+    (judgement,) = await verifier.judge(problem, [SampledAnswer(problem.ground_truth if text is None else text)])
     return judgement
 
 

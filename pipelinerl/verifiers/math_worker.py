@@ -23,10 +23,10 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
 
     def equal(question: list[str]) -> bool | None:
         try:
-            gold, given = (parse(f"${text}$", parsing_timeout=None, raise_on_error=False) for text in question)
+            gold, given = (parse(f"${text}$", parsing_timeout=None, raise_on_error=True) for text in question)
             if not gold:
                 return None
-            return bool(given) and bool(verify(gold, given, timeout_seconds=None, raise_on_error=False))
+            return bool(given) and bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
         except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError):
             return None
         except TimeoutException:

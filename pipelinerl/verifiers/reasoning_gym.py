@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 from pipelinerl.system import gym_tasks
-from pipelinerl.types import MOST_SHOWN, Problem, Verdict
+from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
@@ -140,6 +140,6 @@ def _scored(scorer: Scorer, index: int, answer: str) -> float | str:
 
 def _verdict(score: float | str, answer: str) -> Verdict:
     if isinstance(score, str):
-        return failed(score[:MOST_SHOWN])
+        return failed(score)
     told = answer.strip()[:_TOLD]
     return correct(told) if score >= 1.0 else wrong(f"score {score:g}", answer=told)

@@ -22,7 +22,7 @@ import re
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Real
 from pathlib import Path
@@ -32,8 +32,8 @@ import msgspec
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import last_line, load_reference
-from pipelinerl.types import MOST_SHOWN, Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import Judgement, Sampled, Verifier, failed, timed_out
+from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, failed, shown, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: A number beyond is a mistake, and would be the only thing that its batch learns from.
@@ -44,7 +44,7 @@ ROUNDING: Final = 1e-9
 _MEMORY_BYTES: Final = 4 << 30
 
 #: What a function of one answer may ask for, by name.
-OF_ONE: Final[Mapping[str, Callable[[Problem, Sampled], Any]]] = {
+OF_ONE: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "problem": lambda problem, _: problem,
     "completion": lambda _, answer: answer.text,
     "completion_text": lambda _, answer: answer.text,
@@ -57,7 +57,7 @@ OF_ONE: Final[Mapping[str, Callable[[Problem, Sampled], Any]]] = {
     "tags": lambda problem, _: problem.tags,
 }
 #: What a function of a group may ask for, by name: lists with an entry for each answer, the first three in TRL's words.
-OF_A_GROUP: Final[Mapping[str, Callable[[Problem, Sampled], Any]]] = {
+OF_A_GROUP: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "completions": OF_ONE["completion"],
     "prompts": OF_ONE["prompt"],
     "completion_ids": OF_ONE["token_ids"],
@@ -121,7 +121,7 @@ class RewardFunction:
         call = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         return cls(function, of, by_place, named, call)
 
-    def calls(self, problem: Problem, answers: Sequence[Sampled]) -> list[Any]:
+    def calls(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Any]:
         """What it returns: once for the group, or once for each answer; awaitables if it is async."""
         if self.of is Of.GROUP:
             lists = {name: [OF_A_GROUP[name](problem, answer) for answer in answers] for name in self.named}
@@ -162,7 +162,9 @@ def verdict_of(value: Any, *, correct_at: float) -> Verdict:
     """The verdict that a function's return value stands for; correct is a number of at least `correct_at`."""
     if isinstance(value, Verdict):
         sane = math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD
-        return value if sane else failed(f"the function returned a Verdict with the reward {value.reward!r}")
+        if not sane:
+            return failed(f"the function returned a Verdict with the reward {value.reward!r}")
+        return replace(value, reason=shown(value.reason), answer=shown(value.answer))
     if value is None:
         return failed("the function judged nothing: it returned None")
     plain = _plain(value)
@@ -216,7 +218,7 @@ def open_function(argument: str) -> Callable[[Any], Any]:
 
     def answering(question: Any) -> Any:
         problem = msgspec.convert(question[0], Problem)
-        answers = [Sampled(*answer) for answer in question[1]]
+        answers = [SampledAnswer(*answer) for answer in question[1]]
         try:
             values = reward.calls(problem, answers)
         except (Exception, SystemExit) as error:  # whatever the user's code raises
@@ -239,7 +241,7 @@ def _limit_memory() -> None:
 
 
 def _raised(error: BaseException) -> Verdict:
-    return failed(last_line(error)[:MOST_SHOWN])
+    return failed(last_line(error))
 
 
 @final
@@ -258,7 +260,7 @@ class PooledReward:
             deadline_s=deadline_s,
         )
 
-    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         """Judge them at once if the function is of a group, else each for itself, beside one another."""
         plain = msgspec.to_builtins(problem)
         batches = [answers] if self._of is Of.GROUP else [[answer] for answer in answers]
@@ -269,7 +271,7 @@ class PooledReward:
         """End the workers."""
         await self._pool.close()
 
-    async def _asked(self, problem: Any, answers: Sequence[Sampled], *, group: str) -> list[Judgement]:
+    async def _asked(self, problem: Any, answers: Sequence[SampledAnswer], *, group: str) -> list[Judgement]:
         began = time.monotonic()
         try:
             question = [problem, [[each.text, list(each.token_ids), each.finish_reason] for each in answers]]
@@ -291,7 +293,7 @@ class AsyncReward:
         self._correct_at = correct_at
         self._deadline_s = deadline_s
 
-    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         """Judge them at once if the function is of a group, else each for itself, beside one another."""
         batches = [answers] if self._reward.of is Of.GROUP else [[answer] for answer in answers]
         judged = await asyncio.gather(*(self._called(problem, batch) for batch in batches))
@@ -300,7 +302,7 @@ class AsyncReward:
     async def close(self) -> None:
         """Nothing is held."""
 
-    async def _called(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+    async def _called(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         began, count = time.monotonic(), len(answers)
         deadline = asyncio.timeout(self._deadline_s)
         try:

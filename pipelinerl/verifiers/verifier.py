@@ -13,10 +13,10 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, final
 
-from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.types import MOST_SHOWN, Outcome, Problem, Verdict
 
 
-class Sampled(NamedTuple):
+class SampledAnswer(NamedTuple):
     """One answer as an engine gave it: `text` without the end-of-turn token, and why it ended."""
 
     text: str
@@ -42,7 +42,7 @@ class Verifier(Protocol):
 class GroupVerifier(Protocol):
     """What a domain's answers are judged by."""
 
-    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         """Judge the answers to `problem`, in their order. Never raises for an answer."""
         ...
 
@@ -62,7 +62,7 @@ class EachAlone:
         self._verifier = verifier
         self._deadline_s = deadline_s
 
-    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         """Judge them beside one another."""
         return list(await asyncio.gather(*(self._judged(problem, answer.text) for answer in answers)))
 
@@ -84,12 +84,22 @@ class EachAlone:
 
 def wrong(reason: str, *, answer: str = "") -> Verdict:
     """The answer was judged, and is not right."""
-    return Verdict(outcome=Outcome.WRONG, reward=0.0, reason=reason, answer=answer)
+    return Verdict(outcome=Outcome.WRONG, reward=0.0, reason=shown(reason), answer=shown(answer))
 
 
 def correct(answer: str) -> Verdict:
     """The answer, in the form in which equal ones are equal, is right."""
-    return Verdict(outcome=Outcome.CORRECT, reward=1.0, answer=answer)
+    return Verdict(outcome=Outcome.CORRECT, reward=1.0, answer=shown(answer))
+
+
+def failed(reason: str) -> Verdict:
+    """The verifier itself failed."""
+    return Verdict(outcome=Outcome.VERIFIER_ERROR, reward=0.0, reason=shown(reason))
+
+
+def shown(text: str) -> str:
+    """A text that a record can hold, whatever stands in an answer: cut, and without half characters."""
+    return text[:MOST_SHOWN].encode("utf-8", "replace").decode()
 
 
 def last_tagged(text: str) -> str | None:
@@ -102,8 +112,3 @@ def last_tagged(text: str) -> str | None:
 def timed_out(seconds: float) -> Verdict:
     """No judgement was reached in time."""
     return Verdict(outcome=Outcome.TIMEOUT, reward=0.0, reason=f"no judgement within {seconds:g} s")
-
-
-def failed(reason: str) -> Verdict:
-    """The verifier itself failed."""
-    return Verdict(outcome=Outcome.VERIFIER_ERROR, reward=0.0, reason=reason)

@@ -12,7 +12,7 @@ from typing import final
 
 from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
 from pipelinerl.verifiers.user_code import ROUNDING
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, Sampled
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class WeightedSum:
         self._parts = tuple(parts)
         self._correct_at = correct_at
 
-    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         """Judge by every part; the seconds are those of the parts together."""
         judged = await asyncio.gather(*(part.verifier.judge(problem, answers) for part in self._parts))
         return [self._sum(judgements) for judgements in zip(*judged, strict=True)]

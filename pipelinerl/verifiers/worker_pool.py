@@ -2,13 +2,14 @@
 
     a question   waits for                         at most            then
     first        one of `workers` places           the others' turns  is asked
-    asked        its answer                        `brief`            moves to a slow place, with the lowest priority
+    asked        its answer                        it is slow         moves to a slow place, with a low priority
     slow         a slow place, then its answer     the deadline       its worker is killed: `TimeoutError`
 
-The deadline runs from the moment at which a worker is given the question. What is brief is learned: four times the mean
-of what answers take, so that a function that always takes a second is not taken for one that hangs. A question that
-finds every slow place taken is asked anew when one is free. Of those that wait, groups with the fewest slow questions
-so far come first. So hostile answers hold up neither their siblings nor other groups for longer than what is brief.
+The deadline runs from the moment at which a worker is given the question. What is slow is learned: a question is that
+has taken four times the processor time of the mean (on a busy machine, a worker that is kept waiting is not), or four
+times the mean on the clock if that is more than a second. One that finds every slow place taken is asked anew when one
+is free. Of those that wait, groups with the fewest slow questions so far come first. So hostile answers do not hold up
+their siblings or other groups until their deadlines.
 
 Processes start when they are needed (`worker_process.py`): the first at the first question, a second worker only while
 the first is busy. Whoever is cancelled while a worker has its question has that worker killed.
@@ -18,33 +19,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import itertools
 import json
+import math
 import os
 import signal
 import socket
 import sys
 from asyncio.subprocess import Process
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, final
 
 from pipelinerl.system import tied_process
 
 _STARTUP_S: Final = 60.0
-#: An answer that takes less is never slow.
-_LEAST_BRIEF_S: Final = 0.25
-_BRIEF: Final = 4.0
+#: An answer that takes less processor time, or less on the clock, is never slow.
+_LEAST_SLOW_CPU_S: Final = 0.1
+_LEAST_SLOW_S: Final = 1.0
+_TIMES_THE_MEAN: Final = 4.0
 #: Weight of the newest answer in the mean.
 _NEWEST: Final = 0.05
 #: Slow places for each of the others.
 _SLOW_PLACES: Final = 2
-_LOWEST_PRIORITY: Final = 19
+#: A tenth of the share of others, as Linux counts.
+_LOW_PRIORITY: Final = 10
 _LONGEST_ANSWER: Final = 2**24
 #: Groups whose slow questions are remembered.
 _REMEMBERED: Final = 1024
 _ENDED: Final = "the verifier's process ended by itself, or was killed, before it answered"
+
+
+#: Stands for an answer that has not come yet.
+_SLOW: Final = object()
 
 
 class WorkerLost(Exception):
@@ -71,10 +79,11 @@ class WorkerPool:
         self._target = (target, argument)
         self._deadline_s = deadline_s
         size = workers or default_workers()
-        self._places = _Places(size)
-        self._slow_places = _Places(_SLOW_PLACES * size)
         self._slow_of: Counter[str] = Counter()
-        self._mean_s: float | None = None
+        self._places = _Places(size, self._slow_of)
+        self._slow_places = _Places(_SLOW_PLACES * size, self._slow_of)
+        self._mean_s = _Mean()
+        self._mean_cpu_s = _Mean()
         self._idle: list[_Worker] = []
         self._forkers: list[_Forker] = []
         self._starting = asyncio.Lock()
@@ -89,16 +98,16 @@ class WorkerPool:
         line = json.dumps(question).encode() + b"\n"
         turn = _Turn()
         try:
-            await turn.enter(self._places, rank=self._slow_of[group])
+            await turn.enter(self._places, group)
             turn.worker = await self._ready_worker()
             began = asyncio.get_running_loop().time()
-            try:
-                async with asyncio.timeout(self._brief_s):
-                    answer = await turn.worker.ask(line)
-            except TimeoutError:
+            cpu_began = turn.worker.cpu_s
+            answer = await self._answered_soon(turn.worker, line)
+            if answer is _SLOW:
                 self._note_slow(group)
-                answer = await self._asked_slowly(turn, line, until=began + self._deadline_s)
-            self._note_answered(asyncio.get_running_loop().time() - began)
+                answer = await self._asked_slowly(turn, line, group, until=began + self._deadline_s)
+            self._mean_s.note(asyncio.get_running_loop().time() - began)
+            self._mean_cpu_s.note(max(0.0, turn.worker.cpu_s - cpu_began))
             if turn.places is self._places:
                 self._idle.append(turn.worker)
                 turn.worker = None
@@ -113,11 +122,25 @@ class WorkerPool:
         while self._forkers:
             await self._forkers.pop().close()
 
-    @property
-    def _brief_s(self) -> float:
-        return min(self._deadline_s, max(_LEAST_BRIEF_S, _BRIEF * (self._mean_s or 0.0)))
+    async def _answered_soon(self, worker: _Worker, line: bytes) -> Any:
+        """The answer to a question, or `_SLOW`."""
+        clock = asyncio.get_running_loop().time
+        began, cpu_began = clock(), worker.cpu_s
+        slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEAN * self._mean_cpu_s.value)
+        slow_s = min(self._deadline_s, max(_LEAST_SLOW_S, _TIMES_THE_MEAN * self._mean_s.value))
+        asked = False
+        while True:
+            try:
+                async with asyncio.timeout(min(slow_cpu_s, slow_s)):
+                    if not asked:
+                        asked = True
+                        await worker.send(line)
+                    return await worker.receive()
+            except TimeoutError:
+                if clock() - began >= slow_s or worker.cpu_now_s() - cpu_began >= slow_cpu_s:
+                    return _SLOW
 
-    async def _asked_slowly(self, turn: _Turn, line: bytes, *, until: float) -> Any:
+    async def _asked_slowly(self, turn: _Turn, line: bytes, group: str, *, until: float) -> Any:
         """The answer to a question that was not answered quickly; another worker is asked when this one has to go."""
         async with asyncio.timeout_at(until):
             if self._slow_places.take_now() and turn.worker is not None:
@@ -125,19 +148,17 @@ class WorkerPool:
                 turn.places = self._slow_places
                 turn.worker.lower_priority()
                 return await turn.worker.receive()
-            turn.end()
-            await turn.enter(self._slow_places)
+            turn.end()  # every slow place is taken
+            await turn.enter(self._slow_places, group)
             turn.worker = await self._ready_worker()
             turn.worker.lower_priority()
-            return await turn.worker.ask(line)
+            await turn.worker.send(line)
+            return await turn.worker.receive()
 
     def _note_slow(self, group: str) -> None:
         if len(self._slow_of) >= _REMEMBERED:
             self._slow_of.clear()
         self._slow_of[group] += 1
-
-    def _note_answered(self, seconds: float) -> None:
-        self._mean_s = seconds if self._mean_s is None else self._mean_s + _NEWEST * (seconds - self._mean_s)
 
     async def _ready_worker(self) -> _Worker:
         while self._idle:
@@ -153,12 +174,31 @@ class WorkerPool:
 
 
 @final
-class _Places:
-    """Counts who may go on; of those that wait, the lowest rank is first, and among equals who came first."""
+class _Mean:
+    """A mean in which the newest weighs most; 0 until there is one."""
 
-    def __init__(self, free: int) -> None:
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._begun = False
+
+    def note(self, value: float) -> None:
+        """Add one."""
+        self.value = self.value + _NEWEST * (value - self.value) if self._begun else value
+        self._begun = True
+
+
+@final
+class _Places:
+    """Counts who may go on; of those that wait, groups with the fewest slow questions are first, then who came first.
+
+    How many a group has had is looked at when a place is free: a group's first slow question counts for all of it that
+    waits.
+    """
+
+    def __init__(self, free: int, slow_of: Counter[str]) -> None:
         self._free = free
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._slow_of = slow_of
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
         self._numbers = itertools.count()
 
     def take_now(self) -> bool:
@@ -168,12 +208,12 @@ class _Places:
         self._free -= 1
         return True
 
-    async def take(self, rank: int) -> None:
+    async def take(self, group: str) -> None:
         """Take a place as soon as one is free."""
         if self.take_now():
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (rank, next(self._numbers), future))
+        self._waiting.setdefault(group, deque()).append((next(self._numbers), future))
         try:
             await future
         except asyncio.CancelledError:
@@ -184,7 +224,11 @@ class _Places:
     def give_back(self) -> None:
         """Hand the place to the next who waits."""
         while self._waiting:
-            future = heapq.heappop(self._waiting)[2]
+            group = min(self._waiting, key=lambda each: (self._slow_of[each], self._waiting[each][0][0]))
+            queue = self._waiting[group]
+            _, future = queue.popleft()
+            if not queue:
+                del self._waiting[group]
             if not future.done():
                 future.set_result(None)
                 return
@@ -199,9 +243,9 @@ class _Turn:
     places: _Places | None = None
     worker: _Worker | None = None
 
-    async def enter(self, places: _Places, *, rank: int = 0) -> None:
+    async def enter(self, places: _Places, group: str) -> None:
         """Wait for a place."""
-        await places.take(rank)
+        await places.take(group)
         self.places = places
 
     def leave(self) -> None:
@@ -226,6 +270,8 @@ class _Worker:
         self._reader = reader
         self._writer = writer
         self._pid = pid
+        self.cpu_s = 0.0
+        """Processor seconds that it had taken when it last answered."""
 
     @classmethod
     async def begin(cls, connection: socket.socket) -> _Worker:
@@ -234,7 +280,7 @@ class _Worker:
         worker = cls(reader, writer, 0)
         try:
             async with asyncio.timeout(_STARTUP_S):
-                worker._pid = (await worker.receive())["pid"]
+                worker._pid = await worker.receive()
         except BaseException:
             writer.close()
             raise
@@ -245,29 +291,37 @@ class _Worker:
         """Is its end of the connection open, as far as is known?"""
         return not self._reader.at_eof() and not self._writer.is_closing()
 
-    async def ask(self, line: bytes) -> Any:
-        """Its answer to a question, a line."""
+    async def send(self, line: bytes) -> None:
+        """Give it a question; cancelled, it gets the rest of it nevertheless."""
         try:
             self._writer.write(line)
             await self._writer.drain()
         except OSError as error:
             raise WorkerLost(_ENDED) from error
-        return await self.receive()
 
     async def receive(self) -> Any:
-        """The next line it writes."""
+        """Its next answer."""
         try:
             line = await self._reader.readline()
         except (OSError, ValueError) as error:
             raise WorkerLost(f"the verifier's process answered with more than {_LONGEST_ANSWER} bytes") from error
         if not line.endswith(b"\n"):
             raise WorkerLost(_ENDED)
-        return json.loads(line)
+        answer, self.cpu_s = json.loads(line)
+        return answer
+
+    def cpu_now_s(self) -> float:
+        """Processor seconds that it has taken by now; infinite where that cannot be told."""
+        try:
+            fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return math.inf
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def lower_priority(self) -> None:
         """Let every other process go first, from now on."""
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PGRP, self._pid, _LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PGRP, self._pid, _LOW_PRIORITY)
 
     def kill(self) -> None:
         """End it, and what it has started, at once."""

@@ -3,7 +3,7 @@
 It calls `TARGET(ARGUMENT)` (a reference), which imports whatever is heavy and returns a function from a JSON question
 to a JSON answer. Then it forks a worker for each socket that comes over its standard input, so that a worker that had
 to be killed is replaced within milliseconds, and never imports again. A worker reads a question a line and writes an
-answer a line; what the code prints goes where the actor's output goes.
+`[answer, processor seconds so far]` a line; what the code prints goes where the actor's output goes.
 
 Where a fork is unsafe (the import has started threads) or untried (not Linux), it becomes the one worker itself, and
 the pool starts another process for the next. A worker is a process group, so that what it starts is killed with it; it
@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,10 @@ def _work(connection: socket.socket, answering: Answering) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)
     try:
-        _send(connection, {"pid": os.getpid()})
+        _send(connection, [os.getpid(), time.process_time()])
         with connection.makefile("rb") as questions:
             for line in questions:
-                _send(connection, answering(json.loads(line)))
+                _send(connection, [answering(json.loads(line)), time.process_time()])
     except (BrokenPipeError, ConnectionResetError):
         return  # the actor is gone
 

@@ -13,7 +13,7 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import Sampled
+from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.patience import PATIENCE_S
 
 REWARDS = Path(__file__).with_name("rewards.py")
@@ -33,7 +33,7 @@ async def verdicts(function: str, *texts: str, **keys: Any) -> list[Verdict]:
         DomainSection(name="d", source="addition", verifier=f"{REWARDS}:{function}", **{"verifier_workers": 1} | keys)
     )
     try:
-        judged = await verifier.judge(PROBLEM, [Sampled(text, (5, 6)) for text in texts])
+        judged = await verifier.judge(PROBLEM, [SampledAnswer(text, (5, 6)) for text in texts])
     finally:
         await verifier.close()
     assert all(judgement.seconds >= 0 for judgement in judged)
@@ -149,8 +149,8 @@ async def test_a_module_that_has_started_threads_is_not_forked(tmp_path: Path) -
     )
     verifier = open_verifier(domain)
     try:
-        first = await verifier.judge(PROBLEM, [Sampled("a"), Sampled("b"), Sampled("hang")])
-        again = await verifier.judge(PROBLEM, [Sampled("c")])
+        first = await verifier.judge(PROBLEM, [SampledAnswer("a"), SampledAnswer("b"), SampledAnswer("hang")])
+        again = await verifier.judge(PROBLEM, [SampledAnswer("c")])
     finally:
         await verifier.close()
     assert [each.verdict.outcome.value for each in (*first, *again)] == ["correct", "correct", "timeout", "correct"]

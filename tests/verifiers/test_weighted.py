@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, RewardPart, Verdict
-from pipelinerl.verifiers.verifier import Judgement, Sampled, failed, timed_out
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed, timed_out
 from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
 
 PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="42")
@@ -31,7 +31,7 @@ class Says:
         self._verdict = verdict
         self.closed = False
 
-    async def judge(self, problem: Problem, answers: Sequence[Sampled]) -> list[Judgement]:
+    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         return [Judgement(self._verdict, 0.5)] * len(answers)
 
     async def close(self) -> None:
@@ -40,7 +40,7 @@ class Says:
 
 async def summed(*verdicts: Verdict, weights: Sequence[float], correct_at: float = 1.0) -> Judgement:
     parts = [WeightedPart(f"p{i}", weights[i], Says(verdict)) for i, verdict in enumerate(verdicts)]
-    (judgement,) = await WeightedSum(parts, correct_at=correct_at).judge(PROBLEM, [Sampled("a")])
+    (judgement,) = await WeightedSum(parts, correct_at=correct_at).judge(PROBLEM, [SampledAnswer("a")])
     return judgement
 
 
@@ -76,7 +76,7 @@ async def test_a_recipe_adds_functions_and_verifiers(tmp_path: Path) -> None:
     verifier = open_verifier(DomainSection.model_validate_json(_json(rewards)))
     try:
         texts = ["42", "43", "so after all the answer is 42"]
-        judged = await verifier.judge(PROBLEM, [Sampled(text) for text in texts])
+        judged = await verifier.judge(PROBLEM, [SampledAnswer(text) for text in texts])
     finally:
         await verifier.close()
     assert [j.verdict.reward for j in judged] == [1.5, 0.5, 1.0]

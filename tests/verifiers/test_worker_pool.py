@@ -63,18 +63,28 @@ async def test_one_that_hangs_is_killed_at_its_deadline_and_its_place_is_free_be
     assert 2.0 <= time.monotonic() - began < PATIENCE_S
 
 
-async def test_a_slow_one_goes_last(pool: Callable[..., WorkerPool]) -> None:
-    one = pool(workers=1)
-    assert (await one.ask("who"))[1] == os.getpriority(os.PRIO_PROCESS, 0)
-    slow = await one.ask(["sleep", 1.0])
-    assert slow[1] == 19
-    assert (await one.ask("who"))[1] == os.getpriority(os.PRIO_PROCESS, 0)
+async def test_a_slow_one_goes_after_others(pool: Callable[..., WorkerPool]) -> None:
+    one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
+    assert (await one.ask("who"))[1] == own
+    assert (await one.ask(["spin", 1.5]))[1] == max(own, 10)
+    assert (await one.ask("who"))[1] == own
 
 
 async def test_a_function_that_always_takes_long_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
-    one = pool(workers=1)
-    found = [await one.ask(["sleep", 0.4]) for _ in range(4)]
-    assert [priority for _, priority in found][1:] == [os.getpriority(os.PRIO_PROCESS, 0)] * 3
+    one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
+    found = [await one.ask(["spin", 0.6]) for _ in range(4)]
+    assert [priority for _, priority in found][1:] == [own] * 3
+
+
+@linux
+async def test_a_worker_that_is_kept_from_the_processor_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
+    one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
+    pid, _ = await one.ask("who")
+    os.kill(pid, signal.SIGSTOP)
+    asked = asyncio.create_task(one.ask("who"))
+    await asyncio.sleep(0.4)
+    os.kill(pid, signal.SIGCONT)
+    assert await asked == [pid, own]
 
 
 async def test_more_hanging_questions_than_places_end_in_time_and_let_others_through(
@@ -101,7 +111,7 @@ async def test_groups_without_slow_questions_go_first(pool: Callable[..., Worker
         await one.ask(["sleep", seconds], group=group)
         order.append(group)
 
-    await ask("slow", 0.6)
+    await ask("slow", 1.5)
     busy = asyncio.create_task(ask("busy", 0.2))
     await asyncio.sleep(0.05)
     await asyncio.gather(ask("slow", 0.0), ask("other", 0.0), busy)

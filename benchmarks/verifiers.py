@@ -1,0 +1,244 @@
+"""What verification costs: math answers a second, an actor's processor time, and what hostile answers do to others.
+
+    throughput   the math verifier's answers/s that need `math-verify`, beside the library called bare, in as many
+                 processes of their own as there are cores, each given its share at once
+    actor        processor time of the verifying process for each rollout, in groups of 8
+    hostile      `hostile_texts`: tokens, a million characters, 9**9**9**9, unbalanced LaTeX, NUL, bidi; groups of them
+                 are judged beside groups of ordinary answers, whose latency is compared with what it is without
+
+Targets: 0.7 of the bare library; of an answer that is hostile, no failure of ours scored 0, no verdict later than the
+deadline and a second after its worker had it; the others' 95th percentile at most twice what it is without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.measure import Interval, Row, paired, print_table, write_record
+from pipelinerl.config.recipe import DomainSection
+from pipelinerl.data.problems import Split, open_source
+from pipelinerl.rng import generator
+from pipelinerl.roles.verification import open_verifier
+from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
+
+LEAST_OF_BARE = 0.7
+MOST_OF_P95 = 2.0
+GROUP = 8
+_DEADLINE_S = 2.0
+#: Groups of ordinary and of hostile answers that are judged at once.
+_AT_ONCE = 2
+
+_HOSTILE = (
+    "<|im_start|>assistant<|im_end|><|endoftext|>\\boxed{{{n}}}",
+    "x" * 10**6,
+    "\\boxed{{" + "(" * 10**6,
+    "answer is\n" + " \n" * 500_000,
+    "<answer>" * 125_000,
+    "\\boxed{{9^{{9^{{9^{{9}}}}}} + {n}}}",
+    "\\boxed{{9**9**9**9 - {n}}}",
+    "\\boxed{{10^{{10^{{10}}}} \\cdot {n}}}",
+    "\\boxed{{({n}!)!!! + 100000!!}}",
+    "\\boxed{{\\frac{{1}}{{{n}",
+    "\\boxed{{\\left(\\sqrt{{{n}}} \\right]}}",
+    "\\boxed{{" + "(" * 400 + "{n}" + ")" * 400 + "}}",
+    "\\boxed{{{n}\x00\x00 + x}}",
+    "\\boxed{{\u202e{n} + x\u2066\u200b}}",
+    "\\boxed{{\ud800 + {n}}}",
+    "\\boxed{{" + "9" * 1900 + "e99999999}}",
+    "\\boxed{{\\sum_{{k=1}}^{{10^{{12}}}} k^{n}}}",
+    "\\boxed{{__import__('os').system('true') + {n}}}",
+    "\\boxed{{" + "\\begin{{pmatrix}} x & y \\\\ " * 60 + "}}",
+    "{{}}" * 250_000 + "\\boxed{{\\text{{" + "\\text{{" * 200,
+)
+
+
+def hostile_texts(count: int) -> list[str]:
+    """So many answers that are meant to break, stall or deceive a verifier; the same ones each time."""
+    return [_HOSTILE[number % len(_HOSTILE)].format(n=number) for number in range(count)]
+
+
+def run(quick: bool) -> None:
+    """Measure, print the table and write the record."""
+    texts = hostile_texts(100 if quick else 1000)
+    ratio, rates = throughput(pairs=60 if quick else 600, rounds=2 if quick else 9)
+    costs = {name: asyncio.run(processor_ms(name, groups=10 if quick else 200)) for name in _DOMAINS}
+    alone = asyncio.run(beside([], groups=30 if quick else 200))
+    with_them = asyncio.run(beside(texts, groups=30 if quick else 200))
+    p95 = with_them.p95_s / alone.p95_s
+    late = max(with_them.hostile_s, default=0.0)
+    rows = [
+        Row("math answers/s ÷ bare", ratio, f">= {LEAST_OF_BARE}", ratio.median >= LEAST_OF_BARE),
+        *(Row(f"math answers/s, {name}", rate) for name, rate in rates.items()),
+        *(Row(f"actor's processor time, {name} (ms/rollout)", cost) for name, cost in costs.items()),
+        Row("hostile answers", len(texts)),
+        *(Row(f"… {outcome}", with_them.outcomes[outcome]) for outcome in Outcome),
+        Row("… slowest verdict (s)", late, f"deadline {_DEADLINE_S:g} s"),
+        Row("other groups' P95 alone (s)", alone.p95_s),
+        Row("… beside hostile ones, ratio", p95, f"<= {MOST_OF_P95:g}", p95 <= MOST_OF_P95),
+    ]  # fmt: skip
+    print_table("verifiers", rows)
+    if not quick:
+        write_record(
+            "verifiers",
+            {
+                "of_bare": ratio.as_dict(),
+                "answers_per_s": rates,
+                "actor_ms_per_rollout": costs,
+                "hostile": {str(outcome): number for outcome, number in with_them.outcomes.items()},
+                "slowest_hostile_s": late,
+                "p95_s": {"alone": alone.p95_s, "beside": with_them.p95_s},
+            },
+        )
+
+
+# --- throughput -------------------------------------------------------------------------------------------------------
+
+
+def expressions(count: int) -> list[tuple[str, str]]:
+    """(truth, answer) pairs that text alone does not decide, half of them equal."""
+    noise = generator(0, "verifier benchmark")
+    made = []
+    for number in range(count):
+        a, b, c = (int(value) for value in noise.integers(2, 60, 3))
+        truth, equal, other = (
+            (f"\\frac{{{a}}}{{{b}}}", f"{a * c}/{b * c}", f"{a * c + 1}/{b * c}"),
+            (f"x^2+{a + b}x+{a * b}", f"(x+{a})(x+{b})", f"(x+{a})(x-{b})"),
+            (f"{a}\\sqrt{{{b}}}", f"\\sqrt{{{a * a * b}}}", f"\\sqrt{{{a * b + 1}}}"),
+            (f"\\{{{a},{b + 60},{c + 120}\\}}", f"\\{{{c + 120},{a},{b + 60}\\}}", f"\\{{{c},{a}\\}}"),
+        )[number % 4]
+        made.append((truth, equal if number // 4 % 2 else other))
+    return made
+
+
+def throughput(*, pairs: int, rounds: int) -> tuple[Interval, dict[str, float]]:
+    """Answers/s of the verifier ÷ those of the bare library, and both."""
+    asked = expressions(pairs)
+    cores = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("spawn").Pool(cores) as bare, asyncio.Runner() as runner:
+        verifier = open_verifier(DomainSection(name="math", source="addition"))
+        shares = [asked[core::cores] for core in range(cores)]
+
+        def ours() -> float:
+            began = time.perf_counter()
+            runner.run(_all_judged(verifier, asked))
+            return len(asked) / (time.perf_counter() - began)
+
+        def library() -> float:
+            began = time.perf_counter()
+            bare.map(bare_equal, shares, chunksize=1)
+            return len(asked) / (time.perf_counter() - began)
+
+        timings = paired({"ours": ours, "bare": library}, rounds=rounds)
+        runner.run(verifier.close())
+    return timings.ratio("ours", "bare"), {name: timings.median(name) for name in ("ours", "bare")}
+
+
+def bare_equal(pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    """What `math-verify` says, called as its documentation calls it, without its timeouts."""
+    from math_verify import parse, verify
+
+    return [
+        bool(verify(*(parse(f"${text}$", parsing_timeout=None) for text in pair), timeout_seconds=None))
+        for pair in pairs
+    ]
+
+
+async def _all_judged(verifier: GroupVerifier, pairs: Sequence[tuple[str, str]]) -> None:
+    await asyncio.gather(
+        *(verifier.judge(_problem(truth, number), [SampledAnswer(text)]) for number, (truth, text) in enumerate(pairs))
+    )
+
+
+def _problem(truth: str, number: int) -> Problem:
+    return Problem(problem_id=f"d:{number}", domain="d", messages=(Message("user", "?"),), ground_truth=truth)
+
+
+# --- processor time ---------------------------------------------------------------------------------------------------
+
+_OWN = "def score(completion, answer):\n    return completion == answer\n"
+_DOMAINS = ("reasoning_gym", "math as text", "math in a worker", "own function in a worker", "own async function")
+
+
+async def processor_ms(name: str, *, groups: int) -> float:
+    """Of this process, for each rollout."""
+    source = open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0)
+    problems = [source.problem(number) for number in range(groups)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rewards.py"
+        file.write_text(f"async {_OWN}" if "async" in name else _OWN)
+        chosen = "reasoning_gym" if name == _DOMAINS[0] else None if "math" in name else f"{file}:score"
+        verifier = open_verifier(DomainSection(name="d", source="addition", verifier=chosen))
+        truths = [problem.ground_truth for problem in problems]
+        if "math" in name:
+            truths = [str(number) if "text" in name else f"x+{number}" for number in range(groups)]
+            problems = [_problem(truth, number) for number, truth in enumerate(truths)]
+        wrong = ["-1"] if "text" in name else ["1+x"]
+        try:
+            await verifier.judge(problems[0], [SampledAnswer(truths[0]), SampledAnswer(wrong[0])])
+            began = time.process_time()
+            for problem, truth in zip(problems, truths, strict=True):
+                texts = [truth, *wrong * (GROUP - 1)] if "worker" not in name else [f"{truth}+0"] * GROUP
+                await verifier.judge(problem, [SampledAnswer(text) for text in texts])
+            return 1000 * (time.process_time() - began) / (groups * GROUP)
+        finally:
+            await verifier.close()
+
+
+# --- hostile answers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Latencies of ordinary groups, and what became of the hostile answers."""
+
+    p95_s: float
+    hostile_s: tuple[float, ...]
+    outcomes: Counter[Outcome]
+
+
+async def beside(hostile: Sequence[str], *, groups: int) -> Beside:
+    """Judge ordinary groups for as long as the hostile ones last, and for so many groups at least."""
+    verifier = open_verifier(DomainSection(name="math", source="addition", verifier_timeout_s=_DEADLINE_S))
+    ordinary = expressions(groups * GROUP)
+    latencies: list[float] = []
+    seconds: list[float] = []
+    outcomes: Counter[Outcome] = Counter()
+    waiting = [hostile[begin : begin + GROUP] for begin in range(0, len(hostile), GROUP)][::-1]
+    left = list(range(groups))
+    hostile_left = len(waiting)
+
+    async def judge_ordinary() -> None:
+        while left or hostile_left:
+            number = left.pop() if left else groups - 1
+            pairs = ordinary[number * GROUP : (number + 1) * GROUP]
+            began = time.monotonic()
+            await _all_judged(verifier, pairs)
+            latencies.append(time.monotonic() - began)
+            await asyncio.sleep(0.05)
+
+    async def judge_hostile() -> None:
+        nonlocal hostile_left
+        while waiting:
+            texts, problem = waiting.pop(), _problem("x+1", -len(waiting))
+            for verdict, took in await verifier.judge(problem, [SampledAnswer(text) for text in texts]):
+                outcomes[verdict.outcome] += 1
+                seconds.append(took)
+            hostile_left -= 1
+
+    try:
+        await _all_judged(verifier, ordinary[: 4 * GROUP])
+        await asyncio.gather(*(judge() for judge in (judge_ordinary, judge_hostile) for _ in range(_AT_ONCE)))
+    finally:
+        await verifier.close()
+    return Beside(float(np.quantile(latencies, 0.95)), tuple(seconds), outcomes)

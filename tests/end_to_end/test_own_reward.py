@@ -1,0 +1,55 @@
+"""The first page of docs/rewards.md: its two files, in an empty folder, are a run on one's own reward."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.live_run import CLI, launched
+from tests.patience import PATIENCE_S
+
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+QUICK = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32")
+
+
+def from_the_page(folder: Path) -> Path:
+    """The page's function and recipe, as files in an otherwise empty folder; returns the recipe."""
+    blocks = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (function, recipe) = (text for language, text in blocks[:2])
+    assert [language for language, _ in blocks[:2]] == ["python", "toml"]
+    assert len((function + recipe).splitlines()) <= 20
+    (folder / "rewards.py").write_text(function)
+    (folder / "words.toml").write_text(recipe)
+    return folder / "words.toml"
+
+
+def test_the_examples_second_form_adds_the_function_to_a_verifier(tmp_path: Path) -> None:
+    recipe = from_the_page(tmp_path)
+    (parts,) = re.findall(r"```toml\n(rewards = .*?)```", PAGE.read_text(), re.DOTALL)
+    recipe.write_text(recipe.read_text().replace('verifier = "rewards.py:letters"\n', parts))
+    told = subprocess.run(
+        [*CLI, "check", str(recipe), "evaluation.problems=4"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert told.returncode == 0, told.stderr
+    assert f"domains.words.rewards.0.function = letters, {tmp_path}/rewards.py:1" in told.stdout
+    assert "of the reference answer correct, reward 1.2 (letters 1, solved 1)" in told.stdout
+
+
+@pytest.mark.parametrize("overrides", [QUICK, pytest.param((), marks=pytest.mark.slow)], ids=["short", "as it stands"])
+def test_an_empty_folder_becomes_a_run(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = from_the_page(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with launched([recipe.name, *overrides], tmp_path / "runs" / "words") as run:
+        assert run.end() == 0, run.story()
+        steps = run.events("step")
+        assert len(steps) == (2 if overrides else 30)
+        assert run.is_gone()
+    rewards = [step["reward"] for step in steps]
+    assert all(0 < reward < 1 for reward in rewards)
+    if not overrides:
+        assert sum(rewards[-5:]) > sum(rewards[:5])

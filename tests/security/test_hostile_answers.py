@@ -1,0 +1,116 @@
+"""Answers that are meant to break, stall or deceive a verifier: each gets a verdict in time, and no failure is a 0."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.verifiers import hostile_texts
+from pipelinerl.config.recipe import DomainSection
+from pipelinerl.data.problems import Split, open_source
+from pipelinerl.messages import EvaluationDone, encode
+from pipelinerl.roles.verification import open_verifier
+from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
+
+GROUP = 8
+COUNTS = [pytest.param(100, id="100"), pytest.param(1000, id="1000", marks=pytest.mark.slow)]
+#: Of `hostile_texts`, those on which math-verify computes for ever: powers of powers, factorials of factorials.
+ENDLESS = (5, 7, 8)
+#: A busy machine starts and kills processes when it can.
+DEADLINE_S = 1.0
+PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="x+1")
+
+
+@asynccontextmanager
+async def judging(**keys: object) -> AsyncIterator[GroupVerifier]:
+    section = {"name": "d", "source": "addition", "verifier_timeout_s": DEADLINE_S} | keys
+    verifier = open_verifier(DomainSection(**section))  # type: ignore[arg-type]
+    try:
+        yield verifier
+    finally:
+        await verifier.close()
+
+
+async def judged(verifier: GroupVerifier, problem: Problem, texts: Sequence[str]) -> list[Judgement]:
+    """The texts as groups, one after the other."""
+    found: list[Judgement] = []
+    for begin in range(0, len(texts), GROUP):
+        found += await verifier.judge(problem, [SampledAnswer(text) for text in texts[begin : begin + GROUP]])
+    return found
+
+
+def assert_no_failure_is_a_zero(found: Sequence[Judgement]) -> None:
+    """Whatever is scored was judged; whatever can be told can be written down."""
+    for verdict, _ in found:
+        assert verdict.outcome.is_judgement or verdict.reward == 0.0
+        assert verdict.outcome is not Outcome.CORRECT
+        told = EvaluationDone(
+            order_id="", index=0, correct=0, judged=0, oldest_version=0, newest_version=0, num_tokens=0,
+            answers=[verdict.answer, verdict.reason],
+        )  # fmt: skip
+        assert len(encode(told)) < 10_000
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_the_math_verifier_judges_or_says_that_it_could_not(count: int) -> None:
+    texts = hostile_texts(count)
+    async with judging() as verifier:
+        await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")])
+        found = await judged(verifier, PROBLEM, texts)
+        assert (await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")]))[0].verdict.outcome is Outcome.CORRECT
+    assert_no_failure_is_a_zero(found)
+    endless = [found[number].verdict.outcome for number in range(count) if number % 20 in ENDLESS]
+    assert set(endless) <= {Outcome.TIMEOUT, Outcome.VERIFIER_ERROR}
+    ours = [j.verdict.reason for j in found if j.verdict.outcome is Outcome.VERIFIER_ERROR]
+    assert not [reason for reason in ours if "did not start" in reason]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_reasoning_gym_judges_or_says_that_it_could_not(count: int) -> None:
+    source = open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0)
+    async with judging(verifier="reasoning_gym", verifier_timeout_s=20.0) as verifier:
+        found = await judged(verifier, source.problem(0), [f"\x7f{text}" for text in hostile_texts(count)])
+    assert_no_failure_is_a_zero(found)
+    assert {judgement.verdict.outcome for judgement in found} == {Outcome.WRONG}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_a_users_function_fails_on_its_own(count: int, tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(
+        "def score(completion, answer):\n"
+        "    if 'import' in completion or '\\ud800' in completion: raise RuntimeError(completion)\n"
+        "    if '9^' in completion: return 9**9**9**9\n"
+        "    return len(completion) - len(completion)\n"
+    )
+    async with judging(verifier=f"{file}:score") as verifier:
+        await verifier.judge(PROBLEM, [SampledAnswer("")])
+        found = await judged(verifier, PROBLEM, hostile_texts(count))
+    assert_no_failure_is_a_zero(found)
+    outcomes = [judgement.verdict.outcome for judgement in found]
+    assert {outcome for number, outcome in enumerate(outcomes) if number % 20 == 5} == {Outcome.TIMEOUT}
+    assert {outcome for number, outcome in enumerate(outcomes) if number % 20 in (14, 17)} == {Outcome.VERIFIER_ERROR}
+    assert outcomes.count(Outcome.WRONG) == count * 17 // 20
+
+
+async def test_an_ordinary_group_is_done_while_a_hostile_one_still_stalls() -> None:
+    other = Problem(problem_id="d:2", domain="d", messages=PROBLEM.messages, ground_truth="x+2")
+    async with judging(verifier_timeout_s=20.0) as verifier:
+        await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")] * GROUP)
+        endless = [text for number, text in enumerate(hostile_texts(40)) if number % 20 in ENDLESS]
+        hostile = asyncio.create_task(judged(verifier, PROBLEM, endless))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        found = await judged(verifier, other, ["\\boxed{2+x}"] * GROUP)
+        took = time.monotonic() - began
+        assert not hostile.done()
+        hostile.cancel()
+        await asyncio.wait([hostile])
+    assert {judgement.verdict.outcome for judgement in found} == {Outcome.CORRECT}
+    assert took < 20.0, "it has waited for a deadline"

@@ -70,7 +70,7 @@ class Size:
 
 
 SIZES: Final = (
-    Size("make run", None, groups=32, rollouts=8, prompt=24, answer=8, steps=4),
+    Size("make run", None, groups=32, rollouts=8, prompt=24, answer=8, steps=2),
     Size("24 MB, longer answers", DebugSize.MB_24, groups=4, rollouts=4, prompt=32, answer=128, steps=1),
 )
 
@@ -193,7 +193,7 @@ def measured(size: Size, *, quick: bool) -> tuple[list[Row], dict[str, object]]:
             "logged": seconds_of(run.logged),
             "log": seconds_of(run.log_only),
         }
-        timings = paired(arms, rounds=5 if quick else 21, warmup=1)
+        timings = paired(arms, rounds=5 if quick else 21, warmup=0 if quick else 1)
         run.log.close()
         size_bytes = sum(path.stat().st_size for path in (folder / "samples").glob("*"))
         run.step.passes.policy.close()

@@ -27,6 +27,8 @@ from pipelinerl.messages import (
     GroupOutdated,
     OrdersEnded,
     Published,
+    ShownAnswer,
+    ShownProblem,
     Starving,
     StepDone,
     StepSkipped,
@@ -49,7 +51,14 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
     ),
     (
         StepDone(
-            report_id="e1-step-6", epoch=1, model_version=6, consumed=CONSUMED, stats={"loss": 0.5}, orders=[4, 8]
+            report_id="e1-step-6",
+            epoch=1,
+            model_version=6,
+            consumed=CONSUMED,
+            stats={"loss": 0.5},
+            orders=[4, 8],
+            by_domain={"toy": {"reward": 0.5}},
+            by_tag={"level=3": {"stale": 0.25}},
         ),
         {
             "report_id": "e1-step-6",
@@ -58,6 +67,8 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "consumed": ACCOUNT,
             "stats": {"loss": 0.5},
             "orders": [4, 8],
+            "by_domain": {"toy": {"reward": 0.5}},
+            "by_tag": {"level=3": {"stale": 0.25}},
         },
     ),
     (
@@ -140,8 +151,8 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
         },
     ),
     (
-        GroupOutdated(order_id="prompt-000007", index=7, oldest=2, current=6),
-        {"order_id": "prompt-000007", "index": 7, "oldest": 2, "current": 6},
+        GroupOutdated(order_id="prompt-000007", index=7, oldest=2, current=6, domain="toy"),
+        {"order_id": "prompt-000007", "index": 7, "oldest": 2, "current": 6, "domain": "toy"},
     ),
     (
         GroupHandedOver(order_id="prompt-000007", index=7, tokens_kept=90, tokens_resampled=8),
@@ -164,6 +175,12 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             answers=["2", ""],
             right=[True, False],
             unjudged=[1],
+            shown=ShownProblem(
+                problem_id="p",
+                prompt="user: add",
+                ground_truth="2",
+                answers=[ShownAnswer("2", "correct", 1.0, "", "stop", 1, [(6, 1)])],
+            ),
         ),
         {
             "order_id": "eval-6-2-000001",
@@ -181,6 +198,12 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "answers": ["2", ""],
             "right": [True, False],
             "unjudged": [1],
+            "shown": {
+                "problem_id": "p",
+                "prompt": "user: add",
+                "ground_truth": "2",
+                "answers": [["2", "correct", 1.0, "", "stop", 1, [[6, 1]]]],
+            },
         },
     ),
     (

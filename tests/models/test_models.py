@@ -23,7 +23,7 @@ from pipelinerl.models.tiny_decoder import (
     char_tokenizer,
     random_decoder,
 )
-from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer, decoder_of
 from pipelinerl.models.warmstart import Demonstrations, WarmStartSettings, accuracies, warm_start
 from pipelinerl.types import Message
 
@@ -260,3 +260,10 @@ def test_the_vocabulary_is_what_config_json_says(config, expected, tmp_path):
     assert vocab_size(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vocab_size(tmp_path) == expected
+
+
+def test_a_decoder_shows_special_tokens_and_ids_where_there_is_no_tokenizer(tmp_path):
+    tokenizer = ChatTokenizer.load(SHIPPED)
+    ids = tokenizer.encode_chat([Message("user", "spell it")])
+    assert decoder_of(SHIPPED)(ids) == tokenizer.decode(ids) == "<|user|>spell it<|end|><|assistant|>"
+    assert decoder_of(tmp_path)([3, 1, 2]) == "3 1 2"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
-from pipelinerl.observability.progress import ProgressDisplay, line, render, sparkline
+from pipelinerl.observability.progress import ProgressDisplay, domain_lines, line, render, sparkline
 from pipelinerl.observability.status import (
     ActorStatus,
     EngineStatus,
@@ -167,3 +168,51 @@ def test_sparkline() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_what_each_domain_did_and_what_is_wrong() -> None:
+    figures = {
+        "reward": 0.5,
+        "reward.format": 0.25,
+        "accuracy": 0.4,
+        "length_mean": 12.34,
+        "truncated": 0.3,
+        "stale": 0.0,
+    }
+    verified = {"verifier_s": 0.002, "verifier_errors": 3.0}
+    step = LastStepStatus(
+        reward=0.5,
+        entropy=0.456,
+        exact_entropy=0.512,
+        length_mean=12.34,
+        truncated=0.3,
+        by_domain={"words": figures | verified, "sums": {"stale": 1.0}},
+        by_tag={"level=3": {"reward": 0.125}},
+    )
+    status = msgspec.structs.replace(STATUS, last_step=step, alarms=("30% of the answers of words are cut",))
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(render(status, width=120))
+    shown = console.export_text()
+    for expected in (
+        "0.456, exact 0.512",
+        "12.3 tokens, 30% truncated",
+        "words",
+        "right 40%",
+        "alarm 30% of the answers",
+    ):
+        assert expected in shown
+    words, sums, level = domain_lines(status)
+    assert words.startswith("words: reward 0.500 · right 40% · tokens 12.3 · truncated 30% · stale 0%")
+    assert "verifier 2.0 ms, 3 errors" in words and words.endswith("format 0.250")
+    assert (sums, level) == ("sums: stale 100%", "tag level=3: reward 0.125")
+    assert "ALARM 30% of the answers of words are cut" in line(status) and "ALARM" not in line(STATUS)
+    assert RunStatus.from_json(status.to_json()) == status
+
+
+def test_an_alarm_is_news_to_a_pipe() -> None:
+    out = io.StringIO()
+    progress = ProgressDisplay(Console(file=out, width=200), line_every_s=1000.0)
+    with progress:
+        for alarms in ((), (), ("too long",), ("too long",), ()):
+            progress.show(msgspec.structs.replace(STATUS, alarms=alarms))
+    assert ["ALARM" in each for each in out.getvalue().splitlines()] == [False, True, False]

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelinerl.choices import Truncated
 from pipelinerl.config.recipe import load
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
+from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.roles.process import Identity
-from pipelinerl.roles.trainer_role import loop_settings, publisher_of
+from pipelinerl.roles.trainer_role import loop_settings, publisher_of, samples_of
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 
 
@@ -34,6 +36,32 @@ def test_the_publishers_part_of_a_recipe(tmp_path: Path) -> None:
     pulled = replace(identity, config=load("tiny", ["weights.transport=pull"]))
     with pytest.raises(RecipeError, match="the trainer was told of no parameter server"):
         publisher_of(pulled, EngineClient())
+
+
+def test_samples_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
+    config = load("tiny", ["samples.max_bytes=2097152", "samples.groups_per_step=3", "run.seed=5"])
+    identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
+    samples = samples_of(identity)
+    assert samples is not None and (samples.groups_per_step, samples.seed) == (3, 5)
+    assert samples.decode([0, 1]) == decoder_of(config.model.resolved)([0, 1])
+    samples.log.close()
+    assert samples_of(replace(identity, config=load("tiny", ["samples.log=off"]))) is None
+    with pytest.raises(RecipeError, match=r"samples\.max_bytes: .* greater than or equal to 1048576"):
+        load("tiny", ["samples.max_bytes=1000"])
+
+
+def test_truncated_rollouts_train_or_are_masked_as_the_recipe_says() -> None:
+    assert loop_settings(load("tiny")).truncated is Truncated.TRAIN
+    assert loop_settings(load("tiny", ["training.truncated=mask"])).truncated is Truncated.MASK
+
+
+@pytest.mark.parametrize(
+    ("overrides", "interval"),
+    [([], 10), (["trainer.type=jax"], 0), (["trainer.type=jax", "figures.exact_entropy_interval=3"], 3)],
+)
+def test_how_often_the_exact_entropy_is_measured(overrides: list[str], interval: int) -> None:
+    config = load("tiny", overrides)
+    assert config.figures.interval(config.trainer.type) == interval
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")

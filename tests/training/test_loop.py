@@ -249,6 +249,19 @@ async def test_orders_that_were_given_up_end_as_stale_and_a_group_that_comes_all
         assert (done.orders, done.consumed.trained, done.consumed.stale, done.consumed.frontier) == ([1, 2], 2, 2, 5)
 
 
+async def test_a_step_says_what_came_by_domain_trained_or_filtered(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.roll_out(0, 1, rewards=(1.0, 1.0))
+        ended_untrained = await made.heard(OrdersEnded)
+        assert ended_untrained.consumed.trained == 0
+        await made.roll_out(2, 3)
+        done = await made.heard(StepDone)
+        figures = done.by_domain["test"]
+        assert (figures["groups"], figures["stale_groups"], figures["rollouts"]) == (4, 0, 8)
+        assert (figures["all_right"], figures["accuracy"]) == (0.5, 0.75) and done.by_tag == {}
+
+
 async def test_steps_are_reported_and_each_waits_for_its_directive(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin(publish_to=[ENGINE])

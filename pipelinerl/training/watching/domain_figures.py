@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple, Self, final
 
 import numpy as np
 
@@ -55,32 +55,36 @@ class Tally:
     parts: dict[str, tuple[float, int]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
 
-    def add(self, group: RolloutGroup) -> None:
-        """Count a group that was trained or filtered."""
-        self.groups += 1
-        verdicts = [rollout.verdict for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
-        right = sum(verdict.outcome is Outcome.CORRECT for verdict in verdicts)
-        self.judged_groups += bool(verdicts)
-        self.all_right += bool(verdicts) and right == len(verdicts)
-        self.all_wrong += bool(verdicts) and right == 0
-        self.judged += len(verdicts)
-        self.right += right
-        self.reward += sum(verdict.reward for verdict in verdicts)
-        for verdict in verdicts:
-            for name, reward in verdict.parts[:_MOST_OF_A_GROUP]:
-                total, count = self.parts.get(name, (0.0, 0))
-                self.parts[name] = (total + reward, count + 1)
-        self.truncated += sum(rollout.finish_reason == FinishReason.LENGTH for rollout in group.rollouts)
-        self.lengths += [rollout.num_sampled_tokens for rollout in group.rollouts]
-
-    def add_stale(self) -> None:
-        """Count a group that was dropped since it was too old."""
-        self.stale += 1
+    @classmethod
+    def of(cls, group: RolloutGroup) -> Self:
+        """The counts of one group that was trained or filtered."""
+        counts, judged, right = cls(groups=1), 0, 0
+        for rollout in group.rollouts:
+            verdict = rollout.verdict
+            counts.lengths.append(rollout.num_sampled_tokens)
+            counts.truncated += rollout.finish_reason == FinishReason.LENGTH
+            if verdict.outcome.is_judgement:
+                judged += 1
+                right += verdict.outcome is Outcome.CORRECT
+                counts.reward += verdict.reward
+                for name, reward in verdict.parts[:_MOST_OF_A_GROUP]:
+                    total, count = counts.parts.get(name, (0.0, 0))
+                    counts.parts[name] = (total + reward, count + 1)
+        counts.judged, counts.right = judged, right
+        counts.judged_groups = int(judged > 0)
+        counts.all_right, counts.all_wrong = int(judged > 0 and right == judged), int(judged > 0 and right == 0)
+        return counts
 
     def merge(self, other: Tally) -> None:
         """Count what another has counted."""
-        for name in ("groups", "stale", "judged_groups", "all_right", "all_wrong", "judged", "right", "truncated"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.groups += other.groups
+        self.stale += other.stale
+        self.judged_groups += other.judged_groups
+        self.all_right += other.all_right
+        self.all_wrong += other.all_wrong
+        self.judged += other.judged
+        self.right += other.right
+        self.truncated += other.truncated
         self.reward += other.reward
         self.lengths += other.lengths
         for name, (total, count) in other.parts.items():
@@ -121,13 +125,11 @@ class DomainTallies:
     def add(self, groups: Iterable[RolloutGroup]) -> None:
         """Count groups that were trained or filtered."""
         for group in groups:
-            for tally in self._of(group):
-                tally.add(group)
+            self._merge(group, Tally.of(group))
 
     def add_stale(self, group: RolloutGroup) -> None:
         """Count a group that was too old."""
-        for tally in self._of(group):
-            tally.add_stale()
+        self._merge(group, Tally(stale=1))
 
     def take(self) -> StepFigures:
         """The figures; counting begins anew."""
@@ -135,12 +137,10 @@ class DomainTallies:
         self._domains, self._tags = {}, {}
         return StepFigures(_figures(domains), _figures(tags))
 
-    def _of(self, group: RolloutGroup) -> list[Tally]:
-        tags = dict.fromkeys(group.problem.tags[:_MOST_OF_A_GROUP])
-        return [
-            self._domains.setdefault(group.domain, Tally()),
-            *(self._tags.setdefault(tag, Tally()) for tag in tags),
-        ]
+    def _merge(self, group: RolloutGroup, counts: Tally) -> None:
+        self._domains.setdefault(group.domain, Tally()).merge(counts)
+        for tag in dict.fromkeys(group.problem.tags[:_MOST_OF_A_GROUP]):
+            self._tags.setdefault(tag, Tally()).merge(counts)
 
 
 def _bounded(tags: Mapping[str, Tally]) -> dict[str, Tally]:

@@ -1,0 +1,50 @@
+"""The table by domain and tag: means weighed by rollouts, shares by groups, and runs that know nothing of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipelinerl.observability.domains import DOMAIN_HEAD, domain_charts, domain_rows, mean_of
+from pipelinerl.observability.report import render
+from pipelinerl.observability.run_history import RunHistory, tell
+from tests.observability.synthetic import events
+
+
+def history(*steps: dict[str, Any]) -> RunHistory:
+    return tell([{"kind": "step", "step": number, "elapsed_s": 1.0, **step} for number, step in enumerate(steps, 1)])
+
+
+def test_means_are_weighed_by_what_they_are_of() -> None:
+    words = {"rollouts": 30, "reward": 1.0, "reward.format": 0.5, "accuracy": 1.0, "groups": 3, "stale_groups": 1}
+    seldom = {"rollouts": 10, "reward": 0.0, "accuracy": 0.0, "groups": 4, "stale_groups": 0, "verifier_s": 0.004,
+              "verified": 10, "verifier_errors": 2}  # fmt: skip
+    made = history(
+        {"by_domain": {"words": words}}, {"by_domain": {"words": seldom, "<sums>": {}}, "by_tag": {"t": words}}
+    )
+    rows = {row[0]: dict(zip(DOMAIN_HEAD, row, strict=True)) for row in domain_rows(made)}
+    assert list(rows) == ["<sums>", "words", "t"]
+    assert rows["words"] | {
+        "rollouts": "40", "reward": "0.750, format 0.500", "right": "75.0%", "stale": "12.5%",
+        "verifier": "4 ms, 2 errors"
+    } == rows["words"]  # fmt: skip
+    assert rows["<sums>"]["reward"] == "–" and rows["<sums>"]["stale"] == "–"
+    assert "&lt;sums&gt;" in render(made, "") and "<sums>" not in render(made, "")
+
+
+def test_charts_have_a_line_for_each_domain() -> None:
+    steps = [{"by_domain": {"a": {"accuracy": 0.5}, "b": {"accuracy": None}}, "entropy": 1.0}, {"by_domain": {}}]
+    charts = dict(domain_charts(history(*steps)))
+    lines = {line.label: line.series for line in charts["Share right, by domain"].lines}
+    assert lines["a"].y == (0.5,) and not lines["b"]
+    assert charts["Entropy, nats a token"].lines[0].series.y == (1.0,)
+
+
+def test_a_run_that_knows_no_domains_has_no_rows() -> None:
+    assert domain_rows(tell(events(3))) == [] and "No step was taken." in render(tell([]), "")
+
+
+def test_a_mean_of_nothing_is_none() -> None:
+    assert mean_of([], "reward") is None and mean_of([{"reward": 1.0}], "reward") is None
+    assert mean_of([{"reward": 1.0, "rollouts": 1}, {"reward": 4.0, "rollouts": 2}], "reward") == pytest.approx(3.0)

@@ -167,6 +167,46 @@ def evaluate(
 
 
 @app.command()
+def prefilter(
+    target: Annotated[str, typer.Argument(metavar="MODEL|RUN|URL", help="Who answers; a URL is any OpenAI server's.")],
+    out: Annotated[Path, typer.Option(help="Directory of answers and data sets; an interrupted one is gone on with.")],
+    recipe: Annotated[str | None, typer.Option(help="Recipe with the domains (default: the run's).")] = None,
+    changes: Changes = None,
+    checkpoint: Annotated[str, typer.Option(help="One of the run's (default: its newest).")] = "",
+    problems: Annotated[int, typer.Option(min=1, help="Most training problems; a data set ends before.")] = 1000,
+    samples: Annotated[int, typer.Option(min=1, help="How often each is asked.")] = 8,
+    keep: Annotated[str, typer.Option(help="Pass rates of the problems to keep.")] = "0.1..0.9",
+    model: Annotated[str, typer.Option(help="Which model of the server at the URL (default: its first).")] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="Bearer token of the server at the URL (default: $PIPELINERL_TOKEN).")
+    ] = None,
+) -> None:
+    """Measure how often a model solves each training problem, and keep those that have something to teach it."""
+    from rich.console import Console
+
+    from pipelinerl.commands.evaluation import prefilter as prefiltering
+    from pipelinerl.commands.evaluation.respondents import recipe_of, target_of
+    from pipelinerl.roles.process import read_token
+
+    of, band = target_of(target, checkpoint=checkpoint), prefiltering.Band.parse(keep)
+    report = prefiltering.prefilter(
+        of,
+        recipes.load(recipe_of(of, recipe), changes or []),
+        out=out,
+        keep=band,
+        problems=problems,
+        samples=samples,
+        token=read_token(token_file),
+        model=model,
+        console=Console(stderr=True),
+    )
+    typer.echo(f"{report.problems} problems, {report.asked} of them asked now, {report.unanswered} without an answer")
+    typer.echo(f"mean pass rate {report.mean:.1%}; kept {sum(report.kept.values())} within {keep}")
+    for domain, path in report.files.items():
+        typer.echo(f"{report.kept[domain]:>8}  {path}")
+
+
+@app.command()
 def warmstart(
     output: Annotated[Path, typer.Argument(help="Directory to make and write the model to.")],
     seed: Annotated[int, typer.Option(help="Seed of weights and demonstrations.")] = 0,

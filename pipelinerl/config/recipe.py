@@ -20,6 +20,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator, model_v
 
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
+from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.layers import merged, overridden
 from pipelinerl.config.learning import (
     CriticSection,
@@ -86,6 +87,7 @@ class RunConfig(Section):
     reference: ReferenceSection | None = None
     staleness: StalenessSection = StalenessSection()
     evaluation: EvaluationSection = EvaluationSection()
+    curation: CurationSection = CurationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     streams: StreamsSection = StreamsSection()
     weights: WeightsSection = WeightsSection()

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
+from pipelinerl.choices import NoSignal
 from pipelinerl.commands.resumption import claim
 from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.controller.decisions.controller import Controller
@@ -29,6 +30,7 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
+from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, held_out_problems, knobs_of, training_problems
@@ -69,6 +71,7 @@ def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
 
 def settings_of(config: RunConfig) -> ControllerSettings:
     """The controller's part of the recipe."""
+    filters = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
     plan = config.evaluation.model_dump(exclude={"split", "interval_steps", "max_tokens"})
     return ControllerSettings(
         seed=config.run.seed,
@@ -80,6 +83,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         stall_s=config.run.stall_s,
         engine_timeout_s=config.run.engine_timeout_s,
         scope=config.staleness.scope,
+        oversample=config.curation.oversample if filters else 1.0,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
     )

@@ -71,7 +71,13 @@ def knobs(**changes: Any) -> Knobs:
 
 
 def controller(
-    *, steps: int = 20, evaluation_problems: int = 3, pin: Pin = Pin.NONE, samples: int = 1, **changes: float
+    *,
+    steps: int = 20,
+    evaluation_problems: int = 3,
+    pin: Pin = Pin.NONE,
+    samples: int = 1,
+    oversample: float | None = 1.0,
+    **changes: float,
 ) -> Controller:
     """A controller that expects one engine."""
     plan = EvaluationPlan(problems=evaluation_problems, max_tokens=8, pin=pin, samples=samples)
@@ -84,6 +90,7 @@ def controller(
         evaluation=plan,
         checkpoint_interval_steps=10,
         engines_expected=1,
+        oversample=oversample,
     )
     start = knobs(**changes)
     state = RunState(knobs=start, first_domain_weights=start.domain_weights)

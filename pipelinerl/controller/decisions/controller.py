@@ -39,7 +39,7 @@ from pipelinerl.controller.state.inputs import AnyInput, KnobsPatched, ReportRec
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange
 from pipelinerl.controller.state.run_state import RunPhase, RunState
-from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.controller.state.settings import OVERSAMPLED, ControllerSettings
 from pipelinerl.messages import (
     FROM_ACTORS,
     SKIPS_THAT_END,
@@ -235,7 +235,7 @@ class Controller:
         while self.state.account.in_flight < self.settings.max_groups and self.state.knobs.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
-            queued_groups=self.state.account.in_flight,
+            queued_groups=self._expected_groups(),
             groups_per_step=self.state.knobs.groups_per_step,
         ):
             index = self.state.account.next_index()
@@ -248,6 +248,14 @@ class Controller:
                 )
             )
         return [IssuePrompts(orders)] if orders else []
+
+    def _expected_groups(self) -> int:
+        """How many of the orders that are out will probably take a place in a step."""
+        knobs, most = self.state.knobs, self.settings.oversample
+        if most is None:
+            most = OVERSAMPLED if knobs.k > knobs.j else 1.0
+        waiting = int(self.state.trainer.last_step.get("waiting_groups", 0))
+        return self.state.filtered_share.expected(self.state.account.in_flight, waiting=waiting, most=most)
 
     def _fleet_changed(self, *, now: float) -> list[Effect]:
         """What follows from who is there: the trainer may have waited for an engine, or an engine waits for it."""
@@ -298,7 +306,10 @@ class Controller:
             return [Send(self.state.trainer.answers[report.report_id])]
         self.state.version = report.model_version
         self.state.account.update(report.consumed)
-        self.state.trainer.stepped = report.consumed
+        before, self.state.trainer.stepped = self.state.trainer.stepped, report.consumed
+        self.state.filtered_share.note_step(
+            trained=report.consumed.trained - before.trained, filtered=report.consumed.filtered - before.filtered
+        )
         self.state.trainer.last_step, self.state.failing.refused_groups = report.stats, 0
         effects: list[Effect] = [_step_record(report)]
         loaded = self.state.fleet.oldest_loaded()

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 import msgspec
 
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationResult
+from pipelinerl.controller.state.filtered_share import FilteredShare
 from pipelinerl.controller.state.fleet import Fleet
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange, Knobs
@@ -145,6 +146,8 @@ class RunState(msgspec.Struct, kw_only=True):
     """Those that the recipe gives."""
     quotas: list[Quota] = []
     """Within how many orders the domains' shares are kept, the oldest first; a knob may change what a step takes."""
+    filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
+    """Which part of the orders trains nothing, as the last steps have shown it."""
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []
     """Engines beyond the recipe's, in the order of asking; a resumed run begins without."""
@@ -192,6 +195,7 @@ class RunState(msgspec.Struct, kw_only=True):
             "account": self.account.to_record(),
             "knobs": self.knobs.to_json(),
             "first_domain_weights": self.first_domain_weights,
+            "filtered_share": msgspec.to_builtins(self.filtered_share),
             "quotas": [list(quota) for quota in self.quotas],
             "knob_log": [msgspec.to_builtins(change) for change in self.knob_log],
             "evaluations": [msgspec.to_builtins(result) for result in self.evaluations.results],
@@ -210,6 +214,7 @@ class RunState(msgspec.Struct, kw_only=True):
         before, recipe = record["knobs"], self.knobs
         self.knob_log = [KnobChange(**change) for change in record["knob_log"]]
         self.first_domain_weights = record.get("first_domain_weights", self.first_domain_weights)
+        self.filtered_share = msgspec.convert(record.get("filtered_share", {}), FilteredShare)
         self.quotas = [Quota(*quota) for quota in record.get("quotas", ())]
         self.knobs = recipe.with_live(self.knob_log)
         edited = {name: value for name, value in self.knobs.to_json().items() if value != before[name]}

@@ -1,7 +1,7 @@
 """`pipelinerl prefilter`: how often a model solves each training problem, and the data set of those worth training on.
 
     out/answers.jsonl    one line for each problem that was answered: what the command goes on from
-    out/<domain>.jsonl   the problems whose pass rate lies within the band, with that rate, for a source that reads files
+    out/<domain>.jsonl   the problems whose pass rate lies within the band, with that rate, as a data set
 
 Each line of a data set holds `messages`, `answer`, `metadata` (the problem's own, and `pass_rate`) and `tags` (its own,
 and the rate's band). Promises: started again with the same question, it asks only what has no answer yet; with another

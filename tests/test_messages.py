@@ -218,6 +218,8 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             controller_state={"epoch": 1},
             to_verify=["http://a"],
             stale=[8],
+            fresh_until=[(0, 5), (9, 7)],
+            issued=12,
         ),
         {
             "answers": "e1-step-6",
@@ -231,6 +233,8 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "controller_state": {"epoch": 1},
             "to_verify": ["http://a"],
             "stale": [8],
+            "fresh_until": [[0, 5], [9, 7]],
+            "issued": 12,
         },
     ),
 ]

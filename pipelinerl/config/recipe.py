@@ -257,7 +257,8 @@ def to_table(config: RunConfig) -> dict[str, Any]:
     table: dict[str, Any] = plain(config.model_dump(mode="python"))
     bounds = config.staleness.bounds
     k = bounds.k if math.isinf(bounds.k) else int(bounds.k)
-    table["staleness"] = {"j": bounds.j, "k": k, "scope": config.staleness.scope.value}
+    kept = {name: value for name, value in table["staleness"].items() if name != "preset"}
+    table["staleness"] = kept | {"j": bounds.j, "k": k}
     return table
 
 

@@ -83,6 +83,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         stall_s=config.run.stall_s,
         engine_timeout_s=config.run.engine_timeout_s,
         scope=config.staleness.scope,
+        overdue=config.staleness.overdue,
         oversample=config.curation.oversample if filters else 1.0,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,

@@ -26,6 +26,7 @@ from typing import Any, final
 
 import msgspec
 
+from pipelinerl.choices import Overdue
 from pipelinerl.controller.decisions import engine_decisions
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.engine_decisions import engine_input
@@ -232,6 +233,7 @@ class Controller:
             return []
         orders: list[PromptOrder] = []
         self.state.follow_groups_per_step()
+        self.state.follow_loaded(loaded)
         while self.state.account.in_flight < self.settings.max_groups and self.state.knobs.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
@@ -247,7 +249,11 @@ class Controller:
                     quota=self.state.quota_of(index),
                 )
             )
-        return [IssuePrompts(orders)] if orders else []
+        if not orders:
+            return []
+        # A trainer that waits for what is overdue has to know of an order before anybody works on it.
+        known = [] if self.settings.overdue is Overdue.DROP else self._unasked(f"issued-e{self.state.epoch}-{index}")
+        return [*known, IssuePrompts(orders)]
 
     def _expected_groups(self) -> int:
         """How many of the orders that are out will probably take a place in a step."""
@@ -282,6 +288,7 @@ class Controller:
         self.state.version = report.model_version
         self.state.trainer.stop_sent = False
         self.state.fleet.begin_epoch()
+        self.state.loaded_from = []
         if self.state.resumed_account is not None:
             self.state.account = IssuedLedger.resume(self.state.resumed_account, report.consumed)
             self.state.resumed_account = None
@@ -317,6 +324,8 @@ class Controller:
         if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
             self._evaluator.want(self.state)
         publish = due or self.state.fleet.awaits_weights() or self._evaluator.needs_weights(self.state)
+        if self.settings.overdue is Overdue.WAIT:  # the answer must know of what is issued now
+            effects += self.issue()
         effects.append(self._answer(report.report_id, publish=publish))
         return effects + self.issue()
 
@@ -378,12 +387,16 @@ class Controller:
         self.state.account.fail(report.index)
         refused(self.state, report)
         failed = Record("group_failed", {"order_id": report.order_id, "reason": report.reason})
-        return [failed, *self.issue()]
+        return [failed, *self._ended(report.index), *self.issue()]
 
     def _group_outdated(self, report: GroupOutdated) -> list[Effect]:
         self.state.account.give_up(report.index)
         fields = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
-        return [Record("group_outdated", fields), *self.issue()]
+        return [Record("group_outdated", fields), *self._ended(report.index), *self.issue()]
+
+    def _ended(self, index: int) -> list[Effect]:
+        """The trainer may wait for an order that ended without a group."""
+        return [] if self.settings.overdue is Overdue.DROP else self._unasked(f"ended-e{self.state.epoch}-{index}")
 
     def _evaluate(self, *, now: float) -> list[Effect]:
         """What follows for evaluations from what was just decided, and what from a result."""

@@ -146,6 +146,8 @@ class RunState(msgspec.Struct, kw_only=True):
     """Those that the recipe gives."""
     quotas: list[Quota] = []
     """Within how many orders the domains' shares are kept, the oldest first; a knob may change what a step takes."""
+    loaded_from: list[tuple[int, int]] = []
+    """(order, version): from that order on, no engine held older weights when it was issued; the oldest first."""
     filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
     """Which part of the orders trains nothing, as the last steps have shown it."""
     fleet: Fleet = msgspec.field(default_factory=Fleet)
@@ -179,6 +181,18 @@ class RunState(msgspec.Struct, kw_only=True):
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
+
+    def follow_loaded(self, loaded: int) -> None:
+        """Orders that are issued from now on are sampled by these weights or newer ones; what has ended is forgotten.
+
+        Without a record, of a trainer that begins, whatever is out is issued again now.
+        """
+        if not self.loaded_from or self.loaded_from[-1][1] != loaded:
+            since = self.account.cursor if self.loaded_from else 0
+            self.loaded_from = [*(each for each in self.loaded_from if each[0] < since), (since, loaded)]
+        frontier = self.account.consumed.frontier
+        while len(self.loaded_from) > 1 and self.loaded_from[1][0] <= frontier:
+            self.loaded_from = self.loaded_from[1:]
 
     def quota_of(self, index: int) -> Quota:
         """The quota by which order `index` is apportioned, however often it is issued: that of when it was first."""

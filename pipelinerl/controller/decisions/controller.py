@@ -252,8 +252,8 @@ class Controller:
         if not orders:
             return []
         # A trainer that waits for what is overdue has to know of an order before anybody works on it.
-        known = [] if self.settings.overdue is Overdue.DROP else self._unasked(f"issued-e{self.state.epoch}-{index}")
-        return [*known, IssuePrompts(orders)]
+        name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
+        return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
 
     def _expected_groups(self) -> int:
         """How many of the orders that are out will probably take a place in a step."""

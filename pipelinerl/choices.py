@@ -65,6 +65,15 @@ class StalenessScope(StrEnum):
     """That rollout alone. Two or more that are left train, against the mean of those that are left."""
 
 
+class Overdue(StrEnum):
+    """What becomes of a group that is still being sampled when its last step comes."""
+
+    DROP = "drop"
+    """The step is taken; the group will be stale, and its actor gives it up."""
+    WAIT = "wait"
+    """The step waits for it, at most `staleness.overdue_s`, since it is the long answers that come late."""
+
+
 class Pin(StrEnum):
     """How one version of the weights is made to answer a whole evaluation."""
 

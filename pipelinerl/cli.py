@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from pipelinerl.commands.engines import Run, engines_app
+from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
 from pipelinerl.commands.hidden_arguments import hide_password
 from pipelinerl.commands.role_options import ROLES, Changes, RoleOptions, RoleRecipe, role_command
 from pipelinerl.config import recipe as recipes
@@ -32,6 +33,7 @@ conformance_app = typer.Typer(help="Check an engine or a trainer against its con
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(engines_app, name="engines")
 app.add_typer(conformance_app, name="conformance")
+add_evaluation_commands(app)
 
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]
@@ -134,39 +136,6 @@ def report(run_dir: RunPath) -> None:
 
     for path in launching.report(run_dir):
         typer.echo(str(path))
-
-
-@app.command("eval")
-def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|MODEL|URL", help="Who answers; a URL is any OpenAI server's.")],
-    recipe: Annotated[
-        str | None, typer.Option(help="Recipe that says what is asked, and by what engine (default: the run's).")
-    ] = None,
-    changes: Changes = None,
-    checkpoint: Annotated[str, typer.Option(help="One of the run's, such as step-000050 (default: its newest).")] = "",
-    problems: Annotated[int | None, typer.Option(help="How many held-out problems.")] = None,
-    samples: Annotated[int | None, typer.Option(help="How often each is asked.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="At which it is sampled; 0 is greedy.")] = None,
-    split: Annotated[str | None, typer.Option(help="held_out or validation.")] = None,
-    model: Annotated[str, typer.Option(help="Which model of the server at the URL (default: its first).")] = "",
-    token_file: Annotated[
-        Path | None, typer.Option(help="Bearer token of the server at the URL (default: $PIPELINERL_TOKEN).")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Every figure, for programs.")] = False,
-) -> None:
-    """Evaluate a run's checkpoint, a model directory or what serves at a URL: accuracy, pass@k, maj@k, lengths."""
-    from rich.console import Console
-
-    from pipelinerl.commands.evaluation import evaluate as evaluation
-    from pipelinerl.commands.evaluation.respondents import recipe_of, target_of
-    from pipelinerl.roles.process import read_token
-
-    asked = {"problems": problems, "samples": samples, "temperature": temperature, "split": split}
-    of = target_of(target, checkpoint=checkpoint)
-    given = [f"evaluation.{name}={value}" for name, value in asked.items() if value is not None]
-    config = recipes.load(recipe_of(of, recipe), [*(changes or []), *given])
-    report = evaluation.evaluate(of, config, token=read_token(token_file), model=model, console=Console(stderr=True))
-    evaluation.show(report, Console(), as_json=json)
 
 
 @app.command()

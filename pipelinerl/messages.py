@@ -298,7 +298,8 @@ class Directive(ControlMessage, frozen=True):
 
     `publish_to` lists the engines to be given the trainer's weights now (empty: none are due); `membership` numbers
     the set, so that a changed set forms a new group; those in `to_verify` have to pass a canary check. `failed` and
-    `stale` list orders that ended without a group.
+    `stale` list orders that ended without a group. Where steps wait for what is overdue, `fresh_until` says of the
+    orders from each first one on which step is the last that they can surely train, and `issued` how many there are.
     """
 
     answers: str
@@ -312,6 +313,8 @@ class Directive(ControlMessage, frozen=True):
     controller_state: dict[str, Any] | None = None
     to_verify: list[str] = []
     stale: list[int] = []
+    fresh_until: list[tuple[int, int]] = []
+    issued: int = 0
 
 
 Report = (

@@ -249,6 +249,8 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             controller_state={"epoch": 1},
             to_verify=["http://a"],
             stale=[8],
+            fresh_until=[(0, 5), (9, 7)],
+            issued=12,
         ),
         {
             "answers": "e1-step-6",
@@ -262,6 +264,8 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "controller_state": {"epoch": 1},
             "to_verify": ["http://a"],
             "stale": [8],
+            "fresh_until": [[0, 5], [9, 7]],
+            "issued": 12,
         },
     ),
 ]

@@ -21,6 +21,7 @@ from pydantic import SecretStr, ValidationError, field_validator, model_validato
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
 from pipelinerl.config.beside_recipe import resolved_beside
+from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.layers import merged, overridden
 from pipelinerl.config.learning import (
@@ -78,6 +79,7 @@ class RunConfig(Section):
     reference: ReferenceSection | None = None
     staleness: StalenessSection = StalenessSection()
     evaluation: EvaluationSection = EvaluationSection()
+    curation: CurationSection = CurationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     streams: StreamsSection = StreamsSection()
     weights: WeightsSection = WeightsSection()
@@ -254,7 +256,8 @@ def to_table(config: RunConfig) -> dict[str, Any]:
     table: dict[str, Any] = plain(config.model_dump(mode="python"))
     bounds = config.staleness.bounds
     k = bounds.k if math.isinf(bounds.k) else int(bounds.k)
-    table["staleness"] = {"j": bounds.j, "k": k, "scope": config.staleness.scope.value}
+    kept = {name: value for name, value in table["staleness"].items() if name != "preset"}
+    table["staleness"] = kept | {"j": bounds.j, "k": k}
     return table
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
-from pipelinerl.choices import COLDEST, HOTTEST, Pin, StalenessScope, WeightFormat
+from pipelinerl.choices import COLDEST, HOTTEST, Overdue, Pin, StalenessScope, WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.types import Sampling
@@ -164,6 +164,11 @@ class StalenessSection(Section):
     k: float | None = Field(default=None, allow_inf_nan=True)
     scope: StalenessScope = StalenessScope.GROUP
     """What is refused when a token is too old: its whole `group`, or its `rollout`; two that are left train."""
+
+    overdue: Overdue = Overdue.DROP
+    """What becomes of a group that is still being sampled when its last step comes: `drop`, or the step waits."""
+    overdue_s: float = Field(default=60.0, gt=0)
+    """Longest that each step waits for what is overdue."""
 
     @property
     def bounds(self) -> StalenessBounds:

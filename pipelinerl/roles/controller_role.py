@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
+from pipelinerl.choices import NoSignal
 from pipelinerl.commands.resumption import claim
 from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.config.sections import shared_values
@@ -31,6 +32,7 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
+from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.observability.restarts import read_restarts
 from pipelinerl.observability.samples.reading import FOLDER
@@ -74,6 +76,7 @@ def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
 
 def settings_of(config: RunConfig) -> ControllerSettings:
     """The controller's part of the recipe."""
+    filters = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
     plan = config.evaluation.model_dump(exclude={"split", "interval_steps", "max_tokens"})
     return ControllerSettings(
         **shared_values(config.run, ControllerSettings),
@@ -82,6 +85,8 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         by_domain={domain.name: domain.sampling for domain in config.domains},
         evaluation=EvaluationPlan(max_tokens=config.evaluation.max_tokens or 0, **plan),
         scope=config.staleness.scope,
+        overdue=config.staleness.overdue,
+        oversample=config.curation.oversample if filters else 1.0,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from inference_contract.schemas import ChatMessage
 from inference_contract.weights import Transport
+from pipelinerl.choices import Overdue
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
@@ -120,6 +121,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         vocab_size=vocab_size(config.model.resolved),
         publish_timeout_s=config.weights.timeout_s,
         scope=config.staleness.scope,
+        overdue_s=config.staleness.overdue_s if config.staleness.overdue is Overdue.WAIT else None,
         schedule=LearningRateSchedule(
             warmup_steps=config.optimizer.warmup_steps,
             steps=config.run.steps,

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
@@ -52,6 +52,7 @@ from pipelinerl.training.publish.publishing import Publishing
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batch import TrainBatch, build, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
+from pipelinerl.training.rollouts.overdue import OverdueWait, awaited
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.finite_check import NonFiniteStep
@@ -67,7 +68,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """`deadline_s` bounds every wait of the loop, `publish_timeout_s` a publication.
+    """`deadline_s` bounds every wait of the loop, `publish_timeout_s` a publication, `overdue_s` a full step's wait for
+    groups that would be stale after it; None: none waits.
 
     `shaping` is by domain; `kl` controls the coefficient of the KL; token ids of a group must lie below `vocab_size`.
     """
@@ -84,6 +86,7 @@ class LoopSettings:
     vocab_size: int | None = None
     publish_timeout_s: float = 120.0
     scope: StalenessScope = StalenessScope.GROUP
+    overdue_s: float | None = None
 
 
 @final
@@ -111,6 +114,7 @@ class TrainingLoop:
         self._objective = AdaptiveObjective(
             objective, controller=settings.kl, restored=restored.kl_coefficient if restored else None
         )
+        self._overdue = None if settings.overdue_s is None else OverdueWait(settings.overdue_s)
         self._skipped = 0
         self._checkpoints = checkpoints
         self._at = at
@@ -251,6 +255,7 @@ class TrainingLoop:
             producing=producing,
             bounds=StalenessBounds(1, knobs.k),
             usable=self._step.can_train,
+            must_wait=None if self._overdue is None else self._waits_for_overdue,
         )
         if groups is None:
             return None
@@ -269,6 +274,14 @@ class TrainingLoop:
             return {}
         oldest = max(0.0, self._version - self._current.knobs.k)
         return {"oldest_fresh": oldest, "stale_rollouts": self._batcher.stale_rollouts}
+
+    def _waits_for_overdue(self, chosen: Sequence[int]) -> bool:
+        assert self._overdue is not None
+        step, batcher = self._version + 1, self._batcher
+        late = awaited(
+            step=step, chosen=chosen, waiting=batcher.waiting, ledger=batcher.ledger, directive=self._current
+        )
+        return self._overdue.must_wait(late, step=step)
 
     async def _ask(self, question: TrainerReady | StepDone | StepSkipped) -> None:
         """Report, and act on all that comes, until the answer has come and is applied."""

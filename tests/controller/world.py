@@ -7,11 +7,11 @@ publications and knob changes must never break what the design promises.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipelinerl.choices import NoSignal, Pin
+from pipelinerl.choices import NoSignal, Overdue, Pin
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Send
 from pipelinerl.controller.state.evaluation import EvaluationPlan
@@ -37,6 +37,7 @@ from pipelinerl.messages import (
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
+from pipelinerl.training.rollouts.overdue import awaited
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Quota, RolloutGroup, Sampling
 from tests.fakes.rollouts import group
 
@@ -71,7 +72,14 @@ def knobs(**changes: Any) -> Knobs:
 
 
 def controller(
-    *, steps: int = 20, evaluation_problems: int = 3, pin: Pin = Pin.NONE, samples: int = 1, **changes: float
+    *,
+    steps: int = 20,
+    evaluation_problems: int = 3,
+    pin: Pin = Pin.NONE,
+    samples: int = 1,
+    oversample: float | None = 1.0,
+    overdue: Overdue = Overdue.DROP,
+    **changes: float,
 ) -> Controller:
     """A controller that expects one engine."""
     plan = EvaluationPlan(problems=evaluation_problems, max_tokens=8, pin=pin, samples=samples)
@@ -84,6 +92,8 @@ def controller(
         evaluation=plan,
         checkpoint_interval_steps=10,
         engines_expected=1,
+        oversample=oversample,
+        overdue=overdue,
     )
     start = knobs(**changes)
     state = RunState(knobs=start, first_domain_weights=start.domain_weights)
@@ -118,6 +128,8 @@ class World:
     trained: list[tuple[int, list[RolloutGroup], float]] = field(default_factory=list)
     orders_issued: list[PromptOrder] = field(default_factory=list)
     finished: str | None = None
+    waits: int = 0
+    """How often a full step waited for groups that were overdue."""
 
     @property
     def issued(self) -> list[int]:
@@ -238,7 +250,9 @@ class World:
             return
         k = self.directive.knobs.k
         budget = StepBudget(rollouts=self.directive.knobs.rollouts_per_step)
-        groups = self.batcher.take(budget, producing=self.version + 1, bounds=StalenessBounds(1, k))
+        groups = self.batcher.take(
+            budget, producing=self.version + 1, bounds=StalenessBounds(1, k), must_wait=self._must_wait()
+        )
         if groups is None:
             self.tell(OrdersEnded(epoch=self.directive.epoch, model_version=self.version, consumed=self.consumed()))
             return
@@ -254,6 +268,22 @@ class World:
         self.tell(
             StepDone(report_id=self.awaiting, epoch=1, model_version=self.version, consumed=self.consumed(), stats={})
         )
+
+    def _must_wait(self) -> Callable[[Sequence[int]], bool] | None:
+        """As the training loop, but without giving up: a step for which nobody will come is waited for, for ever."""
+        if self.controller.settings.overdue is Overdue.DROP:
+            return None
+        assert self.directive is not None
+        step, batcher, directive = self.version + 1, self.batcher, self.directive
+
+        def must_wait(chosen: Sequence[int]) -> bool:
+            late = awaited(
+                step=step, chosen=chosen, waiting=batcher.waiting, ledger=batcher.ledger, directive=directive
+            )
+            self.waits += bool(late)
+            return bool(late)
+
+        return must_wait
 
     def _skip(self, groups: list[RolloutGroup]) -> None:
         self.batcher.skipped(groups)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 async def ask(
-    orders: Iterable[PromptOrder],
+    orders: Sequence[PromptOrder],
     respondent: Respondent,
     config: RunConfig,
     *,
@@ -70,7 +70,7 @@ async def ask(
 
     try:
         async with _verifiers(config) as verifiers, asyncio.TaskGroup() as group:
-            for _ in range(_at_a_time(config)):
+            for _ in range(_at_a_time(orders, config)):
                 group.create_task(work())
     except* UserError as several:
         raise _first(several) from None
@@ -120,9 +120,10 @@ def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
         raise SystemExit(INTERRUPTED) from None
 
 
-def _at_a_time(config: RunConfig) -> int:
+def _at_a_time(orders: Sequence[PromptOrder], config: RunConfig) -> int:
     """As many problems as an actor holds, and no more than an engine lets wait."""
-    return max(1, min(config.actor.groups_in_flight, config.engine.max_waiting // config.evaluation.samples))
+    samples = max((order.sampling.num_samples for order in orders), default=1)
+    return max(1, min(config.actor.groups_in_flight, config.engine.max_waiting // samples))
 
 
 @asynccontextmanager

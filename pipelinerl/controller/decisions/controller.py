@@ -26,6 +26,7 @@ from typing import Any, final
 
 import msgspec
 
+from pipelinerl.choices import Overdue
 from pipelinerl.controller.decisions import engine_decisions
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.engine_decisions import engine_input
@@ -40,7 +41,7 @@ from pipelinerl.controller.state.inputs import AnyInput, KnobsPatched, ReportRec
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange
 from pipelinerl.controller.state.run_state import RunPhase, RunState
-from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.controller.state.settings import OVERSAMPLED, ControllerSettings
 from pipelinerl.messages import (
     FROM_ACTORS,
     SKIPS_THAT_END,
@@ -234,10 +235,11 @@ class Controller:
             return []
         orders: list[PromptOrder] = []
         self.state.follow_groups_per_step()
+        self.state.follow_loaded(loaded)
         while self.state.account.in_flight < self.settings.max_groups and self.state.knobs.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
-            queued_groups=self.state.account.in_flight,
+            queued_groups=self._expected_groups(),
             groups_per_step=self.state.knobs.groups_per_step,
         ):
             index = self.state.account.next_index()
@@ -249,7 +251,19 @@ class Controller:
                     quota=self.state.quota_of(index),
                 )
             )
-        return [IssuePrompts(orders)] if orders else []
+        if not orders:
+            return []
+        # A trainer that waits for what is overdue has to know of an order before anybody works on it.
+        name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
+        return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
+
+    def _expected_groups(self) -> int:
+        """How many of the orders that are out will probably take a place in a step."""
+        knobs, most = self.state.knobs, self.settings.oversample
+        if most is None:
+            most = OVERSAMPLED if knobs.k > knobs.j else 1.0
+        waiting = int(self.state.trainer.last_step.get("waiting_groups", 0))
+        return self.state.filtered_share.expected(self.state.account.in_flight, waiting=waiting, most=most)
 
     def _fleet_changed(self, *, now: float) -> list[Effect]:
         """What follows from who is there: the trainer may have waited for an engine, or an engine waits for it."""
@@ -276,6 +290,7 @@ class Controller:
         self.state.version = report.model_version
         self.state.trainer.stop_sent = False
         self.state.fleet.begin_epoch()
+        self.state.loaded_from = []
         if self.state.resumed_account is not None:
             self.state.account = IssuedLedger.resume(self.state.resumed_account, report.consumed)
             self.state.resumed_account = None
@@ -300,7 +315,10 @@ class Controller:
             return [Send(self.state.trainer.answers[report.report_id])]
         self.state.version = report.model_version
         self.state.account.update(report.consumed)
-        self.state.trainer.stepped = report.consumed
+        before, self.state.trainer.stepped = self.state.trainer.stepped, report.consumed
+        self.state.filtered_share.note_step(
+            trained=report.consumed.trained - before.trained, filtered=report.consumed.filtered - before.filtered
+        )
         self.state.trainer.last_step = report.stats
         self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
         effects = step_taken(self.state, report)
@@ -309,6 +327,8 @@ class Controller:
         if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
             self._evaluator.want(self.state)
         publish = due or self.state.fleet.awaits_weights() or self._evaluator.needs_weights(self.state)
+        if self.settings.overdue is Overdue.WAIT:  # the answer must know of what is issued now
+            effects += self.issue()
         effects.append(self._answer(report.report_id, publish=publish))
         return effects + self.issue()
 
@@ -370,13 +390,17 @@ class Controller:
         self.state.account.fail(report.index)
         refused(self.state, report)
         failed = Record("group_failed", {"order_id": report.order_id, "reason": report.reason})
-        return [failed, *self.issue()]
+        return [failed, *self._ended(report.index), *self.issue()]
 
     def _group_outdated(self, report: GroupOutdated) -> list[Effect]:
         self.state.account.give_up(report.index)
         note_outdated(self.state, report)
         fields = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
-        return [Record("group_outdated", fields), *self.issue()]
+        return [Record("group_outdated", fields), *self._ended(report.index), *self.issue()]
+
+    def _ended(self, index: int) -> list[Effect]:
+        """The trainer may wait for an order that ended without a group."""
+        return [] if self.settings.overdue is Overdue.DROP else self._unasked(f"ended-e{self.state.epoch}-{index}")
 
     def _evaluate(self, *, now: float) -> list[Effect]:
         """What follows for evaluations from what was just decided, and what from a result."""

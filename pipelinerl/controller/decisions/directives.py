@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from pipelinerl.choices import Overdue
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import Directive, TrainerKnobs
@@ -36,4 +39,13 @@ def directive(state: RunState, settings: ControllerSettings, *, answers: str, pu
         checkpoint=checkpoint,
         stop=stop,
         controller_state=state.checkpoint_record() if checkpoint else None,
+        fresh_until=_fresh_until(state, settings),
+        issued=state.account.cursor if settings.overdue is Overdue.WAIT else 0,
     )
+
+
+def _fresh_until(state: RunState, settings: ControllerSettings) -> list[tuple[int, int]]:
+    """The last step that orders can surely train, from each first one on; nothing where no step waits for them."""
+    if settings.overdue is Overdue.DROP or math.isinf(state.knobs.k):
+        return []
+    return [(first, loaded + int(state.knobs.k)) for first, loaded in state.loaded_from]

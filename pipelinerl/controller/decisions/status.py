@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pipelinerl.choices import StalenessScope
+from pipelinerl.choices import Overdue, StalenessScope
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.decisions.engine_watch import EngineLoad, EngineWatch
@@ -54,8 +54,9 @@ def run_status(
 
 
 def assignment_of(state: RunState, settings: ControllerSettings) -> ActorAssignment:
-    """What every actor works by; it gives no group up where some of its rollouts may be younger than the first."""
-    gives_up = settings.scope is StalenessScope.GROUP and not math.isinf(state.knobs.k)
+    """What every actor works by; it gives no group up that steps wait for, or of which some may be younger."""
+    drops = settings.scope is StalenessScope.GROUP and settings.overdue is Overdue.DROP
+    gives_up = drops and not math.isinf(state.knobs.k)
     return ActorAssignment(
         serving=tuple(state.fleet.serving()),
         finishing=tuple(state.fleet.finishing()),

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 import msgspec
 
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationResult
+from pipelinerl.controller.state.filtered_share import FilteredShare
 from pipelinerl.controller.state.fleet import Fleet
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange, Knobs
@@ -150,6 +151,10 @@ class RunState(msgspec.Struct, kw_only=True):
     """Those that the recipe gives."""
     quotas: list[Quota] = []
     """Within how many orders the domains' shares are kept, the oldest first; a knob may change what a step takes."""
+    loaded_from: list[tuple[int, int]] = []
+    """(order, version): from that order on, no engine held older weights when it was issued; the oldest first."""
+    filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
+    """Which part of the orders trains nothing, as the last steps have shown it."""
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []
     """Engines beyond the recipe's, in the order of asking; a resumed run begins without."""
@@ -183,6 +188,18 @@ class RunState(msgspec.Struct, kw_only=True):
             self.quotas = [quota for quota in self.quotas if quota.since < since]
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
 
+    def follow_loaded(self, loaded: int) -> None:
+        """Orders that are issued from now on are sampled by these weights or newer ones; what has ended is forgotten.
+
+        Without a record, of a trainer that begins, whatever is out is issued again now.
+        """
+        if not self.loaded_from or self.loaded_from[-1][1] != loaded:
+            since = self.account.cursor if self.loaded_from else 0
+            self.loaded_from = [*(each for each in self.loaded_from if each[0] < since), (since, loaded)]
+        frontier = self.account.consumed.frontier
+        while len(self.loaded_from) > 1 and self.loaded_from[1][0] <= frontier:
+            self.loaded_from = self.loaded_from[1:]
+
     def quota_of(self, index: int) -> Quota:
         """The quota by which order `index` is apportioned, however often it is issued: that of when it was first."""
         return next(quota for quota in reversed(self.quotas) if quota.since <= index)
@@ -198,6 +215,7 @@ class RunState(msgspec.Struct, kw_only=True):
             "account": self.account.to_record(),
             "knobs": self.knobs.to_json(),
             "first_domain_weights": self.first_domain_weights,
+            "filtered_share": msgspec.to_builtins(self.filtered_share),
             "quotas": [list(quota) for quota in self.quotas],
             "knob_log": [msgspec.to_builtins(change) for change in self.knob_log],
             "evaluations": [msgspec.to_builtins(result) for result in self.evaluations.results],
@@ -216,6 +234,7 @@ class RunState(msgspec.Struct, kw_only=True):
         before, recipe = record["knobs"], self.knobs
         self.knob_log = [KnobChange(**change) for change in record["knob_log"]]
         self.first_domain_weights = record.get("first_domain_weights", self.first_domain_weights)
+        self.filtered_share = msgspec.convert(record.get("filtered_share", {}), FilteredShare)
         self.quotas = [Quota(*quota) for quota in record.get("quotas", ())]
         self.knobs = recipe.with_live(self.knob_log)
         edited = {name: value for name, value in self.knobs.to_json().items() if value != before[name]}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
-from pipelinerl.choices import StalenessScope
+from pipelinerl.choices import Overdue, StalenessScope
 from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.types import DomainSampling, Sampling
+
+#: So many orders at most are issued for each that is expected to train, where a recipe leaves it open.
+OVERSAMPLED: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,5 +32,9 @@ class ControllerSettings:
     """The run ends when no engine has been alive for so long."""
     scope: StalenessScope = StalenessScope.GROUP
     """What is refused when a token of it is too old; groups of which some rollouts may train are not given up."""
+    overdue: Overdue = Overdue.DROP
+    """What becomes of groups that are still being sampled when their last step comes."""
+    oversample: float | None = 1.0
+    """Most orders issued for each that is expected to train; None: as `OVERSAMPLED` says, while k > j."""
     checkpoint_interval_steps: int
     engines_expected: int

@@ -111,6 +111,7 @@ class Batcher:
         producing: int,
         bounds: StalenessBounds,
         usable: Callable[[RolloutGroup], bool] = lambda group: True,
+        must_wait: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[RolloutGroup] | None:
         """The groups of the next step, in index order, settled as trained; None while too few are ready.
 
@@ -118,9 +119,11 @@ class Batcher:
 
         Args:
             usable: what a step with these bounds lacks something for counts as stale, too.
+            must_wait: asked of the orders that would make the step, whether others must be here first; the groups then
+                train in the order of issue, so that none is passed over until it is too old.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
-        ranked = sorted(fresh.values(), key=lambda g: (-g.oldest_version, g.index))
+        ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else -g.oldest_version, g.index))
         chosen: list[RolloutGroup] = []
         rollouts = tokens = 0
         for group in ranked:
@@ -130,6 +133,8 @@ class Batcher:
             if rollouts >= budget.rollouts or (budget.tokens is not None and tokens >= budget.tokens):
                 break
         else:
+            return None
+        if must_wait is not None and must_wait([group.index for group in chosen]):
             return None
         for group in chosen:
             self._note_left_out(self._waiting.pop(group.index), group)

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipelinerl.choices import Pin
+from pipelinerl.choices import Overdue, Pin
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.controller.state.effects import IssuePrompts, Record, Send
+from pipelinerl.controller.state.filtered_share import FilteredShare
 from pipelinerl.controller.state.inputs import (
     EngineRegistered,
     EngineRemoved,
@@ -117,6 +118,61 @@ def test_on_policy_is_lockstep() -> None:
         assert run.controller.state.account.in_flight <= run.controller.state.knobs.groups_per_step
     for version, groups, _ in run.trained:
         assert {g.oldest_version for g in groups} == {version - 1}
+
+
+@pytest.mark.parametrize(
+    ("oversample", "k", "issued"), [(1.0, 4, 8), (None, 4, 16), (4.0, 4, 16), (1.5, 4, 12), (None, 1, 2), (4.0, 1, 4)]
+)
+def test_more_is_issued_where_groups_are_filtered_but_not_in_lockstep_unless_asked_for(
+    oversample: float | None, k: int, issued: int
+) -> None:
+    run = World(controller=controller(evaluation_problems=0, oversample=oversample, k=k), rng=random.Random(0))
+    run.controller.state.filtered_share = FilteredShare(trained=1e6, filtered=1e6)
+    run.begin()
+    run.publish()
+    assert len(run.issued) == issued
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_that_oversamples_keeps_its_bounds_and_its_balance(seed: int) -> None:
+    run = World(controller=controller(oversample=3.0), rng=random.Random(seed))
+    run.begin()
+    while run.finished is None:
+        run.act()
+    assert 0 < run.controller.state.filtered_share.share < 0.7
+    for version, groups, k in run.trained:
+        assert all(version - trained.oldest_version <= k for trained in groups)
+    indices = [trained.index for _, groups, _ in run.trained for trained in groups]
+    assert len(indices) == len(set(indices)), "a group was trained twice"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_trainer_that_waits_for_what_is_overdue_loses_nothing_to_age_and_never_waits_in_vain(seed: int) -> None:
+    """Orders fail, are given up and filtered meanwhile, engines are updated: whatever it waits for comes or ends."""
+    noise = random.Random(seed)
+    k = noise.choice([1, 2, 3, 5])
+    run = World(controller=controller(overdue=Overdue.WAIT, k=k, j=noise.choice([1, min(2, k)]), steps=30), rng=noise)
+    run.begin()
+    for _ in range(20_000):
+        if run.finished is not None:
+            break
+        run.act()
+    assert run.finished == "all 30 steps are done", waiting_for(run.controller.state, now=0.0)
+    assert run.batcher.stale_tokens == 0, "a group that came was too old"
+    assert all(version - each.oldest_version <= k for version, groups, k in run.trained for each in groups)
+
+
+def test_the_trainer_does_wait_for_what_is_overdue() -> None:
+    """Else the test above would show nothing."""
+    waits, lost = 0, 0
+    for overdue in (Overdue.WAIT, Overdue.DROP):
+        for seed in range(20):
+            run = World(controller=controller(overdue=overdue, k=2, steps=30), rng=random.Random(seed))
+            run.begin()
+            while run.finished is None:
+                run.act()
+            waits, lost = waits + run.waits, lost + run.batcher.stale_tokens
+    assert waits > 20 and lost > 20
 
 
 def test_prompts_wait_for_weights_and_for_the_first_evaluation() -> None:

@@ -1,0 +1,91 @@
+"""The commands `eval` and `prefilter`: what they take from the command line, and what they print.
+
+Nothing heavy is imported before one of them runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelinerl.commands.role_options import Changes
+from pipelinerl.config import recipe as recipes
+
+
+def add_evaluation_commands(app: typer.Typer) -> None:
+    """Register both with the command line."""
+    app.command("eval")(_evaluate)
+    app.command("prefilter")(_prefilter)
+
+
+def _evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL|URL", help="Who answers; a URL is any OpenAI server's.")],
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe that says what is asked, and by what engine (default: the run's).")
+    ] = None,
+    changes: Changes = None,
+    checkpoint: Annotated[str, typer.Option(help="One of the run's, such as step-000050 (default: its newest).")] = "",
+    problems: Annotated[int | None, typer.Option(help="How many held-out problems.")] = None,
+    samples: Annotated[int | None, typer.Option(help="How often each is asked.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="At which it is sampled; 0 is greedy.")] = None,
+    split: Annotated[str | None, typer.Option(help="held_out or validation.")] = None,
+    model: Annotated[str, typer.Option(help="Which model of the server at the URL (default: its first).")] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="Bearer token of the server at the URL (default: $PIPELINERL_TOKEN).")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Every figure, for programs.")] = False,
+) -> None:
+    """Evaluate a run's checkpoint, a model directory or what serves at a URL: accuracy, pass@k, maj@k, lengths."""
+    from rich.console import Console
+
+    from pipelinerl.commands.evaluation import evaluate as evaluation
+    from pipelinerl.commands.evaluation.respondents import recipe_of, target_of
+    from pipelinerl.roles.process import read_token
+
+    asked = {"problems": problems, "samples": samples, "temperature": temperature, "split": split}
+    of = target_of(target, checkpoint=checkpoint)
+    given = [f"evaluation.{name}={value}" for name, value in asked.items() if value is not None]
+    config = recipes.load(recipe_of(of, recipe), [*(changes or []), *given])
+    report = evaluation.evaluate(of, config, token=read_token(token_file), model=model, console=Console(stderr=True))
+    evaluation.show(report, Console(), as_json=json)
+
+
+def _prefilter(
+    target: Annotated[str, typer.Argument(metavar="MODEL|RUN|URL", help="Who answers; a URL is any OpenAI server's.")],
+    out: Annotated[Path, typer.Option(help="Directory of answers and data sets; an interrupted one is gone on with.")],
+    recipe: Annotated[str | None, typer.Option(help="Recipe with the domains (default: the run's).")] = None,
+    changes: Changes = None,
+    checkpoint: Annotated[str, typer.Option(help="One of the run's (default: its newest).")] = "",
+    problems: Annotated[int, typer.Option(min=1, help="Most training problems; a data set ends before.")] = 1000,
+    samples: Annotated[int, typer.Option(min=1, help="How often each is asked.")] = 8,
+    keep: Annotated[str, typer.Option(help="Pass rates of the problems to keep.")] = "0.1..0.9",
+    model: Annotated[str, typer.Option(help="Which model of the server at the URL (default: its first).")] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="Bearer token of the server at the URL (default: $PIPELINERL_TOKEN).")
+    ] = None,
+) -> None:
+    """Measure how often a model solves each training problem, and keep those that have something to teach it."""
+    from rich.console import Console
+
+    from pipelinerl.commands.evaluation import prefilter as prefiltering
+    from pipelinerl.commands.evaluation.respondents import recipe_of, target_of
+    from pipelinerl.roles.process import read_token
+
+    of, band = target_of(target, checkpoint=checkpoint), prefiltering.Band.parse(keep)
+    report = prefiltering.prefilter(
+        of,
+        recipes.load(recipe_of(of, recipe), changes or []),
+        out=out,
+        keep=band,
+        problems=problems,
+        samples=samples,
+        token=read_token(token_file),
+        model=model,
+        console=Console(stderr=True),
+    )
+    typer.echo(f"{report.problems} problems, {report.asked} of them asked now, {report.unanswered} without an answer")
+    typer.echo(f"mean pass rate {report.mean:.1%}; kept {sum(report.kept.values())} within {keep}")
+    for domain, path in report.files.items():
+        typer.echo(f"{report.kept[domain]:>8}  {path}")

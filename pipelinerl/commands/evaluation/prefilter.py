@@ -1,0 +1,253 @@
+"""`pipelinerl prefilter`: how often a model solves each training problem, and the data set of those worth training on.
+
+    out/answers.jsonl    one line for each problem that was answered: what the command goes on from
+    out/<domain>.jsonl   the problems whose pass rate lies within the band, with that rate, as a data set
+
+Each line of a data set holds `messages`, `answer`, `metadata` (the problem's own, and `pass_rate`) and `tags` (its own,
+and the rate's band). Promises: started again with the same question, it asks only what has no answer yet; with another
+question it refuses to mix the two; the data set is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from pipelinerl import rng
+from pipelinerl.commands.evaluation.asking import ask, run_until_interrupted
+from pipelinerl.commands.evaluation.respondents import Target, respondent
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import UserError
+from pipelinerl.messages import EvaluationDone
+from pipelinerl.roles.wiring import training_problems
+from pipelinerl.types import Problem, PromptOrder, Purpose, Sampling
+
+#: The log of a question's answers.
+ANSWERS: Final = "answers.jsonl"
+#: Pass rates are told apart by tags of so wide a band.
+_BANDS: Final = 5
+#: So many repetitions in a row, beside as many as there were problems, and a source has no others.
+_REPETITIONS: Final = 100
+
+
+class PassRate(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one problem: how many of its samples could be judged, and how many are right."""
+
+    problem_id: str
+    judged: int
+    correct: int
+
+    @property
+    def value(self) -> float:
+        """The share of right samples; of none, 0."""
+        return self.correct / self.judged if self.judged else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """The pass rates that are kept, both ends with it."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Band:
+        """`0.1..0.9`.
+
+        Raises:
+            UserError: it is no band within 0 and 1.
+        """
+        low, separator, high = text.partition("..")
+        try:
+            band = cls(low=float(low), high=float(high))
+        except ValueError:
+            separator, band = "", cls()
+        if not separator or not 0 <= band.low <= band.high <= 1:
+            raise UserError(f"--keep must be a band of pass rates such as 0.1..0.9, got {text!r}")
+        return band
+
+    def keeps(self, rate: PassRate) -> bool:
+        """Does the problem belong to the data set? One that could not be judged does not."""
+        return rate.judged > 0 and self.low <= rate.value <= self.high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefilterReport:
+    """What was asked and what was kept, by domain, and where that lies. `asked` counts this time's problems."""
+
+    problems: int
+    asked: int
+    unanswered: int
+    kept: Mapping[str, int]
+    mean: float
+    files: Mapping[str, Path]
+
+
+def prefilter(
+    target: Target,
+    config: RunConfig,
+    *,
+    out: Path,
+    keep: Band,
+    problems: int,
+    samples: int,
+    token: str | None,
+    model: str,
+    console: Console,
+) -> PrefilterReport:
+    """Ask what is not answered yet, and write the data set; progress goes to `console`.
+
+    Raises:
+        UserError: `out` holds answers to another question, or nothing was answered.
+    """
+    chosen = list(_distinct(config, problems))
+    known = _known(out, _question(target, config, samples=samples, model=model))
+    missing = [(index, problem) for index, problem in enumerate(chosen) if problem.problem_id not in known]
+    orders = [_order(config, index, problem, samples=samples) for index, problem in missing]
+    if orders:
+        run_until_interrupted(_ask(target, config, orders, out / ANSWERS, known, token, model, console))
+    rates = {problem.problem_id: known[problem.problem_id] for problem in chosen if problem.problem_id in known}
+    kept = [problem for problem in chosen if problem.problem_id in rates and keep.keeps(rates[problem.problem_id])]
+    judged = [rate.value for rate in rates.values() if rate.judged]
+    return PrefilterReport(
+        problems=len(chosen),
+        asked=len(orders),
+        unanswered=len(chosen) - len(rates),
+        kept={domain.name: sum(each.domain == domain.name for each in kept) for domain in config.domains},
+        mean=sum(judged) / len(judged) if judged else 0.0,
+        files={domain.name: _write(out, domain.name, kept, rates) for domain in config.domains},
+    )
+
+
+def _distinct(config: RunConfig, most: int) -> Iterator[Problem]:
+    """The run's training problems in their order, each once; a finite source ends when it only repeats itself."""
+    mixture, seen, repeated, index = training_problems(config), set[str](), 0, 0
+    while len(seen) < most and repeated < len(seen) + _REPETITIONS:
+        problem = mixture.problem(index)
+        index += 1
+        if problem.problem_id in seen:
+            repeated += 1
+            continue
+        repeated = 0
+        seen.add(problem.problem_id)
+        yield problem
+
+
+def _order(config: RunConfig, index: int, problem: Problem, *, samples: int) -> PromptOrder:
+    """As training asks it: with the recipe's temperature and length."""
+    sampling: Sampling = config.sampling.model_copy(update={"group_size": samples}).of_an_order
+    seed = rng.key(config.run.seed, "prefilter", problem.problem_id)
+    return PromptOrder(
+        order_id=f"prefilter-{index:06d}",
+        index=index,
+        purpose=Purpose.EVALUATION,
+        problem=problem,
+        sampling=sampling,
+        seed=seed,
+    )
+
+
+async def _ask(
+    target: Target,
+    config: RunConfig,
+    orders: list[PromptOrder],
+    log: Path,
+    known: dict[str, PassRate],
+    token: str | None,
+    model: str,
+    console: Console,
+) -> None:
+    """Each answer is in the log before it counts."""
+    with log.open("ab") as answers, Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("prefiltering", total=len(orders))
+
+        def note(order: PromptOrder, answer: EvaluationDone | None) -> None:
+            progress.advance(bar)
+            if answer is not None:
+                found = order.problem.problem_id
+                known[found] = PassRate(problem_id=found, judged=answer.judged, correct=answer.correct)
+                answers.write(msgspec.json.encode(known[found]) + b"\n")
+                answers.flush()
+
+        async with respondent(target, config, token=token, model=model) as answering:
+            await ask(orders, answering, config, on_answer=note)
+
+
+def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
+    """What a pass rate depends on, but for which problems are asked: weights, sampling, domains."""
+    domains = json.dumps([domain.model_dump(mode="json") for domain in config.domains], sort_keys=True, default=str)
+    return {
+        "target": f"{target.url or target.model} {model}".strip(),
+        "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),
+        "samples": samples,
+        "seed": config.run.seed,
+        "domains": hashlib.sha256(domains.encode()).hexdigest()[:16],
+    }
+
+
+def _known(out: Path, question: dict[str, Any]) -> dict[str, PassRate]:
+    """The answers that are there; the directory is made, and says to which question they are.
+
+    Raises:
+        UserError: they are to another.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / ANSWERS
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    if not lines:
+        path.write_text(json.dumps(question) + "\n")
+        return {}
+    try:
+        asked = json.loads(lines[0])
+    except ValueError:
+        asked = None
+    if asked != question:
+        differing = [name for name in question if not isinstance(asked, dict) or asked.get(name) != question[name]]
+        raise UserError(
+            f"{path} holds answers to another question (another {', '.join(differing)}); name another --out, or remove "
+            "it"
+        )
+    whole = [line for line in lines[1:] if line.endswith(b"\n")]
+    if len(whole) + 1 < len(lines):  # it was killed as it wrote: that problem is asked again
+        path.write_bytes(b"".join([lines[0], *whole]))
+    try:
+        rates = [msgspec.json.decode(line, type=PassRate) for line in whole]
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} is damaged: {error}; remove it, or name another --out") from None
+    return {rate.problem_id: rate for rate in rates}
+
+
+def _write(out: Path, domain: str, kept: list[Problem], rates: Mapping[str, PassRate]) -> Path:
+    path = out / f"{domain}.jsonl"
+    temporary = path.with_suffix(".writing")
+    with temporary.open("w") as lines:
+        for problem in kept:
+            if problem.domain == domain:
+                lines.write(json.dumps(_row(problem, rates[problem.problem_id]), ensure_ascii=False) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def _row(problem: Problem, rate: PassRate) -> dict[str, Any]:
+    return {
+        "messages": [{"role": message.role, "content": message.content} for message in problem.messages],
+        "answer": problem.ground_truth,
+        "metadata": {**problem.metadata, "pass_rate": rate.value, "pass_rate_samples": rate.judged},
+        "tags": [*problem.tags, f"pass_rate={band_of(rate.value)}"],
+    }
+
+
+def band_of(rate: float) -> str:
+    """The band of a pass rate, which tags tell apart: `0`, `0-0.2` … `0.8-1`, `1`, where 0 and 1 teach nothing."""
+    if rate in (0.0, 1.0):
+        return f"{rate:g}"
+    number = min(int(rate * _BANDS), _BANDS - 1)
+    return f"{number / _BANDS:g}-{(number + 1) / _BANDS:g}"

@@ -1,0 +1,108 @@
+"""`pipelinerl prefilter`: rates are those of the answers, the band is kept, an interrupted one is gone on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipelinerl.commands.evaluation.prefilter import ANSWERS, Band, PrefilterReport, band_of, prefilter
+from pipelinerl.commands.evaluation.respondents import target_of
+from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.data.drafts import Split
+from pipelinerl.data.problems import open_source
+from pipelinerl.errors import UserError
+from tests.fakes.openai_server import OpenAIFake
+from tests.fakes.served import in_thread
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Forty problems whose number's last digit the answers below depend on."""
+    lines = [json.dumps({"prompt": f"{n}", "answer": "7", "metadata": {"n": n}}) for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    (tmp_path / "recipe_file.toml").write_text(
+        '[model]\npath = "shipped:tiny_speller"\n[sampling]\nmax_tokens = 4\n[[domains]]\nname = "sevens"\n'
+        f'source = "jsonl"\nparameters = {{ path = {json.dumps(str(tmp_path / "data.jsonl"))} }}\n'
+    )
+    return load(str(tmp_path / "recipe_file.toml"))
+
+
+def answers(body: dict[str, Any]) -> str:
+    """Always right for 0, never for 1, else for about half of the seeds."""
+    last = body["messages"][0]["content"][-1]
+    return "7" if last == "0" or (last != "1" and body["seed"] % 2) else "8"
+
+
+def asked(url: str, config: RunConfig, out: Path, **changes: Any) -> PrefilterReport:
+    chosen: dict[str, Any] = {"keep": Band(low=0.1, high=0.9), "problems": 100, "samples": 8} | changes
+    return prefilter(target_of(url), config, out=out, token=None, model="", console=Console(quiet=True), **chosen)
+
+
+def test_what_is_kept_is_a_data_set_with_its_rates(tmp_path: Path, config: RunConfig) -> None:
+    out = tmp_path / "out"
+    fake = OpenAIFake(answers)
+    with in_thread(fake.app) as url:
+        report = asked(url, config, out)
+        everything = asked(url, config, out, keep=Band())
+    assert 20 < report.problems < 40 and len(fake.bodies) == 8 * report.problems, "each training problem once"
+    assert (report.unanswered, everything.asked) == (0, 0), "another band needs no answers"
+    rows = [json.loads(line) for line in report.files["sevens"].read_text().splitlines()]
+    assert len(rows) == everything.problems
+    by_number = {row["metadata"]["n"]: row for row in rows}
+    assert all(by_number[n]["metadata"]["pass_rate"] == 1.0 for n in by_number if n % 10 == 0)
+    assert all(by_number[n]["tags"] == ["pass_rate=0"] for n in by_number if n % 10 == 1)
+    assert report.kept["sevens"] < everything.kept["sevens"] == everything.problems
+    source = open_source(
+        "jsonl", domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(report.files["sevens"])}
+    )
+    read = {source.problem(index).messages[0].content for index in range(200)}
+    assert read == {row["messages"][0]["content"] for row in rows}, "the same splits: no problem of it is held out"
+    assert 0 <= source.problem(0).metadata["pass_rate"] <= 1
+
+
+def test_what_was_answered_is_not_asked_again(tmp_path: Path, config: RunConfig) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    fake = OpenAIFake(answers)
+    with in_thread(fake.app) as url:
+        report = asked(url, config, whole)
+        asked(url, config, broken)
+        lines = (broken / ANSWERS).read_bytes().splitlines(keepends=True)
+        (broken / ANSWERS).write_bytes(b"".join(lines[:6]) + lines[6][:9])  # killed as it wrote the sixth
+        fake.bodies.clear()
+        again = asked(url, config, broken)
+    assert (again.asked, len(fake.bodies)) == (report.problems - 5, 8 * (report.problems - 5))
+    assert (broken / "sevens.jsonl").read_text() == (whole / "sevens.jsonl").read_text()
+
+
+def test_answers_to_another_question_are_not_mixed_in(tmp_path: Path, config: RunConfig) -> None:
+    fake = OpenAIFake(answers)
+    with in_thread(fake.app) as url:
+        asked(url, config, tmp_path / "out", problems=2)
+        with pytest.raises(UserError, match=r"another question \(another samples\); name another --out"):
+            asked(url, config, tmp_path / "out", problems=2, samples=4)
+        more = asked(url, config, tmp_path / "out", problems=5)
+    assert (more.problems, more.asked) == (5, 3), "more problems are the same question"
+
+
+def test_a_problem_without_an_answer_is_asked_again_next_time(tmp_path: Path, config: RunConfig) -> None:
+    fake = OpenAIFake(answers, failures=(400,))
+    with in_thread(fake.app) as url:
+        assert asked(url, config, tmp_path / "out", problems=6).unanswered == 1
+        assert asked(url, config, tmp_path / "out", problems=6).asked == 1
+
+
+@pytest.mark.parametrize("text", ["", "0.1", "0.1-0.9", "0.9..0.1", "-1..1", "0..2", "a..b", "nan..nan"])
+def test_a_band_is_two_rates(text: str) -> None:
+    with pytest.raises(UserError, match="--keep must be a band of pass rates such as"):
+        Band.parse(text)
+
+
+def test_bands_tell_rates_apart() -> None:
+    assert Band.parse("0.1..0.9") == Band(low=0.1, high=0.9)
+    assert [band_of(rate) for rate in (0.0, 0.125, 0.2, 0.5, 0.99, 1.0)] == [
+        "0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.8-1", "1",
+    ]  # fmt: skip

@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 import psutil
@@ -134,14 +135,20 @@ class LiveRun:
 
 
 @contextmanager
-def launched(arguments: Sequence[str], directory: Path) -> Iterator[LiveRun]:
-    """`pipelinerl run <arguments>`, which writes to `directory`."""
+def launched(
+    arguments: Sequence[str],
+    directory: Path,
+    *,
+    through: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[LiveRun]:
+    """`pipelinerl run <arguments>`, which writes to `directory`; `through` is a command that becomes it."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
-    environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **environment}
     with output.open("w") as file:
         launcher = subprocess.Popen(
-            [*CLI, "run", *arguments], stdout=file, stderr=subprocess.STDOUT, text=True, env=environment,
+            [*through, *CLI, "run", *arguments], stdout=file, stderr=subprocess.STDOUT, text=True, env=environment,
             start_new_session=True,
         )  # fmt: skip
     run = LiveRun(launcher, directory, output)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
+from pipelinerl.weights.parameter_server import server
 from tests.fakes.parameter_server import TOKEN, application
 from tests.fakes.served import in_thread
+from tests.security.raw_http import connect, say, statuses
 
 LAYOUT = {"parameters": [{"name": "w", "shape": [1000], "dtype": "float32"}]}
 
@@ -51,3 +55,19 @@ def test_sources_that_cannot_be_looked_up(url: str, source: str) -> None:
     order = {"source": source, "digest": "0", "whole": "0", "timeout_s": 1.0}
     answer = ask(url, "POST", "/versions/1/1/copy", json=order)
     assert answer.status_code == 422 and answer.json()["error"]["param"] == "source"
+
+
+def test_a_put_that_trickles_is_cut_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte just before each time-out would hold the version's memory for as long as one likes."""
+    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.6)
+    head = f"PUT /weights/1/1 HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\nauthorization: Bearer {TOKEN}\r\n\r\n"
+    began = time.monotonic()
+    with connect(url) as trickling:
+        say(trickling, head.encode())
+        trickling.settimeout(0.3)
+        heard = b""
+        while not heard and time.monotonic() - began < 6.0:
+            say(trickling, b"x")
+            with suppress(TimeoutError):
+                heard = trickling.recv(65536)
+    assert statuses(heard) == [504] and time.monotonic() - began < 4.0

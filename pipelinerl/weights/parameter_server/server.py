@@ -20,7 +20,7 @@ from the memory in which they arrived; a replica is another such server, and a r
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` without any |
+| the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` without any, `LEAST_BYTES_PER_S` in all |
 | a reader of a GET | it takes the next piece, leaves or dies | `BODY_TIMEOUT_S` for a piece; then it is cut off |
 | a copy | the other server | the order's timeout |
 | a digest, a save | its thread, which waits for nobody | – |
@@ -68,6 +68,8 @@ from pipelinerl.weights.pull import PullOrder, PullSource, Range, Shard
 
 #: Bytes that have not come by then are not coming, and what has not been taken by then is not wanted.
 BODY_TIMEOUT_S: Final = 30.0
+#: Whoever sends more slowly, a byte now and then, would keep a version, which has memory, for as long as they like.
+LEAST_BYTES_PER_S: Final = 2**20
 #: What is handed to a connection at once: others have their turn between two.
 _PIECE_BYTES: Final = 4 * 2**20
 
@@ -312,9 +314,9 @@ class _Write:
             size = version.layout.num_bytes
             named_range = _header(scope, b"content-range") or f"bytes 0-{size - 1}/{size}"
             at, end = _range(named_range, rf"bytes (\d{{1,18}})-(\d{{1,18}})/{size}", version)
-            more = True
+            more, deadline = True, _deadline_of(end - at)
             while more:
-                message = await _in_time(receive)
+                message = await _in_time(receive, deadline)
                 if message["type"] == "http.disconnect":
                     return
                 chunk, more = message.get("body", b""), message.get("more_body", False)
@@ -327,12 +329,19 @@ class _Write:
         await Response(status_code=204)(scope, receive, send)
 
 
-async def _in_time(receive: Receive) -> Message:
+def _deadline_of(num_bytes: int) -> float:
+    """On the loop's clock, when so many bytes have to have come."""
+    return asyncio.get_running_loop().time() + BODY_TIMEOUT_S + num_bytes / LEAST_BYTES_PER_S
+
+
+async def _in_time(receive: Receive, deadline: float) -> Message:
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout_at(min(deadline, asyncio.get_running_loop().time() + BODY_TIMEOUT_S)):
             return await receive()
     except TimeoutError:
-        raise DeadlineExceeded(f"no byte of the body has come for {BODY_TIMEOUT_S:g} s") from None
+        raise DeadlineExceeded(
+            f"no byte of the body has come for {BODY_TIMEOUT_S:g} s, or fewer than {LEAST_BYTES_PER_S} in a second"
+        ) from None
 
 
 def _key(scope: Scope) -> Key:

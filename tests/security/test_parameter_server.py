@@ -10,6 +10,7 @@ import pytest
 
 from tests.fakes.parameter_server import TOKEN, application
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 
 LAYOUT = {"parameters": [{"name": "w", "shape": [1000], "dtype": "float32"}]}
 
@@ -24,7 +25,7 @@ def url() -> Iterator[str]:
 
 def ask(url: str, method: str, path: str, headers: dict[str, Any] | None = None, **rest: Any) -> httpx.Response:
     known = {"authorization": f"Bearer {TOKEN}"} | (headers or {})
-    return httpx.request(method, url + path, headers=known, trust_env=False, timeout=10.0, **rest)
+    return httpx.request(method, url + path, headers=known, trust_env=False, timeout=PATIENCE_S, **rest)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measure import Interval, Row, paired, print_table, write_record
-from pipelinerl.config.recipe import DomainSection
+from pipelinerl.config.domains import DomainSection
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.rng import generator
 from pipelinerl.roles.verification import open_verifier

@@ -27,7 +27,7 @@ from pipelinerl.observability.samples.reading import (
     SampleReader,
     read_samples,
 )
-from pipelinerl.observability.samples.record import SampledAnswer, SampleGroup, shortened
+from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, shortened
 from pipelinerl.observability.samples.visible import visible
 
 #: Most characters of a text that are printed; `--json` has all that was kept.
@@ -134,7 +134,7 @@ def _head(group: SampleGroup) -> Iterable[Text]:
         yield _indented("truth   ", group.ground_truth)
 
 
-def _answer(answer: SampledAnswer) -> Iterable[Text]:
+def _answer(answer: AnswerRecord) -> Iterable[Text]:
     style = _STYLES.get(answer.outcome, "yellow")
     facts = [f"reward {_number(answer.reward)}"]
     if answer.parts:

@@ -17,6 +17,7 @@ from pipelinerl.config.recipe import load, to_table
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.roles.wiring import training_problems
+from tests.patience import PATIENCE_S
 
 
 def test_rewards_are_the_verifiers() -> None:
@@ -81,7 +82,7 @@ def test_trl_trains(tmp_path: Path) -> None:
         [sys.executable, "-m", "benchmarks.trl_arm", json.dumps(order)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_S,
         check=True,
     )
     result = json.loads(done.stdout.splitlines()[-1])

@@ -12,7 +12,7 @@ from tests.end_to_end.test_live_run import command
 from tests.fakes.live_fleet import assert_nothing_lost, fleet, until_groups, until_serving
 from tests.fakes.live_run import LiveRun, launched, light_run
 
-PROBLEMS, SAMPLES = 24, 8
+PROBLEMS, SAMPLES = 16, 8
 RUN = (
     "engine.count=2",
     "run.steps=100000",
@@ -20,14 +20,15 @@ RUN = (
     "staleness.j=1",
     "staleness.k=8",
     "training.rollouts_per_step=16",
+    "actor.groups_in_flight=4",
     f"evaluation.problems={PROBLEMS}",
-    "evaluation.interval_steps=20",
+    "evaluation.interval_steps=5",
     f"evaluation.samples={SAMPLES}",
     "evaluation.temperature=1.0",
     "evaluation.pass_at=[1, 8]",
 )
 #: So hot that every token stays as likely as another, whatever was learnt: one in sixteen answers has all 40.
-LONG_ANSWERS = ("sampling.max_tokens=40", "sampling.temperature=10.0", "actor.stream_interval_s=0.01")
+LONG_ANSWERS = ("sampling.max_tokens=40", "sampling.temperature=10.0", "actor.stream_interval_s=0.02")
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
         run.start(two, "actor")
         run.start(two, "engine", "--host", two.address, "--port", "8001", name="engine-0")
         hidden = run.start(two, "engine", "--port", "8002", name="hidden")
-        assert hidden.wait(60) == 2
+        assert hidden.wait(PATIENCE_S) == 2
         assert f"where nobody else reaches it; start it with --host {two.address}" in run.said("hidden")
         run.start(one, "engine", "--host", "0.0.0.0", "--port", "8001", name="engine-1")
         run.until(lambda: any(event["engines"] == 2 for event in events("publish")), "a publication to both")
@@ -114,6 +114,6 @@ def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
         assert sorted(rows) == [["engine-0", "bigram", "healthy"], ["engine-1", "bigram", "healthy"]]
         assert {event["url"] for event in events("engine_verified")} == {f"http://{h.address}:8001" for h in (one, two)}
         run.command(two, "stop", run.controller_url)
-        assert run.processes["controller"].wait(60) == 0
-        assert run.processes["trainer"].wait(60) == 0
+        assert run.processes["controller"].wait(PATIENCE_S) == 0
+        assert run.processes["trainer"].wait(PATIENCE_S) == 0
         assert events("run_finished")

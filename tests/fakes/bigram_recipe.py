@@ -45,8 +45,8 @@ no_signal = "train"
 [staleness]
 j = 1
 k = 2
-[actor]
-groups_in_flight = 8
+[actor]  # one order after the other: while a test waits for a process to start, the run takes little from it
+groups_in_flight = 1
 """
 
 

@@ -15,6 +15,7 @@ from pipelinerl import rng
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
 from tests.fakes import small_disk
 from tests.fakes.checkpoints import model_directory, save, state_of, versions_in
+from tests.patience import PATIENCE_S
 
 SEED = 0
 
@@ -26,7 +27,7 @@ def run_on_small_disk(directory: Path, *, rounds: int) -> dict[str, Any]:
         pytest.skip(f"no small disk may be mounted here ({reason}); the test of a file size limit stands in for it")
     words = [sys.executable, "-m", "tests.fakes.run_on_small_disk", str(directory), str(rounds)]
     done = subprocess.run(
-        [*small_disk.command(checkpoints, size="400k"), *words], capture_output=True, text=True, timeout=110
+        [*small_disk.command(checkpoints, size="400k"), *words], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -22,6 +22,7 @@ from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 from tests.fakes.scripted_engine import LAYOUT
 from tests.fakes.served import as_process
+from tests.patience import PATIENCE_S
 
 MUTATIONS = 500
 EPOCH, VERSION = 2, 5
@@ -220,7 +221,7 @@ async def test_no_mutated_manifest_is_accepted_and_the_old_version_serves_on() -
                 "layout": LAYOUT.model_dump(mode="json"),
             }  # fmt: skip
             answers: dict[str, tuple[int, str]] = {}
-            with httpx.Client(base_url=url, trust_env=False, timeout=20.0) as raw:
+            with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as raw:
                 for kind, body in mutants(manifest):
                     answer = raw.post(
                         routes.REQUEST_WEIGHT_UPDATE, content=body, headers={"content-type": "application/json"}

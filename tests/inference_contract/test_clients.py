@@ -25,6 +25,7 @@ from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 
 RECORDED = [
     pytest.param(request["body"], id=f"{recorded['client']} {recorded['version']}: {request['call']}")
@@ -48,12 +49,12 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def public_client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20.0) as made:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as made:
         yield made
 
 
 def post(url: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=20.0)
+    return httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("body", RECORDED)

@@ -18,6 +18,7 @@ from pipelinerl.roles.process import Identity
 from pipelinerl.system.ports import free_ports
 from tests.fakes.served import in_thread
 from tests.fakes.sglang_server import SglangServer, create_app
+from tests.patience import PATIENCE_S
 
 READY_S = 60.0
 
@@ -44,7 +45,7 @@ async def test_it_ends_when_the_engine_has_stopped_by_itself(tmp_path: Path, mon
             config=config, run_dir=tmp_path, name="engine-0", redis_url="", controller_url="", token=None, port=port
         )
         role = asyncio.create_task(engine_role.run(identity))
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False) as http:
             await _until_ready(http, role)
             theirs = {"new_version": "theirs", "abort_all_requests": False}
             httpx.post(f"{stock}/update_weight_version", json=theirs).raise_for_status()

@@ -13,6 +13,7 @@ import pytest
 from pipelinerl.weights.parameter_server import server
 from tests.fakes.parameter_server import TOKEN, application
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 from tests.security.raw_http import connect, say, statuses
 
 LAYOUT = {"parameters": [{"name": "w", "shape": [1000], "dtype": "float32"}]}
@@ -28,7 +29,7 @@ def url() -> Iterator[str]:
 
 def ask(url: str, method: str, path: str, headers: dict[str, Any] | None = None, **rest: Any) -> httpx.Response:
     known = {"authorization": f"Bearer {TOKEN}"} | (headers or {})
-    return httpx.request(method, url + path, headers=known, trust_env=False, timeout=10.0, **rest)
+    return httpx.request(method, url + path, headers=known, trust_env=False, timeout=PATIENCE_S, **rest)
 
 
 @pytest.mark.parametrize(

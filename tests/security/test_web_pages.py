@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 from tests.security.servers import SERVERS, TOKEN, application
 
 #: A route of each server that does something, and its method.
@@ -33,7 +34,7 @@ def open_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def ask(served: str, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx.Response:
-    return httpx.request(method, served + path, headers=headers, content=body, trust_env=False, timeout=10.0)
+    return httpx.request(method, served + path, headers=headers, content=body, trust_env=False, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(

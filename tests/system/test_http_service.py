@@ -15,6 +15,7 @@ from fastapi import Body, FastAPI
 from pipelinerl.errors import AddressError, ModelError
 from pipelinerl.system.http_service import guard, listen, refuse_in_one_shape, serve_until
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 
 TOKEN = "run-token"
 
@@ -49,7 +50,7 @@ def ask(url: str, method: str, path: str, *, token: str | None = TOKEN, **rest: 
     headers = {b"content-type": b"application/json"}
     if token is not None:
         headers[b"authorization"] = b"Bearer " + token.encode()
-    return httpx.request(method, url + path, headers=headers, trust_env=False, timeout=10.0, **rest)
+    return httpx.request(method, url + path, headers=headers, trust_env=False, timeout=PATIENCE_S, **rest)
 
 
 @pytest.mark.parametrize("token", [None, "x", "run-toke", "run-token2", "run-tok\u00ebn"])

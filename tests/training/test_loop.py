@@ -509,11 +509,11 @@ async def test_a_wait_ends_and_names_whom_it_waited_for(tmp_path: Path, culprit:
 
 @pytest.mark.parametrize("by", ["groups", "directives", "groups that teach nothing"])
 async def test_a_wait_in_which_something_comes_goes_on(tmp_path: Path, by: str) -> None:
-    async with room(tmp_path, deadline_s=1.0, no_signal=NoSignal.FILTER) as made:
+    async with room(tmp_path, deadline_s=3.0, no_signal=NoSignal.FILTER) as made:
         await made.roll_out(0)
         await made.begin(rollouts_per_step=8)
         for number in (1, 2, 3):
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.2)
             if by == "groups":
                 await made.roll_out(number)
             elif by == "groups that teach nothing":

@@ -29,7 +29,7 @@ from pipelinerl.errors import PipelineError, UserError
 from pipelinerl.messages import EvaluationDone
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Outcome, Problem, PromptOrder, Verdict
-from pipelinerl.verifiers.verifier import GroupVerifier, Sampled
+from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
 #: A respondent that has answered nothing after so many problems is not going to.
 MOST_FAILURES: Final = 8
@@ -138,7 +138,7 @@ async def _verifiers(config: RunConfig) -> AsyncIterator[dict[str, GroupVerifier
 
 
 async def _verdicts(verifier: GroupVerifier, problem: Problem, samples: list[TextAnswer]) -> list[Verdict]:
-    answers = [Sampled(sample.text, finish_reason=sample.finish_reason) for sample in samples]
+    answers = [SampledAnswer(sample.text, finish_reason=sample.finish_reason) for sample in samples]
     return [judgement.verdict for judgement in await verifier.judge(problem, answers)]
 
 

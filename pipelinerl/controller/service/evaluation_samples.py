@@ -6,7 +6,7 @@ import time
 
 from pipelinerl.controller.state.evaluation import Evaluation
 from pipelinerl.messages import EvaluationDone, ShownAnswer
-from pipelinerl.observability.samples.record import SampledAnswer, SampleGroup, SampleKind
+from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.types import Outcome
 
@@ -34,9 +34,9 @@ def _sample(report: EvaluationDone, version: int, now: float) -> SampleGroup:
     )
 
 
-def _answer(answer: ShownAnswer, version: int) -> SampledAnswer:
+def _answer(answer: ShownAnswer, version: int) -> AnswerRecord:
     judged = answer.outcome in (Outcome.CORRECT, Outcome.WRONG)
-    return SampledAnswer(
+    return AnswerRecord(
         text=answer.text,
         outcome=answer.outcome,
         reward=answer.reward if judged else None,

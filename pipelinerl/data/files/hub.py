@@ -37,7 +37,7 @@ def open_hub(asked: SourceRequest) -> RowSource:
 def _fetched(name: str, revision: str | None, *, where: str) -> str:
     """The folder of the cache that holds its files, fetched where they are not there yet."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # its client's own
 
     wanted = ["README.md", *(f"*{suffix}{packed}" for suffix in SUFFIXES for packed in ("", ".gz"))]
     try:

@@ -11,7 +11,7 @@ from html import escape
 from typing import Final
 
 from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery
-from pipelinerl.observability.samples.record import SampledAnswer, SampleGroup, SampleKind, shortened
+from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind, shortened
 from pipelinerl.observability.samples.visible import visible
 
 #: So many of the last steps that have samples are looked at.
@@ -49,7 +49,7 @@ def _part(title: str, chosen: Sequence[ChosenSample]) -> str:
     return f"<h3>{escape(title)}</h3>" + "".join(_sample(*each) for each in chosen)
 
 
-def _sample(group: SampleGroup, answer: SampledAnswer) -> str:
+def _sample(group: SampleGroup, answer: AnswerRecord) -> str:
     facts = [f"step {group.step}", group.domain, *group.tags, group.why, answer.outcome]
     facts.append("" if answer.reward is None else f"reward {answer.reward:.3g}")
     facts.append("" if answer.advantage is None else f"advantage {answer.advantage:+.3g}")

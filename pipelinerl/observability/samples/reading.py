@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
-from pipelinerl.observability.samples.record import SampledAnswer, SampleGroup, SampleKind, decode
+from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind, decode
 
 FOLDER: Final = "samples"
 #: What an engine calls an answer that ended for want of tokens.
@@ -34,7 +34,7 @@ class ChosenSample(NamedTuple):
     """An answer, and the group that it is of."""
 
     group: SampleGroup
-    answer: SampledAnswer
+    answer: AnswerRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ class SampleKind(StrEnum):
     """It answers a held-out problem."""
 
 
-class SampledAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer and what became of it.
 
     Attributes:
@@ -70,7 +70,7 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tags: tuple[str, ...] = ()
     prompt: str
     ground_truth: str = ""
-    answers: tuple[SampledAnswer, ...]
+    answers: tuple[AnswerRecord, ...]
     why: str = ""
     filtered: dict[str, int] = {}
 

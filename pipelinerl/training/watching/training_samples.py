@@ -16,7 +16,7 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.observability.samples.record import SampledAnswer, SampleGroup, SampleKind
+from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.rng import generator
 from pipelinerl.types import Rollout, RolloutGroup
@@ -99,7 +99,7 @@ class TrainingSamples:
         kind: SampleKind,
         group: RolloutGroup,
         version: int,
-        answers: tuple[SampledAnswer, ...],
+        answers: tuple[AnswerRecord, ...],
         now: float,
         *,
         why: str = "",
@@ -128,10 +128,10 @@ class TrainingSamples:
         shaped: float | None = None,
         advantage: float | None = None,
         trained: bool = False,
-    ) -> SampledAnswer:
+    ) -> AnswerRecord:
         verdict, (first, *later) = rollout.verdict, rollout.turns
         tokens = [first.token_ids, *(part for turn in later for part in (turn.context_token_ids, turn.token_ids))]
-        return SampledAnswer(
+        return AnswerRecord(
             text=self.decode(np.concatenate(tokens).tolist()),
             outcome=verdict.outcome.value,
             reward=_finite(verdict.reward) if verdict.outcome.is_judgement else None,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipelinerl.observability.samples.record import SampledAnswer, SampleGroup, SampleKind
+from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
 
 #: Text as a model may write it to do harm: markup, a cursor that moves, text turned round, a NUL, half a character.
 HOSTILE = "<script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\u202edrow\u2069\x00\u200b\ud800 & \"'</dd></details>"
 
 
-def answer(text: str = "an answer", *, reward: float | None = 1.0, **fields: Any) -> SampledAnswer:
+def answer(text: str = "an answer", *, reward: float | None = 1.0, **fields: Any) -> AnswerRecord:
     outcome = "timeout" if reward is None else "correct" if reward > 0 else "wrong"
     given = {"outcome": outcome, "length": 3, "finish_reason": "stop", "spans": ((7, 2), (8, 1)), "staleness": 2}
-    return SampledAnswer(text=text, reward=reward, **given | fields)
+    return AnswerRecord(text=text, reward=reward, **given | fields)
 
 
-def group(step: int = 1, *answers: SampledAnswer, **fields: Any) -> SampleGroup:
+def group(step: int = 1, *answers: AnswerRecord, **fields: Any) -> SampleGroup:
     given: dict[str, Any] = {
         "kind": SampleKind.TRAINED,
         "time": float(step),

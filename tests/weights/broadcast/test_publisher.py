@@ -29,6 +29,7 @@ from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 from tests.fakes.scripted_engine import LAYOUT, application
 from tests.fakes.served import as_process, in_thread
+from tests.patience import PATIENCE_S
 
 BUCKET_BYTES = 128  # the bias alone fills one: two buckets
 
@@ -218,7 +219,7 @@ async def test_generation_goes_on_during_a_slow_broadcast(
     update = asyncio.create_task(
         publisher.publish(publication(1, engines, weights=_halting(sending, release), on_update=OnUpdate.DRAIN))
     )
-    await asyncio.to_thread(sending.wait, 5)
+    await asyncio.to_thread(sending.wait, PATIENCE_S)
     before = await greedy(control, engines[0])
     assert await serving(control, engines[0]) == (0, 0) and len(before) > 0
     release.set()
@@ -241,7 +242,7 @@ async def test_an_engine_that_dies_in_the_broadcast(
         update = asyncio.create_task(
             publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=timeout_s))
         )
-        await asyncio.to_thread(sending.wait, 5)
+        await asyncio.to_thread(sending.wait, PATIENCE_S)
         os.kill(process.pid, death)
         began = time.monotonic()
         release.set()
@@ -267,7 +268,7 @@ async def test_one_that_was_killed_and_started_again_meanwhile_is_served_with_th
         update = asyncio.create_task(
             publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=20.0))
         )
-        await asyncio.to_thread(sending.wait, 5)
+        await asyncio.to_thread(sending.wait, PATIENCE_S)
         os.kill(process.pid, signal.SIGSTOP)  # what gloo sometimes makes of a peer that was killed: it waits
         control.moved[victim] = again
         release.set()

@@ -16,6 +16,7 @@ from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from pipelinerl.weights.broadcast.sender import WeightSender
+from tests.patience import PATIENCE_S, SOON_S
 
 LAYOUT = WeightLayout(
     parameters=(
@@ -105,11 +106,13 @@ def test_what_the_layout_does_not_say_is_refused(items: list[tuple[str, Any]], s
 def test_a_rank_that_takes_no_bucket_ends_the_sending_after_the_silence_and_not_at_the_deadline() -> None:
     rendezvous = Rendezvous("127.0.0.1")
     join = lambda rank: Collective.join(  # noqa: E731
-        host="127.0.0.1", port=rendezvous.port, group="g", generation=1, rank=rank, world_size=2, timeout_s=10.0
+        host="127.0.0.1", port=rendezvous.port, group="g", generation=1, rank=rank, world_size=2, timeout_s=PATIENCE_S
     )
-    root, leaf = (future.result(20) for future in [in_background(f"{rank}", lambda r=rank: join(r)) for rank in (0, 1)])  # type: ignore[misc]
+    root, leaf = (
+        future.result(PATIENCE_S) for future in [in_background(f"{rank}", lambda r=rank: join(r)) for rank in (0, 1)]
+    )  # type: ignore[misc]
     sender, began = WeightSender(LAYOUT, lambda: iter(ARRAYS.items()), 16), time.monotonic()
     with pytest.raises(DeadlineError, match=r"bucket \d of 2 \(parameter"):
-        sender.send(root, deadline=began + 60, silence_s=0.3)
-    assert sender.broke_in_group and time.monotonic() - began < 20
+        sender.send(root, deadline=began + PATIENCE_S, silence_s=0.3)
+    assert sender.broke_in_group and time.monotonic() - began < SOON_S
     leaf.close()

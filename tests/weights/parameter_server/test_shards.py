@@ -23,6 +23,7 @@ from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
 from tests.fakes import parameter_server, scripted_engine
 from tests.fakes.parameter_server import LAYOUT, TOKEN, application, digest, flat, publication, sharded
 from tests.fakes.served import as_process, in_thread
+from tests.patience import PATIENCE_S, SOON_S
 
 #: Many parameters of odd sizes, one of which is a third of all.
 MANY = WeightLayout(
@@ -54,7 +55,9 @@ def place(urls: list[str], shards: int, version: int = 1, *, by_memory: bool = T
 
 
 def state(url: str) -> dict[str, Any]:
-    answer = httpx.get(url + "/versions", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=8.0)
+    answer = httpx.get(
+        url + "/versions", headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=PATIENCE_S
+    )
     return dict(answer.raise_for_status().json())
 
 
@@ -130,7 +133,7 @@ def test_the_death_of_a_shards_only_server_is_named_and_nothing_newer_is_placed(
         pytest.raises(UpdateError, match=rf"no parameter server takes shard 1 of 2 of the version: {GONE}: .*refused"),
     ):
         placement.upload(publication(1), {}, deadline=began + 0.5)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
     assert [version["digest"] for version in state(servers[0])["versions"]] == [None], "not even half is given out"
 
 
@@ -183,7 +186,7 @@ def test_a_shards_server_killed_in_the_middle_without_a_replica_is_named_and_end
                 into=np.zeros(LARGE.num_bytes, np.uint8),
                 on_progress=lambda _: process.kill(),
             )
-        assert time.monotonic() - began < 15, "a death is seen at once, not at the deadline"
+        assert time.monotonic() - began < SOON_S, "a death is seen at once, not at the deadline"
 
 
 def test_wrong_bytes_of_one_shard_are_refused_or_come_from_its_next_server(servers: list[str]) -> None:

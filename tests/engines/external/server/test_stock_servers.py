@@ -264,7 +264,7 @@ class TestRefusals:
         ("options", "says"),
         [
             ({"server": None}, "engine.servers"),
-            ({"weights": WeightFormat.INT8}, "leave out engine.weights=int8"),
+            ({"weights": WeightFormat.INT8}, r"native weights, .*engine\.weights=int8; leave it out"),
             ({"options": {"block_size": 1}}, "started with options of its own knows no options, got engine.options bl"),
             ({"memory_share": 0.5}, "the adapter of a server takes no GPU's memory, got engine.memory_share=0.5"),
         ],

@@ -50,7 +50,7 @@ def recipe(tmp_path: Path, model: Path) -> Path:
         (tmp_path / f"{domain}.jsonl").write_text("\n".join(lines))
         path = json.dumps(str(tmp_path / f"{domain}.jsonl"))
         blocks.append(
-            f'[[domains]]\nname = "{domain}"\nsource = "jsonl"\nverifier = "math_answer"\n'
+            f'[[domains]]\nname = "{domain}"\nsource = "files"\nverifier = "math_answer"\n'
             f"parameters = {{ path = {path}, held_out_path = {path} }}\n"
         )
     path = tmp_path / "recipe_file.toml"

@@ -26,7 +26,7 @@ def config(tmp_path: Path) -> RunConfig:
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     (tmp_path / "recipe_file.toml").write_text(
         '[model]\npath = "shipped:tiny_speller"\n[sampling]\nmax_tokens = 4\n[[domains]]\nname = "sevens"\n'
-        f'source = "jsonl"\nparameters = {{ path = {json.dumps(str(tmp_path / "data.jsonl"))} }}\n'
+        f'source = "files"\nparameters = {{ path = {json.dumps(str(tmp_path / "data.jsonl"))} }}\n'
     )
     return load(str(tmp_path / "recipe_file.toml"))
 
@@ -57,7 +57,7 @@ def test_what_is_kept_is_a_data_set_with_its_rates(tmp_path: Path, config: RunCo
     assert all(by_number[n]["tags"] == ["pass_rate=0"] for n in by_number if n % 10 == 1)
     assert report.kept["sevens"] < everything.kept["sevens"] == everything.problems
     source = open_source(
-        "jsonl", domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(report.files["sevens"])}
+        "files", domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(report.files["sevens"])}
     )
     read = {source.problem(index).messages[0].content for index in range(200)}
     assert read == {row["messages"][0]["content"] for row in rows}, "the same splits: no problem of it is held out"

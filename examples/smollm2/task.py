@@ -1,0 +1,42 @@
+"""The task: say what a sentence holds as JSON. Problems without end are not needed: 4,800 sentences, split by hash."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+NAMES = "Anna Ben Carla David Emma Frank Grace Henry Iris Jack Kate Leo Mary Nick Olga Paul Rosa Sam Tina Will".split()
+ITEMS = "apple book candle chair coin cup hat key lamp lemon map pen plate ring rope shoe spoon stamp table watch".split()
+VERBS = {"bought": 12, "has": 12}
+KEYS = ("name", "item", "count")
+
+
+def problems() -> list[dict[str, object]]:
+    """Sentences such as "Anna has 3 candles.", each with what it holds."""
+    rows = []
+    for name, item, (verb, most) in product(NAMES, ITEMS, VERBS.items()):
+        for count in range(2, most + 1, 2):
+            truth = json.dumps({"name": name, "item": item, "count": count})
+            rows.append({"prompt": f"{name} {verb} {count} {item}s.", "answer": truth, "tags": [f"verb={verb}"]})
+    return rows
+
+
+def parses(completion: str) -> float:
+    """1 where the answer is one JSON object, and nothing else."""
+    return float(_object(completion) is not None)
+
+
+def right(completion: str, answer: str) -> float:
+    """The share of the keys that are there with the right value; another key makes it 0."""
+    said, truth = _object(completion), json.loads(answer)
+    if said is None or not said.keys() <= truth.keys():
+        return 0.0
+    return sum(said.get(key) == truth[key] for key in KEYS) / len(KEYS)
+
+
+def _object(text: str) -> dict[str, object] | None:
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return said if isinstance(said, dict) else None

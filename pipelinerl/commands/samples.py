@@ -29,7 +29,7 @@ from pipelinerl.observability.samples.reading import (
     read_samples,
 )
 from pipelinerl.observability.samples.record import SampledAnswer, SampleGroup, shortened
-from pipelinerl.observability.samples.visible import visible
+from pipelinerl.observability.samples.visible import one_line, visible
 
 #: Most characters of a text that are printed; `--json` has all that was kept.
 _MOST: Final = 2000
@@ -66,15 +66,15 @@ def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool
     """
     _require_run(run_dir)
     reader = SampleReader(run_dir)
-    first = True
+    first, over = True, False
     while True:
-        over = _is_over(run_dir)  # looked up first: what is written after it is read below, all the same
+        last, over = over, _is_over(run_dir)  # one more look, after the end: a writer may be a moment behind
         limited = replace(query, limit=query.limit if first else None)
         with _readable(run_dir):
             groups = reader.new()
         _print(limited.choose(groups), console, as_json=as_json)
         first = False
-        if over:
+        if last:
             return
         time.sleep(_FOLLOW_S)
 
@@ -179,7 +179,7 @@ def _indented(label: str, text: str, *, style: str = "") -> Text:
 
 def _line(text: str) -> str:
     """A name in one line."""
-    return visible(shortened(text, 200)).replace("\n", "\\n").replace("\t", "\\t")
+    return one_line(shortened(text, 200))
 
 
 def _number(value: float | None) -> str:

@@ -18,13 +18,13 @@ from tests.observability.samples.groups import HOSTILE, answer, group
 
 
 def a_run(path: Path, *groups: SampleGroup, over: bool = True) -> Path:
+    log = SampleLog(path / "samples", "training", max_bytes=2**20)
+    log.put(lambda: groups)
+    log.close()
     with EventLog(path / "events.jsonl") as events:
         events.write("run_started", run="r", elapsed_s=0.0)
         if over:
             events.write("run_finished", reason="all steps taken", elapsed_s=1.0)
-    log = SampleLog(path / "samples", "training", max_bytes=2**20)
-    log.put(lambda: groups)
-    log.close()
     return path
 
 

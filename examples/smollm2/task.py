@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from itertools import product
 
-NAMES = "Anna Ben Carla David Emma Frank Grace Henry Iris Jack Kate Leo Mary Nick Olga Paul Rosa Sam Tina Will".split()
-ITEMS = "apple book candle chair coin cup hat key lamp lemon map pen plate ring rope shoe spoon stamp table watch".split()
+NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack", "Kate", "Leo", "Mary", "Nick", "Olga", "Paul", "Rosa", "Sam", "Tina", "Will"]
+ITEMS = (
+    ["apple", "book", "candle", "chair", "coin", "cup", "hat", "key", "lamp", "lemon", "map", "pen", "plate", "ring", "rope", "shoe", "spoon", "stamp", "table", "watch"]
+)
 VERBS = {"bought": 12, "has": 12}
 KEYS = ("name", "item", "count")
 

@@ -7,8 +7,10 @@ look the same. What a model wrote is shown inert: nothing in it reaches the term
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +21,6 @@ from rich.console import Console
 from rich.text import Text
 
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import read_events
 from pipelinerl.observability.samples.reading import (
     FOLDER,
     ChosenSample,
@@ -28,11 +29,13 @@ from pipelinerl.observability.samples.reading import (
     read_samples,
 )
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, shortened
-from pipelinerl.observability.samples.visible import visible
+from pipelinerl.observability.samples.visible import one_line, visible
 
 #: Most characters of a text that are printed; `--json` has all that was kept.
 _MOST: Final = 2000
 _FOLLOW_S: Final = 0.5
+#: No event that ends a run is longer.
+_TAIL: Final = 65536
 _OVER: Final = ("run_finished", "run_failed")
 _STYLES: Final = {"correct": "green", "wrong": "red"}
 
@@ -44,7 +47,8 @@ def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) 
         UserError: there is no run, it keeps no samples, or none of them is asked for.
     """
     _require_run(run_dir)
-    groups = read_samples(run_dir)
+    with _readable(run_dir):
+        groups = read_samples(run_dir)
     chosen = query.choose(groups)
     if not chosen:
         raise UserError(_nothing(run_dir, groups, query))
@@ -62,13 +66,15 @@ def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool
     """
     _require_run(run_dir)
     reader = SampleReader(run_dir)
-    first = True
+    first, over = True, False
     while True:
-        over = _is_over(run_dir)  # looked up first: what is written after it is read below, all the same
+        last, over = over, _is_over(run_dir)  # one more look, after the end: a writer may be a moment behind
         limited = replace(query, limit=query.limit if first else None)
-        _print(limited.choose(reader.new()), console, as_json=as_json)
+        with _readable(run_dir):
+            groups = reader.new()
+        _print(limited.choose(groups), console, as_json=as_json)
         first = False
-        if over:
+        if last:
             return
         time.sleep(_FOLLOW_S)
 
@@ -78,12 +84,23 @@ def _require_run(run_dir: Path) -> None:
         raise UserError(f"{run_dir} is no run: it has neither events.jsonl nor {FOLDER}/")
 
 
-def _is_over(run_dir: Path) -> bool:
+@contextmanager
+def _readable(run_dir: Path) -> Iterator[None]:
     try:
-        events = read_events(run_dir / "events.jsonl")
-    except (OSError, ValueError):
+        yield
+    except OSError as error:
+        raise UserError(f"the samples in {run_dir / FOLDER} cannot be read: {error.strerror}") from None
+
+
+def _is_over(run_dir: Path) -> bool:
+    """Is the last event of the log the run's end? Only its tail is read, which is looked at again and again."""
+    try:
+        with (run_dir / "events.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            lines = file.read().split(b"\n")[:-1]
+        return bool(lines) and json.loads(lines[-1])["kind"] in _OVER
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return bool(events) and events[-1]["kind"] in _OVER
 
 
 def _nothing(run_dir: Path, groups: list[SampleGroup], query: SampleQuery) -> str:
@@ -162,7 +179,7 @@ def _indented(label: str, text: str, *, style: str = "") -> Text:
 
 def _line(text: str) -> str:
     """A name in one line."""
-    return visible(shortened(text, 200)).replace("\n", "\\n").replace("\t", "\\t")
+    return one_line(shortened(text, 200))
 
 
 def _number(value: float | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from pipelinerl.observability.charts import Chart, Line
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import RunHistory, Series
+from pipelinerl.observability.samples.visible import one_line
 
 #: Colours that the page knows; further domains have no curve, but a row.
 _COLOURS: Final = 3
@@ -99,7 +100,9 @@ def _row(name: str, figures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         return "–" if value is None else format(value, form)
 
     parts = sorted({key.removeprefix("reward.") for each in figures for key in each if key.startswith("reward.")})
-    reward = ", ".join([number("reward", ".3f"), *(f"{part} {number(f'reward.{part}', '.3f')}" for part in parts)])
+    reward = ", ".join(
+        [number("reward", ".3f"), *(f"{one_line(part)} {number(f'reward.{part}', '.3f')}" for part in parts)]
+    )
     stale = sum(each.get("stale_groups", 0) for each in figures)
     came = stale + sum(each.get("groups", 0) for each in figures)
     seconds = mean_of(figures, "verifier_s", weight="verified")
@@ -107,7 +110,7 @@ def _row(name: str, figures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     verifier = "–" if seconds is None else f"{seconds * 1e3:.3g} ms" + (f", {errors:.0f} errors" if errors else "")
     rollouts = sum(each.get("rollouts", 0) for each in figures)
     return (
-        name,
+        one_line(name),
         f"{rollouts:,.0f}",
         reward,
         share("accuracy"),

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.observability.restarts import restarts_line
+from pipelinerl.observability.samples.visible import one_line
 from pipelinerl.observability.status import EngineStatus, EvaluatingStatus, RunStatus, StatusPhase, format_duration
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -135,7 +136,10 @@ def domain_lines(status: RunStatus) -> list[str]:
     """What each domain did in the last step, and each tag, in a line of plain text for each."""
     step = status.last_step
     names = [*step.by_domain.items(), *((f"tag {tag}", figures) for tag, figures in step.by_tag.items())]
-    return [f"{name}: {' · '.join(f'{label} {value}' for label, value in _domain(figures))}" for name, figures in names]
+    return [
+        one_line(f"{name}: {' · '.join(f'{label} {value}' for label, value in _domain(figures))}")  # a tag is data
+        for name, figures in names
+    ]
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:

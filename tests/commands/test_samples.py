@@ -18,13 +18,13 @@ from tests.observability.samples.groups import HOSTILE, answer, group
 
 
 def a_run(path: Path, *groups: SampleGroup, over: bool = True) -> Path:
+    log = SampleLog(path / "samples", "training", max_bytes=2**20)
+    log.put(lambda: groups)
+    log.close()
     with EventLog(path / "events.jsonl") as events:
         events.write("run_started", run="r", elapsed_s=0.0)
         if over:
             events.write("run_finished", reason="all steps taken", elapsed_s=1.0)
-    log = SampleLog(path / "samples", "training", max_bytes=2**20)
-    log.put(lambda: groups)
-    log.close()
     return path
 
 
@@ -120,6 +120,9 @@ def test_user_errors_are_sentences(tmp_path: Path) -> None:
         UserError, match=r"none of the trained samples .* their steps are 1 to 2, their domains words, "
     ):
         said(run, "--tag", "hard")
+    (unreadable := tmp_path / "unreadable" / "samples" / "training-000001.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        said(str(unreadable.parents[1]))
     with pytest.raises(UserError, match="holds no samples"):
         said(str(a_run(tmp_path / "empty")))
     with pytest.raises(UserError, match="has no evaluation samples; it has trained ones"):

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from pipelinerl.observability.domains import DOMAIN_HEAD, domain_charts, domain_rows, mean_of
+from pipelinerl.observability.progress import domain_lines
 from pipelinerl.observability.report import render
 from pipelinerl.observability.run_history import RunHistory, tell
+from pipelinerl.observability.status import LastStepStatus, RunStatus
 from tests.observability.synthetic import events
 
 
@@ -48,3 +50,13 @@ def test_a_run_that_knows_no_domains_has_no_rows() -> None:
 def test_a_mean_of_nothing_is_none() -> None:
     assert mean_of([], "reward") is None and mean_of([{"reward": 1.0}], "reward") is None
     assert mean_of([{"reward": 1.0, "rollouts": 1}, {"reward": 4.0, "rollouts": 2}], "reward") == pytest.approx(3.0)
+
+
+def test_a_tag_is_data_and_acts_on_nothing() -> None:
+    evil = "level=\x1b[2J\u202e\n3"
+    step = LastStepStatus(by_tag={evil: {"reward": 1.0, "reward.\x07": 1.0}})
+    assert domain_lines(RunStatus(run="r", last_step=step)) == [
+        "tag level=\\x1b[2J\\u202e\\n3: reward 1.000 · \\x07 1.000"
+    ]
+    ((name, _, reward, *_),) = domain_rows(history({"by_tag": step.by_tag}))
+    assert name == "level=\\x1b[2J\\u202e\\n3" and reward == "–, \\x07 –"

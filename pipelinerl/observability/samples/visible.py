@@ -23,6 +23,11 @@ def visible(text: str) -> str:
     return "".join(_shown(character) for character in text)
 
 
+def one_line(text: str) -> str:
+    """The same in one line, for a name that stands among others."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def _shown(character: str) -> str:
     if character in _LAYOUT or unicodedata.category(character) not in _HIDDEN:
         return character

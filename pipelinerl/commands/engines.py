@@ -15,6 +15,7 @@ import typer
 from pipelinerl import registry
 from pipelinerl.errors import DeadlineError, UserError
 from pipelinerl.observability.status import EngineStatus, FleetStatus
+from pipelinerl.system.references import anchored
 
 if TYPE_CHECKING:  # it imports an HTTP library, for which `pipelinerl --help` need not wait
     from pipelinerl.controller.client import ControllerClient
@@ -62,7 +63,7 @@ def add(
     if (url is None) == (type is None):
         raise UserError("name a running engine's URL, or a --type to start; one of the two")
     if type is not None:
-        registry.known("--type", registry.ENGINES, type)
+        type = _known(type)
     with controller_of(run) as controller:
         if url is not None:
             controller.register_engine(url)
@@ -104,7 +105,7 @@ def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, 
 
     if type is None:
         raise UserError("say with --type what the engine is to be replaced by")
-    registry.known("--type", registry.ENGINES, type)
+    type = _known(type)
     with controller_of(run) as controller:
         (name,) = controller.request_engines(type, replaces=engine, grace_s=patience)
         if not wait:
@@ -112,6 +113,12 @@ def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, 
             return
         typer.echo(line(joined(controller, name, logs=_logs(run))))
         typer.echo(line(gone(controller, engine, within_s=patience + 30.0)))
+
+
+def _known(type: str) -> str:
+    """The engine's type, with an absolute path if it is a file of the user's."""
+    registry.known("--type", registry.ENGINES, type := anchored(type, Path.cwd()))
+    return type
 
 
 def _logs(run: str) -> Path:

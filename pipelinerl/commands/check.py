@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs
-from pipelinerl.commands.prompt_findings import prompt_findings
+from pipelinerl.commands.findings.prompts import prompt_findings
 from pipelinerl.commands.verifier_trial import tried
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection

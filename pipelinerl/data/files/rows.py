@@ -11,7 +11,7 @@ import csv
 import gzip
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
@@ -76,15 +76,15 @@ class JsonRows:
         return cls(text, str(path), numbered="line")
 
     @classmethod
-    def of(cls, rows: Sequence[Any], name: str) -> JsonRows:
+    def of(cls, rows: Iterable[Any], name: str) -> JsonRows:
         """Rows that are here already. Raises `RecipeError` for one that is no JSON object."""
-        lines = []
+        text = bytearray()
         for number, row in enumerate(rows):
             try:
-                lines.append(orjson.dumps(row))
+                text += orjson.dumps(row) + b"\n"
             except TypeError as error:
                 raise RecipeError(f"{name} row {number}: {error}") from None
-        return cls(b"\n".join(lines), name)
+        return cls(bytes(text), name)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -197,17 +197,15 @@ def _unpacked(path: Path) -> bytes:
         raise RecipeError(f"{path} cannot be read: {error}") from None
 
 
-def _csv_rows(text: bytes, path: Path) -> list[Row]:
+def _csv_rows(text: bytes, path: Path) -> Iterator[Row]:
     try:
         reader = csv.DictReader(io.StringIO(text.decode(), newline=""), strict=True)
-        rows: list[Row] = []
-        for row in reader:
+        for number, row in enumerate(reader):
             if None in row or None in row.values():
                 raise RecipeError(
-                    f"{path} row {len(rows)}: expected the {len(reader.fieldnames or ())} fields of the first line, "
+                    f"{path} row {number}: expected the {len(reader.fieldnames or ())} fields of the first line, "
                     "got more or fewer"
                 )
-            rows.append(dict(row))
+            yield dict(row)
     except (csv.Error, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is no CSV: {error}") from None
-    return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.evaluation import EvaluationPlan
-from pipelinerl.types import DomainSampling, Message, Problem, Sampling
+from pipelinerl.types import DomainSampling, Message, Problem, Quota, Sampling
 
 OWN = DomainSampling(temperature=0.5, max_tokens=9, stop=("\n",), chat_template_kwargs={"enable_thinking": False})
 
@@ -21,13 +21,13 @@ def factory(max_tokens: int = 0) -> PromptOrderFactory:
         sampling=Sampling(num_samples=4, max_tokens=20, stop=("!",)),
         by_domain={"own": OWN, "other": DomainSampling()},
         evaluation=EvaluationPlan(problems=8, max_tokens=max_tokens),
-        training_problem=lambda index, weights: problem_of(index),
+        training_problem=lambda index, weights, quota: problem_of(index),
         held_out_problem=problem_of,
     )
 
 
 def test_a_domain_samples_in_its_own_way_and_others_follow_the_knob() -> None:
-    own, other = (factory().training(index, temperature=0.9, domain_weights={}) for index in (0, 1))
+    own, other = (factory().training(i, temperature=0.9, domain_weights={}, quota=Quota(0, 4)) for i in (0, 1))
     assert own.sampling == Sampling(num_samples=4, temperature=0.5, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=4, temperature=0.9, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}

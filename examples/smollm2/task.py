@@ -1,25 +1,28 @@
-"""The task: say what a sentence holds as JSON. Problems without end are not needed: 4,800 sentences, split by hash."""
+"""The task: say what a sentence holds as JSON. 4,800 sentences, split by hash."""
 
 from __future__ import annotations
 
 import json
 from itertools import product
 
-NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack", "Kate", "Leo", "Mary", "Nick", "Olga", "Paul", "Rosa", "Sam", "Tina", "Will"]
-ITEMS = (
-    ["apple", "book", "candle", "chair", "coin", "cup", "hat", "key", "lamp", "lemon", "map", "pen", "plate", "ring", "rope", "shoe", "spoon", "stamp", "table", "watch"]
+NAMES = (
+    *("Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack"),
+    *("Kate", "Leo", "Mary", "Nick", "Olga", "Paul", "Rosa", "Sam", "Tina", "Will"),
 )
-VERBS = {"bought": 12, "has": 12}
+ITEMS = (
+    *("apple", "book", "candle", "chair", "coin", "cup", "hat", "key", "lamp", "lemon"),
+    *("map", "pen", "plate", "ring", "rope", "shoe", "spoon", "stamp", "table", "watch"),
+)
+VERBS = ("bought", "has", "lost", "sold")
 KEYS = ("name", "item", "count")
 
 
 def problems() -> list[dict[str, object]]:
     """Sentences such as "Anna has 3 candles.", each with what it holds."""
     rows = []
-    for name, item, (verb, most) in product(NAMES, ITEMS, VERBS.items()):
-        for count in range(2, most + 1, 2):
-            truth = json.dumps({"name": name, "item": item, "count": count})
-            rows.append({"prompt": f"{name} {verb} {count} {item}s.", "answer": truth, "tags": [f"verb={verb}"]})
+    for name, item, verb, count in product(NAMES, ITEMS, VERBS, (2, 5, 9)):
+        truth = json.dumps({"name": name, "item": item, "count": count})
+        rows.append({"prompt": f"{name} {verb} {count} {item}s.", "answer": truth, "tags": [f"verb={verb}"]})
     return rows
 
 

@@ -175,6 +175,7 @@ async def room(
     warmup_steps: int = 0,
     restored: TrainingState | None = None,
     no_signal: NoSignal = NoSignal.TRAIN,
+    overdue_s: float | None = None,
 ) -> AsyncIterator[GroupLimiter]:
     model = tmp_path / "model"
     BigramModel.random(7, seed=0).save(model)
@@ -190,6 +191,7 @@ async def room(
             deadline_s=deadline_s,
             on_update=OnUpdate.CONTINUE,
             vocab_size=7,
+            overdue_s=overdue_s,
             schedule=LearningRateSchedule(warmup_steps=warmup_steps, steps=9, shape="constant", final_fraction=0.0),
         ),
         step=TrainStep(passes=ForwardPasses(policy=trainer)),
@@ -260,6 +262,28 @@ async def test_a_step_says_what_came_by_domain_trained_or_filtered(tmp_path: Pat
         figures = done.by_domain["test"]
         assert (figures["groups"], figures["stale_groups"], figures["rollouts"]) == (4, 0, 8)
         assert (figures["all_right"], figures["accuracy"]) == (0.5, 0.75) and done.by_tag == {}
+
+
+async def test_a_full_step_waits_for_an_order_that_could_train_no_later_one_until_it_ends(tmp_path: Path) -> None:
+    async with room(tmp_path, overdue_s=DEADLINE_S) as made:
+        due: dict[str, Any] = {"fresh_until": [(0, 1)], "issued": 3}
+        await made.begin(**due)
+        await made.roll_out(0, 1)
+        async with asyncio.timeout(DEADLINE_S):
+            while made.loop._batcher.num_waiting < 2:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        assert not await made.reports(StepDone), "order 2 could train no other step"
+        await made.say("ended-e1-2", failed=[2], **due)
+        assert (await made.heard(StepDone)).orders == [0, 1]
+
+
+async def test_a_step_waits_for_what_is_overdue_so_long_and_no_longer(tmp_path: Path) -> None:
+    async with room(tmp_path, overdue_s=0.2) as made:
+        await made.begin(fresh_until=[(0, 1)], issued=3)
+        await made.roll_out(0, 1)
+        done = await made.heard(StepDone)
+        assert (done.orders, done.consumed.frontier) == ([0, 1], 2)
 
 
 async def test_steps_are_reported_and_each_waits_for_its_directive(tmp_path: Path) -> None:

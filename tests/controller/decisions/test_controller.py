@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from pipelinerl.choices import Overdue, Pin
+from pipelinerl.choices import Overdue, Pin, StalenessScope
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.controller.decisions.status import assignment_of
 from pipelinerl.controller.state.effects import IssuePrompts, Record, Send
 from pipelinerl.controller.state.filtered_share import FilteredShare
 from pipelinerl.controller.state.inputs import (
@@ -144,6 +146,15 @@ def test_a_run_that_oversamples_keeps_its_bounds_and_its_balance(seed: int) -> N
         assert all(version - trained.oldest_version <= k for trained in groups)
     indices = [trained.index for _, groups, _ in run.trained for trained in groups]
     assert len(indices) == len(set(indices)), "a group was trained twice"
+
+
+@pytest.mark.parametrize(
+    ("settings", "k"),
+    [({}, 4.0), ({"overdue": Overdue.WAIT}, None), ({"scope": StalenessScope.ROLLOUT}, None)],
+)
+def test_actors_give_up_no_group_that_may_train_yet(settings: dict[str, Any], k: float | None) -> None:
+    made = controller(k=4)
+    assert assignment_of(made.state, replace(made.settings, **settings)).k == k
 
 
 @pytest.mark.parametrize("seed", range(60))

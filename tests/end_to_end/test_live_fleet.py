@@ -72,6 +72,7 @@ def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
     assert not run.alive()
 
 
+@pytest.mark.slow  # in short, between processes and without a run: tests/engines/http/test_engine_handover.py
 @pytest.mark.timeout(200)
 def test_an_engine_that_is_killed_with_long_answers_costs_only_what_had_not_come(tmp_path: Path) -> None:
     """kill -9 in mid-generation: the other engine goes on with the tokens that were sampled."""

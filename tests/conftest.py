@@ -6,6 +6,9 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
+from shutil import rmtree
+from tempfile import mkdtemp
 
 import hypothesis
 import pytest
@@ -18,6 +21,14 @@ from tests.open_sessions import left_open
 _XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS)
 
+#: Programs that XLA has compiled are kept while the session lasts: tests, and their processes, compile the same ones
+#: again and again. With a bound on its size JAX locks the folder, so that none reads what another has half written.
+_JAX_CACHE = {
+    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+
 # A shell's background job ignores Ctrl-C and hands that down; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -29,6 +40,14 @@ hypothesis.settings.load_profile("busy")
 #: Where single tests take minutes: these begin first, and the short ones fill the gaps between them and their ends. The
 #: longest file is the first, since nothing shares its tests out.
 _LONG = ("tests/end_to_end/test_live_run.py", "tests/end_to_end/", "tests/faults/", "tests/trainers/", "tests/engines/")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The cache of the whole session: test processes beside each other, and what they start, inherit where it is."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        place = mkdtemp(prefix="jax-programs-")
+        os.environ.update(_JAX_CACHE, JAX_COMPILATION_CACHE_DIR=place)
+        config.add_cleanup(partial(rmtree, place, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,8 +11,10 @@ import pytest
 from tests.fakes.live_fleet import (
     assert_nothing_lost,
     engines,
+    fleet,
     kill_again_and_again,
     longest_stall_s,
+    status,
     swap_to_and_fro,
     until_serving,
     until_steps,
@@ -20,7 +22,27 @@ from tests.fakes.live_fleet import (
 from tests.fakes.live_run import CLI, LiveRun, launched, light_run, new_run
 from tests.patience import PATIENCE_S
 
+#: Of a model that can say more than eight letters, but has learnt to say few: it is asked at a high temperature.
+LONG_ANSWERS = (
+    "sampling.max_tokens=40",
+    "sampling.temperature=5.0",
+    "engine.context_length=64",
+    "engine.slots=32",
+    "actor.stream_interval_s=0.01",
+    "training.rollouts_per_step=16",
+)
 LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "launch.restarts=1000")
+
+
+def until_groups(run: LiveRun, more: int) -> None:
+    """Wait until so many more groups have ended, trained or, since few hot answers are right, filtered."""
+
+    def ended(run: LiveRun) -> int:
+        ledger = status(run).ledger
+        return ledger.trained + ledger.filtered
+
+    wanted = ended(run) + more
+    run.until(lambda run: ended(run) >= wanted, f"{wanted} groups to end")
 
 
 def stop(run: LiveRun) -> None:
@@ -48,6 +70,25 @@ def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
         stop(run)
     assert_nothing_lost(run)
     assert not run.alive()
+
+
+@pytest.mark.slow  # in short, between processes and without a run: tests/engines/http/test_engine_handover.py
+@pytest.mark.timeout(200)
+def test_an_engine_that_is_killed_with_long_answers_costs_only_what_had_not_come(tmp_path: Path) -> None:
+    """kill -9 in mid-generation: the other engine goes on with the tokens that were sampled."""
+    directory = tmp_path / "run"
+    with launched(new_run(directory, *LONG, *LONG_ANSWERS, "engine.count=2"), directory) as run:
+        until_serving(run, "engine-0", "engine-1")
+        until_groups(run, 8)
+        run.until(lambda run: fleet(run)["engine-0"].running > 0, "engine-0 to have work")
+        run.role("engine-0").kill()
+        run.until(lambda run: run.events("group_handed_over"), "a group to be handed over")
+        until_groups(run, 64)
+        stop(run)
+    assert_nothing_lost(run)
+    handed_over = run.events("group_handed_over")
+    assert sum(event["tokens_kept"] for event in handed_over) > 0, handed_over
+    assert not any(event["tokens_resampled"] for event in handed_over), handed_over
 
 
 @pytest.mark.slow

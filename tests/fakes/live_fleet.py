@@ -55,17 +55,6 @@ def until_steps(run: LiveRun, more: int) -> None:
     run.until(lambda run: status(run).step >= wanted, f"step {wanted}")
 
 
-def until_groups(run: LiveRun, more: int) -> None:
-    """Wait until so many more groups have ended, trained or, since few hot answers are right, filtered."""
-
-    def ended(run: LiveRun) -> int:
-        ledger = status(run).ledger
-        return ledger.trained + ledger.filtered
-
-    wanted = ended(run) + more
-    run.until(lambda run: ended(run) >= wanted, f"{wanted} groups to end")
-
-
 def swap_to_and_fro(
     run: LiveRun, types: Sequence[str], *, times: int, engine: str = "engine-0", grace_s: float = 60.0
 ) -> str:

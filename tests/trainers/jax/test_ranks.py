@@ -47,7 +47,12 @@ from trainer_contract.types import MicroBatch, TrainerSpec
 
 #: Ours; the tests' others, or none, must not hang for longer.
 SILENCE_S = 5
-ENVIRONMENT = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+ENVIRONMENT = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "OMP_NUM_THREADS": "1",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # each rank compiles what it runs, as on hosts that share no disk
+}
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

@@ -52,6 +52,8 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
         if registry.is_user_code(entries, name):
             yield where, name
     for domain in config.domains:
+        if domain.source.partition(":")[0] not in registry.SOURCES:
+            yield f"domains.{domain.name}.source", domain.source
         for where, name in names_of(domain):
             if registry.is_user_code(registry.VERIFIERS, name):
                 yield where, name

@@ -92,8 +92,6 @@ def extract_answer(completion_text: str) -> str:
 
 def open_scorers(_: str) -> Callable[[Any], float | str]:
     """A worker's function, see `worker_process`: `[task and parameters, index, answer]` → the score, or why not."""
-    import reasoning_gym  # noqa: F401  imported before the fork, not after each
-
     scorers: dict[str, Scorer] = {}
 
     def answering(question: Any) -> float | str:

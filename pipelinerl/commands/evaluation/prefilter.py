@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.messages import EvaluationDone
 from pipelinerl.roles.wiring import training_problems
-from pipelinerl.types import Problem, PromptOrder, Purpose, Sampling
+from pipelinerl.types import Problem, PromptOrder, Purpose
 
 #: The log of a question's answers.
 ANSWERS: Final = "answers.jsonl"
@@ -142,16 +142,23 @@ def _distinct(config: RunConfig, most: int) -> Iterator[Problem]:
 
 
 def _order(config: RunConfig, index: int, problem: Problem, *, samples: int) -> PromptOrder:
-    """As training asks it: with the recipe's temperature and length."""
-    sampling: Sampling = config.sampling.model_copy(update={"group_size": samples}).of_an_order
-    seed = rng.key(config.run.seed, "prefilter", problem.problem_id)
+    """As training asks it: with the temperature, length and stop strings of its domain, else of the recipe."""
+    own = next(domain.sampling for domain in config.domains if domain.name == problem.domain)
+    sampling = replace(
+        config.sampling.of_an_order,
+        num_samples=samples,
+        temperature=config.sampling.temperature if own.temperature is None else own.temperature,
+        max_tokens=own.max_tokens or config.sampling.max_tokens,
+        stop=config.sampling.stop if own.stop is None else own.stop,
+    )
     return PromptOrder(
         order_id=f"prefilter-{index:06d}",
         index=index,
         purpose=Purpose.EVALUATION,
         problem=problem,
         sampling=sampling,
-        seed=seed,
+        seed=rng.key(config.run.seed, "prefilter", problem.problem_id),
+        chat_template_kwargs=own.chat_template_kwargs,
     )
 
 

@@ -84,7 +84,7 @@ def pipelinerl(
         ("knobs set absent k=3", "absent has no live run"),
         ("report absent", "absent has no readable events.jsonl to report on"),
         ("warmstart /", "/ exists; name a directory to be made"),
-        ("conformance trainer zzz", "expected module:attribute of an installed module, got 'zzz'"),
+        ("conformance trainer zzz", "expected package.module:attribute or path.py:attribute, got 'zzz'"),
         ("conformance trainer bigram --model absent", "absent must be a model directory"),
         ("conformance engine http://127.0.0.1:1", "no engine answers at http://127.0.0.1:1"),
         ("conformance engine http://127.0.0.1:1 --token-file absent", 'absent must hold {"token": "…"}'),

@@ -140,7 +140,12 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
     (TrainerStopped(epoch=1, model_version=6), {"epoch": 1, "model_version": 6}),
     (
         GroupFailed(
-            order_id="prompt-000007", index=7, purpose="training", reason="no", persistence=Persistence.PERMANENT
+            order_id="prompt-000007",
+            index=7,
+            purpose="training",
+            reason="no",
+            persistence=Persistence.PERMANENT,
+            code="context_length_exceeded",
         ),
         {
             "order_id": "prompt-000007",
@@ -148,6 +153,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "purpose": "training",
             "reason": "no",
             "persistence": "permanent",
+            "code": "context_length_exceeded",
         },
     ),
     (
@@ -197,13 +203,13 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "lengths": [1, 2],
             "answers": ["2", ""],
             "right": [True, False],
-            "unjudged": [1],
             "shown": {
                 "problem_id": "p",
                 "prompt": "user: add",
                 "ground_truth": "2",
                 "answers": [["2", "correct", 1.0, "", "stop", 1, [[6, 1]]]],
             },
+            "unjudged": [1],
         },
     ),
     (

@@ -29,7 +29,7 @@ def test_a_seed_is_played_and_its_figures_told(capfd: pytest.CaptureFixture[str]
 
 def test_an_unknown_scenario_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert CliRunner().invoke(cli.app, ["chaos", "--scenario", "zzz"]).exit_code == 2
-    assert "no scenario is called 'zzz'; there are: controller_killed, " in capfd.readouterr().err
+    assert "no scenario is called 'zzz'; there are: bad_machine, controller_killed, " in capfd.readouterr().err
 
 
 def test_an_installation_without_tests_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_one_version_answers_while_the_trainer_takes_steps(tmp_path: Path) -> No
     for event in pinned[:1]:
         assert (event["pin"], event["incomplete"]) == ("engine", ""), event
         assert event["engine"] in engines
-        assert event["steps_meanwhile"] >= 2, "training goes on"
+        assert event["steps_meanwhile"] >= 1, "training goes on"
     for event in (first, *pinned, last):
         assert event["one_version"] and event["version_min"] == event["version_max"] == event["model_version"], event
         one, eight = event["pass_at"]

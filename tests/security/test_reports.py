@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args
 
 import msgspec
@@ -128,6 +129,12 @@ def _hostile(draw: random.Random, kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return _message(draw, kind)
     origin, inner = getattr(kind, "__origin__", None), get_args(kind)
+    if isinstance(kind, UnionType):
+        return _hostile(draw, draw.choice(inner))
+    if kind is type(None):
+        return None
+    if origin is tuple:
+        return [_hostile(draw, each) for each in inner]
     if origin is list:
         return [_hostile(draw, inner[0]) for _ in range(draw.choice((0, 1, 3)))]
     if origin is dict:

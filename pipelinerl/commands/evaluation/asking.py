@@ -18,8 +18,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
-import uvloop
-
 from inference_contract.errors import ContractError
 from inference_contract.schemas import FinishReason
 from pipelinerl.commands.evaluation.respondents import Respondent
@@ -114,8 +112,8 @@ def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
             loop.add_signal_handler(number, task.cancel)
         return await task
 
-    try:
-        return uvloop.run(guarded())
+    try:  # not uvloop's loop: it starts verifiers by fork, and the JAX engine may be in this process
+        return asyncio.run(guarded())
     except asyncio.CancelledError:
         raise SystemExit(INTERRUPTED) from None
 

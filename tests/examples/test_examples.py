@@ -1,0 +1,79 @@
+"""The folder `examples/`: each recipe runs as it stands, here in short; `README.md` there names them all."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.recipe import load
+from pipelinerl.roles.wiring import held_out_problems, training_problems
+from tests.fakes.live_run import CLI, launched
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+RECIPES = sorted(EXAMPLES.glob("*/*.toml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_it_is_one_recipe_and_little_python_and_its_problems_can_be_made(recipe: Path) -> None:
+    config = load(recipe)
+    assert len(list(recipe.parent.glob("*.toml"))) == 1
+    assert len([path for path in recipe.parent.glob("*.py") if path.name != "fetch_model.py"]) == 1
+    assert recipe.parent.name in (EXAMPLES / "README.md").read_text()
+    training, held_out = training_problems(config), held_out_problems(config)
+    assert not {training.problem(index).problem_id for index in range(200)} & {
+        held_out.problem(index).problem_id for index in range(config.evaluation.problems)
+    }
+
+
+def test_a_reward_of_ones_own_is_what_the_page_shows() -> None:
+    blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(), re.DOTALL)
+    files = [(EXAMPLES / "own_reward" / name).read_text() for name in ("rewards.py", "words.toml")]
+    assert blocks[:2] == files, "tests/end_to_end/test_own_reward.py runs the page's"
+
+
+def test_two_domains_train(tmp_path: Path) -> None:
+    recipe = EXAMPLES / "two_domains" / "two_domains.toml"
+    quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=48", "evaluation.problems=6")
+    with launched([str(recipe), *quick], tmp_path / "two_domains") as run:
+        assert run.end() == 0, run.story()
+        steps = run.events("step")
+    assert len(steps) == 2 and {"backward", "last_letter"} == set(steps[-1]["by_domain"])
+    assert 0 < steps[-1]["by_domain"]["last_letter"]["reward.brief"] <= 1
+
+
+def test_the_rewards_of_the_language_models_task() -> None:
+    config = load(EXAMPLES / "smollm2" / "json_facts.toml")
+    problem = training_problems(config).problem(0)
+    truth = json.loads(problem.ground_truth)
+    assert list(truth) == ["name", "item", "count"] and truth["name"] in problem.messages[-1].content
+    script = (
+        "import json, task\n"
+        f"truth = {problem.ground_truth!r}\n"
+        "said = json.loads(truth)\n"
+        "assert (task.parses(truth), task.right(truth, truth)) == (1, 1)\n"
+        "assert round(task.right(json.dumps(said | {'count': 1}), truth), 3) == 0.667\n"
+        "assert task.right(json.dumps(said | {'more': 1}), truth) == task.right('It is 3.', truth) == 0\n"
+        "assert task.parses('[1]') == task.parses('{') == task.parses('[' * 100_000) == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=EXAMPLES / "smollm2", check=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_the_language_model_is_fetched_and_checked_and_takes_a_step(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="pip install 'pipelinerl[smollm2]'")
+    model = tmp_path / "model"
+    script = EXAMPLES / "smollm2" / "fetch_model.py"
+    subprocess.run([sys.executable, str(script), str(model)], check=True, timeout=600)
+    recipe = EXAMPLES / "smollm2" / "json_facts.toml"
+    asked = [str(recipe), f"model.path={model}", f"run.directory={tmp_path}", "evaluation.problems=0"]
+    subprocess.run([*CLI, "check", *asked], check=True, timeout=600)
+    short = ("run.steps=1", "training.rollouts_per_step=8", "sampling.group_size=4")
+    with launched([*asked, *short], tmp_path / "json_facts") as run:
+        assert run.end() == 0, run.story()

@@ -39,11 +39,15 @@ def test_many_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     played(name, find(name).long, capsys)
 
 
+#: What the controller says of a trainer that has trained an order twice, before anybody counts.
+COUNTED_TWICE = "its account counts orders twice"
+
+
 def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
     """Whether a mutant is caught depends on where its death falls: one of a few seeds must do it."""
     for seed in range(4):
         verdict = attempt(seed)
-        if verdict.figures[figure]:
+        if verdict.figures[figure] or (figure == "trained twice" and COUNTED_TWICE in " ".join(verdict.broken)):
             return verdict
     raise AssertionError(f"no seed shows {figure!r}; the last said {verdict}")
 

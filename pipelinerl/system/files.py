@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -17,7 +18,7 @@ def sync(path: Path) -> None:
 
 def make_private(path: Path, text: str) -> bool:
     """As `write_private`, unless there is such a file; returns whether there was none. Of several at once one wins."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     write_private(draft, text)
     try:
         os.link(draft, path)

@@ -41,7 +41,8 @@ def test_a_reward_of_ones_own_is_what_the_page_shows() -> None:
 def test_two_domains_train(tmp_path: Path) -> None:
     recipe = EXAMPLES / "two_domains" / "two_domains.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=48", "evaluation.problems=6")
-    with launched([str(recipe), *quick], tmp_path / "two_domains") as run:
+    lockstep = ("staleness.j=1", "staleness.k=1")  # no step begins without the groups of one domain
+    with launched([str(recipe), *quick, *lockstep], tmp_path / "two_domains") as run:
         assert run.end() == 0, run.story()
         steps = run.events("step")
     assert len(steps) == 2 and {"backward", "last_letter"} == set(steps[-1]["by_domain"])

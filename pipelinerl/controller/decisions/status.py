@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipelinerl.choices import Overdue, StalenessScope
 from pipelinerl.controller.decisions.controller import Controller
@@ -12,6 +13,7 @@ from pipelinerl.controller.decisions.engine_watch import EngineLoad, EngineWatch
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.state.answer_figures import AnswerFigures, PassAt
+from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
@@ -88,17 +90,10 @@ def _held_out(state: RunState) -> status.HeldOutStatus:
         return status.HeldOutStatus()
     first, last = state.evaluations.results[0], state.evaluations.results[-1]
     return status.HeldOutStatus(
-        accuracy=last.accuracy,
-        low=last.low,
-        high=last.high,
+        **_figures(last),
         version=last.model_version,
         one_version=last.one_version,
         incomplete=last.incomplete,
-        pass_at=_at(last.pass_at),
-        majority_at=_at(last.majority_at),
-        length_mean=last.length_mean,
-        length_p95=last.length_p95,
-        truncated=last.truncated,
         by_domain=_groups(last.by_domain),
         by_tag=_groups(last.by_tag),
         first=first.accuracy,
@@ -110,20 +105,22 @@ def _held_out(state: RunState) -> status.HeldOutStatus:
 
 def _groups(figures: Mapping[str, AnswerFigures]) -> tuple[status.GroupFiguresStatus, ...]:
     return tuple(
-        status.GroupFiguresStatus(
-            name=name,
-            problems=each.problems,
-            accuracy=each.accuracy,
-            low=each.low,
-            high=each.high,
-            pass_at=_at(each.pass_at),
-            majority_at=_at(each.majority_at),
-            length_mean=each.length_mean,
-            length_p95=each.length_p95,
-            truncated=each.truncated,
-        )
-        for name, each in figures.items()
+        status.GroupFiguresStatus(name=name, problems=each.problems, **_figures(each)) for name, each in figures.items()
     )
+
+
+def _figures(of: EvaluationResult | AnswerFigures) -> dict[str, Any]:
+    """What an evaluation tells of all its problems, and of those of one domain or tag alike."""
+    return {
+        "accuracy": of.accuracy,
+        "low": of.low,
+        "high": of.high,
+        "pass_at": _at(of.pass_at),
+        "majority_at": _at(of.majority_at),
+        "length_mean": of.length_mean,
+        "length_p95": of.length_p95,
+        "truncated": of.truncated,
+    }
 
 
 def _at(estimates: Sequence[PassAt]) -> tuple[status.PassAtStatus, ...]:

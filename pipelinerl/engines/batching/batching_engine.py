@@ -115,9 +115,14 @@ class BatchingEngine:
     # --- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model; what `load` raises is raised here."""
+        """Load the model; what `load` raises is raised here. Cancelled, the thread ends as soon as it has loaded."""
         self._events = asyncio.get_running_loop()
-        self._model = await asyncio.wrap_future(self._loop.start())
+        loading = self._loop.start()
+        try:
+            self._model = await asyncio.wrap_future(loading)
+        except asyncio.CancelledError:
+            self._loop.stop(0)
+            raise
 
     async def close(self) -> None:
         """Stop; running requests are answered with `EngineStopped`. Closing twice is a no-op."""

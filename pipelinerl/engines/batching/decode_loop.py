@@ -89,7 +89,8 @@ class DecodeLoop:
     # --- called from the event loop ------------------------------------------------------------------------------
 
     def start(self) -> Future[ServedModel]:
-        """Start the thread; the future is done when the model is loaded."""
+        """Start the thread; the future is done when the model is loaded, and cannot be cancelled: `stop` ends it."""
+        self.ready.set_running_or_notify_cancel()
         self._thread.start()
         return self.ready
 

@@ -87,7 +87,8 @@ class CoreLoop:
     # --- called from the engine's event loop ---------------------------------------------------------------------
 
     def start(self) -> Future[ServedModel]:
-        """Start the thread; the future is done when the core has loaded the model."""
+        """Start the thread; the future is done when the core has loaded the model, and cannot be cancelled."""
+        self._ready.set_running_or_notify_cancel()
         self._thread.start()
         return self._ready
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -442,7 +443,7 @@ async def test_closing_answers_everyone(engine: BatchingEngine, gate: GatedRunne
     _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.DRAIN)
     closing = asyncio.create_task(engine.close())
-    await asyncio.sleep(0.01)
+    await _until(lambda: engine.health().state is EngineState.STOPPED)  # else it samples on
     gate.open()
     await closing
     for task in (running, waiting, commit):
@@ -534,3 +535,29 @@ async def test_a_model_that_does_not_load_is_reported_by_start(endless: ChatToke
     with pytest.raises(RuntimeError, match="no such model"):
         await built.start()
     await built.close()
+
+
+async def test_a_start_that_is_cancelled_leaves_no_thread(
+    gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model loads on, as nothing can interrupt that; then nobody is told, and nothing is reported."""
+    reported: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr("threading.excepthook", reported.append)
+    loading, may_load = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def load() -> GatedRunner:
+        threads.append(threading.current_thread())
+        loading.set()
+        assert may_load.wait(DEADLINE_S)
+        return gate
+
+    built = BatchingEngine(engine_options(), load=load, tokenizer=endless)
+    starting = asyncio.create_task(built.start())
+    assert await asyncio.to_thread(loading.wait, DEADLINE_S)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    may_load.set()
+    await asyncio.to_thread(threads[0].join, DEADLINE_S)
+    assert not threads[0].is_alive() and not reported

@@ -14,6 +14,7 @@ from inference_contract.schemas import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     Choice,
+    EngineState,
     FinishReason,
     StreamOptions,
 )
@@ -133,7 +134,9 @@ async def test_an_engine_that_closes_tells_what_it_has_before_it_says_so(
     following = asyncio.create_task(follow())
     await asyncio.to_thread(gate.allow, 5)
     closing = asyncio.create_task(engine.close())
-    await asyncio.sleep(0)
+    async with asyncio.timeout(DEADLINE_S):
+        while engine.health().state is not EngineState.STOPPED:  # else it samples on to the answer's end
+            await asyncio.sleep(0.001)
     gate.open()
     with pytest.raises(EngineStopped):
         await following

@@ -1,6 +1,6 @@
 """Wall time of training to a held-out accuracy, ours over TRL's GRPOTrainer: at most 1.0 of it, hoped for 0.5.
 
-Both arms train the `tiny` recipe: the same model directory, training problems of the same seed, reward, held-out
+Both arms train one recipe, here `tiny`: the same model directory, training problems of the same seed, reward, held-out
 problems and hyper-parameters (`trl_arm` says how TRL is told), on the same two cores, one arm after the other, each
 seed beginning with the other arm.
 
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,8 +36,6 @@ from benchmarks.measure import RESULTS, Interval, Row, bootstrap_median, print_t
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
-RECIPE: Final = "tiny"
-TARGETS: Final = (0.90, 0.95)
 CORES: Final = 2
 #: How TRL's torch may use the cores: threads, and environment.
 THREADING: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
@@ -45,11 +43,25 @@ THREADING: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
     "2 threads, passive": (2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}),
     "1 thread": (1, {"OMP_NUM_THREADS": "1"}),
 }
-_PROBE_STEPS: Final = 8
-_DEADLINE_S: Final = 3600.0
+_DEADLINE_S: Final = 3 * 3600.0
 
 #: (step, seconds of training so far, held-out accuracy), by step.
 Curve = list[tuple[int, float, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What both arms train: a recipe by name or path, and the most that ours may take of TRL's time."""
+
+    recipe: str
+    targets: Sequence[float]
+    most_time: float
+    most_time_per_step: float | None = None
+    goal: float
+    probe_steps: int = 8  # that TRL's threads are tried for
+
+
+TINY: Final = Task(recipe="tiny", targets=(0.90, 0.95), most_time=1.0, goal=0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +127,11 @@ def theirs(recipe: Path, *, seed: int, until: float, threading: str) -> Arm:
     return Arm([(step, seconds, accuracy) for step, seconds, accuracy in result["points"]], load_average)
 
 
-def fastest_threading(recipe: Path) -> tuple[str, dict[str, float]]:
+def fastest_threading(recipe: Path, *, steps: int) -> tuple[str, dict[str, float]]:
     """The best way for TRL to use the cores, and seconds a step of each, the better of two tries in turn."""
     tries: dict[str, list[float]] = {name: [] for name in THREADING}
     for name in [*THREADING, *list(THREADING)[::-1]]:
-        result = _trl(name, recipe=str(recipe), seed=0, steps=_PROBE_STEPS, evaluate=False)
+        result = _trl(name, recipe=str(recipe), seed=0, steps=steps, evaluate=False)
         tries[name].append(result["seconds"] / result["steps"])
     seconds = {name: min(values) for name, values in tries.items()}
     return min(seconds, key=seconds.__getitem__), seconds
@@ -160,10 +172,10 @@ def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval,
     return ratio, all(mine.reached for mine, _ in crossings)
 
 
-def measure(recipe: Path, *, seeds: Sequence[int], targets: Sequence[float], known: Pairs) -> dict[str, Any]:
+def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> dict[str, Any]:
     """All runs, the table, and the record's payload; `known` are pairs of earlier runs, which new ones replace."""
-    threading, tried = fastest_threading(recipe)
-    until, by_seed = max(targets), dict(known)
+    threading, tried = fastest_threading(recipe, steps=task.probe_steps)
+    until, by_seed = max(task.targets), dict(known)
     for seed in seeds:
         arms = {
             "ours": lambda seed=seed: ours(recipe, seed=seed, until=until),
@@ -172,27 +184,18 @@ def measure(recipe: Path, *, seeds: Sequence[int], targets: Sequence[float], kno
         done = {name: arms[name]() for name in (list(arms) if seed % 2 == 0 else list(arms)[::-1])}
         by_seed[seed] = (done["ours"], done["TRL"])
         for name, arm in done.items():
-            crossings = ", ".join(f"{target:g}: {_shown(arm.crossing(target))}" for target in targets)
+            crossings = ", ".join(f"{target:g}: {_shown(arm.crossing(target))}" for target in task.targets)
             print(f"trl: seed {seed}, {name}: {crossings}; load {arm.load:.1f}", file=sys.stderr, flush=True)
     pairs = [by_seed[seed] for seed in sorted(by_seed)]
-    rows, ratios = [], {}
-    for target in targets:
-        ratio, arrived = compared(pairs, target)
-        ratios[f"{target:g}"] = {**ratio.as_dict(), "ours_arrived": arrived}
-        rows.append(Row(f"time to {target:g}, ours / TRL", ratio, "<= 1 (goal 0.5)", arrived and ratio.median <= 1.0))
-        for name, side in zip(("ours", "TRL"), zip(*pairs, strict=True), strict=True):
-            rows.append(Row(f"    {name}: step @ seconds", ", ".join(_shown(arm.crossing(target)) for arm in side)))
+    ratios = {target: compared(pairs, target) for target in task.targets}
     per_step = bootstrap_median([mine.seconds_per_step / other.seconds_per_step for mine, other in pairs])
-    rows.append(Row("seconds per step, ours / TRL", per_step))
-    rows.append(
-        Row(
-            "accuracy before training, ours / TRL",
-            " ".join(f"{a.curve[0][2]:.3f}/{b.curve[0][2]:.3f}" for a, b in pairs),
-        )
+    print_table(
+        f"trl: {task.recipe} to a held-out accuracy; TRL with {threading}", _rows(task, pairs, ratios, per_step)
     )
-    print_table(f"trl: the {RECIPE} recipe to a held-out accuracy; TRL with {threading}", rows)
     return {
-        "targets": ratios,
+        "targets": {
+            f"{target:g}": {**ratio.as_dict(), "ours_arrived": all_} for target, (ratio, all_) in ratios.items()
+        },
         "seconds_per_step": per_step.as_dict(),
         "threading": {"chosen": threading, "seconds_per_step": tried},
         "seeds": sorted(by_seed),
@@ -201,27 +204,43 @@ def measure(recipe: Path, *, seeds: Sequence[int], targets: Sequence[float], kno
     }
 
 
+def _rows(
+    task: Task, pairs: Sequence[tuple[Arm, Arm]], ratios: Mapping[float, tuple[Interval, bool]], per_step: Interval
+) -> list[Row]:
+    rows = []
+    for target, (ratio, arrived) in ratios.items():
+        met = arrived and ratio.median <= task.most_time
+        rows.append(Row(f"time to {target:g}, ours / TRL", ratio, f"<= {task.most_time:g} (goal {task.goal:g})", met))
+        for name, side in zip(("ours", "TRL"), zip(*pairs, strict=True), strict=True):
+            rows.append(Row(f"    {name}: step @ seconds", ", ".join(_shown(arm.crossing(target)) for arm in side)))
+    most = task.most_time_per_step
+    limit = () if most is None else (f"<= {most:g}", per_step.median <= most)
+    rows.append(Row("seconds per step, ours / TRL", per_step, *limit))
+    before = " ".join(f"{a.curve[0][2]:.3f}/{b.curve[0][2]:.3f}" for a, b in pairs)
+    return [*rows, Row("accuracy before training, ours / TRL", before)]
+
+
 def _shown(crossing: Crossing) -> str:
     return f"{crossing.step} @ {crossing.seconds:.0f}" + ("" if crossing.reached else " (not reached)")
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> dict[str, Any]:
     """Measure, print, record; given `seeds`, these alone, beside what the record has of the others."""
-    known = recorded(RESULTS / "trl.json") if seeds else {}
-    payload = _on_two_cores(seeds or range(1 if quick else 3), targets=TARGETS, overrides=(), known=known)
+    known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds else {}
+    payload = on_two_cores(TINY, seeds or range(1 if quick else 3), overrides=(), known=known)
     write_record("trl", {"quick": quick, **payload})
     return payload
 
 
-def recorded(record: Path) -> Pairs:
+def recorded(record: Path, recipe: str) -> Pairs:
     """The pairs of a record, by seed.
 
     Raises:
         ValueError: they are of another recipe.
     """
     table = json.loads(record.read_text())
-    if table["recipe"] != json.loads(json.dumps(to_table(load(RECIPE)))):
-        raise ValueError(f"{record} is of another recipe than {RECIPE} is now: measure all seeds again")
+    if table["recipe"] != json.loads(json.dumps(to_table(load(recipe)))):
+        raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
 
     def arm(entry: dict[str, Any]) -> Arm:
         return Arm([(step, seconds, accuracy) for step, seconds, accuracy in entry["curve"]], entry["load"])
@@ -230,19 +249,22 @@ def recorded(record: Path) -> Pairs:
     return dict(zip(table["seeds"], pairs, strict=True))
 
 
-def _on_two_cores(
-    seeds: Sequence[int], *, targets: Sequence[float], overrides: Sequence[str], known: Pairs
-) -> dict[str, Any]:
+def on_two_cores(task: Task, seeds: Sequence[int], *, overrides: Sequence[str], known: Pairs) -> dict[str, Any]:
+    """Measure on the first two cores that this process may use.
+
+    Raises:
+        RuntimeError: TRL is not installed, or an arm failed.
+    """
     if importlib.util.find_spec("trl") is None:
         raise RuntimeError("TRL is not installed; `make bench NAME=trl` installs it into the environment and runs this")
-    table = to_table(load(RECIPE, overrides))
+    table = to_table(load(task.recipe, overrides))
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:CORES])  # what is started from here on has these cores
     try:
         with tempfile.TemporaryDirectory() as folder:
             recipe = Path(folder) / "recipe.toml"  # one file for all arms, whatever happens to the shipped one
             recipe.write_text(tomli_w.dumps(table))
-            return {"recipe": table, **measure(recipe, seeds=seeds, targets=targets, known=known)}
+            return {"recipe": table, **measure(task, recipe, seeds=seeds, known=known)}
     finally:
         os.sched_setaffinity(0, allowed)
 
@@ -257,10 +279,11 @@ def main() -> None:
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=(), help="run these again, and keep the record's others"
     )
-    parser.add_argument("--targets", type=float, nargs="+", default=TARGETS)
+    parser.add_argument("--targets", type=float, nargs="+", default=TINY.targets)
     given = parser.parse_args()
-    if given.overrides or given.targets != TARGETS:
-        _on_two_cores(given.seeds or [0], targets=given.targets, overrides=given.overrides, known={})
+    if given.overrides or given.targets != TINY.targets:
+        task = replace(TINY, targets=given.targets)
+        on_two_cores(task, given.seeds or [0], overrides=given.overrides, known={})
     else:
         run(quick=given.quick, seeds=given.seeds)
 

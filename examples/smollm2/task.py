@@ -13,16 +13,18 @@ ITEMS = (
     *("apple", "book", "candle", "chair", "coin", "cup", "hat", "key", "lamp", "lemon"),
     *("map", "pen", "plate", "ring", "rope", "shoe", "spoon", "stamp", "table", "watch"),
 )
-VERBS = ("bought", "has", "lost", "sold")
-KEYS = ("name", "item", "count")
+VERBS = ("bought", "got", "stole", "took")
+KEYS = ("who", "other", "item", "count")
 
 
 def problems() -> list[dict[str, object]]:
-    """Sentences such as "Anna has 3 candles.", each with what it holds."""
+    """Sentences such as "Anna got 5 candles from Leo.", each with what it holds."""
     rows = []
     for name, item, verb, count in product(NAMES, ITEMS, VERBS, (2, 5, 9)):
-        truth = json.dumps({"name": name, "item": item, "count": count})
-        rows.append({"prompt": f"{name} {verb} {count} {item}s.", "answer": truth, "tags": [f"verb={verb}"]})
+        other = NAMES[(NAMES.index(name) + 1 + len(rows) % (len(NAMES) - 1)) % len(NAMES)]
+        truth = json.dumps({"who": name, "other": other, "item": item, "count": count})
+        prompt = f"{name} {verb} {count} {item}s from {other}."
+        rows.append({"prompt": prompt, "answer": truth, "tags": [f"verb={verb}"]})
     return rows
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from benchmarks.trl import RECIPE
+from benchmarks.trl import TINY, Arm
 from benchmarks.trl_arm import Clock, HeldOut, Judge, grpo_arguments, until_end
+from benchmarks.trl_smollm2 import SMOLLM2, gain
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -21,14 +22,14 @@ from tests.patience import PATIENCE_S
 
 
 def test_rewards_are_the_verifiers() -> None:
-    config = load(RECIPE)
+    config = load(TINY.recipe)
     problem = training_problems(config).problem(3)
     with Judge(config) as judge:
         assert judge.rewards([problem, problem], [problem.ground_truth, problem.ground_truth + "x"]) == [1.0, 0.0]
 
 
 def test_the_arguments_are_the_recipes() -> None:
-    config = load(RECIPE, ["optimizer.grad_clip=0.5", "sampling.max_tokens=10"])
+    config = load(TINY.recipe, ["optimizer.grad_clip=0.5", "sampling.max_tokens=10"])
     given = grpo_arguments(config, steps=7, folder="f")
     assert given["loss_type"] == "dr_grpo"
     assert given["max_grad_norm"] == pytest.approx(0.05)  # its loss is 1/10 of ours
@@ -39,14 +40,14 @@ def test_the_arguments_are_the_recipes() -> None:
 
 def test_the_clip_is_the_recipes() -> None:
     grad1 = '{ kind = "clipped_ratio", epsilon_low = 0.1, epsilon_high = 0.3 }'
-    given = grpo_arguments(load(RECIPE, [f"objective.grad1={grad1}"]), steps=7, folder="f")
+    given = grpo_arguments(load(TINY.recipe, [f"objective.grad1={grad1}"]), steps=7, folder="f")
     assert (given["epsilon"], given["epsilon_high"]) == (0.1, 0.3)
-    assert "epsilon" not in grpo_arguments(load(RECIPE, ["objective.grad1=logprob"]), steps=7, folder="f")
+    assert "epsilon" not in grpo_arguments(load(TINY.recipe, ["objective.grad1=logprob"]), steps=7, folder="f")
 
 
 def test_an_objective_that_trl_cannot_have_is_refused() -> None:
     with pytest.raises(ValueError, match="for which TRL has words"):
-        grpo_arguments(load(RECIPE, ["objective=grpo"]), steps=7, folder="f")
+        grpo_arguments(load(TINY.recipe, ["objective=grpo"]), steps=7, folder="f")
 
 
 def test_the_clock_stands_still_on_demand() -> None:
@@ -64,7 +65,7 @@ def test_answers_end_where_the_model_says() -> None:
 
 
 def test_greedy_accuracy_of_the_shipped_model_is_what_it_was_made_for() -> None:
-    config = load(RECIPE, ["evaluation.problems=128"])
+    config = load(TINY.recipe, ["evaluation.problems=128"])
     path = config.model.resolved
     with Judge(config) as judge:
         accuracy = HeldOut(config, judge, ChatTokenizer.load(path)).accuracy(load_model(path))
@@ -76,7 +77,7 @@ def test_greedy_accuracy_of_the_shipped_model_is_what_it_was_made_for() -> None:
 def test_trl_trains(tmp_path: Path) -> None:
     changes = ["evaluation.interval_steps=1", "evaluation.problems=32", "training.rollouts_per_step=64"]
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(tomli_w.dumps(to_table(load(RECIPE, changes))))
+    recipe.write_text(tomli_w.dumps(to_table(load(TINY.recipe, changes))))
     order = {"recipe": str(recipe), "seed": 0, "steps": 2, "threads": 1}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.trl_arm", json.dumps(order)],
@@ -89,3 +90,19 @@ def test_trl_trains(tmp_path: Path) -> None:
     assert result["steps"] == 2
     assert [point[0] for point in result["points"]] == [0, 1, 2]
     assert result["seconds"] >= result["points"][-1][1] > result["points"][1][1] > 0
+
+
+def test_the_language_models_recipe_can_be_said_in_trls_words() -> None:
+    config = load(SMOLLM2.recipe)
+    given = grpo_arguments(config, steps=7, folder="f")
+    assert (given["scale_rewards"], given["num_generations"], given["max_completion_length"]) == ("group", 8, 40)
+    problem = training_problems(config).problem(0)
+    assert [turn.role for turn in problem.messages] == ["system", "user", "assistant", "user"]
+    wrong = problem.ground_truth.replace("who", "whom")
+    with Judge(config) as judge:
+        assert judge.rewards([problem] * 3, [problem.ground_truth, wrong, "no"]) == [1.0, 0.3, 0.0]
+
+
+def test_what_was_won_is_won_within_half_an_hour() -> None:
+    curve = [(0, 0.0, 0.5), (5, 900.0, 0.75), (10, 1801.0, 1.0)]
+    assert gain(Arm(curve, load=0.0)) == 0.25

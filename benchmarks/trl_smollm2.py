@@ -1,0 +1,48 @@
+"""A real language model on two cores: how far SmolLM2-135M comes in half an hour, and how long TRL takes to get there.
+
+Both arms train `examples/smollm2/json_facts.toml`, three seeds, as `benchmarks/trl.py` does and says: the same model
+directory, sentences, rewards, hyper-parameters and held-out sentences, answered greedily. The model is fetched with the
+example's own script when it is not there: `pip install 'pipelinerl[smollm2]'` first.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.measure import Row, print_table, write_record
+from benchmarks.trl import Arm, Task, on_two_cores
+
+EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "smollm2"
+SMOLLM2: Final = Task(
+    recipe=str(EXAMPLE / "json_facts.toml"),
+    targets=(0.80, 0.90),
+    most_time=0.4,
+    most_time_per_step=0.25,
+    goal=0.2,
+    probe_steps=1,
+)
+STEPS: Final = 30
+HALF_AN_HOUR_S: Final = 1800.0
+GAIN: Final = 0.25
+
+
+def gain(arm: Arm) -> float:
+    """The best held-out accuracy within half an hour, less that before training."""
+    return max(accuracy for _, seconds, accuracy in arm.curve if seconds <= HALF_AN_HOUR_S) - arm.curve[0][2]
+
+
+def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> dict[str, Any]:
+    """Measure, print, record."""
+    subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True)
+    chosen = seeds or range(1 if quick else 3)
+    payload = on_two_cores(SMOLLM2, chosen, overrides=[f"run.steps={STEPS}"], known={})
+    gains = [gain(Arm(**arm)) for arm in payload["ours"]]
+    shown = ", ".join(f"{100 * each:+.0f}" for each in gains)
+    least = Row("held-out points won in 30 minutes, by seed", shown, f">= {100 * GAIN:g}", min(gains) >= GAIN)
+    print_table("SmolLM2-135M on the example's task", [least])
+    write_record("trl_smollm2", {"quick": quick, "gains": gains, **payload})
+    return payload

@@ -28,6 +28,7 @@ SMOLLM2: Final = Task(
 STEPS: Final = 30
 HALF_AN_HOUR_S: Final = 1800.0
 GAIN: Final = 0.25
+_FETCH_S: Final = 1800.0
 
 
 def gain(arm: Arm) -> float:
@@ -37,7 +38,7 @@ def gain(arm: Arm) -> float:
 
 def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> dict[str, Any]:
     """Measure, print, record."""
-    subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True)
+    subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True, timeout=_FETCH_S)
     chosen = seeds or range(1 if quick else 3)
     payload = on_two_cores(SMOLLM2, chosen, overrides=[f"run.steps={STEPS}"], known={})
     gains = [gain(Arm(**arm)) for arm in payload["ours"]]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +48,10 @@ class ControllerCalls(Protocol):
 
     def remove_engine(self, engine: str) -> None:
         """Take out an engine that will not come; raises likewise, and when nobody has that name."""
+        ...
+
+    def suspend(self) -> None:
+        """End the run with its state saved; raises likewise."""
         ...
 
     def close(self) -> None:
@@ -138,6 +143,8 @@ def _launch(directory: RunDirectory, placement: Placement, connect: Connect) -> 
                 directory.path,
                 start_timeout_s=config.launch.start_timeout_s,
                 grace_s=config.launch.grace_s,
+                save_s=config.launch.save_s,
+                suspend=partial(_suspends, controller),
                 announce=lambda text: progress.console.print(text, highlight=False, soft_wrap=True),
                 on_tick=follow,
             )
@@ -154,6 +161,15 @@ def _launch(directory: RunDirectory, placement: Placement, connect: Connect) -> 
     message = (result.outcome is RunOutcome.FAILED and _why_it_failed(directory.events)) or result.message
     console.print(f"[{style}]{result.outcome}[/]: {escape(message)}", highlight=False, soft_wrap=True)
     return result.exit_status
+
+
+def _suspends(controller: ControllerCalls) -> bool:
+    """Ask for the run's state to be saved; a controller that does not answer cannot see to that."""
+    try:
+        controller.suspend()
+    except UserError:
+        return False
+    return True
 
 
 def _why_it_failed(events: Path) -> str:

@@ -8,13 +8,15 @@ What it waits for, and how long:
 | starting    | its health check                         | `start_timeout_s` | fails the run, showing its log |
 | healthy     | its exit                                 | –                 | what `OnExit` says, or failure |
 | backing off | ½, 1, 2, 4, … seconds (`RestartBudget`)  | –                 | starting                       |
+| saving      | the run's end, as it was told to suspend | `save_s`          | stopping                       |
 | stopping    | exit after SIGTERM, by `stop_order`      | `grace_s` each    | SIGKILL to the group           |
 
 The set may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
 
-Promises: no process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`); Ctrl-C or
-SIGTERM stops in order, a second one at once; the result says what happened and how to go on. It must run in the main
-thread: signals arrive there, and the kernel ties the children to the thread that started them.
+Promises: no process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`). Ctrl-C or
+SIGTERM suspends the run, which saves its state, and stops in order; a second one kills at once. The result says what
+happened and how to go on. It must run in the main thread: signals arrive there, and the kernel ties the children to the
+thread that started them.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ class Supervisor:
     Args:
         plan: what to run.
         run_dir: the run's directory; logs go to its `logs/`.
-        start_timeout_s: how long each process may take to become healthy; grace_s: to stop.
+        start_timeout_s: how long each process may take to become healthy; grace_s: to stop; save_s: the run to end,
+            once it is told to suspend.
+        suspend: tells it; returns whether it has heard. Called by Ctrl-C or SIGTERM, must return within seconds.
         announce: is told, in one sentence each, what the user should know (deaths, restarts, stopping).
         on_tick: called about every `tick_every_s` while the run is up; must return quickly.
     """
@@ -83,6 +87,8 @@ class Supervisor:
         *,
         start_timeout_s: float = 120.0,
         grace_s: float = 5.0,
+        save_s: float = 30.0,
+        suspend: Callable[[], bool] = lambda: False,
         announce: Callable[[str], None] = print,
         on_tick: Callable[[], None] = lambda: None,
         tick_every_s: float = 0.25,
@@ -90,6 +96,9 @@ class Supervisor:
         self._run_dir = run_dir
         self._start_timeout_s = start_timeout_s
         self._grace_s = grace_s
+        self._save_s = save_s
+        self._suspend = suspend
+        self._saved_by: float | None = None  # it is told to suspend, and waited for until then
         self._announce = announce
         self._on_tick = on_tick
         self._tick_every_s = tick_every_s
@@ -171,8 +180,8 @@ class Supervisor:
         ticked_at = float("-inf")
         while self._result is None:
             now = time.monotonic()
-            if self._interrupts:
-                self._end(RunOutcome.STOPPED, f"stopped; go on with: pipelinerl run --resume {self._run_dir}")
+            if self._interrupts and not self._saves(now):
+                self._stopped()
                 return
             for process in self._processes.values():
                 self._advance(process, now)
@@ -180,6 +189,23 @@ class Supervisor:
                 ticked_at = now
                 self._on_tick()
             time.sleep(_TICK_S)
+
+    def _saves(self, now: float) -> bool:
+        """After an interrupt: may the run go on, to save its state?"""
+        if self._interrupts > 1:
+            return False
+        if self._saved_by is None:
+            if not self._suspend():
+                return False
+            self._announce("saving; press Ctrl-C again to kill at once, and lose what came after the last checkpoint")
+            self._saved_by = now + self._save_s
+        elif now > self._saved_by:
+            self._announce(f"the state was not saved within {self._save_s:g} s (launch.save_s)")
+            return False
+        return True
+
+    def _stopped(self) -> None:
+        self._end(RunOutcome.STOPPED, f"stopped; go on with: pipelinerl run --resume {self._run_dir}")
 
     def _advance(self, process: Process, now: float) -> None:
         """Move one process one step on in the table above."""
@@ -223,7 +249,10 @@ class Supervisor:
         self._forget(process)
         process.state = State.ENDED
         if spec.on_exit is OnExit.COMPLETE and status == 0:
-            self._end(RunOutcome.COMPLETED, "completed")
+            if self._saved_by is None:
+                self._end(RunOutcome.COMPLETED, "completed")
+            else:
+                self._stopped()
             return
         if spec.on_exit is OnExit.DONE and status == 0:
             return

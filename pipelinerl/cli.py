@@ -47,19 +47,20 @@ def run(
     overrides: Overrides = None,
     resume: Annotated[str | None, typer.Option(help="Go on with the run in this directory, or at this URL.")] = None,
 ) -> None:
-    """Train: start every role on this machine, show progress, write the report."""
+    """Train: start every role on this machine, show progress, write the report. Ctrl-C saves, and ends it."""
     from launch import run as launching
     from pipelinerl.commands import resumption
     from pipelinerl.commands.check import refuse
     from pipelinerl.controller.client import ControllerClient
 
+    connect = partial(ControllerClient, who="the launcher")
     if resume is not None:
         if recipe is not None:
             raise UserError(f"--resume goes on by the recipe in {resume}; change its recipe.toml, or start another run")
-        raise typer.Exit(launching.resume(resumption.directory_of(resume), connect=ControllerClient))
+        raise typer.Exit(launching.resume(resumption.directory_of(resume), connect=connect))
     config = recipes.load(recipe or "tiny", overrides or [])
     refuse(config)
-    raise typer.Exit(launching.start(config, claim=resumption.claim, connect=ControllerClient))
+    raise typer.Exit(launching.start(config, claim=resumption.claim, connect=connect))
 
 
 @app.command()
@@ -120,12 +121,20 @@ def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=
 
 
 @app.command()
-def stop(run: Run) -> None:
+def stop(
+    run: Run,
+    suspend: Annotated[
+        bool, typer.Option("--suspend", help="save and end now, without a last evaluation, to go on with --resume")
+    ] = False,
+) -> None:
     """End a live run at its next step boundary, with checkpoint and evaluation."""
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:
-        controller.stop()
+        if suspend:
+            controller.suspend()
+        else:
+            controller.stop()
     typer.echo("the run will stop at its next step boundary")
 
 

@@ -99,6 +99,15 @@ class StepSkipped(ControlMessage, frozen=True):
     in_a_row: int
 
 
+class TrainerLeaving(ControlMessage, frozen=True):
+    """The trainer's process is about to end, though the run goes on: it asks to save its state first."""
+
+    report_id: str
+    epoch: int
+    model_version: int
+    consumed: ConsumedReport
+
+
 class OrdersEnded(ControlMessage, frozen=True):
     """Orders ended without a step (filtered or stale), so that new prompts may be issued.
 
@@ -170,10 +179,11 @@ class CheckpointDelayed(ControlMessage, frozen=True):
 
 
 class TrainerStopped(ControlMessage, frozen=True):
-    """The trainer obeyed a directive to stop; its last weights are published and saved."""
+    """The trainer obeyed a directive to stop; its state is saved. With `left`, another is to take its place."""
 
     epoch: int
     model_version: int
+    left: bool = False
 
 
 class GroupFailed(ControlMessage, frozen=True):
@@ -294,7 +304,7 @@ class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Directive(ControlMessage, frozen=True):
-    """The controller's answer to `TrainerReady`, `StepDone` or `StepSkipped`.
+    """The controller's answer to `TrainerReady`, `StepDone`, `StepSkipped` or `TrainerLeaving`.
 
     `publish_to` lists the engines to be given the trainer's weights now (empty: none are due); `membership` numbers
     the set, so that a changed set forms a new group; those in `to_verify` have to pass a canary check. `failed` and
@@ -321,6 +331,7 @@ Report = (
     TrainerReady
     | StepDone
     | StepSkipped
+    | TrainerLeaving
     | OrdersEnded
     | Starving
     | Published

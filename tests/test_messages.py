@@ -33,6 +33,7 @@ from pipelinerl.messages import (
     StepDone,
     StepSkipped,
     TrainerKnobs,
+    TrainerLeaving,
     TrainerReady,
     TrainerStopped,
     VerifierFigures,
@@ -137,7 +138,11 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
         {"epoch": 1, "model_version": 6, "path": "c", "stall_s": 0.5},
     ),
     (CheckpointDelayed(epoch=1, model_version=6, reason="no"), {"epoch": 1, "model_version": 6, "reason": "no"}),
-    (TrainerStopped(epoch=1, model_version=6), {"epoch": 1, "model_version": 6}),
+    (TrainerStopped(epoch=1, model_version=6, left=True), {"epoch": 1, "model_version": 6, "left": True}),
+    (
+        TrainerLeaving(report_id="leave-a", epoch=1, model_version=6, consumed=CONSUMED),
+        {"report_id": "leave-a", "epoch": 1, "model_version": 6, "consumed": ACCOUNT},
+    ),
     (
         GroupFailed(
             order_id="prompt-000007",

@@ -36,7 +36,7 @@ _MOST: Final = 2000
 _FOLLOW_S: Final = 0.5
 #: No event that ends a run is longer.
 _TAIL: Final = 65536
-_OVER: Final = ("run_finished", "run_failed")
+_OVER: Final = ("run_finished", "run_suspended", "run_failed")
 _STYLES: Final = {"correct": "green", "wrong": "red"}
 
 

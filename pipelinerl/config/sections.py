@@ -317,4 +317,6 @@ class LaunchSection(Section):
     """GPUs of the trainer; by default the last."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     restarts: int = Field(default=3, ge=0)
+    save_s: float = Field(default=30.0, gt=0)
+    """How long a run, or a trainer, that is told to end may take to save its state first."""
     grace_s: float = Field(default=5.0, gt=0)

@@ -77,6 +77,10 @@ class ControllerClient:
         """End the run at its next step boundary."""
         self._call("POST", routes.STOP, Done)
 
+    def suspend(self) -> None:
+        """End the run with its state saved as soon as the step under way is taken, to go on another time."""
+        self._call("POST", routes.SUSPEND, Done)
+
     def engines(self) -> FleetStatus:
         """Return the engines, those that are to come and those that are to go."""
         return self._call("GET", routes.ENGINES, FleetStatus)

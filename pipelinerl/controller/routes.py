@@ -39,6 +39,7 @@ ENGINES: Final = "/engines"
 ENGINES_REQUEST: Final = "/engines/request"
 ENGINES_DRAIN: Final = "/engines/drain"
 STOP: Final = "/stop"
+SUSPEND: Final = "/suspend"
 #: The header that says who asks.
 WHO: Final = "x-who"
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from pipelinerl.observability.events import Event
 
 _ALARMS: Final = ("alarm", "alarm_cleared")
+_ENDS: Final = ("run_finished", "run_suspended", "run_failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class RunHistory:
         steps: `step` events by rising step; evaluations, publications: likewise by model version.
         engines: `engines` events; knobs: `knobs` events; incidents: engines that joined or were lost, checkpoints,
             alarms.
-        started, finished: the first `run_started` and, where the run is over, the last `run_finished` or `run_failed`.
+        started, finished: the first `run_started` and, where the run is over, the last `run_finished`, `run_failed` or
+            `run_suspended`.
     """
 
     started: Event
@@ -130,7 +132,7 @@ def tell(events: Sequence[Event]) -> RunHistory:
         by_kind.setdefault(str(event["kind"]), []).append(event)
     # A resume writes another `run_started`: what finished before it was not the end.
     last_start = max((number for number, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
-    ends = [event for event in events[last_start + 1 :] if event["kind"] in ("run_finished", "run_failed")]
+    ends = [event for event in events[last_start + 1 :] if event["kind"] in _ENDS]
     incidents = [
         e
         for e in events

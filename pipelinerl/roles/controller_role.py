@@ -89,6 +89,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         oversample=config.curation.oversample if filters else 1.0,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
+        save_s=config.launch.save_s,
     )
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import signal
+from typing import final
+
 from inference_contract.schemas import ChatMessage
 from inference_contract.weights import Transport
 from pipelinerl.choices import Overdue
@@ -29,9 +34,14 @@ from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploader
 from pipelinerl.weights.publisher import Publisher
 
+log = logging.getLogger("pipelinerl")
+
 
 async def run(identity: Identity) -> None:
-    """Train until the controller says stop, or the process is told to."""
+    """Train until the controller says stop, or the process is told to: by SIGTERM it saves its state first.
+
+    Whoever sends that (a scheduler that takes the machine away) starts a trainer again, here or elsewhere.
+    """
     config = identity.config
     process_log = identity.log()
     objective = objective_of(config)
@@ -54,8 +64,11 @@ async def run(identity: Identity) -> None:
         watch=StepWatch(samples),
     )
     freeze_gc()
+    notice = Notice(loop, save_s=config.launch.save_s)
     try:
         await loop.run()
+        if notice.was_given:
+            raise asyncio.CancelledError  # its work is not done
     finally:
         await loop.close()
         if samples is not None:
@@ -63,6 +76,29 @@ async def run(identity: Identity) -> None:
         await client.close()
         await stream.close()
         workers.close()
+
+
+@final
+class Notice:
+    """SIGTERM: the trainer may save its state, within `save_s`; a second one, like SIGINT, ends it at once."""
+
+    def __init__(self, training: TrainingLoop, *, save_s: float) -> None:
+        self.was_given = False
+        self._training = training
+        self._save_s = save_s
+        self._task = asyncio.current_task()
+        self._events = asyncio.get_running_loop()
+        self._events.add_signal_handler(signal.SIGTERM, self._give)
+
+    def _give(self) -> None:
+        assert self._task is not None
+        if self.was_given:
+            self._task.cancel()
+            return
+        log.info("told to end: the state is saved first, within %g s", self._save_s)
+        self.was_given = True
+        self._training.leave()
+        self._events.call_later(self._save_s, self._task.cancel)
 
 
 def publisher_of(identity: Identity, control: EngineControl) -> Publisher:

@@ -13,10 +13,22 @@ from dataclasses import replace
 from typing import Final, final
 
 from pipelinerl.errors import DeadlineError, FencedError
-from pipelinerl.messages import EPOCHS, REPORTS, ControlMessage, Directive, StepDone, StepSkipped, TrainerReady, encode
+from pipelinerl.messages import (
+    EPOCHS,
+    REPORTS,
+    ControlMessage,
+    Directive,
+    StepDone,
+    StepSkipped,
+    TrainerLeaving,
+    TrainerReady,
+    encode,
+)
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 
+#: What the trainer asks of the controller.
+Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 #: A report that has had no effect for so long is sent again.
 RESEND_S: Final = 5.0
 #: The longest that one read waits for its first entry.
@@ -48,7 +60,7 @@ class ControllerLink:
         """Send a report that has no answer."""
         await self._stream.append(REPORTS, [encode(message)])
 
-    async def wait_for_answer(self, question: TrainerReady | StepDone | StepSkipped) -> AsyncIterator[Arrivals]:
+    async def wait_for_answer(self, question: Question) -> AsyncIterator[Arrivals]:
         """Report, again every `RESEND_S`, and yield what is read until the answer is among it.
 
         Raises:
@@ -97,7 +109,7 @@ class ControllerLink:
         """Make a directive the current one, if it counts; returns whether it does."""
         self._check(directive.epoch)
         before, is_answer = self._directive, directive.answers == self._awaited
-        answers = ("ready-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")
+        answers = ("ready-", "leave-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")
         is_unasked = before is not None and not directive.answers.startswith(answers)
         counts = (is_answer or is_unasked) and (before is None or directive.epoch == before.epoch)
         if counts:

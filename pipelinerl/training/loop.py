@@ -35,6 +35,7 @@ from pipelinerl.messages import (
     Starving,
     StepDone,
     StepSkipped,
+    TrainerLeaving,
     TrainerReady,
     TrainerStopped,
 )
@@ -46,7 +47,7 @@ from pipelinerl.streams.stream import Stream
 from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
 from pipelinerl.training.checkpoints.checkpointing import Checkpointing
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.training.controller_link import RESEND_S, ControllerLink
+from pipelinerl.training.controller_link import RESEND_S, ControllerLink, Question
 from pipelinerl.training.publish.canary_check import CanaryChecker
 from pipelinerl.training.publish.publishing import Publishing
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
@@ -148,6 +149,9 @@ class TrainingLoop:
         )
         self._earlier = tuple((epoch, began_at) for epoch, began_at in restored.epochs) if restored else ()
         self._claimed = False
+        self._saved: tuple[int, int] | None = None  # epoch and version of the last checkpoint that was begun
+        self._leaving = False
+        self._incarnation = uuid.uuid4().hex[:12]
         self._reported = ConsumedReport()
 
     @property
@@ -158,28 +162,34 @@ class TrainingLoop:
     def _current(self) -> Directive:
         return self._link.current
 
+    def leave(self) -> None:
+        """End `run` between two steps with the state saved, while the run goes on without this trainer."""
+        self._leaving = True
+
     async def run(self) -> int:
-        """Train until a directive says stop.
+        """Train until a directive says stop, or until it has left.
 
         Raises:
             DivergedError: it said so because several steps in a row were not finite; the state is saved.
         """
         await self._reader.start()
-        incarnation = uuid.uuid4().hex[:12]
         await self._ask(
             TrainerReady(
-                report_id=f"ready-{incarnation}",
-                incarnation=incarnation,
+                report_id=f"ready-{self._incarnation}",
+                incarnation=self._incarnation,
                 model_version=self._version,
                 consumed=self._consumed(),
                 claimed=self._checkpoints.claimed_epoch,
             )
         )
         while not self._current.stop:
+            if self._leaving:
+                await self._ask_to_leave()
+                break
             started = time.monotonic()
             batch = await self._collect()
             if batch is None:
-                break
+                continue
             collected = time.monotonic()
             try:
                 figures, by = await self._train(batch)
@@ -208,7 +218,8 @@ class TrainingLoop:
             )
         await self._publishing.finish()
         await self._checkpointing.finish()
-        await self._link.report(TrainerStopped(epoch=self._current.epoch, model_version=self._version))
+        stopped = TrainerStopped(epoch=self._current.epoch, model_version=self._version, left=self._leaving)
+        await self._link.report(stopped)
         return self._version
 
     async def close(self) -> None:
@@ -220,11 +231,13 @@ class TrainingLoop:
     # --- collect ---------------------------------------------------------------------------------------------------
 
     async def _collect(self) -> TrainBatch | None:
-        """The next batch, or None when told to stop while waiting."""
+        """The next batch, or None when told to stop, or to leave, while waiting."""
         progress_at = reported_at = time.monotonic()
         while True:
             await self._checkpointing.raise_if_failed()
             await self._publishing.raise_if_failed()
+            if self._leaving:
+                return None
             if (batch := self._next_batch()) is not None:
                 return batch
             if time.monotonic() - progress_at > self._settings.deadline_s:
@@ -283,7 +296,18 @@ class TrainingLoop:
         )
         return self._overdue.must_wait(late, step=step)
 
-    async def _ask(self, question: TrainerReady | StepDone | StepSkipped) -> None:
+    async def _ask_to_leave(self) -> None:
+        """The answer says what of the controller is to be saved with the trainer's state."""
+        await self._ask(
+            TrainerLeaving(
+                report_id=f"leave-{self._incarnation}",
+                epoch=self._current.epoch,
+                model_version=self._version,
+                consumed=self._consumed(),
+            )
+        )
+
+    async def _ask(self, question: Question) -> None:
         """Report, and act on all that comes, until the answer has come and is applied."""
         async for arrivals in self._link.wait_for_answer(question):
             await self._take_in(arrivals)
@@ -348,8 +372,10 @@ class TrainingLoop:
         if directive.publish_to:
             await self._in_worker(lambda: self._step.will_sample(acceptance=directive.knobs.k))
             await self._publishing.begin(directive)
-        if directive.checkpoint and directive.controller_state is not None:
+        saved = directive.stop and self._saved == (directive.epoch, self._version)  # told to stop while it asked
+        if directive.checkpoint and directive.controller_state is not None and not saved:
             await self._checkpoint(directive, directive.controller_state)
+            self._saved = (directive.epoch, self._version)
 
     async def _checkpoint(self, directive: Directive, controller: dict[str, Any]) -> None:
         state = TrainingState(

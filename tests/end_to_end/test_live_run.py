@@ -101,6 +101,7 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
         assert time.monotonic() - began < 40, "8 s on a machine that has nothing else to do"
         assert f"pipelinerl run --resume {directory}" in run.output
         assert run.is_gone()
+        assert_saved_to_its_last_step(run)
     with launched(resumed(directory), directory) as run:
         run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")
         first, second = run.events("trainer_ready")
@@ -182,6 +183,14 @@ def test_without_restarts_a_dead_controller_ends_the_run_which_says_how_to_go_on
         assert run.end() == 0, run.story()
         assert_settled(run, steps=STEPS)
     assert curve(run) == curve(undisturbed)
+
+
+def assert_saved_to_its_last_step(run: LiveRun) -> None:
+    """No step was lost, whenever the last checkpoint was due."""
+    events = read_events(run.directory / "events.jsonl")
+    steps = [event["step"] for event in events if event["kind"] == "step"]
+    saved = [event["model_version"] for event in events if event["kind"] == "checkpoint"]
+    assert saved[-1] == steps[-1] and events[-1]["kind"] == "run_suspended"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -165,6 +165,57 @@ def test_ctrl_c_stops_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert said == ["stopping; press Ctrl-C again to kill at once"]
 
 
+def _interrupted_run(
+    tmp_path: Path, main: str, *, suspend: Callable[[], bool], interrupts: int = 1, save_s: float = PATIENCE_S
+) -> tuple[RunResult, list[str]]:
+    """A run whose only process completes it, interrupted as soon as that process has said something."""
+    log = tmp_path / "logs" / "main.log"
+    told = [0]
+
+    def interrupt() -> None:
+        if log.exists() and log.read_text() and told[0] < interrupts:
+            told[0] += 1
+            os.kill(os.getpid(), signal.SIGINT)
+
+    spec = _spec("main", main, on_exit=OnExit.COMPLETE)
+    return _run([spec], tmp_path, on_tick=interrupt, suspend=suspend, save_s=save_s)
+
+
+def test_ctrl_c_lets_the_run_save_before_it_stops(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    main = (
+        "import pathlib, time\nprint('up', flush=True)\n"
+        f"while not pathlib.Path({str(asked)!r}).exists(): time.sleep(0.01)"
+    )
+
+    def suspend() -> bool:
+        asked.touch(exist_ok=False)  # asked once
+        return True
+
+    result, said = _interrupted_run(tmp_path, main, suspend=suspend)
+    assert (result.outcome, result.exit_status) == (RunOutcome.STOPPED, 130)
+    assert result.message == f"stopped; go on with: pipelinerl run --resume {tmp_path}"
+    assert said[0].startswith("saving; press Ctrl-C again to kill at once")
+
+
+@pytest.mark.parametrize(
+    ("hears", "interrupts", "save_s", "says"),
+    [
+        (True, 1, 0.1, "the state was not saved within 0.1 s (launch.save_s)"),
+        (True, 2, PATIENCE_S, "saving; press Ctrl-C again"),
+        (False, 1, PATIENCE_S, "stopping; press Ctrl-C again"),
+    ],
+    ids=["not in time", "again", "nobody hears"],
+)
+def test_a_run_that_does_not_save_is_stopped_all_the_same(
+    tmp_path: Path, hears: bool, interrupts: int, save_s: float, says: str
+) -> None:
+    main = f"print('up', flush=True)\n{SLEEP}"
+    result, said = _interrupted_run(tmp_path, main, suspend=lambda: hears, interrupts=interrupts, save_s=save_s)
+    assert result.outcome is RunOutcome.STOPPED
+    assert any(line.startswith(says) for line in said), said
+
+
 def test_one_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "stubborn.log"
     main = f"import pathlib, time\nwhile not pathlib.Path({str(log)!r}).read_text(): time.sleep(0.01)"

@@ -30,6 +30,7 @@ from pipelinerl.messages import (
     StepDone,
     StepSkipped,
     TrainerKnobs,
+    TrainerLeaving,
     TrainerReady,
     TrainerStopped,
     decode_report,
@@ -113,7 +114,7 @@ def poisoned(index: int) -> RolloutGroup:
 
 
 @dataclass
-class GroupLimiter:
+class Surroundings:
     """The loop's surroundings."""
 
     stream: MemoryStream
@@ -176,7 +177,7 @@ async def room(
     restored: TrainingState | None = None,
     no_signal: NoSignal = NoSignal.TRAIN,
     overdue_s: float | None = None,
-) -> AsyncIterator[GroupLimiter]:
+) -> AsyncIterator[Surroundings]:
     model = tmp_path / "model"
     BigramModel.random(7, seed=0).save(model)
     stream, engines, trainer = MemoryStream(), Engines(), BigramTrainer()
@@ -203,7 +204,7 @@ async def room(
         restored=restored,
         at=steps.append,
     )
-    made = GroupLimiter(stream, engines, store, loop, trainer, steps)
+    made = Surroundings(stream, engines, store, loop, trainer, steps)
     made.task = asyncio.create_task(loop.run())
     try:
         yield made
@@ -214,7 +215,7 @@ async def room(
         assert engines.closed
 
 
-async def ended(made: GroupLimiter) -> int:
+async def ended(made: Surroundings) -> int:
     assert made.task is not None
     return await asyncio.wait_for(made.task, DEADLINE_S)
 
@@ -301,6 +302,51 @@ async def test_steps_are_reported_and_each_waits_for_its_directive(tmp_path: Pat
         assert await ended(made) == 2
         assert (await made.heard(TrainerStopped)).model_version == 2
         assert (made.engines.taken, made.steps) == ([(1, 0, 1), (1, 1, 2)], [1, 2])
+
+
+async def test_one_that_is_told_to_leave_while_it_waits_saves_first(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.roll_out(0, 1)
+        done = await made.heard(StepDone)
+        await made.say(done.report_id)
+        made.loop.leave()
+        leaving = await made.heard(TrainerLeaving)
+        assert (leaving.model_version, leaving.consumed.trained) == (1, 2)
+        await made.say(leaving.report_id, stop=True, checkpoint=True, controller_state={"a": 1})
+        assert await ended(made) == 1
+        latest = made.store.latest()
+        assert latest is not None and (latest[1].model_version, latest[1].controller) == (1, {"a": 1})
+        assert (await made.heard(TrainerStopped)).left
+
+
+async def test_told_to_stop_twice_it_saves_once(tmp_path: Path) -> None:
+    """Unasked while it waits for an answer, and by the answer."""
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.roll_out(0, 1)
+        done = await made.heard(StepDone)
+        await made.say("suspend-e1-0", stop=True, checkpoint=True, controller_state={"a": 1})
+        await made.say(done.report_id, stop=True, checkpoint=True, controller_state={"a": 2})
+        assert await ended(made) == 1
+        assert [saved.model_version for saved in await made.reports(Checkpointed)] == [1]
+
+
+async def test_one_that_is_told_to_leave_ends_the_step_that_it_has_begun(tmp_path: Path) -> None:
+    """What it has computed is not lost; what lies there for another step is left."""
+    async with room(tmp_path) as made:
+        made.engines.gate.clear()
+        await made.begin(publish_to=[ENGINE])
+        await made.roll_out(0, 1, 2, 3)
+        async with asyncio.timeout(DEADLINE_S):
+            while not made.loop._batcher.ledger.counts[Fate.TRAINED]:
+                await asyncio.sleep(0.005)
+        made.loop.leave()
+        made.engines.gate.set()
+        done = await made.heard(StepDone)
+        await made.say(done.report_id)
+        leaving = await made.heard(TrainerLeaving)
+        assert (leaving.model_version, leaving.consumed.trained) == (1, 2)
 
 
 async def test_weights_change_only_once_the_engines_have_the_old_ones(tmp_path: Path) -> None:

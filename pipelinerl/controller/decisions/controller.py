@@ -6,6 +6,7 @@
     input                      from      effects
     TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs), then prompts
     StepSkipped                trainer   a Directive, which stops the run after the third in a row
+    TrainerLeaving             trainer   a Directive, by which it saves its state and ends, while the run goes on
     OrdersEnded, Published        trainer   prompts
     Starving                   trainer   the lost orders again, if no actor works on any; a Directive, if it waits for
                                          an evaluation
@@ -27,17 +28,25 @@ from typing import Any, final
 import msgspec
 
 from pipelinerl.choices import Overdue
-from pipelinerl.controller.decisions import engine_decisions
+from pipelinerl.controller.decisions import engine_decisions, reported
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
-from pipelinerl.controller.decisions.giving_up import finish, give_up, refused
+from pipelinerl.controller.decisions.giving_up import finish, give_up, refused, suspend
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.decisions.stall_diagnosis import progress_mark, waiting_for
 from pipelinerl.controller.decisions.step_review import note_outdated, step_taken
 from pipelinerl.controller.state.effects import Effect, IssuePrompts, Record, Send
 from pipelinerl.controller.state.evaluation import EvaluationResult
-from pipelinerl.controller.state.inputs import AnyInput, KnobsPatched, ReportReceived, StopAsked, StreamsLost, Ticked
+from pipelinerl.controller.state.inputs import (
+    AnyInput,
+    KnobsPatched,
+    ReportReceived,
+    StopAsked,
+    StreamsLost,
+    SuspendAsked,
+    Ticked,
+)
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange
 from pipelinerl.controller.state.run_state import RunPhase, RunState
@@ -60,6 +69,7 @@ from pipelinerl.messages import (
     Starving,
     StepDone,
     StepSkipped,
+    TrainerLeaving,
     TrainerReady,
     TrainerStopped,
 )
@@ -121,6 +131,8 @@ class Controller:
                 return self.patch(changes, who=who, time=time)
             case StopAsked(reason=reason):
                 return self.stop(reason)
+            case SuspendAsked(reason=reason, now=now):
+                return suspend(self.state, self.settings, reason, now=now)
             case Ticked(now=now):
                 return self.tick(now=now)
             case StreamsLost():
@@ -151,15 +163,17 @@ class Controller:
             case CanaryChecked() if report.epoch == self.state.epoch:
                 return self._canary_checked(report, now=now)
             case Checkpointed() | CheckpointDelayed() if report.epoch == self.state.epoch:
-                return _checkpoint_records(self.state, report)
+                return reported.checkpointed(self.state, report)
+            case TrainerLeaving() if report.epoch == self.state.epoch:
+                return self._trainer_leaving(report)
             case TrainerStopped() if report.epoch == self.state.epoch:
-                return self._trainer_stopped()
+                return self._trainer_stopped(report)
             case GroupFailed():
                 return self._group_failed(report, now=now)
             case GroupOutdated():
                 return self._group_outdated(report)
             case GroupHandedOver():
-                return [_handover_record(report)]
+                return [reported.handed_over(report)]
             case EvaluationDone():
                 return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
             case ActorAlive():
@@ -340,12 +354,19 @@ class Controller:
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
             self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
-        skipped = _skip_record(report, step=step)
+        skipped = reported.step_skipped(report, step=step)
         return [skipped, self._answer(report.report_id, publish=False), *self.issue()]
+
+    def _trainer_leaving(self, report: TrainerLeaving) -> list[Effect]:
+        """Its process is about to end, and another will begin where this one has saved its state."""
+        if report.report_id in self.state.trainer.answers:
+            return [Send(self.state.trainer.answers[report.report_id])]
+        self.state.account.update(report.consumed)
+        return [self._answer(report.report_id, publish=False, leave=True)]
 
     def _published(self, report: Published) -> list[Effect]:
         lost = engine_decisions.published(self.state, report)
-        record = _publish_record(self.state, report)
+        record = reported.published(self.state, report)
         return [record, *lost, *self.reload_if_due(), *self.issue()]
 
     def _canary_checked(self, report: CanaryChecked, *, now: float) -> list[Effect]:
@@ -380,7 +401,9 @@ class Controller:
             effects += [Record("orders_lost", {"orders": len(lost)}), *self.issue()]
         return effects
 
-    def _trainer_stopped(self) -> list[Effect]:
+    def _trainer_stopped(self, report: TrainerStopped) -> list[Effect]:
+        if report.left and self.ending is None:
+            return [Record("trainer_left", {"model_version": report.model_version})]
         self.state.phase = RunPhase.FINISHING
         return [] if self.state.failing.reason else self._evaluator.want_last(self.state)
 
@@ -424,9 +447,9 @@ class Controller:
             effects += self.stop(f"held-out accuracy {reached:.3f} has reached {target:g}")
         return effects + self.reload_if_due() + self.issue()
 
-    def _answer(self, report_id: str, *, publish: bool) -> Send:
+    def _answer(self, report_id: str, *, publish: bool, leave: bool = False) -> Send:
         """The directive that a report asks for; the last is kept, since the trainer asks one question at a time."""
-        directive = self._directive(report_id, publish=publish)
+        directive = self._directive(report_id, publish=publish, leave=leave)
         self.state.trainer.answers = {report_id: directive}
         return Send(directive)
 
@@ -436,52 +459,10 @@ class Controller:
             return []
         return [Send(self._directive(name, publish=False))]
 
-    def _directive(self, answers: str, *, publish: bool) -> Directive:
-        wanted, held = publish or self.state.evaluations.postponed, holds_updates(self.state)
+    def _directive(self, answers: str, *, publish: bool, leave: bool = False) -> Directive:
+        wanted = not leave and (publish or self.state.evaluations.postponed)
+        held = holds_updates(self.state)
         self.state.evaluations.postponed = wanted and held
-        made = directive(self.state, self.settings, answers=answers, publish=wanted and not held)
+        made = directive(self.state, self.settings, answers=answers, publish=wanted and not held, leave=leave)
         self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made
-
-
-# --- what is reported and asks for no decision ------------------------------------------------------------------------
-
-
-def _skip_record(report: StepSkipped, *, step: int) -> Record:
-    """A step that was not finite."""
-    fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
-    return Record("step_skipped", fields)
-
-
-def _publish_record(state: RunState, report: Published) -> Record:
-    """A publication, with its figures."""
-    state.trainer.last_publish = report
-    return Record(
-        "publish",
-        {
-            "model_version": report.model_version,
-            "send_s": report.send_s,
-            "total_s": report.total_s,
-            "pause_s": max(report.pauses_s.values(), default=0.0),
-            "engines": len(report.pauses_s),
-            "failed": report.failed,
-        },
-    )
-
-
-def _handover_record(report: GroupHandedOver) -> Record:
-    """A group that one engine began and another has ended."""
-    fields = {"order_id": report.order_id, "tokens_kept": report.tokens_kept}
-    return Record("group_handed_over", fields | {"tokens_resampled": report.tokens_resampled})
-
-
-def _checkpoint_records(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
-    """A delay is reported again and again: it is an event once, and what the run waits for while it lasts."""
-    version = report.model_version
-    if isinstance(report, Checkpointed):
-        state.trainer.unsaved = ""
-        fields = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
-        return [Record("checkpoint", fields)]
-    is_new = not state.trainer.unsaved
-    state.trainer.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
-    return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []

@@ -17,10 +17,16 @@ def ending(state: RunState, settings: ControllerSettings) -> str | None:
     return state.stop_reason
 
 
-def directive(state: RunState, settings: ControllerSettings, *, answers: str, publish: bool) -> Directive:
-    """The answer to the report `answers`, or what is said unasked under that name."""
-    stop = ending(state, settings) is not None
-    members = sorted([*state.fleet.members(), *(state.fleet.pinned() if stop else [])])  # the last weights are for all
+def directive(
+    state: RunState, settings: ControllerSettings, *, answers: str, publish: bool, leave: bool = False
+) -> Directive:
+    """The answer to the report `answers`, or what is said unasked under that name.
+
+    A trainer that is to `leave`, or whose run is given up or suspended, saves its state and publishes nothing more.
+    """
+    ends = ending(state, settings) is not None
+    stop, last = ends or leave, ends and not (leave or state.failing.reason)
+    members = sorted([*state.fleet.members(), *(state.fleet.pinned() if last else [])])  # the last weights are for all
     stepped = answers.startswith(f"e{state.epoch}-step-")
     checkpoint = stop or (stepped and state.version % settings.checkpoint_interval_steps == 0)
     return Directive(
@@ -31,8 +37,8 @@ def directive(state: RunState, settings: ControllerSettings, *, answers: str, pu
             learning_rate=state.knobs.learning_rate,
             rollouts_per_step=state.knobs.rollouts_per_step,
         ),
-        publish_to=members if publish or stop else [],
-        to_verify=state.fleet.to_verify() if publish or stop else [],
+        publish_to=members if publish or last else [],
+        to_verify=state.fleet.to_verify() if publish or last else [],
         membership=state.fleet.membership,
         failed=state.account.unsettled,
         stale=state.account.unsettled_stale,

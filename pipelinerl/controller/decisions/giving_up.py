@@ -1,4 +1,4 @@
-"""When a run cannot go on, and how it ends then: with its state saved, and one sentence that says why.
+"""When a run cannot go on, or is suspended, and how it ends then: with its state saved, and a sentence that says why.
 
     cause                                                       is known
     every engine refuses for a reason that no retry mends       when the last of them has
@@ -8,7 +8,7 @@
     every prompt is too long for the context                    after eight times what may be in flight
 
 Whether a reason lasts is said by who refuses (`inference_contract.errors.Persistence`), never guessed here. A trainer
-that trains is told to save what it has, and is waited for; it has `_SAVE_S`.
+that trains is told to save what it has, and is waited for; it has `save_s`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import GroupFailed
 
-#: How long a trainer may take to save its state.
-_SAVE_S: Final = 30.0
 #: Fewer groups may all have a prompt that is too long.
 _FEW_GROUPS: Final = 8
 #: So many failures of a domain's verifier in a row end the run.
@@ -40,19 +38,21 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
     if state.phase is RunPhase.FINISHED:
         return []
     if state.failing.reason:
-        saved = state.phase is not RunPhase.TRAINING or now - state.failing.since > _SAVE_S
+        saved = state.phase is not RunPhase.TRAINING or now - state.failing.since > settings.save_s
         return finish(state, settings) if saved else []
     state.failing.engineless_since = 0.0 if _alive(state) else state.failing.engineless_since or now
     reason = next(_reasons(state, settings, now), None)
     if reason is None:
         return []
-    state.failing.reason, state.failing.since = reason, now
-    effects: list[Effect] = [Record("run_failing", {"reason": reason})]
-    if state.phase is not RunPhase.TRAINING:
-        return effects + finish(state, settings)
-    state.stop_reason, state.trainer.stop_sent = reason, True
-    name = f"fail-e{state.epoch}-{state.version}"
-    return [*effects, Send(directive(state, settings, answers=name, publish=False))]
+    return [Record("run_failing", {"reason": reason}), *_end(state, settings, reason, now=now)]
+
+
+def suspend(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
+    """End the run as one that cannot go on, but that it can: without a last publication or evaluation."""
+    if state.failing.reason or state.phase is RunPhase.FINISHED:
+        return []
+    state.failing.suspends = True
+    return [Record("run_suspending", {"reason": reason}), *_end(state, settings, reason, now=now)]
 
 
 def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
@@ -64,7 +64,7 @@ def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
 def last_word(state: RunState, settings: ControllerSettings) -> Finish:
     """How a run that is over has ended."""
     if state.failing.reason:
-        return Finish(state.failing.reason, End.FAILED)
+        return Finish(state.failing.reason, End.SUSPENDED if state.failing.suspends else End.FAILED)
     return Finish(ending(state, settings) or "stopped")
 
 
@@ -80,6 +80,16 @@ def refused(state: RunState, report: GroupFailed) -> None:
 
 
 # --- details ---------------------------------------------------------------------------------------------------------
+
+
+def _end(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
+    """At once, or when the trainer has saved its state."""
+    state.failing.reason, state.failing.since = reason, now
+    if state.phase is not RunPhase.TRAINING:
+        return finish(state, settings)
+    state.stop_reason, state.trainer.stop_sent = reason, True
+    name = f"{'suspend' if state.failing.suspends else 'fail'}-e{state.epoch}-{state.version}"
+    return [Send(directive(state, settings, answers=name, publish=False))]
 
 
 def _alive(state: RunState) -> bool:

@@ -28,6 +28,7 @@ from pipelinerl.controller.state.inputs import (
     EnginesRequested,
     KnobsPatched,
     StopAsked,
+    SuspendAsked,
 )
 from pipelinerl.errors import PipelineError, RecipeError
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
@@ -74,6 +75,11 @@ def _add_status(app: FastAPI, service: ControllerService) -> None:
     @app.post(routes.STOP)
     async def stop(who: _Who = "somebody") -> Response:
         await service.perform(StopAsked(now=await service.now(), reason=f"stopped by {who}"))
+        return _answer(Done("stopping"))
+
+    @app.post(routes.SUSPEND)
+    async def suspend(who: _Who = "somebody") -> Response:
+        await service.perform(SuspendAsked(now=await service.now(), reason=f"suspended by {who}"))
         return _answer(Done("stopping"))
 
 

@@ -79,7 +79,7 @@ _ALL: Final = 2**31
 
 
 #: The event with which the log of a run ends.
-_LAST_WORDS: Final = {End.COMPLETED: "run_finished", End.FAILED: "run_failed"}
+_LAST_WORDS: Final = {End.COMPLETED: "run_finished", End.SUSPENDED: "run_suspended", End.FAILED: "run_failed"}
 
 
 #: What a decision on wrong numbers may end with, in the middle.
@@ -167,8 +167,9 @@ class ControllerService:
                 raise self._broken
             for loop in loops:
                 loop.cancel()
-        if self.controller.state.failing.reason:
-            raise RunFailed(self.controller.state.failing.reason)
+        failing = self.controller.state.failing
+        if failing.reason and not failing.suspends:
+            raise RunFailed(failing.reason)
 
     async def perform(self, given: AnyInput) -> list[Effect]:
         """Decide on one input, carry the decision out and return it; decisions never overlap. Raises what `decide`

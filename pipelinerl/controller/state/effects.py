@@ -37,6 +37,8 @@ class End(StrEnum):
 
     COMPLETED = "completed"
     """By its recipe, or because somebody asked for it."""
+    SUSPENDED = "suspended"
+    """Saved in the middle, to be gone on with."""
     FAILED = "failed"
     """It cannot go on."""
 

@@ -105,6 +105,12 @@ class StopAsked(Input, frozen=True):
     reason: str
 
 
+class SuspendAsked(Input, frozen=True):
+    """The run is to end now with its state saved, and to be gone on with another time."""
+
+    reason: str
+
+
 class Ticked(Input, frozen=True):
     """Time has passed."""
 
@@ -125,4 +131,4 @@ EngineInput = (
     | EngineDrainAsked
     | EngineRemoved
 )
-AnyInput = ReportReceived | KnobsPatched | StopAsked | Ticked | StreamsLost | EngineInput
+AnyInput = ReportReceived | KnobsPatched | StopAsked | SuspendAsked | Ticked | StreamsLost | EngineInput

@@ -104,7 +104,9 @@ class Failing(msgspec.Struct, kw_only=True):
     """Why the run cannot go on, and what may come to that; `giving_up.py` decides."""
 
     reason: str = ""
-    """Why it cannot; empty while it can."""
+    """Why it cannot, or is not to; empty while it does."""
+    suspends: bool = False
+    """Has somebody asked for its end now, to go on with it another time?"""
     since: float = 0.0
     """When that became known."""
     engineless_since: float = 0.0

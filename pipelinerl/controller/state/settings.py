@@ -30,6 +30,8 @@ class ControllerSettings:
     """The watchdog speaks when nothing has got on for so long."""
     engine_timeout_s: float = 300.0
     """The run ends when no engine has been alive for so long."""
+    save_s: float = 30.0
+    """A run that cannot go on, or is suspended, waits so long for its trainer's state to be saved."""
     scope: StalenessScope = StalenessScope.GROUP
     """What is refused when a token of it is too old; groups of which some rollouts may train are not given up."""
     overdue: Overdue = Overdue.DROP

@@ -23,7 +23,7 @@ from pipelinerl.controller.state.inputs import (
 )
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.errors import RecipeError
-from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerReady
+from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerLeaving, TrainerReady, TrainerStopped
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
 
 
@@ -223,6 +223,30 @@ def test_a_second_trainer_begins_a_higher_epoch_and_the_first_is_no_longer_heard
 
     run.tell(StepDone(report_id="e1-step-7", epoch=1, model_version=7, consumed=run.consumed(), stats={}))
     assert run.controller.state.version == before
+
+
+def test_a_trainer_that_leaves_saves_and_another_takes_its_place() -> None:
+    run = world(evaluation_problems=0)
+    run.begin()
+    run.publish()
+    leaving = TrainerLeaving(report_id="leave-1", epoch=1, model_version=0, consumed=run.consumed())
+    (said,) = [effect.directive for effect in run.controller.handle(leaving, now=0.0) if isinstance(effect, Send)]
+    assert (said.answers, said.stop, said.checkpoint, said.publish_to) == ("leave-1", True, True, [])
+    assert said.controller_state is not None
+    assert run.controller.handle(leaving, now=0.0) == [Send(said)], "said again, it is answered again"
+    left = run.controller.handle(TrainerStopped(epoch=1, model_version=0, left=True), now=0.0)
+    assert left == [Record("trainer_left", {"model_version": 0})]
+    run.awaiting = "ready-2"
+    run.tell(TrainerReady(report_id="ready-2", incarnation="2", model_version=0, consumed=run.consumed()))
+    assert run.directive is not None and (run.directive.epoch, run.directive.stop) == (2, False)
+
+
+def test_a_run_that_ends_while_its_trainer_leaves_needs_no_other() -> None:
+    run = world(evaluation_problems=0)
+    run.begin()
+    run.apply(run.controller.stop("enough"))
+    run.tell(TrainerStopped(epoch=1, model_version=0, left=True))
+    assert run.finished == "enough"
 
 
 def test_an_engine_that_joins_late_is_given_weights_without_waiting_for_a_step() -> None:

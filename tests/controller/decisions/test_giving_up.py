@@ -12,7 +12,15 @@ from inference_contract.errors import ContextExceeded, Persistence
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.state.effects import End, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
-from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, EngineTimedOut, ReportReceived, Ticked
+from pipelinerl.controller.state.inputs import (
+    AnyInput,
+    EngineRegistered,
+    EngineTimedOut,
+    ReportReceived,
+    StopAsked,
+    SuspendAsked,
+    Ticked,
+)
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.messages import (
     ActorAlive,
@@ -258,3 +266,44 @@ def test_a_run_whose_prompts_are_all_too_long_ends() -> None:
         "64 prompts since the last step were too long, and no group was made: problem d:1: it has 90 tokens; raise "
         "engine.context_length, or leave such problems out"
     )
+
+
+# --- suspended --------------------------------------------------------------------------------------------------------
+
+
+def suspended(made: World, *, now: float = 0.0) -> tuple[Directive | None, Finish | None]:
+    return ends(made.controller, SuspendAsked(now=now, reason="suspended by somebody"))
+
+
+def test_a_run_that_is_suspended_saves_publishes_nothing_and_is_not_evaluated_again() -> None:
+    run = World(controller(evaluation_problems=4), random.Random(0))
+    run.begin()
+    run.publish()
+    stop, finish = suspended(run)
+    assert finish is None and stop is not None and stop.checkpoint and stop.publish_to == []
+    assert "stop_reason" not in (stop.controller_state or {}), "who goes on with it does not stop at once"
+    _, finish = ends(run.controller, heard(TrainerStopped(epoch=1, model_version=0)))
+    assert finish == Finish("suspended by somebody", End.SUSPENDED)
+    assert suspended(run) == (None, None), "it ends once"
+
+
+def test_a_run_is_suspended_at_once_before_its_trainer_has_come() -> None:
+    run = World(controller(evaluation_problems=0), random.Random(0))
+    assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
+
+
+def test_a_trainer_that_does_not_save_holds_a_suspension_no_longer_than_is_said() -> None:
+    run = begun()
+    suspended(run)
+    assert ends(run.controller, Ticked(now=29.0)) == (None, None)
+    assert ends(run.controller, Ticked(now=31.0))[1] == Finish("suspended by somebody", End.SUSPENDED)
+
+
+def test_a_run_that_is_being_stopped_may_still_be_suspended() -> None:
+    """Its last evaluation may take longer than there is time for."""
+    run = World(controller(evaluation_problems=4), random.Random(0))
+    run.begin()
+    run.give(StopAsked(now=0.0, reason="stopped by somebody"))
+    run.train()
+    assert run.controller.state.phase is RunPhase.FINISHING and run.finished is None
+    assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))

@@ -442,7 +442,7 @@ async def test_closing_answers_everyone(engine: BatchingEngine, gate: GatedRunne
     _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.DRAIN)
     closing = asyncio.create_task(engine.close())
-    await asyncio.sleep(0.01)
+    await _until(lambda: engine.health().state is EngineState.STOPPED)  # else it samples on to the answers' ends
     gate.open()
     await closing
     for task in (running, waiting, commit):

@@ -50,7 +50,7 @@ async def status(http: httpx.AsyncClient, method: str, path: str, credential: by
     if credential is not None:
         headers.append((b"authorization", credential))
     try:
-        async with asyncio.timeout(0.3):
+        async with asyncio.timeout(1.5):
             return (await http.request(method, path, headers=headers, content=b"[]")).status_code
     except TimeoutError:
         return None

@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pipelinerl.verifiers.math_answer import MathAnswer
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
 async def math_answer() -> AsyncIterator[MathAnswer]:
-    verifier = MathAnswer(deadline_s=20.0)
+    verifier = MathAnswer(deadline_s=PATIENCE_S)
     yield verifier
     await verifier.close()

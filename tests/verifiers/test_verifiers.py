@@ -12,7 +12,7 @@ from pipelinerl.data.problems import Split, open_source
 from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.math_answer import MathAnswer, final_answer, normalise
 from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extract_answer
-from tests.patience import SOON_S
+from tests.patience import PATIENCE_S, SOON_S
 
 
 def problem(ground_truth, **metadata):
@@ -109,7 +109,7 @@ async def test_other_answers_are_wrong(gold, text, math_answer):
 
 
 async def test_an_endless_expression_times_out_and_the_next_one_is_judged():
-    verifier = MathAnswer(deadline_s=2.0)
+    verifier = MathAnswer(deadline_s=4.0)
     try:
         assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # the worker is up
         ticks, ticking = 0, True
@@ -175,13 +175,13 @@ async def test_equal_answers_have_one_form_and_others_their_own(math_answer):
     ids=["tags", "newlines", "answers", "braces", "zeros"],
 )
 def test_a_million_characters_take_one_pass(text):
-    began = time.monotonic()
+    began = time.thread_time()
     final_answer(text)
-    assert time.monotonic() - began < 2.0
+    assert time.thread_time() - began < 2.0
 
 
 async def test_an_answer_much_longer_than_the_true_one_is_scored_in_a_worker():
-    given, verifier = spelling(), ReasoningGym(deadline_s=30.0)
+    given, verifier = spelling(), ReasoningGym(deadline_s=PATIENCE_S)
     try:
         assert (await verifier.verify(given, given.ground_truth)).outcome is Outcome.CORRECT
         assert not verifier._pool._forkers

@@ -66,7 +66,7 @@ class Scripted:
     """A `ChatClient`; token t of sample i is 10·i + t. Each engine streams so many tokens, then ends as it is told."""
 
     def __init__(self, **engines: tuple[Any, ...]) -> None:
-        """`engines`: (epoch, version, tokens of each sample that come, what is raised then, or that it stands still; None: whole)."""
+        """`engines`: (epoch, version, tokens of each sample that come, what is raised then; None: it ends whole)."""
         self.engines = engines
         self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
         self.asked: list[tuple[str, list[int] | None]] = []

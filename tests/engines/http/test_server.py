@@ -195,12 +195,13 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event() -> None:
 def test_an_answer_does_not_wait_for_an_acknowledgement(client: httpx.Client) -> None:
     """Head and body are two packets: with Nagle's algorithm each answer would take the 40 ms of a delayed ACK."""
     client.get("/health")
-    took = []
-    for _ in range(10):
+
+    def took_s() -> float:
         began = time.perf_counter()
         client.get("/health")
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.035
+        return time.perf_counter() - began
+
+    assert any(took_s() < 0.035 for _ in range(200)), "a busy machine lets some be quick"
 
 
 def test_a_taken_port_is_one_sentence() -> None:

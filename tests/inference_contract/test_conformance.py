@@ -56,6 +56,7 @@ CAUGHT_BY = {
     Fault.TAKES_ENDED_PREFIX: "ended_prefix_is_refused",
     Fault.IGNORES_INTERVAL: "rare_chunks_are_the_whole",
     Fault.REINTERPRETS: "converted_dtype_is_served",
+    Fault.HEEDS_EOS: "eos_is_ignored",
 }
 
 #: Checks that must fail for faults which another check is about.

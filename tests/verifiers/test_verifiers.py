@@ -14,6 +14,9 @@ from pipelinerl.verifiers.math_answer import MathAnswer, final_answer, normalise
 from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extract_answer
 from tests.patience import PATIENCE_S, SOON_S
 
+#: Of the tests that use the shared verifier.
+shared_loop = pytest.mark.asyncio(loop_scope="module")
+
 
 def problem(ground_truth, **metadata):
     return Problem(
@@ -88,6 +91,7 @@ def test_every_task_whose_scorer_would_run_the_answer_is_refused():
         ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}"),
     ],
 )
+@shared_loop
 async def test_equal_answers_are_correct(gold, text, math_answer):
     assert (await math_answer.verify(problem(gold), text)).outcome is Outcome.CORRECT
 
@@ -103,6 +107,7 @@ async def test_equal_answers_are_correct(gold, text, math_answer):
         ("1", "-1"),
     ],
 )
+@shared_loop
 async def test_other_answers_are_wrong(gold, text, math_answer):
     verdict = await math_answer.verify(problem(gold), text)
     assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
@@ -133,6 +138,7 @@ async def test_an_endless_expression_times_out_and_the_next_one_is_judged():
         await verifier.close()
 
 
+@shared_loop
 async def test_questions_asked_at_once_get_their_own_answers(math_answer):
     asked = [("x+1", "1+x"), ("x+1", "x+2")] * 5
     verdicts = await asyncio.gather(*(math_answer.verify(problem(gold), text) for gold, text in asked))
@@ -161,6 +167,7 @@ def test_normalisation_drops_what_carries_no_meaning(raw, normal):
     assert normalise(raw) == normal
 
 
+@shared_loop
 async def test_equal_answers_have_one_form_and_others_their_own(math_answer):
     texts = ["\\boxed{0.50}", "\\boxed{\\frac{1}{2}}", "it is \\boxed{1/3}", ""]
     verdicts = [await math_answer.verify(problem("1/2"), text) for text in texts]

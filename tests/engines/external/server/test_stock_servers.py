@@ -31,7 +31,7 @@ from inference_contract.schemas import ChatCompletionRequest, EngineState, Finis
 from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.scheduler import Capacity
-from pipelinerl.engines.batching.sequence import Request
+from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
 from pipelinerl.engines.external.server.server_core import ServerCore
@@ -340,16 +340,27 @@ def test_the_fake_refuses_what_sglang_would(sglang: Stock) -> None:
 
 async def test_sglang_is_asked_to_end_a_sample_at_its_stop_tokens(sglang: Stock) -> None:
     """With `ignore_eos` it would go on to the limit: a sample that an update crosses is told of only at its end."""
-    request = Request(
-        request_id="r", prompt_token_ids=[7], token_limit=8, temperature=0.0, top_p=1.0, top_k=0, streams=True
-    )
-    request.add_sequence(0)
+
+    def sequence(stop_ids: frozenset[int]) -> Sequence:
+        request = Request(
+            request_id="r",
+            prompt_token_ids=[7],
+            token_limit=8,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            streams=True,
+            stop_ids=stop_ids,
+        )
+        request.add_sequence(0)
+        return request.sequences[0]
+
     http = ServerHttp(sglang.url)
     try:
         with SharedBytes(1) as nothing:
             api = SglangServerApi(http, LAYOUT, nothing)
             for stop_ids, tokens, reason in ((frozenset[int](), 8, "length"), (frozenset(range(500)), 1, "stop")):
-                order = api.order(request.sequences[0], stop_ids=stop_ids, salt="")
+                order = api.order(sequence(stop_ids), salt="")
                 events = [event async for event in http.events("/generate", order)]
                 end = events[-1]["meta_info"]
                 assert (end["completion_tokens"], end["finish_reason"]["type"]) == (tokens, reason)
@@ -363,7 +374,7 @@ async def test_a_server_that_falls_silent_ends_the_engine(tmp_path: Path) -> Non
     silence_s = 3.0
 
     def loop(deliver: Any) -> CoreLoop:
-        return CoreLoop(start_core=start_core, capacity=Capacity(4, 4), stop_ids=frozenset(), deliver=deliver)
+        return CoreLoop(start_core=start_core, capacity=Capacity(4, 4), deliver=deliver)
 
     async def start_core() -> tuple[EngineCore, CoreModel]:
         http = ServerHttp(stock.url)

@@ -174,6 +174,7 @@ def test_temperatures_that_vllm_would_replace_are_refused(temperature: float, re
         top_p=1.0,
         top_k=0,
         streams=False,
+        stop_ids=frozenset(),
     )
     with pytest.raises(InvalidRequest, match=r"vLLM samples at .*, got [02]\.0") if refused else nullcontext():
         check_request(request)

@@ -172,8 +172,8 @@ def stop_string_ends_text(session: Session) -> None:
 
 def eos_is_ignored(session: Session) -> None:
     """With `ignore_eos` a sample goes on to `max_tokens`, and is the same up to where it would have ended."""
-    asked = {"n": 16, "seed": 6, "max_tokens": 64, "temperature": 2.0}
-    ends, goes_on = session.chat(**asked), session.chat(**asked, ignore_eos=True)
+    ends = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0)
+    goes_on = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0, ignore_eos=True)
     for one, two in zip(ends.choices, goes_on.choices, strict=True):
         count = len(ids_of(two))
         assert (count, two.finish_reason) == (64, FinishReason.LENGTH), (

@@ -210,7 +210,7 @@ async def test_frozen_in_the_middle_and_awake_in_another_epoch(fleet: Fleet, fre
 
             everyone, old = list(fleet.engines), (fleet.epoch, fleet.version)
             survivors = [url for url in everyone if url != victim]
-            report = await fleet.publish(timeout_s=15.0, before=strike)
+            report = await fleet.publish(timeout_s=21.0, before=strike)
             assert set(report.failed) == {victim} and set(report.pauses_s) == set(survivors), report
             fleet.engines = survivors
             assert (await fleet.publish(timeout_s=PATIENCE_S, epoch=fleet.epoch + number % 2)).failed == {}

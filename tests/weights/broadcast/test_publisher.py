@@ -232,7 +232,7 @@ async def test_an_engine_that_dies_in_the_broadcast(
     publisher: BroadcastPublisher, control: Recording, engines: list[str], death: signal.Signals
 ) -> None:
     """Killed or standing still: the others are served in the same publication, by another generation of the group."""
-    timeout_s = 30.0
+    timeout_s = 21.0
     with as_process("tests.fakes.scripted_engine") as (victim, process):
         # The process imports torch when it first joins, which takes seconds on a busy core.
         warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=PATIENCE_S))
@@ -266,7 +266,7 @@ async def test_one_that_was_killed_and_started_again_meanwhile_is_served_with_th
         sending, release = threading.Event(), threading.Event()
         source = _halting(sending, release, bucket=0)
         update = asyncio.create_task(
-            publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=30.0))
+            publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=21.0))
         )
         await asyncio.to_thread(sending.wait, PATIENCE_S)
         os.kill(process.pid, signal.SIGSTOP)  # what gloo sometimes makes of a peer that was killed: it waits

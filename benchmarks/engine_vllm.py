@@ -48,7 +48,7 @@ def vllm_engine(path: Path, slots: int) -> BatchingEngine:
     from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 
     options = _options(path, slots)
-    loop = loop_of(options, frozenset(), WorkerEndpointFactory(frozenset()))
+    loop = loop_of(options, WorkerEndpointFactory(frozenset()))
     return BatchingEngine(options, loop=loop, tokenizer=_endless())
 
 

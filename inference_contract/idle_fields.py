@@ -42,7 +42,6 @@ OF_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logprob_token_ids": (),

@@ -95,6 +95,9 @@ class ChatCompletionRequest(Wire):
     greedy; a `top_k` beyond the vocabulary keeps every token. Of requests that wait at the engine those of the lowest
     `priority` begin first; an engine that cannot order what waits takes it for 0.
 
+    With `ignore_eos`, vLLM's word, no token ends a sample: it goes on to `max_tokens`, the context's end or a stop
+    string, and is the sample without it up to where that ends.
+
     `prefixes` asks for the rest of an answer: `n` samples, each by its index, with the tokens that are sampled already
     and count towards `max_tokens`. What comes is new tokens with their log-probs and spans; the text is that of the
     whole answer, and a stop string may lie across the border. A prefix that has ended already is refused.
@@ -114,6 +117,7 @@ class ChatCompletionRequest(Wire):
     top_p: float = Field(default=1.0, ge=LEAST_TOP_P, le=1.0)
     top_k: int = Field(default=0, ge=0, le=MOST_TOP_K, description="0 keeps every token")
     stop: str | list[str] | None = None
+    ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=0, description="only the sampled token's is reported")

@@ -170,6 +170,20 @@ def stop_string_ends_text(session: Session) -> None:
     assert choice.finish_reason is FinishReason.STOP, f"finish_reason must be stop, got {choice.finish_reason}"
 
 
+def eos_is_ignored(session: Session) -> None:
+    """With `ignore_eos` a sample goes on to `max_tokens`, and is the same up to where it would have ended."""
+    ends = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0)
+    goes_on = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0, ignore_eos=True)
+    for one, two in zip(ends.choices, goes_on.choices, strict=True):
+        count = len(ids_of(two))
+        assert (count, two.finish_reason) == (64, FinishReason.LENGTH), (
+            f"with ignore_eos a sample must have all 64 tokens of max_tokens, got {count} and {two.finish_reason}"
+        )
+        check_columns(two)
+        ended = ids_of(one)
+        assert ids_of(two)[: len(ended)] == ended, "ignore_eos must not change what comes before a sample's end"
+
+
 def prompt_ids_go_through(session: Session) -> None:
     """Token ids in are token ids out, and sample as the messages that they came from."""
     told = session.chat(n=2, seed=5)
@@ -238,6 +252,7 @@ CHECKS = (
     top_k_one_is_certain,
     max_tokens_is_kept,
     stop_string_ends_text,
+    eos_is_ignored,
     prompt_ids_go_through,
     alias_is_served,
     idle_fields_are_taken,

@@ -35,6 +35,8 @@ from typing import Any, Final, final
 from pipelinerl.system import tied_process
 
 _STARTUP_S: Final = 60.0
+#: The kernel ends at once what is killed, as soon as it has a core for it.
+_END_S: Final = 60.0
 #: An answer that takes less processor time, or less on the clock, is never slow.
 _LEAST_SLOW_CPU_S: Final = 0.1
 _LEAST_SLOW_S: Final = 1.0
@@ -399,7 +401,7 @@ class _Forker:
     async def close(self) -> None:
         """End it, and wait for that."""
         self.kill()
-        await asyncio.wait_for(self._process.wait(), 5.0)
+        await asyncio.wait_for(self._process.wait(), _END_S)
 
 
 async def _line(control: socket.socket) -> Any:

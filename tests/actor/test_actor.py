@@ -49,10 +49,11 @@ from pipelinerl.types import (
 from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier, failed
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S, SOON_S
 
 NAME = "actor-0"
 PARTITION = ROLLOUTS + NAME
-DEADLINE_S = 10.0
+DEADLINE_S = PATIENCE_S
 
 Script = Callable[[ChatCompletionRequest], ChatCompletion | Exception]
 
@@ -255,7 +256,7 @@ async def test_what_is_given_up_frees_its_places_at_the_engine_at_once() -> None
     """A real engine over HTTP, slower than any test: only the client's leaving ends what it does."""
     watched, engine = Watched(), ScriptedEngine(step_s=60.0)
     with in_thread(create_app(engine, token=None)) as url:
-        async with EngineClient() as client, asyncio.timeout(3 * DEADLINE_S):
+        async with EngineClient() as client, asyncio.timeout(DEADLINE_S):
             settings = ActorSettings(name=NAME, groups_in_flight=4, attempts=3, heartbeat_s=0.02, block_s=0.02)
             actor = Actor(settings, stream=watched.stream, sampler=EnginePool(client, [url]), verifier_of=exact)
             task = asyncio.create_task(actor.run())
@@ -440,7 +441,7 @@ async def test_it_ends_at_once_and_its_next_life_does_what_was_left() -> None:
         assert await until(lambda: _reported(watched, lambda alive: alive.groups_in_flight == 2))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 1.0)
+            await asyncio.wait_for(task, SOON_S)
     async with working(watched, ScriptedSampler()):
         assert await until(lambda: none_of(watched.unacknowledged()))
     assert sorted(group.index for group in await watched.groups()) == [1, 2]

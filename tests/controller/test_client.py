@@ -16,6 +16,7 @@ from pipelinerl.errors import AddressError, RecipeError, TokenRefused
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from tests.controller.service.test_service import Running, running
 from tests.controller.world import ENGINE
+from tests.patience import PATIENCE_S
 
 TOKEN = "secret"
 
@@ -34,7 +35,7 @@ async def url(run: Running) -> AsyncIterator[str]:
     serving = asyncio.create_task(serve_until(create_api(run.service, token=TOKEN), listener, over=over))
     yield address
     over.set_result(None)
-    await asyncio.wait_for(serving, 10.0)
+    await asyncio.wait_for(serving, PATIENCE_S)
 
 
 async def test_what_an_operator_asks(run: Running, url: str) -> None:

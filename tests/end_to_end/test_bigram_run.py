@@ -46,6 +46,7 @@ from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.verifiers.verifier import EachAlone
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 
 STEPS = 30
 RATE = 0.3
@@ -139,7 +140,7 @@ async def run(
             micro_batch_tokens=512,
             tokens_per_step=None,
             no_signal=NoSignal.TRAIN,
-            deadline_s=10.0,
+            deadline_s=PATIENCE_S,
             on_update=OnUpdate.CONTINUE,
             schedule=LearningRateSchedule(warmup_steps=0, steps=STEPS, shape="constant", final_fraction=0.0),
             kl=config.kl_control.controller if config.kl_control else None,
@@ -161,7 +162,7 @@ async def run(
     tasks = [serving, asyncio.create_task(actor.run()), asyncio.create_task(loop.run())]
     finished = asyncio.create_task(service.finished.wait())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not finished.done() and not until(controller):
                 done, _ = await asyncio.wait([*tasks[:2], finished], timeout=0.05, return_when="FIRST_COMPLETED")
                 for task in done - {finished}:

@@ -38,7 +38,7 @@ def test_a_jax_trainer_in_the_place_of_a_torch_trainer(tmp_path: Path) -> None:
     curves = {}
     for kind in ("torch", "jax"):
         with launched(new_run(tmp_path / kind, *LOCKSTEP, f"trainer.type={kind}"), tmp_path / kind) as run:
-            assert run.end(180) == 0, run.story()
+            assert run.end() == 0, run.story()
             curves[kind] = curve(run)
     first = (curves["jax"][1], curves["torch"][1])
     np.testing.assert_allclose(*first, rtol=1e-4, atol=1e-6, err_msg="the first step, on the same rollouts")
@@ -46,5 +46,5 @@ def test_a_jax_trainer_in_the_place_of_a_torch_trainer(tmp_path: Path) -> None:
     with launched(new_run(tmp_path / "killed", *LOCKSTEP, "trainer.type=jax"), tmp_path / "killed") as run:
         run.until_step(5)
         run.role("trainer").kill()
-        assert run.end(240) == 0, run.story()
+        assert run.end() == 0, run.story()
         assert curve(run) == curves["jax"]

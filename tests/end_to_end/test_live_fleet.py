@@ -118,7 +118,7 @@ def test_no_engine_that_was_hired_outlives_its_launcher(tmp_path: Path) -> None:
         assert run.role("engine-1").is_running()
         run.launcher.kill()
         run.end()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while run.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not run.alive()

@@ -25,7 +25,7 @@ from pipelinerl.system.ports import free_ports, is_free
 from tests.fakes.live_run import CLI, LiveRun, launched, light_run, new_run, resumed
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, undisturbed as undisturbed_run
 from tests.faults.scenarios.system_killed import Learned, differences
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, SOON_S
 
 Curve = dict[int, tuple[float, ...]]
 
@@ -96,9 +96,8 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
     with launched(new_run(directory, *LOCKSTEP, f"checkpoint.location={location}"), directory) as run:
         run.until_step(6)
         run.launcher.send_signal(signal.SIGINT)
-        began = time.monotonic()
         assert run.end() == 130, run.story()
-        assert time.monotonic() - began < 40, "8 s on a machine that has nothing else to do"
+        assert "did not stop within" not in run.output, "each role has ended by itself"
         assert f"pipelinerl run --resume {directory}" in run.output
         assert run.is_gone()
         assert_saved_to_its_last_step(run)
@@ -202,8 +201,8 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals
         run.until_step(2)
         assert len(run.note_processes()) >= 5
         run.launcher.send_signal(number)
-        assert run.end(15) == (130 if number is signal.SIGTERM else -signal.SIGKILL)
-        deadline = time.monotonic() + 5
+        assert run.end() == (130 if number is signal.SIGTERM else -signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_S
         while run.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not run.alive()
@@ -304,14 +303,14 @@ def test_roles_started_apart_and_an_engine_that_comes_and_goes(tmp_path: Path) -
         until(lambda: step() >= reached + 20, "the run to go on")
         assert sum(bool(event["failed"]) for event in events("publish")) <= 1, "it is not asked again while it is away"
         command("stop", str(tmp_path))
-        assert processes["controller"].wait(30) == 0
-        assert processes["trainer"].wait(30) == 0
+        assert processes["controller"].wait(PATIENCE_S) == 0
+        assert processes["trainer"].wait(PATIENCE_S) == 0
         assert events("run_finished")
     finally:
         for process in processes.values():
             process.terminate()
         for process in processes.values():
             try:
-                process.wait(15)
+                process.wait(SOON_S)
             except subprocess.TimeoutExpired:
                 process.kill()

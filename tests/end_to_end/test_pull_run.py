@@ -28,7 +28,7 @@ def curve(run: LiveRun) -> Curve:
 @pytest.mark.parametrize("shards", [1, 2])
 def test_pulled_weights_teach_what_broadcast_ones_do_though_a_server_is_killed(tmp_path: Path, shards: int) -> None:
     with launched(new_run(tmp_path / "broadcast", *LOCKSTEP), tmp_path / "broadcast") as run:
-        assert run.end(120) == 0, run.story()
+        assert run.end() == 0, run.story()
         expected = curve(run)
     assert list(expected) == list(range(1, STEPS + 1))
 
@@ -36,7 +36,7 @@ def test_pulled_weights_teach_what_broadcast_ones_do_though_a_server_is_killed(t
     with launched(new_run(tmp_path / "pull", *pulled), tmp_path / "pull") as run:
         run.until_step(4)
         run.role("parameter-server-0").kill()
-        assert run.end(180) == 0, run.story()
+        assert run.end() == 0, run.story()
         assert curve(run) == expected
         failures = [event["failed"] for event in run.events("publish") if event["failed"]]
         assert not failures, "the publication waited for the server's next life"

@@ -16,7 +16,7 @@ from pipelinerl.observability.events import read_events
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.live_run import CLI
 from tests.fakes.two_hosts import Host, two_hosts
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, SOON_S
 
 TOKEN = {"PIPELINERL_TOKEN": "a secret of this test"}
 SMALL = ("run.steps=5000", "evaluation.problems=16", "training.rollouts_per_step=64")
@@ -76,7 +76,7 @@ def roles(folder: Path, controller: Host) -> Iterator[Roles]:
         for process in made.processes.values():
             process.kill()
         for process in made.processes.values():
-            process.wait(15)
+            process.wait(SOON_S)
 
 
 @pytest.mark.parametrize("transport", ["broadcast", pytest.param("pull", marks=pytest.mark.slow)])

@@ -15,6 +15,7 @@ from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_
 from pipelinerl.registry import ENGINES, SERVER_ENGINES, load
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 
 CONTEXT = 512
 
@@ -50,5 +51,5 @@ def test_it_keeps_the_contract(name: str, weights: WeightFormat, tmp_path: Path)
     )
     engine = load("engine", ENGINES, name)(options)
     with in_thread(create_app(engine, token="secret")) as url:
-        results = run(url, token="secret", timeout_s=15.0)
+        results = run(url, token="secret", timeout_s=PATIENCE_S)
     assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}

@@ -8,8 +8,9 @@ from typing import Any, final
 
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
+from tests.patience import PATIENCE_S
 
-DEADLINE_S = 10.0
+DEADLINE_S = PATIENCE_S
 
 
 @final

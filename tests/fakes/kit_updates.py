@@ -14,12 +14,13 @@ from inference_contract.conformance.trainer import KitTrainer, digest
 from inference_contract.schemas import ChatCompletion, Choice
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.torch.weights import parameters_in
+from tests.patience import PATIENCE_S
 
 
 @contextmanager
 def opened(url: str) -> Iterator[Session]:
     """A session with a trainer of the kit's, for engines whose token is `secret`."""
-    with Session(url, token="secret", timeout_s=30.0, host="127.0.0.1") as session:
+    with Session(url, token="secret", timeout_s=PATIENCE_S, host="127.0.0.1") as session:
         session.peer = KitTrainer(session)
         yield session
 

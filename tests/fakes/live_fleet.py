@@ -67,7 +67,7 @@ def swap_to_and_fro(
         joined, gone = engines(run, "swap", old, "--type", kind, "--patience", f"{grace_s}").splitlines()
         engine = joined.split()[0]
         assert joined.split()[1:3] == [kind, "healthy"] and gone.split()[0] == old and "drained" in gone
-        process.wait(30)
+        process.wait(PATIENCE_S)
         until_steps(run, 2)
     return engine
 

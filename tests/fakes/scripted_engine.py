@@ -117,6 +117,7 @@ class Fault(StrEnum):
     TAKES_ENDED_PREFIX = "takes_ended_prefix"
     IGNORES_INTERVAL = "ignores_interval"
     REINTERPRETS = "reinterprets"
+    HEEDS_EOS = "heeds_eos"
 
 
 @dataclass(slots=True)
@@ -286,7 +287,7 @@ class ScriptedEngine:
         index, given = prefix.index, prefix.token_ids
         sample = _Sample(index, rng.sample_keys(seed, index + 1)[index:], [*prompt, *given][-1], fault=self._fault)
         sample.prefix = [] if self._fault is Fault.FORGETS_PREFIX else given
-        ended = 0 in given or len(given) >= limit or sample.text(request.stop_strings)[1]
+        ended = (0 in given and not request.ignore_eos) or len(given) >= limit or sample.text(request.stop_strings)[1]
         if ended and self._fault is not Fault.TAKES_ENDED_PREFIX:
             raise InvalidRequest(f"sample {index} has ended", param="prefixes")
         return sample
@@ -310,7 +311,8 @@ class ScriptedEngine:
         sample.logprobs.append(-logprob if self._fault is Fault.POSITIVE_LOGPROBS else logprob)
         sample.versions.append(self._serving[1])
         self._counts["generated_tokens_total"] += self._fault is not Fault.COUNTS_NOTHING
-        if token == 0 or sample.text(request.stop_strings)[1]:
+        ends = token == 0 and (self._fault is Fault.HEEDS_EOS or not request.ignore_eos)
+        if ends or sample.text(request.stop_strings)[1]:
             sample.reason = FinishReason.STOP
         elif len(sample.tokens) + (self._fault is not Fault.COUNTS_LIMIT_ANEW) * len(sample.prefix) >= limit:
             sample.reason = FinishReason.LENGTH

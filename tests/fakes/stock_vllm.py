@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from pipelinerl.engines.external.vllm.server_api import BACKEND, EXTENSION
 from pipelinerl.system.http_service import listen
+from tests.patience import PATIENCE_S
 
 STARTS_IN_S = 300.0
 
@@ -58,7 +59,7 @@ def serving(
             yield url
         finally:
             os.killpg(process.pid, 9)  # the engine core is a process of its own
-            process.wait(30.0)
+            process.wait(PATIENCE_S)
 
 
 def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -91,5 +92,5 @@ def saying(url: str, section: str, facts: dict[str, Any]) -> FastAPI:
 
 
 async def _asked(url: str, path: str) -> Any:
-    async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as http:
         return (await http.get(url + path)).raise_for_status().json()

@@ -15,6 +15,7 @@ from inference_contract.schemas import ChatCompletionRequest, Choice
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from tests.fakes.gated_runner import GatedRunner
+from tests.patience import SOON_S
 
 PROMPT = [7, 8, 9, 10]
 
@@ -49,7 +50,7 @@ async def samples_across_an_update(
     commit = asyncio.create_task(engine.commit(version=3, epoch=1, digest="d", on_update=on_update))
     await asyncio.sleep(0)
     gate.open()
-    assert await commit < 1.0
+    assert await commit < SOON_S
     answer = await task
     assert gate.log[0] == "prefill 3 tokens to rows [0, 1, 2, 3]", "a group shares its prompt"
     assert (answer.epoch, answer.model_version, engine.serving()) == (0, 3, (1, 3))

@@ -27,6 +27,7 @@ from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.system.http_service import listen, serve
 from tests.fakes.engine_options import engine_options
+from tests.patience import PATIENCE_S
 
 #: In all more than the buffers of a connection hold: a receiver that stands still stops the sender.
 LAYOUT: Final = WeightLayout(
@@ -142,7 +143,7 @@ class Nursery:
         for url in list(self.pids):
             self.kill(url)
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(PATIENCE_S)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()

@@ -17,9 +17,10 @@ from pipelinerl import rng
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
 from tests.fakes.checkpoints import versions_in
 from tests.fakes.saving_process import store_in
+from tests.patience import PATIENCE_S
 
 SEED = 0
-DEADLINE_S = 60.0
+DEADLINE_S = PATIENCE_S
 
 
 @contextmanager

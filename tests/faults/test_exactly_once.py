@@ -242,7 +242,7 @@ async def test_each_order_is_trained_once_while_the_server_is_killed(tmp_path: P
     """With `appendfsync always`, whatever was answered is there again; so is the place of every reader."""
     random = generator(0, "kills")
     with EmbeddedRedis(tmp_path, fsync=Fsync.ALWAYS) as server:
-        streams = await open_stream(server.url, namespace="run", timeout_s=30.0)
+        streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)
         run = Run(streams, by_offset, seed=1, num_orders=400)
         async with asyncio.TaskGroup() as tasks:
             ending = tasks.create_task(run.until_quiet())
@@ -265,7 +265,7 @@ async def test_what_the_server_forgets_is_always_the_end_of_its_history(tmp_path
     that lost power, leaves behind.
     """
     server = EmbeddedRedis(tmp_path).start()
-    streams = await open_stream(server.url, namespace="run", timeout_s=20.0)
+    streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)
     await streams.append(PROMPTS, [encode_message("order", {"id": f"prompt-{number}"}) for number in range(4)])
     for number in range(1, 4):
         held = await streams.claim(PROMPTS, group="actors", consumer="a0", count=1, block_s=0, reclaim_idle_s=60)

@@ -27,6 +27,7 @@ from pipelinerl.rng import generator
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication, PublishReport
 from tests.fakes.version_engine import BUCKET_BYTES, LAYOUT, PROMPT, Nursery, weights
+from tests.patience import PATIENCE_S
 
 ENGINES = 4
 #: Asked for at once, so that every engine has something to do whenever it dies.
@@ -70,7 +71,7 @@ class Fleet:
         self.control = Timed(client)
         self.engines = [nursery.born() for _ in range(ENGINES)]
         self.proven: set[str] = set()
-        self.pool = EnginePool(client, deadline_s=120.0, suspect_s=0.2)
+        self.pool = EnginePool(client, deadline_s=PATIENCE_S, suspect_s=0.2)
         self.publisher = BroadcastPublisher(self.control, bucket_bytes=BUCKET_BYTES)
         self.epoch, self.version, self.membership = 1, 0, 0
         self.tally = Tally()
@@ -145,7 +146,7 @@ def nursery() -> Iterator[Nursery]:
 async def fleet(nursery: Nursery) -> AsyncIterator[Fleet]:
     async with EngineClient() as client:
         made = Fleet(nursery, client)
-        assert (await made.publish(timeout_s=60.0)).failed == {}
+        assert (await made.publish(timeout_s=PATIENCE_S)).failed == {}
         yield made
         await made.publisher.close()
 
@@ -209,10 +210,10 @@ async def test_frozen_in_the_middle_and_awake_in_another_epoch(fleet: Fleet, fre
 
             everyone, old = list(fleet.engines), (fleet.epoch, fleet.version)
             survivors = [url for url in everyone if url != victim]
-            report = await fleet.publish(timeout_s=15.0, before=strike)
+            report = await fleet.publish(timeout_s=21.0, before=strike)
             assert set(report.failed) == {victim} and set(report.pauses_s) == set(survivors), report
             fleet.engines = survivors
-            assert (await fleet.publish(timeout_s=20.0, epoch=fleet.epoch + number % 2)).failed == {}
+            assert (await fleet.publish(timeout_s=PATIENCE_S, epoch=fleet.epoch + number % 2)).failed == {}
             now = fleet.epoch, fleet.version
             assert [await fleet.serves(url) for url in survivors] == [now] * len(survivors)
             fleet.nursery.thaw(victim)
@@ -220,7 +221,7 @@ async def test_frozen_in_the_middle_and_awake_in_another_epoch(fleet: Fleet, fre
             fleet.count(awake)
             assert (awake.epoch, awake.model_version) in (old, (old[0], old[1] + 1)), "it says what it serves"
             fleet.engines = everyone
-            assert (await fleet.publish(timeout_s=20.0)).failed == {}
+            assert (await fleet.publish(timeout_s=PATIENCE_S)).failed == {}
             assert [await fleet.serves(url) for url in everyone] == [(fleet.epoch, fleet.version)] * ENGINES
     assert fleet.tally.mixed == [] and fleet.tally.canary_failed == []
     assert fleet.tally.tokens > 100 * freezes

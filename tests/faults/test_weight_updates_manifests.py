@@ -207,7 +207,7 @@ async def test_no_mutated_manifest_is_accepted_and_the_old_version_serves_on() -
                         weights=weights,
                         engines=(url,),
                         membership=1,
-                        timeout_s=60.0,
+                        timeout_s=PATIENCE_S,
                     )
                 )
                 assert report.failed == {}

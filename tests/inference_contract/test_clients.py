@@ -110,7 +110,7 @@ def test_vllms_way_to_say_every_token_and_text_in_parts(url: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"ignore_eos": True}, "ignore_eos"),  # as vLLM's benchmark asks on random prompts
+        ({"min_tokens": 3}, "min_tokens"),
         ({"store": True}, "store"),
         ({"logit_bias": {"5": 3}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

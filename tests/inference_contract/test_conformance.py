@@ -9,6 +9,7 @@ from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from tests.fakes.scripted_engine import Fault, ScriptedEngine, application
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 
 #: The check that must fail for each fault.
 CAUGHT_BY = {
@@ -55,6 +56,7 @@ CAUGHT_BY = {
     Fault.TAKES_ENDED_PREFIX: "ended_prefix_is_refused",
     Fault.IGNORES_INTERVAL: "rare_chunks_are_the_whole",
     Fault.REINTERPRETS: "converted_dtype_is_served",
+    Fault.HEEDS_EOS: "eos_is_ignored",
 }
 
 #: Checks that must fail for faults which another check is about.
@@ -73,7 +75,7 @@ def _not_passed(results: list[CheckResult]) -> dict[str, str]:
 def test_a_faultless_engine_passes_every_check_twice() -> None:
     with in_thread(application(token="secret")) as url:
         for _ in range(2):
-            results = run(url, token="secret", timeout_s=8.0)
+            results = run(url, token="secret", timeout_s=PATIENCE_S)
             assert len(results) == len(CHECKS)
             assert _not_passed(results) == {}
 

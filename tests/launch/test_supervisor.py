@@ -38,7 +38,7 @@ def _spec(name: str, code: str, *arguments: object, **rest: object) -> ProcessSp
 
 def _run(specs: list[ProcessSpec], run_dir: Path, **rest: object) -> tuple[RunResult, list[str]]:
     said: list[str] = []
-    options: dict[str, object] = {"start_timeout_s": 5.0, "grace_s": 2.0, "tick_every_s": 0.02, **rest}
+    options: dict[str, object] = {"start_timeout_s": PATIENCE_S, "grace_s": SOON_S, "tick_every_s": 0.02, **rest}
     supervisor = Supervisor(Plan(tuple(specs)), run_dir, announce=said.append, **options)  # type: ignore[arg-type]
     return supervisor.run(), said
 
@@ -50,7 +50,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _soon(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def _soon(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -109,7 +109,8 @@ def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
 def test_one_that_is_done_is_left_in_peace(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)
-    main = _spec("main", "import time; time.sleep(1.0)", on_exit=OnExit.COMPLETE)
+    wait = f"import os, time\nwhile not os.path.exists({str(starts)!r}): time.sleep(0.01)\ntime.sleep(1.0)"
+    main = _spec("main", wait, on_exit=OnExit.COMPLETE)
     result, said = _run([done, main], tmp_path)
     assert (result.outcome, said, starts.read_text()) == (RunOutcome.COMPLETED, [], "x")
 
@@ -271,7 +272,7 @@ def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
     """)
     supervisor = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     pids = tmp_path / "pids"
-    assert _soon(lambda: pids.exists() and pids.read_text().endswith("\n"), 20)
+    assert _soon(lambda: pids.exists() and pids.read_text().endswith("\n"))
     child, grandchild = map(int, pids.read_text().split())
     assert _alive(child)
     assert _alive(grandchild)
@@ -319,20 +320,25 @@ def test_ports_are_different_free_and_seen_when_taken() -> None:
 # --- a set that changes while the run is up ---------------------------------------------------------------------------
 
 
-def _changing(
-    run_dir: Path, script: Callable[[Supervisor], None], *, seconds: float = 1.5
-) -> tuple[RunResult, list[str]]:
-    """A run that ends by itself after a while, in whose ticks `script` may add and stop_engine."""
-    main = _spec("main", f"import time; time.sleep({seconds})", on_exit=OnExit.COMPLETE)
+def _changing(run_dir: Path, script: Callable[[Supervisor, list[str]], bool]) -> tuple[RunResult, list[str]]:
+    """A run in whose ticks `script` may add and stop_engine; it ends once that has returned True."""
+    seen = run_dir / "seen"
+    wait = f"import os, time\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)"
+    main = _spec("main", wait, on_exit=OnExit.COMPLETE)
     said: list[str] = []
     supervisor: Supervisor
+
+    def tick() -> None:
+        if script(supervisor, said):
+            seen.touch()
+
     supervisor = Supervisor(
         Plan((main,)),
         run_dir,
-        start_timeout_s=5.0,
+        start_timeout_s=PATIENCE_S,
         grace_s=0.5,
         announce=said.append,
-        on_tick=lambda: script(supervisor),
+        on_tick=tick,
         tick_every_s=0.02,
     )
     return supervisor.run(), said
@@ -341,8 +347,8 @@ def _changing(
 def test_what_is_added_runs_and_what_is_dismissed_ends(tmp_path: Path) -> None:
     seen: list[int] = []
 
-    def script(supervisor: Supervisor) -> None:
-        if not supervisor.knows("spare"):
+    def script(supervisor: Supervisor, _: list[str]) -> bool:
+        if not seen and not supervisor.knows("spare"):
             supervisor.add(_spec("spare", SLEEP, on_exit=OnExit.SPARE))
         elif "spare" in supervisor.pids and not seen:
             seen.append(supervisor.pids["spare"])
@@ -350,6 +356,7 @@ def test_what_is_added_runs_and_what_is_dismissed_ends(tmp_path: Path) -> None:
         elif seen:
             supervisor.stop_engine("spare")
             supervisor.stop_engine("nobody")
+        return bool(seen) and "spare" not in supervisor.pids
 
     result, said = _changing(tmp_path, script)
     assert result.outcome is RunOutcome.COMPLETED and not _alive(seen[0])
@@ -359,21 +366,28 @@ def test_what_is_added_runs_and_what_is_dismissed_ends(tmp_path: Path) -> None:
 def test_what_is_dismissed_and_does_not_listen_is_killed(tmp_path: Path) -> None:
     seen: list[int] = []
 
-    def script(supervisor: Supervisor) -> None:
-        if not supervisor.knows("spare"):
+    def script(supervisor: Supervisor, _: list[str]) -> bool:
+        if not seen and not supervisor.knows("spare"):
             supervisor.add(_spec("spare", STUBBORN, on_exit=OnExit.SPARE))
         elif (tmp_path / "logs" / "spare.log").is_file() and "ready" in (tmp_path / "logs" / "spare.log").read_text():
             seen.extend(supervisor.pids.values())
             supervisor.stop_engine("spare")
+        return bool(seen) and "spare" not in supervisor.pids
 
-    result, _ = _changing(tmp_path, script, seconds=3.0)
+    result, _ = _changing(tmp_path, script)
     assert result.outcome is RunOutcome.COMPLETED and seen
     assert not any(_alive(pid) for pid in seen)
 
 
 def test_the_run_goes_on_without_a_spare_that_cannot_be_had(tmp_path: Path) -> None:
     broken = _spec("spare", "print('no such type'); raise SystemExit(2)", on_exit=OnExit.SPARE)
-    result, said = _changing(tmp_path, lambda supervisor: None if supervisor.knows("spare") else supervisor.add(broken))
+
+    def script(supervisor: Supervisor, said: list[str]) -> bool:
+        if not said and not supervisor.knows("spare"):
+            supervisor.add(broken)
+        return len(said) == 2
+
+    result, said = _changing(tmp_path, script)
     assert result.outcome is RunOutcome.COMPLETED
     assert said[1].startswith("the run goes on without spare: spare ended (exit status 2); its log")
     assert "no such type" in said[1]

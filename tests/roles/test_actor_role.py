@@ -26,10 +26,11 @@ from pipelinerl.system.ports import free_ports
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
 from tests.fakes.scripted_engine import ScriptedEngine, create_app
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 
 TOKEN = "secret"
 NAME = "actor-0"
-DEADLINE_S = 20.0
+DEADLINE_S = PATIENCE_S
 
 
 @pytest.fixture

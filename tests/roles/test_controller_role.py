@@ -25,8 +25,9 @@ from pipelinerl.roles.process import Identity
 from pipelinerl.roles.wiring import knobs_of
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.open_stream import open_stream
+from tests.patience import PATIENCE_S
 
-DEADLINE_S = 20.0
+DEADLINE_S = PATIENCE_S
 
 
 def test_it_says_which_knobs_an_edited_recipe_does_not_change() -> None:
@@ -149,26 +150,30 @@ def test_a_new_run_does_not_push_out_the_copies_of_another_of_its_name(tmp_path:
 async def test_a_new_run_does_not_take_the_streams_of_a_live_one_of_its_name(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_role, "_LOOK_S", 1.0)
+    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # it is told at once
     first, second = (identity(config_in(tmp_path / place), redis_url) for place in ("here", "there"))
     async with serving(first) as endpoint:
         found = json.loads(endpoint.read_text())
         headers = {"authorization": f"Bearer {found['token']}"}
         async with httpx.AsyncClient(base_url=found["url"], headers=headers, trust_env=False) as http:
 
-            async def be_heard() -> None:
-                while True:  # any input that is journaled: in a live run the actors' heartbeats are
-                    (await http.patch("/knobs", json={"temperature": 0.9})).raise_for_status()
-                    await asyncio.sleep(0.1)
+            async def say() -> None:  # any input that is journaled: in a live run the actors' heartbeats are
+                (await http.patch("/knobs", json={"temperature": 0.9})).raise_for_status()
 
+            async def be_heard() -> None:
+                while True:
+                    await asyncio.sleep(0.1)
+                    await say()
+
+            await say()
             heard = asyncio.create_task(be_heard())
-            await asyncio.sleep(0.5)
             with pytest.raises(UserError, match="a run named 'tiny' is live at this stream server"):
                 async with serving(second):
                     pass
             heard.cancel()
             await asyncio.gather(heard, return_exceptions=True)
             assert (await http.get("/status")).status_code == 200, "the first goes on"
+    monkeypatch.setattr(controller_role, "_LOOK_S", 0.5)
     async with serving(second):
         assert (second.run_dir / "events.jsonl").exists(), "a name is free once nobody lives by it"
 
@@ -192,7 +197,7 @@ async def test_a_run_that_begins_takes_nothing_that_a_dead_one_of_its_name_has_l
 
 async def test_who_is_taken_over_leaves_the_address_of_the_other(tmp_path: Path, redis_url: str) -> None:
     who = identity(config_in(tmp_path), redis_url)
-    async with serving(who) as endpoint, asyncio.timeout(2 * DEADLINE_S):
+    async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
         with controller_of(who.run_dir) as first:
             await asyncio.to_thread(first.status)  # its journal is there
         async with serving(who, start=Start.FROM_JOURNAL), httpx.AsyncClient(trust_env=False) as http:

@@ -20,7 +20,7 @@ from tests.fakes.served import in_thread
 from tests.fakes.sglang_server import SglangServer, create_app
 from tests.patience import PATIENCE_S
 
-READY_S = 60.0
+READY_S = PATIENCE_S
 
 
 async def _until_ready(http: httpx.AsyncClient, role: asyncio.Task[None]) -> None:

@@ -50,11 +50,11 @@ def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
         with closing(Uploader([url], token=TOKEN)) as placement:
             placement.upload(publication(1), {}, deadline=deadline)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
         assert (tmp_path / "weights" / "parameter-server-0" / "1.1" / "manifest.json").is_file(), "saved before it ends"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 def test_copies_are_those_of_the_run_alone(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-#: Longer than any answer takes; a test that reaches it has found a server that hangs.
-PATIENCE_S = 15.0
+from tests.patience import PATIENCE_S
 
 
 def connect(url: str) -> socket.socket:

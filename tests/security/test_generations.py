@@ -67,7 +67,7 @@ async def test_a_join_that_waits_keeps_no_trainer_out(setting: Setting) -> None:
 
 async def test_joins_that_wait_are_few(setting: Setting) -> None:
     """Each has a thread."""
-    joins = [setting.receiver.init_process_group(setting.joining(1 + i, timeout_s=0.5)) for i in range(20)]
+    joins = [setting.receiver.init_process_group(setting.joining(1 + i, timeout_s=2.0)) for i in range(20)]
     ended = await asyncio.gather(*joins, return_exceptions=True)
     assert [type(error) for error in ended].count(Overloaded) == 4
 

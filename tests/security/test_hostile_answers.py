@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from pipelinerl.messages import EvaluationDone, encode
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
+from tests.patience import PATIENCE_S
 
 GROUP = 8
 COUNTS = [pytest.param(100, id="100"), pytest.param(1000, id="1000", marks=pytest.mark.slow)]
@@ -74,7 +74,7 @@ async def test_the_math_verifier_judges_or_says_that_it_could_not(count: int) ->
 @pytest.mark.parametrize("count", COUNTS)
 async def test_reasoning_gym_judges_or_says_that_it_could_not(count: int) -> None:
     source = open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0)
-    async with judging(verifier="reasoning_gym", verifier_timeout_s=20.0) as verifier:
+    async with judging(verifier="reasoning_gym", verifier_timeout_s=PATIENCE_S) as verifier:
         found = await judged(verifier, source.problem(0), [f"\x7f{text}" for text in hostile_texts(count)])
     assert_no_failure_is_a_zero(found)
     assert {judgement.verdict.outcome for judgement in found} == {Outcome.WRONG}
@@ -101,16 +101,13 @@ async def test_a_users_function_fails_on_its_own(count: int, tmp_path: Path) -> 
 
 async def test_an_ordinary_group_is_done_while_a_hostile_one_still_stalls() -> None:
     other = Problem(problem_id="d:2", domain="d", messages=PROBLEM.messages, ground_truth="x+2")
-    async with judging(verifier_timeout_s=20.0) as verifier:
+    async with judging(verifier_timeout_s=PATIENCE_S) as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")] * GROUP)
         endless = [text for number, text in enumerate(hostile_texts(40)) if number % 20 in ENDLESS]
         hostile = asyncio.create_task(judged(verifier, PROBLEM, endless))
         await asyncio.sleep(0)
-        began = time.monotonic()
         found = await judged(verifier, other, ["\\boxed{2+x}"] * GROUP)
-        took = time.monotonic() - began
-        assert not hostile.done()
+        assert not hostile.done(), "it has waited for a deadline"
         hostile.cancel()
         await asyncio.wait([hostile])
     assert {judgement.verdict.outcome for judgement in found} == {Outcome.CORRECT}
-    assert took < 20.0, "it has waited for a deadline"

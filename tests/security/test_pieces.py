@@ -17,6 +17,7 @@ from pipelinerl.weights.broadcast.sender import WeightSender
 from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
 from tests.fakes.scripted_engine import application as engine
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S, SOON_S
 from tests.weights.broadcast.test_publisher import Recording, publication
 
 KEY = "pieces-0.1"
@@ -33,7 +34,8 @@ async def test_pieces_of_another_length_are_refused_before_the_first(setting: Se
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, pieces_key=KEY)
     sender, group = WeightSender(LAYOUT, lambda: iter(ARRAYS.items()), 128), setting.trainer
-    in_background("send", lambda: sender.send(group, deadline=time.monotonic() + 2, silence_s=2.0, pieces_key=KEY))
+    deadline = time.monotonic() + PATIENCE_S
+    in_background("send", lambda: sender.send(group, deadline=deadline, silence_s=PATIENCE_S, pieces_key=KEY))
     with pytest.raises(PeerLost, match="rank 0 is about to send pieces of"):
         await setting.phase(UpdatePhase.COMMIT)
     assert not setting.target.current.any() and not setting.target.finished
@@ -51,13 +53,13 @@ async def test_another_manifest_of_the_same_version_is_not_taken_for_a_repetitio
 async def test_a_prepare_that_nothing_follows_ends_within_moments(setting: Setting) -> None:
     """It is in no collective yet, so that nobody has to leave for it to end."""
     await setting.join(1)
-    await setting.phase(UpdatePhase.PREPARE, pieces_key=KEY, timeout_s=60)
+    await setting.phase(UpdatePhase.PREPARE, pieces_key=KEY, timeout_s=PATIENCE_S)
     began, old = time.monotonic(), setting.trainer
     await setting.phase(UpdatePhase.ABORT)
     setting.trainer = None
     await setting.join(2)
-    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2, timeout_s=60)
-    assert time.monotonic() - began < 2.0 and old is not None
+    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2, timeout_s=PATIENCE_S)
+    assert time.monotonic() - began < SOON_S and old is not None
 
 
 class _Deaf(Recording):
@@ -80,11 +82,11 @@ async def test_a_prepare_that_never_comes_costs_the_others_nothing() -> None:
             control = _Deaf(client)
             publisher = BroadcastPublisher(control, bucket_bytes=128)
             try:
-                await publisher.publish(publication(1, urls, timeout_s=30.0))
+                await publisher.publish(publication(1, urls, timeout_s=PATIENCE_S))
                 for version, lost in ((2, first), (3, second), (4, third)):
                     control.lost = frozenset({lost})
                     began = time.monotonic()
-                    report = await publisher.publish(publication(version, urls, timeout_s=30.0))
-                    assert set(report.failed) == {lost} and time.monotonic() - began < 3.0
+                    report = await publisher.publish(publication(version, urls, timeout_s=PATIENCE_S))
+                    assert set(report.failed) == {lost} and time.monotonic() - began < SOON_S
             finally:
                 await publisher.close()

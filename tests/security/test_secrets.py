@@ -22,6 +22,7 @@ from pipelinerl.observability.logs import configure
 from pipelinerl.observability.report import write_report
 from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, token_of
 from pipelinerl.streams.open_stream import open_stream
+from tests.patience import PATIENCE_S
 
 PASSWORD = "hunter2"
 URLS = [
@@ -124,7 +125,7 @@ def test_a_role_is_not_seen_with_its_password(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pipelinerl.cli", "actor", "--run-dir", str(tmp_path)]
     role = subprocess.Popen([*command, "--redis-url", f"redis://:{PASSWORD}@127.0.0.1:9/0"], stderr=subprocess.DEVNULL)
     try:
-        deadline, seen = time.monotonic() + 60.0, b""
+        deadline, seen = time.monotonic() + PATIENCE_S, b""
         while time.monotonic() < deadline and role.poll() is None:
             seen = Path(f"/proc/{role.pid}/cmdline").read_bytes()
             if seen and b"--redis-url" not in seen:

@@ -9,6 +9,7 @@ import pytest
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.stream import Stream
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +22,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 async def streams(request: pytest.FixtureRequest) -> AsyncIterator[Stream]:
     kind = request.param
     url = "memory://" if kind == "memory" else request.getfixturevalue("server").url
-    opened = await open_stream(url, namespace=request.node.nodeid, timeout_s=5.0, max_length=10)
+    opened = await open_stream(url, namespace=request.node.nodeid, timeout_s=PATIENCE_S, max_length=10)
     yield opened
     await opened.close()

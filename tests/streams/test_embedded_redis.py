@@ -18,6 +18,7 @@ from pipelinerl.errors import AddressError, DeadlineError, UserError
 from pipelinerl.streams import embedded_redis
 from pipelinerl.streams.embedded_redis import EmbeddedRedis, answers, command, server_binary, server_url
 from pipelinerl.system.ports import free_ports
+from tests.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -121,7 +122,7 @@ def test_it_ends_with_its_parent_even_when_that_is_killed(tmp_path: Path) -> Non
         pid = int(parent.stdout.readline())
         assert is_running(pid)
         parent.kill()
-    ended = ends_within(pid, 5.0)
+    ended = ends_within(pid, PATIENCE_S)
     if not ended:
         os.kill(pid, signal.SIGKILL)
     assert ended
@@ -165,9 +166,9 @@ def test_the_command_runs_in_the_foreground(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with subprocess.Popen(command(tmp_path, port)) as process:
         url = server_url(tmp_path, port)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while not answers(url) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert answers(url)
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0

@@ -80,7 +80,7 @@ async def test_so_does_a_hot_one() -> None:
     with peer() as (url, heads):
         async with (
             http_client.hot_session(token="secret", keep_alive_s=1.0, headers={"x-who": "ada"}) as http,
-            http.get(url + "/status", timeout=http_client.call_timeout(5.0)) as answer,
+            http.get(url + "/status", timeout=http_client.call_timeout(PATIENCE_S)) as answer,
         ):
             assert await answer.text() == "ok"
     assert "authorization: bearer secret\r\n" in heads[0]
@@ -90,7 +90,7 @@ async def test_so_does_a_hot_one() -> None:
 def test_so_does_a_connection_for_bytes() -> None:
     with peer() as (url, heads):
         connection = http_client.byte_connection(url)
-        connection.timeout = 5.0
+        connection.timeout = PATIENCE_S
         connection.request("GET", "/weights", headers=http_client.authorization("secret"))
         assert connection.getresponse().read() == b"ok"
         connection.close()

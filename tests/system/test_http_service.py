@@ -111,7 +111,7 @@ async def test_others_are_not_served_without_a_token() -> None:
         await serve_until(application(token=None), listen("0.0.0.0", 0))
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     over.set_result(None)
-    await asyncio.wait_for(serve_until(application(), listen("0.0.0.0", 0), over=over), 10)
+    await asyncio.wait_for(serve_until(application(), listen("0.0.0.0", 0), over=over), PATIENCE_S)
 
 
 async def test_what_the_start_raises_is_raised() -> None:
@@ -121,7 +121,7 @@ async def test_what_the_start_raises_is_raised() -> None:
         yield
 
     with pytest.raises(ModelError, match="no weights"):
-        await asyncio.wait_for(serve_until(application(lifespan=lifespan), listen("127.0.0.1", 0)), 10)
+        await asyncio.wait_for(serve_until(application(lifespan=lifespan), listen("127.0.0.1", 0)), PATIENCE_S)
 
 
 @pytest.mark.parametrize("ending", ["over", "cancelled", "cancelled while it closes"])
@@ -142,19 +142,19 @@ async def test_the_end_is_waited_for(ending: str) -> None:
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     serving = asyncio.create_task(serve_until(application(lifespan=lifespan), listener, over=over))
-    async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as http:
         assert (await http.get(url + "/health")).status_code == 200
     assert happened == ["up"]
     if ending == "over":
         over.set_result(None)
-        await asyncio.wait_for(serving, 10)
+        await asyncio.wait_for(serving, PATIENCE_S)
     else:
         if ending == "cancelled while it closes":
             over.set_result(None)
-            await asyncio.wait_for(closing.wait(), 10)
+            await asyncio.wait_for(closing.wait(), PATIENCE_S)
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(serving, 10)
+            await asyncio.wait_for(serving, PATIENCE_S)
     assert happened == ["up", "down"]
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1.0)
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE_S)

@@ -25,6 +25,7 @@ from pipelinerl.training import controller_link
 from pipelinerl.training.controller_link import ControllerLink
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 from tests.fakes.rollouts import group
+from tests.patience import PATIENCE_S
 
 READY = TrainerReady(report_id="ready-me", incarnation="me", model_version=0, consumed=ConsumedReport())
 STEP = StepDone(report_id="e2-step-1", epoch=2, model_version=1, consumed=ConsumedReport(), stats={})
@@ -53,7 +54,7 @@ async def say(stream: MemoryStream, *answers: str, epoch: int = 2) -> None:
 
 
 async def answered(link: ControllerLink, question: TrainerReady | StepDone) -> list[Arrivals]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         return [arrivals async for arrivals in link.wait_for_answer(question)]
 
 

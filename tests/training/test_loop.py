@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, final
 
 import numpy as np
@@ -42,6 +44,7 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training import loop as training_loop
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
@@ -54,9 +57,10 @@ from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.publisher import Publication, PublishReport
 from tests.fakes.rollouts import group, rollout
+from tests.patience import PATIENCE_S, SOON_S
 from trainer_contract.types import MicroBatch, TrainerSpec
 
-DEADLINE_S = 10.0
+DEADLINE_S = PATIENCE_S
 ENGINE = "http://engine-0"
 R = TypeVar("R")
 
@@ -139,6 +143,11 @@ class Surroundings:
                     self.task.result()
                 await asyncio.sleep(0.005)
         return found[number - 1]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.005)
 
     async def say(self, answers: str, **fields: Any) -> None:
         """Put a directive into the order stream."""
@@ -227,9 +236,7 @@ async def test_an_engine_proves_the_weights_it_was_given_before_a_step_changes_t
         await made.begin(publish_to=[ENGINE, "http://engine-1"], to_verify=[ENGINE])
         await made.heard(Published)
         await made.roll_out(0, 1)
-        async with asyncio.timeout(DEADLINE_S):
-            while not made.loop._batcher.ledger.counts[Fate.TRAINED]:
-                await asyncio.sleep(0.005)
+        await made.until(lambda: made.loop._batcher.ledger.counts[Fate.TRAINED] > 0)
         assert (made.trainer.model_version, made.steps) == (0, []), "the step waits for the proof"
         made.engines.doubt.set()
         proved = await made.heard(CanaryChecked)
@@ -270,9 +277,7 @@ async def test_a_full_step_waits_for_an_order_that_could_train_no_later_one_unti
         due: dict[str, Any] = {"fresh_until": [(0, 1)], "issued": 3}
         await made.begin(**due)
         await made.roll_out(0, 1)
-        async with asyncio.timeout(DEADLINE_S):
-            while made.loop._batcher.num_waiting < 2:
-                await asyncio.sleep(0.005)
+        await made.until(lambda: made.loop._batcher.num_waiting == 2)
         await asyncio.sleep(0.1)
         assert not await made.reports(StepDone), "order 2 could train no other step"
         await made.say("ended-e1-2", failed=[2], **due)
@@ -386,7 +391,7 @@ async def test_a_publication_that_dies_ends_the_wait_for_rollouts(
         await made.begin(publish_to=[ENGINE], to_verify=[ENGINE])
         assert made.task is not None
         with pytest.raises(RuntimeError, match="a fault of ours"):
-            await asyncio.wait_for(made.task, DEADLINE_S / 2)
+            await asyncio.wait_for(made.task, SOON_S)
 
 
 async def test_a_group_of_another_models_tokens_is_filtered_before_it_reaches_the_trainer(tmp_path: Path) -> None:
@@ -577,19 +582,32 @@ async def test_a_wait_ends_and_names_whom_it_waited_for(tmp_path: Path, culprit:
             await ended(made)
 
 
+def taken_in(loop: TrainingLoop) -> tuple[object, ...]:
+    """What has come, as far as the loop has seen it."""
+    return loop._batcher.num_waiting, dict(loop._batcher.ledger.counts), loop._link.current
+
+
 @pytest.mark.parametrize("by", ["groups", "directives", "groups that teach nothing"])
-async def test_a_wait_in_which_something_comes_goes_on(tmp_path: Path, by: str) -> None:
-    async with room(tmp_path, deadline_s=3.0, no_signal=NoSignal.FILTER) as made:
+async def test_a_wait_in_which_something_comes_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """By a clock that the test moves: most of a deadline passes before each arrival, and several before the step."""
+    ahead_s = 0.0
+    monkeypatch.setattr(training_loop, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
+    async with room(tmp_path, no_signal=NoSignal.FILTER) as made:
         await made.roll_out(0)
         await made.begin(rollouts_per_step=8)
+        await made.until(lambda: made.loop._batcher.num_waiting == 1)
         for number in (1, 2, 3):
-            await asyncio.sleep(1.2)
+            before = taken_in(made.loop)
+            ahead_s += 0.7 * DEADLINE_S
             if by == "groups":
                 await made.roll_out(number)
             elif by == "groups that teach nothing":
                 await made.roll_out(number, rewards=(1.0, 1.0))
             else:
                 await made.say(f"knobs-e1-{number}", rollouts_per_step=8)
+            await made.until(lambda before=before: taken_in(made.loop) != before)  # type: ignore[misc]
         await made.roll_out(4, 5, 6, 7)
         assert (await made.heard(StepDone)).consumed.trained == 4
 

@@ -1,14 +1,15 @@
-"""The math verifier with its worker process, ended after the test."""
+"""The math verifier and its worker process, which takes seconds to start: a file's tests share it on one event loop."""
 
 from collections.abc import AsyncIterator
 
-import pytest
+import pytest_asyncio
 
 from pipelinerl.verifiers.math_answer import MathAnswer
+from tests.patience import PATIENCE_S
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def math_answer() -> AsyncIterator[MathAnswer]:
-    verifier = MathAnswer(deadline_s=20.0)
+    verifier = MathAnswer(deadline_s=PATIENCE_S)
     yield verifier
     await verifier.close()

@@ -14,7 +14,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Verdict
 from pipelinerl.verifiers.verifier import SampledAnswer
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, SOON_S
 
 REWARDS = Path(__file__).with_name("rewards.py")
 PROBLEM = Problem(
@@ -62,9 +62,9 @@ async def test_a_function_of_a_group_sees_it_whole_as_in_trl() -> None:
 
 async def test_an_async_function_runs_beside_others_and_is_cancelled_in_time() -> None:
     began = time.monotonic()
-    found = await verdicts("asynchronous", "hang", "raise", "fine", verifier_timeout_s=0.3)
+    found = await verdicts("asynchronous", "hang", "raise", "fine", verifier_timeout_s=1.5)
     assert in_short(found) == [("timeout", 0.0), ("verifier_error", 0.0), ("correct", 1.0)]
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < SOON_S
     assert "rewards.py:" in found[1].reason and found[1].reason.endswith("KeyError: 'no such thing'")
     assert [verdict.reward for verdict in await verdicts("asynchronous_group", "ab", "a")] == [2.0, 1.0]
 
@@ -124,7 +124,7 @@ def _runs(pid: int) -> bool:
 
 
 async def test_a_users_class_is_a_verifier_whose_errors_are_its_own() -> None:
-    found = await verdicts("Judge", "right", "raise", "hang", "", verifier_timeout_s=0.3)
+    found = await verdicts("Judge", "right", "raise", "hang", "", verifier_timeout_s=1.5)
     assert [v.outcome.value for v in found] == ["correct", "verifier_error", "timeout", "verifier_error"]
     assert found[0].reward == 2.0 and "ValueError: not for me" in found[1].reason
     assert found[3].reason == "verify must return a Verdict, it returned NoneType None"

@@ -12,7 +12,10 @@ from pipelinerl.data.problems import Split, open_source
 from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.math_answer import MathAnswer, final_answer, normalise
 from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extract_answer
-from tests.patience import SOON_S
+from tests.patience import PATIENCE_S, SOON_S
+
+#: Of the tests that use the shared verifier.
+shared_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 def problem(ground_truth, **metadata):
@@ -88,6 +91,7 @@ def test_every_task_whose_scorer_would_run_the_answer_is_refused():
         ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}"),
     ],
 )
+@shared_loop
 async def test_equal_answers_are_correct(gold, text, math_answer):
     assert (await math_answer.verify(problem(gold), text)).outcome is Outcome.CORRECT
 
@@ -103,13 +107,14 @@ async def test_equal_answers_are_correct(gold, text, math_answer):
         ("1", "-1"),
     ],
 )
+@shared_loop
 async def test_other_answers_are_wrong(gold, text, math_answer):
     verdict = await math_answer.verify(problem(gold), text)
     assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
 
 
 async def test_an_endless_expression_times_out_and_the_next_one_is_judged():
-    verifier = MathAnswer(deadline_s=2.0)
+    verifier = MathAnswer(deadline_s=4.0)
     try:
         assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # the worker is up
         ticks, ticking = 0, True
@@ -133,6 +138,7 @@ async def test_an_endless_expression_times_out_and_the_next_one_is_judged():
         await verifier.close()
 
 
+@shared_loop
 async def test_questions_asked_at_once_get_their_own_answers(math_answer):
     asked = [("x+1", "1+x"), ("x+1", "x+2")] * 5
     verdicts = await asyncio.gather(*(math_answer.verify(problem(gold), text) for gold, text in asked))
@@ -161,6 +167,7 @@ def test_normalisation_drops_what_carries_no_meaning(raw, normal):
     assert normalise(raw) == normal
 
 
+@shared_loop
 async def test_equal_answers_have_one_form_and_others_their_own(math_answer):
     texts = ["\\boxed{0.50}", "\\boxed{\\frac{1}{2}}", "it is \\boxed{1/3}", ""]
     verdicts = [await math_answer.verify(problem("1/2"), text) for text in texts]
@@ -175,13 +182,13 @@ async def test_equal_answers_have_one_form_and_others_their_own(math_answer):
     ids=["tags", "newlines", "answers", "braces", "zeros"],
 )
 def test_a_million_characters_take_one_pass(text):
-    began = time.monotonic()
+    began = time.thread_time()
     final_answer(text)
-    assert time.monotonic() - began < 2.0
+    assert time.thread_time() - began < 2.0
 
 
 async def test_an_answer_much_longer_than_the_true_one_is_scored_in_a_worker():
-    given, verifier = spelling(), ReasoningGym(deadline_s=30.0)
+    given, verifier = spelling(), ReasoningGym(deadline_s=PATIENCE_S)
     try:
         assert (await verifier.verify(given, given.ground_truth)).outcome is Outcome.CORRECT
         assert not verifier._pool._forkers

@@ -102,7 +102,6 @@ class BatchingEngine:
             self._loop = DecodeLoop(
                 load=load,
                 scheduler=lambda runner: Scheduler(Capacity(runner.slots, options.max_waiting), prefill_tokens),
-                stop_ids=tokenizer.eos_token_ids,
                 deliver=self._deliver_from_thread,
             )
         self._receiver = WeightReceiver(self, pull=options.pull, endpoints=endpoints)
@@ -224,6 +223,7 @@ class BatchingEngine:
             top_p=asked.top_p,
             top_k=asked.top_k if asked.top_k < model.vocab_size else 0,
             streams=streams,
+            stop_ids=frozenset() if asked.ignore_eos else self._tokenizer.eos_token_ids,
             priority=asked.priority,
         )
         seed = asked.seed if asked.seed is not None else rng.key(self._options.seed, "request", number)
@@ -233,7 +233,6 @@ class BatchingEngine:
             asked,
             seed=seed,
             new_text=lambda: TextWindow(self._tokenizer.detokenizer(), stops) if stops or streams else None,
-            stop_ids=self._tokenizer.eos_token_ids,
             vocab_size=model.vocab_size,
         )
         return work

@@ -57,7 +57,6 @@ class DecodeLoop:
     Args:
         load: builds the runner; called on the thread, so that every call of the array library comes from it.
         scheduler: fresh; shared under the lock from here on.
-        stop_ids: tokens that end a sample.
         deliver: takes one step's news to the event loop; called on the thread, must not block.
     """
 
@@ -66,7 +65,6 @@ class DecodeLoop:
         *,
         load: Callable[[], ModelRunner],
         scheduler: Callable[[ModelRunner], Scheduler],
-        stop_ids: frozenset[int],
         deliver: Callable[[list[Delivery]], None],
     ) -> None:
         self.totals = LoopTotals()
@@ -74,7 +72,6 @@ class DecodeLoop:
         self.ready: Future[ServedModel] = Future()
         self._load = load
         self._build_scheduler = scheduler
-        self._stop_ids = stop_ids
         self._deliver = deliver
         self._changed = threading.Condition()
         self._cancelled: list[Request] = []
@@ -236,7 +233,7 @@ class DecodeLoop:
         self.totals.occupied_slot_steps += len(running)
         if not math.isfinite(sum(logprobs)):
             self._refuse(token_ids, logprobs)
-        ended = extend(running, token_ids, logprobs, self._stop_ids)
+        ended = extend(running, token_ids, logprobs)
         self.totals.generated_tokens += len(running)
         streamed = [sampled(sequence) for sequence in running if sequence.request.streams] if self._streams else []
         finished: list[Request] = []

@@ -59,7 +59,6 @@ def add_samples(
     *,
     seed: int,
     new_text: Callable[[], TextWindow | None],
-    stop_ids: frozenset[int],
     vocab_size: int,
 ) -> None:
     """Add the samples that are asked for to `work`; `new_text` makes the window of a sample that needs one.
@@ -74,7 +73,7 @@ def add_samples(
     keys = rng.sample_keys(seed, asked.prefixes[-1].index + 1).tolist()
     for place, prefix in enumerate(asked.prefixes):
         text = new_text()
-        ended = _end_of(prefix, work.token_limit, text=text, stop_ids=stop_ids, vocab_size=vocab_size)
+        ended = _end_of(prefix, work, text=text, vocab_size=vocab_size)
         if ended:
             raise InvalidRequest(
                 f"the prefix of sample {prefix.index} must be one that a token can follow, it {ended}",
@@ -83,16 +82,14 @@ def add_samples(
         work.add_sequence(keys[prefix.index], text, prefix=prefix)
 
 
-def _end_of(
-    prefix: AnswerPrefix, token_limit: int, *, text: TextWindow | None, stop_ids: frozenset[int], vocab_size: int
-) -> str:
+def _end_of(prefix: AnswerPrefix, work: Request, *, text: TextWindow | None, vocab_size: int) -> str:
     """Why no token can follow `prefix`, whose text is put into the window; "" when one can."""
     token_ids = prefix.token_ids
-    if len(token_ids) >= token_limit:
-        return f"has {len(token_ids)} tokens of at most {token_limit}"
+    if len(token_ids) >= work.token_limit:
+        return f"has {len(token_ids)} tokens of at most {work.token_limit}"
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         return f"has a token outside [0, {vocab_size})"
-    if not stop_ids.isdisjoint(token_ids):
+    if not work.stop_ids.isdisjoint(token_ids):
         return "has a token that ends a sample"
     if text is not None and any(text.push(token_id) for token_id in token_ids):
         return "has a stop string"

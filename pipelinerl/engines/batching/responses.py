@@ -77,7 +77,7 @@ def _text(sequence: Sequence, decoder: Decoder) -> str:
         sequence.text.close()
         return sequence.text.text
     token_ids = sequence.prefix + sequence.token_ids
-    if token_ids and token_ids[-1] in decoder.eos_token_ids:
+    if token_ids and token_ids[-1] in sequence.request.stop_ids:
         token_ids = token_ids[:-1]
     return decoder.decode(token_ids)
 

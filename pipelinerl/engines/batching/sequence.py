@@ -151,9 +151,9 @@ class Sequence:
 class Request:
     """One chat completion under way: a prompt that its samples share.
 
-    `token_limit` is the most tokens of a choice, already cut to the context. `epoch` is that of the weights
-    that began it. `unfinished` counts samples without a finish reason. Of what waits, the lowest
-    `priority` begins first.
+    `token_limit` is the most tokens of a choice, already cut to the context; `stop_ids` are those that end one before.
+    `epoch` is that of the weights that began it. `unfinished` counts samples without a finish reason. Of what waits,
+    the lowest `priority` begins first.
     """
 
     request_id: str
@@ -163,6 +163,7 @@ class Request:
     top_p: float
     top_k: int
     streams: bool
+    stop_ids: frozenset[int]
     priority: int = 0
     sequences: list[Sequence] = field(default_factory=list)
     started: int = 0
@@ -198,7 +199,7 @@ class Request:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
 
-def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float], stop_ids: frozenset[int]) -> list[int]:
+def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float]) -> list[int]:
     """Append one step's tokens; returns the rows that ended, ascending, with their finish reason set.
 
     The end-of-turn token that stops a choice is kept: it was sampled, and it trains. This runs once per token of the
@@ -210,7 +211,7 @@ def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float],
         sampled = sequence.token_ids
         sampled.append(token_id)
         sequence.logprobs.append(logprobs[row])
-        if token_id in stop_ids or (sequence.text is not None and sequence.text.push(token_id)):
+        if token_id in sequence.request.stop_ids or (sequence.text is not None and sequence.text.push(token_id)):
             sequence.finish_reason = FinishReason.STOP
         elif len(sampled) >= sequence.token_limit:
             sequence.finish_reason = FinishReason.LENGTH

@@ -50,7 +50,6 @@ class CoreLoop:
     Args:
         start_core: starts the core and says what it serves; awaited on the thread.
         capacity: how many samples the core works on at once, and how many more may wait in it.
-        stop_ids: tokens that end a sample.
         deliver: takes what one step brought to the engine; called on the thread, must not block.
         serving: (epoch, version) of the weights that the core loads.
     """
@@ -60,7 +59,6 @@ class CoreLoop:
         *,
         start_core: Callable[[], Awaitable[tuple[EngineCore, CoreModel]]],
         capacity: Capacity,
-        stop_ids: frozenset[int],
         deliver: Callable[[list[Delivery]], None],
         serving: tuple[int, int] = UNTRAINED,
     ) -> None:
@@ -68,7 +66,6 @@ class CoreLoop:
         self.serving = serving
         self._start_core = start_core
         self._capacity = capacity
-        self._stop_ids = stop_ids
         self._deliver = deliver
         self._ready: Future[ServedModel] = Future()
         self._guard = threading.Lock()
@@ -221,7 +218,7 @@ class CoreLoop:
             # in the core when an update comes: its siblings' is named by the weights that it was begun with.
             salt = label_of(*self.serving)
             try:
-                await self._core.add(begun, stop_ids=self._stop_ids, salt=salt)
+                await self._core.add(begun, salt=salt)
             except ValueError as error:  # of a value that `check` lets through
                 self._refuse(request, InvalidRequest(f"the engine's core refuses the request: {error}"))
 
@@ -290,7 +287,7 @@ class CoreLoop:
             if not any(each.token_ids for each in sequence.request.sequences):
                 sequence.request.epoch = epoch  # of whichever sample is the first; a later one may be of a later epoch
         for token_id, logprob in zip(sample.token_ids, sample.logprobs, strict=True):
-            ended = extend([sequence], [token_id], [logprob], self._stop_ids)
+            ended = extend([sequence], [token_id], [logprob])
             if sequence.request.streams:
                 new_tokens.append(sampled(sequence))
             if ended:

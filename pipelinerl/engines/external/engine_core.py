@@ -74,7 +74,7 @@ class EngineCore(Protocol):
         """Raise `InvalidRequest` for what this core cannot do; called on any thread."""
         ...
 
-    async def add(self, sequences: list[Sequence], *, stop_ids: frozenset[int], salt: str) -> None:
+    async def add(self, sequences: list[Sequence], *, salt: str) -> None:
         """Begin the samples of one request. Samples of one prompt and one `salt` share their prompt's cache."""
         ...
 

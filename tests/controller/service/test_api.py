@@ -21,6 +21,7 @@ from pipelinerl.observability.status import RunStatus, StatusPhase
 from pipelinerl.streams.memory_stream import MemoryStream
 from tests.controller.service.test_service import Probe, Running, running, step
 from tests.controller.world import ENGINE, controller
+from tests.patience import PATIENCE_S
 
 TOKEN = "run-token"
 
@@ -65,7 +66,7 @@ async def test_a_controller_that_comes_back_says_nothing_before_it_knows(tmp_pat
             await asyncio.sleep(0.05)
             assert not asking.done()
             running = asyncio.create_task(service.run())
-            assignment, status, knobs = await asyncio.wait_for(asking, 10.0)
+            assignment, status, knobs = await asyncio.wait_for(asking, PATIENCE_S)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
     assert assignment.json()["finishing"] == [ENGINE]

@@ -56,6 +56,7 @@ from pipelinerl.messages import (
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.streams.memory_stream import MemoryStream
 from tests.controller.world import ENGINE, World, controller
+from tests.patience import PATIENCE_S, SOON_S
 
 NEVER = 10**9
 
@@ -258,7 +259,7 @@ async def test_a_controller_killed_after_the_end_was_decided_ends(tmp_path: Path
             service = ControllerService(
                 controller(steps=1), name="test", stream=stream, probe=Healthy(), events=log, start=Start.FROM_JOURNAL
             )
-            await asyncio.wait_for(service.run(), 5.0)
+            await asyncio.wait_for(service.run(), PATIENCE_S)
     told = read_events(tmp_path / "events.jsonl")
     assert [event["reason"] for event in told if event["kind"] == "run_finished"] == ["all 1 steps are done"]
 
@@ -320,7 +321,7 @@ async def test_of_two_controllers_the_first_is_fenced_before_it_does_anything(tm
                 await first.perform(change)
             assert not await first._journal.whole()
         with pytest.raises(ExceptionGroup) as ended:
-            await asyncio.wait_for(its_end, 5.0)
+            await asyncio.wait_for(its_end, PATIENCE_S)
         assert ended.group_contains(FencedError), "whoever asked for the decision: its state is not the run's any more"
         await second.perform(change)
         assert not await first._journal.whole() and await second._journal.whole()
@@ -393,10 +394,10 @@ async def test_a_journal_is_being_written_while_its_controller_hears_anything() 
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
     assert not await Journal.is_being_written(stream, for_s=0.01), "nobody does any more"
-    looking = asyncio.create_task(Journal.is_being_written(stream, for_s=10.0))
+    looking = asyncio.create_task(Journal.is_being_written(stream, for_s=PATIENCE_S))
     await asyncio.sleep(0.01)
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
-    assert await asyncio.wait_for(looking, 1.0), "it is told at once"
+    assert await asyncio.wait_for(looking, SOON_S), "it is told at once"
 
 
 async def test_an_answer_that_was_lost_is_no_fence() -> None:

@@ -45,8 +45,9 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import START
 from tests.controller.world import ENGINE, controller
+from tests.patience import PATIENCE_S
 
-DEADLINE_S = 10.0
+DEADLINE_S = PATIENCE_S
 FACTS = {"slots": 4.0, "running_sequences": 2.0}
 
 

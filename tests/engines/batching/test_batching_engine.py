@@ -137,6 +137,28 @@ async def test_an_end_of_turn_token_is_kept_and_has_no_text(gate: GatedRunner, t
     assert choice.message.content == tokenizer.decode([8])
 
 
+async def test_with_ignore_eos_no_token_ends_a_sample_nor_a_prefix(gate: GatedRunner, tokenizer: ChatTokenizer) -> None:
+    """A token that would end one is as any other: it has its text, streamed or not, and others follow it."""
+    (end,) = tokenizer.eos_token_ids
+    logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
+    logits[7, 8] = logits[8, end] = logits[end, 8] = 0.0
+    model = BigramModel(logits=logits)
+    built = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, slots=1), tokenizer=tokenizer)
+    await built.start()
+    ask = _ask(7, max_tokens=4, ignore_eos=True)
+    (choice,) = (await built.complete(ask)).choices
+    assert (choice.token_ids, choice.finish_reason) == ([8, end, 8, end], FinishReason.LENGTH)
+    assert choice.message.content == tokenizer.decode([8, end, 8, end])
+    streamed = [chunk async for chunk in built.stream(ask.model_copy(update={"stream": True}))]
+    assert "".join(part.delta.content or "" for chunk in streamed for part in chunk.choices) == choice.message.content
+    prefixed = {"prefixes": [{"index": 0, "token_ids": [8, end]}]}
+    (rest,) = (await built.complete(_ask(7, max_tokens=4, ignore_eos=True, **prefixed))).choices
+    assert (rest.token_ids, rest.message.content) == ([8, end], choice.message.content)
+    with pytest.raises(InvalidRequest, match="has a token that ends a sample"):
+        await built.complete(_ask(7, max_tokens=4, **prefixed))
+    await built.close()
+
+
 async def test_a_stop_string_cuts_the_text_and_keeps_the_token_that_completed_it(
     engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
 ) -> None:
@@ -443,7 +465,7 @@ async def test_closing_answers_everyone(engine: BatchingEngine, gate: GatedRunne
     _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.DRAIN)
     closing = asyncio.create_task(engine.close())
-    await _until(lambda: engine.health().state is EngineState.STOPPED)  # else it samples on
+    await _until(lambda: engine.health().state is EngineState.STOPPED)  # else it samples on to the answers' ends
     gate.open()
     await closing
     for task in (running, waiting, commit):

@@ -19,6 +19,7 @@ def _request(name: str, samples: int = 1, prompt: int = 3, priority: int = 0) ->
         top_p=1.0,
         top_k=0,
         streams=False,
+        stop_ids=frozenset(),
         priority=priority,
     )
     for key in range(samples):

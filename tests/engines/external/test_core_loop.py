@@ -42,7 +42,7 @@ class ScriptedCore:
     def check(self, request: Request) -> None:
         """Everything is let through."""
 
-    async def add(self, sequences: list[Sequence], *, stop_ids: frozenset[int], salt: str) -> None:
+    async def add(self, sequences: list[Sequence], *, salt: str) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.begun += sequences
@@ -107,7 +107,6 @@ class World:
         self.loop = CoreLoop(
             start_core=start,
             capacity=Capacity(OPTIONS.slots, OPTIONS.max_waiting),
-            stop_ids=frozenset({STOP}),
             deliver=deliver,
             serving=(1, 57),
         )

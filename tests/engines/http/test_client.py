@@ -17,6 +17,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import EngineUnreachable
 from tests.fakes.scripted_engine import LAYOUT, application
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[EngineClient]:
-    async with EngineClient(token="t", chat_timeout_s=5.0, state_timeout_s=2.0) as made:
+    async with EngineClient(token="t", chat_timeout_s=PATIENCE_S, state_timeout_s=PATIENCE_S) as made:
         yield made
 
 

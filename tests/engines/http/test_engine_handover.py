@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, final
 
 import pytest
@@ -27,8 +29,10 @@ from pipelinerl.errors import EngineUnreachable
 from pipelinerl.types import Answered
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
+from tests.patience import PATIENCE_S, SOON_S
 
 LENGTH = 6
+STANDS_STILL = "stands still"
 
 
 def ask(**fields: Any) -> ChatCompletionRequest:
@@ -37,15 +41,37 @@ def ask(**fields: Any) -> ChatCompletionRequest:
 
 
 @final
+class Followed:
+    """A `ChatClient` over HTTP that keeps count of the chunks with tokens that came for each request, by its seed."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self.came: Counter[int | None] = Counter()
+
+    async def health(self, url: str) -> Health:
+        return await self._client.health(url)
+
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        return await self._client.chat(url, request)
+
+    async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
+        async with aclosing(self._client.stream(url, request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                self.came[request.seed] += any(part.token_ids for part in chunk.choices)  # and has been taken
+
+
+@final
 class Scripted:
-    """A `ChatClient`; token t of sample i is 10·i + t. Each engine streams so many tokens, then raises, or waits."""
+    """A `ChatClient`; token t of sample i is 10·i + t. Each engine streams so many tokens, then ends as it is told."""
 
     def __init__(self, **engines: tuple[Any, ...]) -> None:
-        """`engines`: (epoch, version, tokens of each sample that come, what is raised then; None: whole)."""
+        """`engines`: (epoch, version, tokens of each sample that come, what is raised then; None: it ends whole)."""
         self.engines = engines
         self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
         self.asked: list[tuple[str, list[int] | None]] = []
         self.short: dict[int, int] = {}
+        self.stands_still = asyncio.Event()
 
     async def health(self, url: str) -> Health:
         return Health(state=EngineState.READY, model_version=0, epoch=0, continuation=self.offers[url])
@@ -69,8 +95,9 @@ class Scripted:
         epoch, version, count, error = self.engines[url]
         for come in range(1, LENGTH + 2):
             if error is not None and come > count:
-                if isinstance(error, float):
-                    await asyncio.sleep(error)
+                if error is STANDS_STILL:
+                    self.stands_still.set()
+                    await asyncio.sleep(PATIENCE_S)
                 raise error
             parts = [
                 part(i, begun + come - 1, version, ends=begun + come == self.short.get(i, LENGTH))
@@ -109,10 +136,10 @@ async def test_an_engine_that_fails_is_followed_by_one_that_goes_on(error: Excep
 
 
 async def test_what_runs_at_an_engine_that_is_taken_out_is_gone_on_with_elsewhere() -> None:
-    client = Scripted(a=(1, 7, 3, 60.0), b=(1, 7, 0, None))
+    client = Scripted(a=(1, 7, 3, STANDS_STILL), b=(1, 7, 0, None))
     pool = EnginePool(client, ["a"])
     running = asyncio.create_task(pool.complete(ask()))
-    await asyncio.sleep(0.05)
+    await client.stands_still.wait()
     pool.update(["b"])
     answer = await running
     is_whole(answer)
@@ -168,7 +195,7 @@ async def test_an_engine_that_refuses_to_go_on_is_asked_from_the_beginning() -> 
     client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, InvalidRequest("no prefixes here")))
     pool = EnginePool(client, ["a", "b"], suspect_s=60.0)
     with pytest.raises(InvalidRequest, match="b: no prefixes here"):
-        await asyncio.wait_for(_until_only(pool, client), 5.0)
+        await asyncio.wait_for(_until_only(pool, client), SOON_S)
     assert client.asked == [("a", None), ("b", [4, 4]), ("b", None)]
 
 
@@ -185,7 +212,7 @@ async def test_a_model_without_finite_logits_in_mid_answer_is_asked_of_each_engi
     error: ContractError = NotFinite("NaN")
     client = Scripted(a=(1, 7, 2, error), b=(1, 7, 2, error))
     with pytest.raises(NotFinite, match="b: NaN"):
-        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), 5.0)
+        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), SOON_S)
     assert client.asked == [("a", None), ("b", None)]
 
 
@@ -197,17 +224,22 @@ async def test_without_an_interval_answers_come_whole() -> None:
 
 # --- real engines -------------------------------------------------------------------------------------------------
 
+#: Seconds of a step of the engine that is left: its answers would take half a minute.
+SLOW_S = "0.2"
+
 
 async def _kept_when(
     ends: Callable[[EnginePool, Any], None], dies: str, process: Any, stays: str
 ) -> tuple[list[Answered], list[ChatCompletion]]:
     """Answers that began at `dies`, which `ends` ends in the middle, and what an undisturbed engine answers."""
     requests = [ask(n=4, max_tokens=150, seed=seed) for seed in range(6)]
-    async with EngineClient() as client, asyncio.timeout(60):
+    async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
         expected = [await client.chat(stays, request) for request in requests]
-        pool = EnginePool(client, [dies], interval_s=0.02)
+        followed = Followed(client)
+        pool = EnginePool(followed, [dies], interval_s=0.02)
         running = [asyncio.create_task(pool.complete(request)) for request in requests]
-        await asyncio.sleep(0.5)
+        while len(followed.came) < len(requests):
+            await asyncio.sleep(0.005)
         ends(pool, process)
         pool.update([stays], finishing=[dies])
         return await asyncio.gather(*running), expected
@@ -216,7 +248,7 @@ async def _kept_when(
 async def test_a_killed_engine_costs_what_had_not_come_and_the_answers_are_the_undisturbed_ones() -> None:
     with (
         in_thread(application()) as stays,
-        as_process("tests.fakes.scripted_engine", "none", "0.03") as (dies, process),
+        as_process("tests.fakes.scripted_engine", "none", SLOW_S) as (dies, process),
     ):
         answers, expected = await _kept_when(lambda _, dying: dying.kill(), dies, process, stays)
     assert [answer.completion.choices for answer in answers] == [whole.choices for whole in expected]
@@ -224,10 +256,10 @@ async def test_a_killed_engine_costs_what_had_not_come_and_the_answers_are_the_u
 
 
 async def test_leaving_an_engine_frees_what_it_did() -> None:
-    slow = ScriptedEngine(step_s=0.03)
+    slow = ScriptedEngine(step_s=float(SLOW_S))
     with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
         answers, expected = await _kept_when(lambda pool, _: pool.update([stays]), leaves, None, stays)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while slow._running:
                 await asyncio.sleep(0.01)
     assert [answer.completion.choices for answer in answers] == [whole.choices for whole in expected]

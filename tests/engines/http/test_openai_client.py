@@ -12,6 +12,7 @@ from pipelinerl.errors import AddressError, DeadlineError, EngineUnreachable
 from pipelinerl.types import Message, Sampling
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 
 ASKED = (Message("user", "1 + 1?"),)
 SAMPLING = Sampling(num_samples=1, temperature=0.5, max_tokens=8, stop=("\n",))
@@ -25,7 +26,7 @@ async def test_a_sample_is_asked_for_in_openais_words() -> None:
     fake = OpenAIFake(says("2"))
     with in_thread(fake.app) as url:
         assert [card["id"] for card in await models_at(url, token=None)] == ["small", "large"]
-        async with OpenAIServer(url, model="large", token="t", deadline_s=10.0) as server:
+        async with OpenAIServer(url, model="large", token="t", deadline_s=PATIENCE_S) as server:
             assert await server.sample(ASKED, SAMPLING, seed=2**40 + 5) == ("2", "stop", 1)
     (body,) = fake.bodies
     assert body["messages"] == [{"role": "user", "content": "1 + 1?"}]
@@ -36,7 +37,7 @@ async def test_a_sample_is_asked_for_in_openais_words() -> None:
 async def test_a_server_without_room_is_asked_again_with_the_same_seed() -> None:
     fake = OpenAIFake(says("2"), failures=(503, 429))
     with in_thread(fake.app) as url:
-        async with OpenAIServer(url, model="small", token=None, deadline_s=10.0) as server:
+        async with OpenAIServer(url, model="small", token=None, deadline_s=PATIENCE_S) as server:
             assert (await server.sample(ASKED, SAMPLING, seed=7)).text == "2"
     assert [body["seed"] for body in fake.bodies] == [7, 7, 7]
 
@@ -44,7 +45,7 @@ async def test_a_server_without_room_is_asked_again_with_the_same_seed() -> None
 async def test_a_refusal_is_said_in_the_servers_own_words_and_not_tried_again() -> None:
     fake = OpenAIFake(says("2"), failures=(400,))
     with in_thread(fake.app) as url:
-        async with OpenAIServer(url, model="small", token=None, deadline_s=10.0) as server:
+        async with OpenAIServer(url, model="small", token=None, deadline_s=PATIENCE_S) as server:
             with pytest.raises(EngineUnreachable, match=f"{url} refused the request: HTTP 400: not now"):
                 await server.sample(ASKED, SAMPLING, seed=0)
     assert len(fake.bodies) == 1
@@ -64,7 +65,7 @@ async def test_an_answer_of_another_shape_is_refused(answer: Any) -> None:
     fake.app.router.routes.pop()
     fake.app.post("/v1/chat/completions")(lambda: answer)
     with in_thread(fake.app) as url:
-        async with OpenAIServer(url, model="small", token=None, deadline_s=5.0) as server:
+        async with OpenAIServer(url, model="small", token=None, deadline_s=PATIENCE_S) as server:
             with pytest.raises(EngineUnreachable, match="must answer with a chat completion in OpenAI's shape"):
                 await server.sample(ASKED, SAMPLING, seed=0)
 

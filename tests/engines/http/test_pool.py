@@ -60,6 +60,8 @@ class Script:
             raise outcome
         if isinstance(outcome, float):
             await asyncio.sleep(outcome)
+        if isinstance(outcome, asyncio.Event):
+            await outcome.wait()
         return ANSWER
 
     async def health(self, url: str) -> Health:
@@ -88,10 +90,12 @@ def test_cost_counts_the_prompt_once_and_every_sample() -> None:
 
 
 async def test_work_is_spread_by_tokens_and_given_back() -> None:
-    pool = EnginePool(Script(a=lambda: 0.05, b=lambda: 0.05), ["a", "b"])
+    may_end = asyncio.Event()
+    pool = EnginePool(Script(a=lambda: may_end, b=lambda: may_end), ["a", "b"])
     answers = [asyncio.create_task(pool.complete(ask(n=n))) for n in (8, 1, 1, 1)]
     await asyncio.sleep(0.01)
     assert pool.outstanding == {"a": 43, "b": 24}
+    may_end.set()
     assert [(await answer).url for answer in answers] == ["a", "b", "b", "b"]
     assert pool.outstanding == {"a": 0, "b": 0}
 
@@ -120,7 +124,7 @@ async def test_what_one_engine_refuses_another_is_asked_for(error: ContractError
 async def test_what_every_engine_refuses_is_refused_promptly_by_the_last(error: ContractError) -> None:
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: error)
     with pytest.raises(type(error), match=f"^b: {error}$") as raised:
-        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), 2.0)
+        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), SOON_S)
     assert raised.value.param == error.param
     assert client.asked == [("a", 4), ("b", 4)]
 
@@ -141,7 +145,7 @@ async def test_a_refusal_holds_once_no_other_engine_serves_but_not_while_none_do
     assert not asked.done()
     pool.update(["a"], finishing=["b"])
     with pytest.raises(InvalidRequest, match="a: too long"):
-        await asyncio.wait_for(asked, 2.0)
+        await asyncio.wait_for(asked, SOON_S)
 
 
 async def test_a_prompt_too_long_for_one_engine_is_answered_by_one_with_room_for_it(tokenizer: ChatTokenizer) -> None:
@@ -153,7 +157,7 @@ async def test_a_prompt_too_long_for_one_engine_is_answered_by_one_with_room_for
 
     long = ChatCompletionRequest(prompt_token_ids=[7] * 40, seed=4, max_tokens=2)
     with in_thread(create_app(built(32), token=None)) as one, in_thread(create_app(built(64), token=None)) as other:
-        async with EngineClient() as client, asyncio.timeout(30):
+        async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
             pool = EnginePool(client, [one, other])
             answers = await asyncio.gather(*(pool.complete(long) for _ in range(3)))  # at once, so that each is asked
             assert {answer.url for answer in answers} == {other}
@@ -204,7 +208,7 @@ async def test_a_prompt_without_finite_logits_is_asked_of_each_engine_once_and_m
 
 
 async def test_an_engine_that_joins_is_used_at_once() -> None:
-    pool = EnginePool(Script(late=lambda: None), deadline_s=5.0)
+    pool = EnginePool(Script(late=lambda: None), deadline_s=PATIENCE_S)
     waiting = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.02)
     pool.update(["late"])
@@ -212,21 +216,25 @@ async def test_an_engine_that_joins_is_used_at_once() -> None:
 
 
 async def test_an_engine_that_leaves_while_it_works_is_not_missed() -> None:
-    pool = EnginePool(Script(a=lambda: 0.05, b=lambda: None), ["a"])
+    may_end = asyncio.Event()
+    pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
     running = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.01)
     pool.update(["b"], finishing=["a"])
+    may_end.set()
     assert (await running).url == "a" and pool.outstanding == {"b": 0}
 
 
 async def test_what_runs_at_an_engine_that_misses_a_poll_still_counts_when_it_is_back() -> None:
-    pool = EnginePool(Script(a=lambda: 0.1, b=lambda: 0.05), ["a"])
+    may_end = asyncio.Event()
+    pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
     old = asyncio.create_task(pool.complete(ask(n=8)))
     await asyncio.sleep(0.01)
     pool.update(["b"], finishing=["a"])
     pool.update(["a", "b"])
     assert pool.outstanding == {"a": 43, "b": 0}
     assert (await pool.complete(ask())).url == "b", "it has less to do"
+    may_end.set()
     assert (await old).url == "a" and pool.outstanding == {"a": 0, "b": 0}
 
 
@@ -245,7 +253,7 @@ async def test_what_runs_at_an_engine_that_was_taken_out_is_handed_over_with_its
 async def test_a_request_that_is_handed_over_frees_its_places_at_the_engine() -> None:
     slow = ScriptedEngine(step_s=0.5)
     with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
-        async with EngineClient() as client, asyncio.timeout(30):
+        async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
             pool = EnginePool(client, [leaves])
             running = asyncio.create_task(pool.complete(ask(n=4, max_tokens=150)))
             while slow._running == 0:
@@ -280,12 +288,14 @@ async def test_an_engine_that_restarted_and_serves_other_weights_is_no_answer() 
 
 
 async def test_an_engine_that_is_named_answers_alone_and_is_left_to_those_who_name_it() -> None:
-    client = Script(a=lambda: 0.05, b=lambda: 0.0)
+    may_end = asyncio.Event()
+    client = Script(a=lambda: may_end, b=lambda: 0.0)
     pool = EnginePool(client, ["a", "b"])
     named = [asyncio.create_task(pool.complete(ask(n=8), engine="a")) for _ in range(3)]
     await asyncio.sleep(0)
     others = [await pool.complete(ask()) for _ in range(3)]
     assert {answer.url for answer in others} == {"b"}, "also where its load is the least"
+    may_end.set()
     assert [(await answer).url for answer in named] == ["a", "a", "a"]
     assert (await pool.complete(ask(), engine="b")).url == "b"
     assert (await pool.complete(ask())).url == "a", "when nobody names it any more"
@@ -294,7 +304,7 @@ async def test_an_engine_that_is_named_answers_alone_and_is_left_to_those_who_na
 async def test_what_a_named_engine_refuses_is_refused() -> None:
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: None)
     with pytest.raises(InvalidRequest, match="a: too long"):
-        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask(), engine="a"), 2.0)
+        await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask(), engine="a"), SOON_S)
     assert client.asked == [("a", 4)]
 
 

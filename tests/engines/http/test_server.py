@@ -114,7 +114,7 @@ def test_a_body_over_the_limit_is_refused(client: httpx.Client, monkeypatch: pyt
 def test_a_body_that_never_ends_is_given_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_service, "BODY_TIMEOUT_S", 0.2)
     address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
-    with socket.create_connection(address, timeout=5) as slow:
+    with socket.create_connection(address, timeout=PATIENCE_S) as slow:
         lines = ("POST /v1/chat/completions HTTP/1.1", "host: x", f"authorization: Bearer {TOKEN}", "content-length: 9")
         slow.sendall("\r\n".join([*lines, "content-type: application/json", "", ""]).encode())
         assert b"408" in slow.recv(4096).split(b"\r\n")[0]
@@ -171,7 +171,7 @@ async def test_a_client_that_leaves_cancels_what_it_asked_for(stream: bool) -> N
 
 
 async def _until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -195,12 +195,13 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event() -> None:
 def test_an_answer_does_not_wait_for_an_acknowledgement(client: httpx.Client) -> None:
     """Head and body are two packets: with Nagle's algorithm each answer would take the 40 ms of a delayed ACK."""
     client.get("/health")
-    took = []
-    for _ in range(10):
+
+    def took_s() -> float:
         began = time.perf_counter()
         client.get("/health")
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.035
+        return time.perf_counter() - began
+
+    assert any(took_s() < 0.035 for _ in range(200)), "a busy machine lets some be quick"
 
 
 def test_a_taken_port_is_one_sentence() -> None:
@@ -225,7 +226,8 @@ async def test_a_server_that_ends_tells_whoever_waits_to_ask_elsewhere() -> None
     with as_process("tests.fakes.scripted_engine", "none", "0.1") as (served, process):
         async with EngineClient(chat_timeout_s=PATIENCE_S) as client:
             asking = asyncio.create_task(client.chat(served, request))
-            await asyncio.sleep(0.3)
+            while not (await client.metrics(served))["running_sequences"]:
+                await asyncio.sleep(0.005)
             process.send_signal(signal.SIGTERM)
             with pytest.raises(EngineStopped, match="send it to another one"):
                 await asking
@@ -233,7 +235,7 @@ async def test_a_server_that_ends_tells_whoever_waits_to_ask_elsewhere() -> None
 
 
 def test_sigterm_ends_the_process_within_seconds_with_a_request_running() -> None:
-    with as_process("tests.fakes.scripted_engine") as (served, process):
+    with as_process("tests.fakes.scripted_engine", "none", "0.1") as (served, process):
         asking = subprocess.Popen(
             [
                 sys.executable,
@@ -243,8 +245,10 @@ def test_sigterm_ends_the_process_within_seconds_with_a_request_running() -> Non
             ],
             stderr=subprocess.DEVNULL,
         )
-        time.sleep(0.1)
+        while "pipelinerl_engine_running_sequences 64\n" not in httpx.get(f"{served}/metrics", trust_env=False).text:
+            assert asking.poll() is None
+            time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         assert process.wait(SOON_S) in (0, -signal.SIGTERM)
         asking.kill()
-        asking.wait(5)
+        asking.wait(PATIENCE_S)

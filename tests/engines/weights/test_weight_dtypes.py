@@ -16,6 +16,7 @@ from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes, a
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.weights.digest import WeightDigest
 from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
+from tests.patience import PATIENCE_S
 
 
 def wire_of(dtype: DType) -> WeightLayout:
@@ -35,7 +36,7 @@ async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, versi
     trainer = setting.trainer
     assert trainer is not None
     for start, end in wire.pieces(64):
-        part, deadline = data[start:end], time.monotonic() + 5
+        part, deadline = data[start:end], time.monotonic() + PATIENCE_S
         await asyncio.to_thread(lambda part=part, deadline=deadline: trainer.broadcast(part, deadline=deadline))
     return await setting.phase(UpdatePhase.COMMIT, version, digest=digest_of(data))
 

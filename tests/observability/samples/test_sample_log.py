@@ -10,6 +10,7 @@ from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.record import SampleGroup
 from pipelinerl.observability.samples.sample_log import SampleLog
 from tests.observability.samples.groups import answer, group
+from tests.patience import PATIENCE_S, SOON_S
 
 MAX_BYTES = 64 * 1024
 
@@ -60,14 +61,14 @@ def test_a_writer_that_is_slow_keeps_nobody_waiting(tmp_path: Path) -> None:
     log, gate = log_in(tmp_path, max_bytes=2**22), threading.Event()
 
     def slow() -> list[SampleGroup]:
-        gate.wait(10.0)
+        assert gate.wait(PATIENCE_S)
         return []
 
     began = time.monotonic()
     log.put(slow)
     for step in range(1000):
         log.put(lambda step=step: [group(step)])  # type: ignore[misc]
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < SOON_S
     gate.set()
     log.close()
     assert 0 < log.left_out < 1000 and log.left_out + len(read_samples(tmp_path)) == 1000

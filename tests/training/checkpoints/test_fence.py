@@ -14,6 +14,7 @@ from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.fence import CheckpointFence
 from tests.fakes.checkpoints import capture, model_directory, state_of
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -140,6 +141,6 @@ def test_a_holder_that_is_killed_holds_nothing_any_more(tmp_path: Path) -> None:
         with pytest.raises(DeadlineError):
             fence.claim(2)
         holder.kill()
-        holder.wait(10)
+        holder.wait(PATIENCE_S)
         fence.claim(2)
     assert fence.epoch == 2

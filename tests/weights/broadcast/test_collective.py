@@ -17,7 +17,7 @@ from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from tests.patience import PATIENCE_S, SOON_S
 
 
-def _joining(rendezvous: Rendezvous, rank: int, *, size: int = 2, generation: int = 1, timeout_s: float = 5.0):
+def _joining(rendezvous: Rendezvous, rank: int, *, size: int = 2, generation: int = 1, timeout_s: float = PATIENCE_S):
     return in_background(
         f"rank-{rank}",
         lambda: Collective.join(
@@ -34,7 +34,7 @@ def _joining(rendezvous: Rendezvous, rank: int, *, size: int = 2, generation: in
 
 def _pair(rendezvous: Rendezvous, generation: int = 1) -> list[Collective]:
     joins: list[Future[Collective]] = [_joining(rendezvous, rank, generation=generation) for rank in (0, 1)]
-    return [join.result(10) for join in joins]
+    return [join.result(PATIENCE_S) for join in joins]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_bytes_arrive(rendezvous: Rendezvous) -> None:
     deadline = time.monotonic() + PATIENCE_S
     receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=deadline))
     root.broadcast(sent, deadline=deadline)
-    receiving.result(5)
+    receiving.result(PATIENCE_S)
     assert torch.equal(sent, got)
 
 
@@ -148,7 +148,7 @@ def test_a_rank_whose_broadcast_failed_has_left_and_others_hear_of_it_at_once(re
     with pytest.raises(DeadlineError):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)
     with pytest.raises(UpdateError, match="was left"):
-        leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 5)
+        leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + PATIENCE_S)
     began = time.monotonic()
     with pytest.raises(UpdateError):
         root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=began + PATIENCE_S)

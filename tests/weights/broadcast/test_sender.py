@@ -51,7 +51,7 @@ def _send(items: list[tuple[str, Any]], *, layout: WeightLayout = LAYOUT, bucket
     def source() -> Iterator[tuple[str, Any]]:
         yield from items
 
-    return WeightSender(layout, source, bucket_bytes).send(None, deadline=time.monotonic() + 5)
+    return WeightSender(layout, source, bucket_bytes).send(None, deadline=time.monotonic() + PATIENCE_S)
 
 
 def _fortran(array: np.ndarray) -> np.ndarray:

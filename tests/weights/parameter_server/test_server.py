@@ -29,7 +29,7 @@ LARGE = WeightLayout(parameters=(ParameterSpec(name="a", shape=(5, 2**19), dtype
 
 
 def soon() -> float:
-    return time.monotonic() + 8.0
+    return time.monotonic() + PATIENCE_S
 
 
 @pytest.fixture

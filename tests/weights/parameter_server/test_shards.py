@@ -40,7 +40,7 @@ GONE = "http://127.0.0.1:9"
 
 
 def soon() -> float:
-    return time.monotonic() + 20.0
+    return time.monotonic() + PATIENCE_S
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def state(url: str) -> dict[str, Any]:
 
 def pulled(placed: Uploaded, version: int, layout: WeightLayout, *, by_memory: bool = True) -> Any:
     into = np.zeros(layout.num_bytes, np.uint8)
-    asked = sharded(version, placed.sources, bucket_bytes=placed.bucket_bytes, layout=layout, timeout_s=20.0)
+    asked = sharded(version, placed.sources, bucket_bytes=placed.bucket_bytes, layout=layout, timeout_s=PATIENCE_S)
     assert WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(asked, into=into) == placed.digest
     return into
 
@@ -166,10 +166,10 @@ def test_a_shards_server_killed_in_the_middle_is_finished_from_its_replica(by_me
             came.append(num_bytes)
             if len(came) == 1:
                 process.kill()
-                process.wait(10)
+                process.wait(PATIENCE_S)
 
         puller = WeightPuller(token=TOKEN, shared_memory=by_memory)
-        asked = sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=20.0)
+        asked = sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=PATIENCE_S)
         assert puller.fetch(asked, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
         assert np.array_equal(into, flat(1, LARGE)) and came == sorted(set(came))
 
@@ -182,7 +182,7 @@ def test_a_shards_server_killed_in_the_middle_without_a_replica_is_named_and_end
         began = time.monotonic()
         with pytest.raises(UpdateError, match=rf"no source gave version 1\.1, shard 1 of 2: {victim}: "):
             WeightPuller(token=TOKEN, shared_memory=False).fetch(
-                sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=30.0),
+                sharded(1, placed.sources, bucket_bytes=placed.bucket_bytes, layout=LARGE, timeout_s=PATIENCE_S),
                 into=np.zeros(LARGE.num_bytes, np.uint8),
                 on_progress=lambda _: process.kill(),
             )
@@ -236,7 +236,9 @@ async def test_engines_fetch_from_all_shards_and_are_spread_over_the_replicas(se
             stack.callback(publisher._placement.close)
             layout = scripted_engine.LAYOUT
             for version, targets in ((1, engines[:1]), (1, engines), (2, engines)):
-                report = await publisher.publish(publication(version, tuple(targets), layout=layout, timeout_s=20.0))
+                report = await publisher.publish(
+                    publication(version, tuple(targets), layout=layout, timeout_s=PATIENCE_S)
+                )
                 assert report.failed == {} and set(report.pauses_s) == set(targets)
                 assert report.digest == digest(version, layout)
             assert [(await client.models(url)).data[0].digest for url in engines] == [digest(2, layout)] * 2

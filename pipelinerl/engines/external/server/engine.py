@@ -62,7 +62,6 @@ def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) ->
         return CoreLoop(
             start_core=start_core,
             capacity=Capacity(options.slots, options.max_waiting),
-            stop_ids=tokenizer.eos_token_ids,
             deliver=deliver,
         )
 

@@ -88,7 +88,7 @@ class ServerApi(Protocol):
         """Raise `InvalidRequest` for what the server cannot do."""
         ...
 
-    def order(self, sequence: Sequence, *, stop_ids: frozenset[int], salt: str) -> Mapping[str, Any]:
+    def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
         """The body that asks for a sample, streamed."""
         ...
 
@@ -163,11 +163,11 @@ class ServerCore:
         """Raise `InvalidRequest` for what the server cannot do."""
         self._api.check(request)
 
-    async def add(self, sequences: list[Sequence], *, stop_ids: frozenset[int], salt: str) -> None:
+    async def add(self, sequences: list[Sequence], *, salt: str) -> None:
         """Ask for the samples of one request; returns before the server has been asked."""
         for sequence in sequences:
             sample = _Sample(sample_id(sequence), self._label, self._updates)
-            order = self._api.order(sequence, stop_ids=stop_ids, salt=salt)
+            order = self._api.order(sequence, salt=salt)
             self._following[sample.name] = asyncio.create_task(self._follow(sample, order))
         if self._watching is None or self._watching.done():
             self._sign_of_life_at = time.monotonic()

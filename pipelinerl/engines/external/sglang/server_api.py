@@ -106,8 +106,8 @@ class SglangServerApi:
                 param="top_k" if request.top_k else "top_p",
             )
 
-    def order(self, sequence: Sequence, *, stop_ids: frozenset[int], salt: str) -> Mapping[str, Any]:
-        """`GenerateReqInput` of one sample, whose ends are ours: the limit and `stop_ids`."""
+    def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
+        """`GenerateReqInput` of one sample, whose ends are ours: the limit and its `stop_ids`."""
         request = sequence.request
         return {
             "rid": sample_id(sequence),
@@ -118,8 +118,8 @@ class SglangServerApi:
             "sampling_params": {
                 "temperature": request.temperature,
                 "max_new_tokens": sequence.token_limit,
-                "stop_token_ids": sorted(stop_ids),
-                "ignore_eos": not stop_ids,  # with it SGLang takes no token for an end, not even those asked for
+                "stop_token_ids": sorted(request.stop_ids),
+                "ignore_eos": not request.stop_ids,  # SGLang then takes no token for an end at all
                 # It is hashed with a token's position in the whole sequence: a prefix changes no later noise.
                 "sampling_seed": sequence.noise_key % 2**31,
                 "skip_special_tokens": False,

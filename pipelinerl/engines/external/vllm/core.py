@@ -114,9 +114,9 @@ class VllmCore:
         """Raise `InvalidRequest` for a temperature that vLLM would replace."""
         check_request(request)
 
-    async def add(self, sequences: list[Sequence], *, stop_ids: frozenset[int], salt: str) -> None:
+    async def add(self, sequences: list[Sequence], *, salt: str) -> None:
         """Begin the samples of one request, in one step: alone on the engine it is computed alike each time."""
-        requests = [self._client.add_request_async(_order(each, stop_ids, salt)) for each in sequences]
+        requests = [self._client.add_request_async(_order(each, salt)) for each in sequences]
         if len(requests) > 1:
             # The core obeys in order and at once, but a pause that is over before it looks is answered when no sample
             # is left anywhere: whoever waited for that would let one request sample at a time, and no update in flight.
@@ -175,7 +175,7 @@ def _sampled(output: EngineCoreOutput) -> Sampled:
     return Sampled(output.request_id, tokens, logprobs, len(tokens), output.finish_reason is not None)
 
 
-def _order(sequence: Sequence, stop_ids: frozenset[int], salt: str) -> EngineCoreRequest:
+def _order(sequence: Sequence, salt: str) -> EngineCoreRequest:
     request = sequence.request
     params = SamplingParams(
         temperature=request.temperature,
@@ -183,7 +183,7 @@ def _order(sequence: Sequence, stop_ids: frozenset[int], salt: str) -> EngineCor
         top_k=request.top_k,
         seed=seed_of(sequence),
         max_tokens=sequence.token_limit,
-        stop_token_ids=sorted(stop_ids),
+        stop_token_ids=sorted(request.stop_ids),
         logprobs=0,  # of the sampled token alone
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

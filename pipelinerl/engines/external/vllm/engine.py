@@ -59,7 +59,7 @@ def from_options(options: EngineOptions) -> Engine:
     endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO] if _built_for_cpu() else [Backend.GLOO, Backend.NCCL]))
     return BatchingEngine(
         options,
-        loop=loop_of(options, tokenizer.eos_token_ids, endpoints),
+        loop=loop_of(options, endpoints),
         tokenizer=tokenizer,
         endpoints=endpoints,
         continuation=Continuation.OWN_NOISE,  # vLLM reads a sample's generator from its beginning
@@ -91,8 +91,8 @@ def slow_on_cpu(dtype: str) -> str | None:
     return slow_here(dtype) if _built_for_cpu() else None
 
 
-def loop_of(options: EngineOptions, stop_ids: frozenset[int], endpoints: WorkerEndpointFactory) -> LoopBuilder:
-    """Samples by a core of vLLM's, which is started with the loop; `stop_ids` end a sample."""
+def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBuilder:
+    """Samples by a core of vLLM's, which is started with the loop."""
 
     async def start_core() -> tuple[EngineCore, CoreModel]:
         if (slow := slow_on_cpu(options.dtype)) is not None:
@@ -118,7 +118,6 @@ def loop_of(options: EngineOptions, stop_ids: frozenset[int], endpoints: WorkerE
     return lambda deliver: CoreLoop(
         start_core=start_core,
         capacity=Capacity(options.slots, options.max_waiting),
-        stop_ids=stop_ids,
         deliver=deliver,
     )
 

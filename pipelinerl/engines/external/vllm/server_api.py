@@ -88,8 +88,8 @@ class VllmServerApi:
         """Raise `InvalidRequest` for a temperature that vLLM would replace."""
         check_request(request)
 
-    def order(self, sequence: Sequence, *, stop_ids: frozenset[int], salt: str) -> Mapping[str, Any]:
-        """`GenerateRequest` of one sample, whose ends are ours: the limit and `stop_ids`."""
+    def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
+        """`GenerateRequest` of one sample, whose ends are ours: the limit and its `stop_ids`."""
         request = sequence.request
         return {
             "request_id": sample_id(sequence),
@@ -103,7 +103,7 @@ class VllmServerApi:
                 "top_k": request.top_k,
                 "seed": seed_of(sequence),
                 "max_tokens": sequence.token_limit,
-                "stop_token_ids": sorted(stop_ids),
+                "stop_token_ids": sorted(request.stop_ids),
                 "ignore_eos": True,
                 "logprobs": 0,  # of the sampled token alone
                 "detokenize": False,

@@ -31,7 +31,7 @@ from inference_contract.schemas import ChatCompletionRequest, EngineState, Finis
 from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.scheduler import Capacity
-from pipelinerl.engines.batching.sequence import Request
+from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
 from pipelinerl.engines.external.server.server_core import ServerCore
@@ -50,7 +50,7 @@ from tests.fakes.engine_options import engine_options
 from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
 from tests.fakes.scripted_engine import LAYOUT
 from tests.fakes.served import in_thread
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, SOON_S
 
 CONTEXT = 96
 PROMPT = [7, 9, 11, 13, 15]
@@ -163,7 +163,7 @@ def stock(request: pytest.FixtureRequest) -> Stock:
 
 def test_it_keeps_the_contract_as_far_as_its_dialect_goes(stock: Stock) -> None:
     with stock.engine() as url:
-        results = run(url, token="secret", timeout_s=30.0)
+        results = run(url, token="secret", timeout_s=PATIENCE_S)
     short = {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED}
     assert short.keys() <= SHORT_OF[stock.kind].keys(), short
     assert all(SHORT_OF[stock.kind][name] in reason for name, reason in short.items()), short
@@ -242,7 +242,7 @@ def test_a_sample_that_the_server_ends_is_aborted(stock: Stock) -> None:
             assert not asked.done(), asked.result().text
         for path, body in stops[stock.kind]:
             httpx.post(stock.url + path, json=body).raise_for_status()
-        choices = choices_of([asked.result(30.0)])
+        choices = choices_of([asked.result(PATIENCE_S)])
         assert any(choice.finish_reason is FinishReason.ABORT for choice in choices)
         assert all(choice.version_spans == [(0, len(choice.token_ids or []))] for choice in choices)
 
@@ -340,16 +340,27 @@ def test_the_fake_refuses_what_sglang_would(sglang: Stock) -> None:
 
 async def test_sglang_is_asked_to_end_a_sample_at_its_stop_tokens(sglang: Stock) -> None:
     """With `ignore_eos` it would go on to the limit: a sample that an update crosses is told of only at its end."""
-    request = Request(
-        request_id="r", prompt_token_ids=[7], token_limit=8, temperature=0.0, top_p=1.0, top_k=0, streams=True
-    )
-    request.add_sequence(0)
+
+    def sequence(stop_ids: frozenset[int]) -> Sequence:
+        request = Request(
+            request_id="r",
+            prompt_token_ids=[7],
+            token_limit=8,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            streams=True,
+            stop_ids=stop_ids,
+        )
+        request.add_sequence(0)
+        return request.sequences[0]
+
     http = ServerHttp(sglang.url)
     try:
         with SharedBytes(1) as nothing:
             api = SglangServerApi(http, LAYOUT, nothing)
             for stop_ids, tokens, reason in ((frozenset[int](), 8, "length"), (frozenset(range(500)), 1, "stop")):
-                order = api.order(request.sequences[0], stop_ids=stop_ids, salt="")
+                order = api.order(sequence(stop_ids), salt="")
                 events = [event async for event in http.events("/generate", order)]
                 end = events[-1]["meta_info"]
                 assert (end["completion_tokens"], end["finish_reason"]["type"]) == (tokens, reason)
@@ -360,10 +371,10 @@ async def test_sglang_is_asked_to_end_a_sample_at_its_stop_tokens(sglang: Stock)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
 async def test_a_server_that_falls_silent_ends_the_engine(tmp_path: Path) -> None:
     """While it answers, a sample may take as long as it likes; once it hangs, nobody waits for its streams for ever."""
-    silence_s = 1.0
+    silence_s = 3.0
 
     def loop(deliver: Any) -> CoreLoop:
-        return CoreLoop(start_core=start_core, capacity=Capacity(4, 4), stop_ids=frozenset(), deliver=deliver)
+        return CoreLoop(start_core=start_core, capacity=Capacity(4, 4), deliver=deliver)
 
     async def start_core() -> tuple[EngineCore, CoreModel]:
         http = ServerHttp(stock.url)
@@ -382,14 +393,14 @@ async def test_a_server_that_falls_silent_ends_the_engine(tmp_path: Path) -> Non
             await engine.complete(request)
             stock.server.continued.clear()  # paused
             asked = asyncio.create_task(engine.complete(request))
-            await asyncio.sleep(3 * silence_s)
+            await asyncio.sleep(1.5 * silence_s)
             assert not asked.done() and engine.health().state is EngineState.READY
             stock.server.silent, began = True, time.monotonic()
             with pytest.raises(EngineStopped):
                 await asked
             assert engine.health().state is EngineState.STOPPED
             await engine.close()
-            assert time.monotonic() - began < 20, "who leaves it waits for no answer of its"
+            assert time.monotonic() - began < SOON_S, "who leaves it waits for no answer of its"
 
 
 #: As many streams at once as the process may have descriptors when it begins, and their server.

@@ -39,9 +39,12 @@ from pipelinerl.weights.parameter_server.download import WeightPuller
 from tests.fakes.engine_options import engine_options
 from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
 from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
 from trainer_contract.types import HeadPrecision
 
 CONTEXT = 256
+#: What is true of two requests at once is seen unless the test is kept from the processor until the longer has ended.
+TRIES = 5
 PROMPT = [7, 9, 11, 13, 15]
 #: Longer than a block of vLLM's cache, which is shared between requests while the weights are the same.
 LONG_PROMPT = [5 + place % 41 for place in range(200)]
@@ -171,6 +174,7 @@ def test_temperatures_that_vllm_would_replace_are_refused(temperature: float, re
         top_p=1.0,
         top_k=0,
         streams=False,
+        stop_ids=frozenset(),
     )
     with pytest.raises(InvalidRequest, match=r"vLLM samples at .*, got [02]\.0") if refused else nullcontext():
         check_request(request)
@@ -229,7 +233,7 @@ class TestReal:
     pytestmark = real
 
     def test_it_keeps_the_contract(self, served: Served) -> None:
-        results = run(served.url, token="secret", timeout_s=30.0)
+        results = run(served.url, token="secret", timeout_s=PATIENCE_S)
         assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
 
     @pytest.mark.parametrize(
@@ -269,35 +273,45 @@ class TestReal:
 
     def test_requests_sample_side_by_side(self, tied: Served) -> None:
         """A request of several samples begins while another runs, and one that is shorter ends before it."""
-        with opened(tied.url) as session, ThreadPoolExecutor(1) as asking:
+
+        def was_first() -> bool:
             before = session.generated_tokens()
             long = asking.submit(session.chat, n=4, seed=1, max_tokens=220, prompt_token_ids=PROMPT)
             while session.generated_tokens() == before:
                 time.sleep(0.001)
             short = session.chat(n=4, seed=2, max_tokens=1, prompt_token_ids=PROMPT)
-            assert len(short.choices) == 4 and not long.done()
-            assert len(long.result().choices) == 4
+            still_runs = not long.done()
+            assert len(short.choices) == len(long.result().choices) == 4
+            return still_runs
+
+        with opened(tied.url) as session, ThreadPoolExecutor(1) as asking:
+            assert any(was_first() for _ in range(TRIES))
 
     def test_of_what_waits_the_lowest_priority_begins_first(self, tied: Served) -> None:
         """Two requests fill the slots twice; a third, which came last, is answered while samples of the second wait."""
-        with opened(tied.url) as session, ThreadPoolExecutor(2) as asking:
+
+        def was_first() -> bool:
             before = session.generated_tokens()
             first = asking.submit(session.chat, n=16, seed=1, max_tokens=100, prompt_token_ids=PROMPT)
             while session.generated_tokens() == before:
                 time.sleep(0.001)
             second = asking.submit(session.chat, n=16, seed=2, max_tokens=200, prompt_token_ids=PROMPT)
-            while "waiting_sequences 16\n" not in session.get("/metrics").text:
+            while "waiting_sequences 16\n" not in session.get("/metrics").text and not first.done():
                 time.sleep(0.001)
             session.chat(n=1, seed=3, max_tokens=1, prompt_token_ids=PROMPT, priority=-1)
-            assert "waiting_sequences 0\n" not in session.get("/metrics").text
+            others_wait = "waiting_sequences 0\n" not in session.get("/metrics").text
             assert len(first.result().choices) == len(second.result().choices) == 16
+            return others_wait
+
+        with opened(tied.url) as session, ThreadPoolExecutor(2) as asking:
+            assert any(was_first() for _ in range(TRIES))
 
     def test_more_prompts_at_once_than_a_step_takes(self, tied: Served) -> None:
         """On CPU vLLM dies of a seeded sample whose prompt it computes in parts, so it must not be in parts."""
         with opened(tied.url) as session, ThreadPoolExecutor(64) as asking:
             prompts = [[7 + (row + column) % 40 for column in range(CONTEXT - 8)] for row in range(64)]
             asked = [asking.submit(session.completed, max_tokens=4, prompt_token_ids=prompt) for prompt in prompts]
-            for choice in choices_of([answer.result(60.0) for answer in asked]):
+            for choice in choices_of([answer.result(PATIENCE_S) for answer in asked]):
                 assert len(choice.token_ids or []) == 4
 
     def test_drain_lets_samples_end_with_the_weights_that_began_them(self, session: Session) -> None:
@@ -341,14 +355,14 @@ class TestDeath:
         with (
             contextmanager(_served)(tmp_path, tied=True) as served,
             ThreadPoolExecutor(1) as asking,
-            Session(served.url, token="secret", timeout_s=30.0, host="127.0.0.1") as session,
+            Session(served.url, token="secret", timeout_s=PATIENCE_S, host="127.0.0.1") as session,
         ):
             before = session.generated_tokens()
             asked = asking.submit(session.completed, n=16, max_tokens=200, prompt_token_ids=PROMPT)
             while session.generated_tokens() == before:
                 assert not asked.done(), asked.result().text
             _core_of_this_process().kill()
-            refused(asked.result(30.0), 503, code="engine_stopped")
+            refused(asked.result(PATIENCE_S), 503, code="engine_stopped")
             refused(session.completed(), 503, code="engine_stopped")
             assert session.health().state is EngineState.STOPPED
 

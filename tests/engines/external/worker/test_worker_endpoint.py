@@ -43,13 +43,13 @@ class Setting:
                 target=_work, args=(socket_path, shared.path, met.set), daemon=True
             )
             self.worker.start()
-            assert met.wait(60)
+            assert met.wait(PATIENCE_S)
         self.memory = shared.tensor
         self.rendezvous = Rendezvous("127.0.0.1")
         self.generation = 0
         self.joined: list[WorkerEndpoint] = []
 
-    def pair(self, *, timeout_s: float = 10.0) -> tuple[Collective, WorkerEndpoint]:
+    def pair(self, *, timeout_s: float = PATIENCE_S) -> tuple[Collective, WorkerEndpoint]:
         """Rank 0 and the worker's endpoint, in a group of the next generation."""
         self.generation += 1
         root = in_background("root", lambda: self.rank_0(timeout_s))
@@ -73,7 +73,7 @@ class Setting:
         self.rendezvous.close()
 
 
-def _rank_0(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = 10.0) -> Collective:
+def _rank_0(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = PATIENCE_S) -> Collective:
     return Collective.join(
         host=rendezvous.host,
         port=rendezvous.port,
@@ -85,7 +85,7 @@ def _rank_0(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = 1
     )
 
 
-def _joining(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = 10.0) -> InitProcessGroupRequest:
+def _joining(rendezvous: Rendezvous, *, generation: int = 1, timeout_s: float = PATIENCE_S) -> InitProcessGroupRequest:
     return InitProcessGroupRequest(
         group="weights",
         backend=Backend.GLOO,
@@ -105,7 +105,7 @@ def setting() -> Iterator[Setting]:
     made.close()
 
 
-def receiving(endpoint: WorkerEndpoint, part: torch.Tensor, timeout_s: float = 10.0) -> Future[None]:
+def receiving(endpoint: WorkerEndpoint, part: torch.Tensor, timeout_s: float = PATIENCE_S) -> Future[None]:
     return in_background("receive", lambda: endpoint.broadcast(part, deadline=time.monotonic() + timeout_s))
 
 
@@ -114,8 +114,9 @@ def test_bytes_arrive_where_they_belong_in_group_after_group(setting: Setting) -
         root, endpoint = setting.pair()
         for start, end in ((0, 40), (40, SIZE)):
             came = receiving(endpoint, setting.memory[start:end])
-            root.broadcast(torch.full([end - start], first + start, dtype=torch.uint8), deadline=time.monotonic() + 10)
-            came.result(10)
+            data = torch.full([end - start], first + start, dtype=torch.uint8)
+            root.broadcast(data, deadline=time.monotonic() + PATIENCE_S)
+            came.result(PATIENCE_S)
         assert setting.memory.tolist() == [first] * 40 + [first + 40] * 24
         endpoint.close()
 
@@ -149,26 +150,26 @@ def test_a_silent_rank_0_is_a_deadline_and_one_that_leaves_is_missed_at_once(set
 def test_an_order_ends_only_when_the_worker_writes_no_more(setting: Setting) -> None:
     """Else the next update would share the staging memory with what is left of this one."""
     root, endpoint = setting.pair()
-    came = receiving(endpoint, setting.memory, 3.0)
+    came = receiving(endpoint, setting.memory, 5.0)
     time.sleep(0.2)
     endpoint.close()
     time.sleep(0.2)
     assert not came.done()  # gloo's receive goes on until its deadline
     with pytest.raises((DeadlineError, UpdateError)):
-        came.result(10)
+        came.result(PATIENCE_S)
     root.close()
 
 
 def test_a_worker_that_dies_ends_what_it_was_asked_for() -> None:
     with closing(Setting()) as setting:
         _, endpoint = setting.pair()
-        came = receiving(endpoint, setting.memory, 60)
+        came = receiving(endpoint, setting.memory, PATIENCE_S)
         setting.worker.kill()
         with pytest.raises(UpdateError, match="the worker has ended"):
-            came.result(10)
+            came.result(PATIENCE_S)
         setting.generation += 1
         with pytest.raises(UpdateError, match="worker has ended"):
-            setting.endpoints.join(setting.request(1.0))
+            setting.endpoints.join(setting.request(PATIENCE_S))
 
 
 def test_a_device_without_room_is_named_and_ends_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +188,7 @@ def test_a_device_without_room_is_named_and_ends_what_was_asked_for(monkeypatch:
         with closing(root.result()), closing(endpoint):
             monkeypatch.setattr(Collective, "broadcast", full)
             with pytest.raises(UpdateError, match="worker's cpu failed: OutOfMemoryError: CUDA out of memory"):
-                receiving(endpoint, shared.tensor, 60).result(10)
+                receiving(endpoint, shared.tensor, PATIENCE_S).result(PATIENCE_S)
 
 
 def test_a_group_that_does_not_form_is_a_deadline(setting: Setting) -> None:

@@ -125,14 +125,18 @@ def test_a_password_among_the_arguments_moves_into_the_environment(spelled: list
 
 
 @pytest.mark.parametrize("url", URLS)
-@pytest.mark.parametrize("override", ["streams.redis_url={}", 'streams.redis_url = "{}"', 'engine.servers=["{}"]', "{}"])
+@pytest.mark.parametrize(
+    "override", ["streams.redis_url={}", 'streams.redis_url = "{}"', 'engine.servers=["{}"]', "{}"]
+)
 def test_a_change_of_the_recipe_on_a_command_line_holds_no_password(override: str, url: str) -> None:
     """It would be in the process list as long as the process lives: of a role by --set, of `run` as a bare word."""
     with pytest.raises(RecipeError) as refused:
         load("tiny", [override.format(url)])
     assert PASSWORD not in str(refused.value)
     if "=" in override:
-        assert "$PIPELINERL_REDIS_URL" in str(refused.value) and override.partition("=")[0].strip() in str(refused.value)
+        assert "$PIPELINERL_REDIS_URL" in str(refused.value) and override.partition("=")[0].strip() in str(
+            refused.value
+        )
 
 
 def test_a_role_is_not_seen_with_its_password(tmp_path: Path) -> None:

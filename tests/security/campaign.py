@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import resource
 import time
@@ -122,8 +123,9 @@ class _Clients:
     ) -> tuple[int, bytes]:
         """Asked once more where the server has just closed the connection that was kept from the last request."""
         for is_last in (False, True):
+            body = io.BytesIO(content)  # large bytes as they are would keep the clients' own loop
             try:
-                async with http.request(method, self._url + path, headers=headers, data=content) as answer:
+                async with http.request(method, self._url + path, headers=headers, data=body) as answer:
                     return answer.status, await answer.read()
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 if is_last:

@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from inference_contract.errors import ContractError
-from inference_contract.weights import UpdatePhase, UpdateStatus
+from inference_contract.weights import Backend, UpdatePhase, UpdateStatus
 from pipelinerl import rng
 from pipelinerl.choices import Receiver
+from pipelinerl.engines.external.vllm.engine import from_options as vllm_engine
 from pipelinerl.engines.external.worker.own_process import OwnProcess, endpoints_of
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
-from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.errors import DeadlineError, ModelError, UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective
 from tests.engines.weights.test_weight_receiver import BYTES, LAYOUT, Setting
@@ -89,7 +91,10 @@ class Peers:
 
     def __init__(self) -> None:
         self.setting = Setting()
-        self.setting.receiver = WeightReceiver(self.setting.target, endpoints=OwnProcess())
+        before = psutil.Process().children()
+        self.endpoints = OwnProcess()
+        (self.nursery,) = set(psutil.Process().children()) - set(before)
+        self.setting.receiver = WeightReceiver(self.setting.target, endpoints=self.endpoints)
         self.generation = 0
         self.version = 0
 
@@ -124,6 +129,7 @@ def peers() -> Iterator[Peers]:
     made = Peers()
     yield made
     made.setting.receiver.close()
+    made.endpoints._end()
     made.setting.rendezvous.close()
 
 
@@ -150,6 +156,22 @@ async def test_whatever_a_peer_sends_the_old_weights_serve_on(cases: int, peers:
     print(f"{cases} hostile peers, {honest} updates between them: {dict(ended)}")
 
 
+async def test_the_process_that_forks_them_is_killed_and_the_next_group_forms_all_the_same(peers: Peers) -> None:
+    peers.nursery.kill()
+    peers.nursery.wait()
+    assert await peers.updated(AGREEMENT, _honest(), patience_s=PATIENCE_S) is UpdateStatus.COMMITTED
+
+
+def test_gpus_and_engines_with_a_way_of_their_own_are_refused(peers: Peers) -> None:
+    assert peers.endpoints.reaches(Backend.GLOO, BYTES) and not peers.endpoints.reaches(Backend.NCCL, BYTES)
+    with pytest.raises(
+        ModelError, match=r"vLLM engine receives weights in its own way, got engine\.receiver=own_process"
+    ):
+        vllm_engine(engine_options(receiver=Receiver.OWN_PROCESS))
+
+
 def test_a_recipe_chooses_which_process_is_in_the_group() -> None:
     assert endpoints_of(engine_options()) is IN_PROCESS
-    assert isinstance(endpoints_of(engine_options(receiver=Receiver.OWN_PROCESS)), OwnProcess)
+    chosen = endpoints_of(engine_options(receiver=Receiver.OWN_PROCESS))
+    assert isinstance(chosen, OwnProcess)
+    chosen._end()

@@ -17,7 +17,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import numpy as np
@@ -28,7 +30,6 @@ from pipelinerl.choices import Receiver
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpoint
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory, GroupEndpoint
-from pipelinerl.errors import UpdateError
 
 _NURSERY: Final = "pipelinerl.engines.external.worker.nursery_torch"
 #: More than any piece; a page of it takes memory once a piece has come there.
@@ -42,22 +43,27 @@ def endpoints_of(options: EngineOptions) -> EndpointFactory:
 
 @final
 class OwnProcess:
-    """Satisfies `EndpointFactory` for weights that are staged on the host; the nursery ends with this value."""
+    """Satisfies `EndpointFactory` for weights that are staged on the host.
+
+    The nursery ends with this value; another is started for the next membership when somebody has killed it.
+    """
 
     def __init__(self) -> None:
-        memory = os.memfd_create("pipelinerl-pieces")
-        self._line, theirs = socket.socketpair()
-        try:
-            os.truncate(memory, _MOST_BYTES)
-            self._landing = np.frombuffer(mmap.mmap(memory, _MOST_BYTES), np.uint8)
-            inherited = (theirs.fileno(), memory)
-            nursery = subprocess.Popen(
-                [sys.executable, "-m", _NURSERY, *map(str, inherited)], stdin=subprocess.DEVNULL, pass_fds=inherited
-            )
-        finally:
-            theirs.close()
-            os.close(memory)
-        weakref.finalize(self, _end, self._line, nursery)
+        self._memory = os.memfd_create("pipelinerl-pieces")
+        weakref.finalize(self, os.close, self._memory)
+        os.truncate(self._memory, _MOST_BYTES)
+        self._landing = np.frombuffer(mmap.mmap(self._memory, _MOST_BYTES), np.uint8)
+        self._one_at_a_time = threading.Lock()
+        self._line, self._end = self._nursery()
+
+    def _nursery(self) -> tuple[socket.socket, Callable[[], object]]:
+        """A new one: the line to it, and what ends it."""
+        ours, theirs = socket.socketpair()
+        inherited = (theirs.fileno(), self._memory)
+        command = [sys.executable, "-m", _NURSERY, *map(str, inherited)]
+        with theirs:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+        return ours, weakref.finalize(self, _end, ours, process)
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
         """Returns whether the bytes can be copied to where they belong: from host to host."""
@@ -71,12 +77,13 @@ class OwnProcess:
         """Have a process forked that joins the group, and return what stands for its membership here."""
         ours, theirs = socket.socketpair()
         endpoint = WorkerEndpoint(ours, name=f"group {request.group!r} generation {request.generation}")
-        with theirs:
+        with theirs, self._one_at_a_time:
             try:
                 socket.send_fds(self._line, [b"m"], [theirs.fileno()])
-            except OSError as error:
-                endpoint.close()
-                raise UpdateError(f"the process that forks endpoints has ended: {error.strerror}") from error
+            except OSError:
+                self._end()
+                self._line, self._end = self._nursery()
+                socket.send_fds(self._line, [b"m"], [theirs.fileno()])
         endpoint.order({"join": request.model_dump(mode="json")})
         return _Copied(endpoint, self._landing)
 

@@ -15,9 +15,7 @@ from typing import Any
 
 import uvloop
 
-from pipelinerl.controller.service.api import create_api
 from pipelinerl.system.http_service import listen, serve_until
-from tests.controller.service.test_service import running
 from tests.security.servers import TOKEN, application
 
 
@@ -29,6 +27,9 @@ async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
     if server != "controller":
         yield application(server, directory)
         return
+    from pipelinerl.controller.service.api import create_api
+    from tests.controller.service.test_service import running
+
     async with running(directory) as run:
         yield create_api(run.service, token=TOKEN)
 

@@ -21,6 +21,15 @@ class WeightFormat(StrEnum):
     """The error of four-bit weights, for experiments: kept and multiplied like `int8`, so no smaller and no faster."""
 
 
+class Receiver(StrEnum):
+    """Where an engine that stages weights in its own process has its endpoint in the weight group."""
+
+    IN_PROCESS = "in_process"
+    """In the same process: nothing is copied, and a peer that sends more than it has announced ends the engine."""
+    OWN_PROCESS = "own_process"
+    """In another, whose death the engine survives: for networks with peers that are not trusted."""
+
+
 class OldLogprobs(StrEnum):
     """Where `old_logprobs` come from, the denominator of PPO's ratio.
 

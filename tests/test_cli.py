@@ -174,7 +174,8 @@ def test_roles_find_the_streams_by_argument_environment_or_recipe(
     """A server's password need not stand in a command line, where everybody may read it."""
     found: list[str] = []
     monkeypatch.setattr(process, "run_until_signalled", lambda role, identity: found.append(identity.redis_url))
-    recipe = ("--set", "streams.redis_url=redis://:a@recipe")
+    Path("own.toml").write_text('base = "tiny"\nstreams.redis_url = "redis://:a@recipe"\n')
+    recipe = ("--recipe", "own.toml")
     pipelinerl("actor")
     pipelinerl("actor", *recipe)
     monkeypatch.setenv(REDIS_VARIABLE, "redis://:b@environment")

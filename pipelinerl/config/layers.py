@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pipelinerl.errors import RecipeError
+from pipelinerl.observability.redaction import without_secrets
 
 Path = tuple[str, ...]
 
@@ -35,7 +36,7 @@ def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
     """The tables with `section.key=value` overrides: one layer, in which a value replaces what was at its key.
 
     Raises:
-        RecipeError: an override is no such text, or leads through a value that is no table.
+        RecipeError: an override is no such text, holds a password, or leads through a value that is no table.
     """
     changes = [_parsed(override) for override in overrides]
     result = _copied(table)
@@ -63,7 +64,12 @@ def _as_table(value: Any, path: Path) -> Any:
 def _parsed(override: str) -> tuple[Path, Any]:
     path, separator, text = override.partition("=")
     if not separator or not path.strip():
-        raise RecipeError(f"an override must read section.key=value, got {override!r}")
+        raise RecipeError(f"an override must read section.key=value, got {without_secrets(override)!r}")
+    if text != without_secrets(text):
+        raise RecipeError(
+            f"{path.strip()}: a password must not stand in a command line, which every user of this machine can read; "
+            "write the address into the recipe's file, or, for roles started one by one, into $PIPELINERL_REDIS_URL"
+        )
     keys, value = tuple(path.strip().split(".")), _literal(text.strip())
     selector = _selector(keys)
     return ((*keys, selector), value) if selector and isinstance(value, str) else (keys, value)

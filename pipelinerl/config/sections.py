@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
-from pipelinerl.choices import COLDEST, HOTTEST, Overdue, Pin, StalenessScope, WeightFormat
+from pipelinerl.choices import COLDEST, HOTTEST, Overdue, Pin, Receiver, StalenessScope, WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.types import Sampling
@@ -88,6 +88,8 @@ class EngineSection(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options that this type of engine alone knows and checks: for vllm, fields of its `AsyncEngineArgs`."""
     on_update: OnUpdate = OnUpdate.CONTINUE
+    receiver: Receiver = Receiver.IN_PROCESS
+    """Which process is in the weight group: the engine's, or one that may die of what a peer sends (`own_process`)."""
 
 
 class ActorSection(Section):

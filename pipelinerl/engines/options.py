@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.choices import WeightFormat
+from pipelinerl.choices import Receiver, WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.weights.pull import PullSource
 from trainer_contract.types import Device, HeadPrecision, WeightDType
@@ -33,6 +33,7 @@ class EngineOptions:
         threads: CPU threads for the model; None leaves the library's default.
         seed: keys the noise of requests that name no seed.
         pull: fetches weights from parameter servers; None does not offer the transport `pull`.
+        receiver: which process is in the weight group.
         server: base URL of the server that the engine stands for; of engine types whose model runs elsewhere.
     """
 
@@ -51,6 +52,7 @@ class EngineOptions:
     threads: int | None = None
     seed: int = 0
     pull: PullSource | None = None
+    receiver: Receiver = Receiver.IN_PROCESS
     server: str | None = None
 
     def check_context(self, longest: int | None) -> None:
@@ -78,6 +80,13 @@ class EngineOptions:
         """Raise `ModelError` if there are options for a library that `engine` does not drive."""
         if self.options:
             raise ModelError(f"{engine} knows no options, got engine.options {', '.join(self.options)}; remove them")
+
+    def check_receives_where_it_is(self, engine: str) -> None:
+        """Raise `ModelError` if `engine`, which brings a way of its own, is to receive weights in another process."""
+        if self.receiver is not Receiver.IN_PROCESS:
+            raise ModelError(
+                f"{engine} receives weights in its own way, got engine.receiver={self.receiver}; leave it out"
+            )
 
     def check_native_weights(self, engine: str) -> None:
         """Raise `ModelError` if linear layers are to be quantised, which `engine` does not do."""

@@ -20,6 +20,7 @@ from typing import Any, final
 import psutil
 
 from pipelinerl.observability.events import Event, read_events
+from pipelinerl.system import tied_process
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.patience import PATIENCE_S
 
@@ -142,15 +143,23 @@ def launched(
     through: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LiveRun]:
-    """`pipelinerl run <arguments>`, which writes to `directory`; `through` is a command that becomes it."""
+    """`pipelinerl run <arguments>`, which writes to `directory`; `through` is a command that becomes it.
+
+    It is told to stop as soon as this process has gone, however that ended.
+    """
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **environment}
+    tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--")
     with output.open("w") as file:
         launcher = subprocess.Popen(
-            [*through, *CLI, "run", *arguments], stdout=file, stderr=subprocess.STDOUT, text=True, env=environment,
+            [*tie, *through, *CLI, "run", *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
     run = LiveRun(launcher, directory, output)
     try:
         yield run

@@ -29,6 +29,7 @@ from zlib import crc32
 
 from pipelinerl import registry
 from pipelinerl.config.recipe import parse
+from pipelinerl.controller.service.service import Start
 from pipelinerl.engines.bigram import engine as bigram_engine  # noqa: F401  imported before the fork, not after each
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
@@ -256,8 +257,15 @@ MUTANTS: Mapping[str, Callable[[], None]] = {
     "ack_after": acknowledge_after_checkpoint,
 }
 
+
+async def control(identity: process.Identity) -> None:
+    """The controller, which goes on where the one before it has died, as one does that the launcher starts again."""
+    died_before = (identity.run_dir / "events.jsonl").exists()
+    await controller_role.run(identity, start=Start.FROM_JOURNAL if died_before else Start.AFRESH)
+
+
 ROLES: Mapping[str, Any] = {
-    "controller": lambda identity: controller_role.run(identity, start=controller_role.Start.AFRESH),
+    "controller": control,
     "engine": engine_role.run,
     "trainer": trainer_role.run,
     "actor": actor_role.run,

@@ -5,17 +5,23 @@ The mutants show that a scenario can fail: designs that look right, and are not,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipelinerl.controller.decisions import controller
 from tests.faults.scenarios import role_killed, starved, two_trainers
 from tests.faults.scenarios.scenario import Verdict, find, names, play
+from tests.patience import PATIENCE_S
 
 
-def played(name: str, seeds: range, capsys: pytest.CaptureFixture[str]) -> None:
+def played(name: str, seeds: Sequence[int], capsys: pytest.CaptureFixture[str]) -> None:
     tally = play(find(name), seeds)
     with capsys.disabled():
         print(f"\n{tally}")
@@ -77,3 +83,33 @@ def test_a_watchdog_that_takes_a_filtered_group_for_progress_is_silent(
     monkeypatch.setattr(controller, "progress_mark", lambda state: (*mark(state), state.account.ended))
     seed = list(starved.Situation).index(starved.Situation.NO_SIGNAL)
     assert "the watchdog must speak once" in " ".join(starved.play(seed, tmp_path).broken)
+
+
+_PLAYING = """
+import sys, time
+from pathlib import Path
+from tests.fakes.live_run import launched
+
+with launched([], Path(sys.argv[1]) / "run", through=("sh", "-c", "exec sleep 1000", "sh")) as run:
+    print(run.launcher.pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_who_plays_is_killed_and_leaves_no_launcher(tmp_path: Path) -> None:
+    """A limit on time ends it by a signal, at which no `finally` is run."""
+    playing = subprocess.Popen([sys.executable, "-c", _PLAYING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    with playing:
+        assert playing.stdout is not None
+        launcher = psutil.Process(int(playing.stdout.readline()))
+        playing.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the launcher lives on"
+            time.sleep(0.02)
+    except psutil.NoSuchProcess:
+        pass
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            launcher.kill()

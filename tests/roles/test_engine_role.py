@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -16,6 +18,7 @@ from pipelinerl.roles import engine_role
 from pipelinerl.roles.engine_role import offered_url
 from pipelinerl.roles.process import Identity
 from pipelinerl.system.ports import free_ports
+from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.served import in_thread
 from tests.fakes.sglang_server import SglangServer, create_app
 from tests.patience import PATIENCE_S
@@ -80,3 +83,23 @@ def test_a_controllers_url_that_is_none_is_a_sentence() -> None:
 def test_an_engine_that_nobody_would_reach_is_refused_before_it_loads_its_model(loopback: str, outward: str) -> None:
     with pytest.raises(UserError, match=f"at {loopback}, where nobody else reaches it; start it with --host "):
         offered_url((loopback, 8001), f"http://{outward}:8000")
+
+
+_BUILD = """
+import sys
+from pathlib import Path
+from pipelinerl.config.recipe import load
+from pipelinerl.roles.engine_role import build_engine
+from pipelinerl.roles.process import Identity
+
+config = load(sys.argv[1])
+build_engine(Identity(config=config, run_dir=Path(), name="engine-0", redis_url="", controller_url="", token=None))
+print("torch" in sys.modules)
+"""
+
+
+def test_an_engine_of_numpy_has_torch_before_it_serves(tmp_path: Path) -> None:
+    """By its tokenizer's library. Imported by the first join, it would keep everybody waiting for a second."""
+    command = [sys.executable, "-c", _BUILD, str(bigram_recipe(tmp_path / "bigram"))]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert built.stdout == "True\n", built.stderr

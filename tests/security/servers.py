@@ -1,17 +1,12 @@
-"""Every server of the project as an application, with a token or without one."""
+"""Every server of the project as an application, with a token or without one.
+
+Each is imported when it is asked for: a process that serves one of them need not wait for the others.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-
-from pipelinerl.controller.service.api import create_api
-from pipelinerl.controller.service.service import ControllerService
-from pipelinerl.observability.events import EventLog
-from pipelinerl.streams.memory_stream import MemoryStream
-from tests.controller.service.test_service import Probe
-from tests.controller.world import controller
-from tests.fakes import parameter_server, scripted_engine
 
 TOKEN = "run-token"
 SERVERS = ("engine", "controller", "parameter server")
@@ -20,9 +15,20 @@ SERVERS = ("engine", "controller", "parameter server")
 def application(server: str, directory: Path, *, token: str | None = TOKEN) -> Any:
     """The application of one of `SERVERS`."""
     if server == "engine":
+        from tests.fakes import scripted_engine
+
         return scripted_engine.application(token=token)
     if server == "parameter server":
+        from tests.fakes import parameter_server
+
         return parameter_server.application(token=token)
+    from pipelinerl.controller.service.api import create_api
+    from pipelinerl.controller.service.service import ControllerService
+    from pipelinerl.observability.events import EventLog
+    from pipelinerl.streams.memory_stream import MemoryStream
+    from tests.controller.service.test_service import Probe
+    from tests.controller.world import controller
+
     service = ControllerService(
         controller(), name="test", stream=MemoryStream(), probe=Probe(), events=EventLog(directory / "events.jsonl")
     )

@@ -15,7 +15,7 @@ import pytest
 
 from pipelinerl.commands.hidden_arguments import without_password
 from pipelinerl.commands.role_options import RoleOptions
-from pipelinerl.config.recipe import load, parse, save, to_table
+from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.logs import configure
@@ -33,9 +33,14 @@ URLS = [
 ]
 
 
+def with_streams(url: str) -> RunConfig:
+    """The shipped recipe with these streams, as a recipe's file may have them."""
+    return parse(to_table(load("tiny")) | {"streams": {"redis_url": url}})
+
+
 @pytest.mark.parametrize("url", URLS)
 def test_a_report_that_everybody_may_read_has_no_password(url: str, tmp_path: Path) -> None:
-    save(load("tiny", [f"streams.redis_url={url}"]), tmp_path / "recipe.toml")
+    save(with_streams(url), tmp_path / "recipe.toml")
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("run_started", elapsed_s=0.0, run="tiny", knobs={})
         events.write("engine_unreachable", elapsed_s=1.0, reason=f"no answer from {url}")
@@ -45,7 +50,7 @@ def test_a_report_that_everybody_may_read_has_no_password(url: str, tmp_path: Pa
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_configuration_shows_it_to_nobody_and_saves_it_for_its_owner(url: str, tmp_path: Path) -> None:
-    config = load("tiny", [f"streams.redis_url={url}"])
+    config = with_streams(url)
     identity = Identity(
         config=config, run_dir=tmp_path, name="a", redis_url=url, controller_url="http://c", token="hunter2-token"
     )
@@ -118,6 +123,21 @@ def test_a_password_among_the_arguments_moves_into_the_environment(spelled: list
         {"HOME": "/", "PIPELINERL_REDIS_URL": URLS[0]},
     )
     assert without_password(["x", "--redis-url", "redis://127.0.0.1:6379/0"], {}) is None
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize(
+    "override", ["streams.redis_url={}", 'streams.redis_url = "{}"', 'engine.servers=["{}"]', "{}"]
+)
+def test_a_change_of_the_recipe_on_a_command_line_holds_no_password(override: str, url: str) -> None:
+    """It would be in the process list as long as the process lives: of a role by --set, of `run` as a bare word."""
+    with pytest.raises(RecipeError) as refused:
+        load("tiny", [override.format(url)])
+    assert PASSWORD not in str(refused.value)
+    if "=" in override:
+        assert "$PIPELINERL_REDIS_URL" in str(refused.value) and override.partition("=")[0].strip() in str(
+            refused.value
+        )
 
 
 def test_a_role_is_not_seen_with_its_password(tmp_path: Path) -> None:

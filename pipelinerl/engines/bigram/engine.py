@@ -18,6 +18,7 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.external.worker.own_process import endpoints_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
@@ -43,7 +44,12 @@ def from_options(options: EngineOptions) -> Engine:
         model = BigramModel.load(options.model_path)
         return BigramRunner(model, slots=options.slots, context_length=options.context_length)
 
-    return BatchingEngine(options, load=load, tokenizer=ChatTokenizer.load(options.model_path))
+    return BatchingEngine(
+        options,
+        load=load,
+        tokenizer=ChatTokenizer.load(options.model_path),
+        endpoints=endpoints_of(options),
+    )
 
 
 @final

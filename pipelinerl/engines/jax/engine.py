@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.external.worker.own_process import endpoints_of
 from pipelinerl.engines.jax import program as jax_program
 from pipelinerl.engines.jax.attention import PromptAttention
 from pipelinerl.engines.jax.program import DecoderProgram
@@ -45,7 +46,9 @@ def from_options(options: EngineOptions) -> Engine:
     if options.threads is not None:  # XLA reads it once, when the process first computes something
         os.environ.setdefault("NPROC", str(options.threads))
     tokenizer = ChatTokenizer.load(options.model_path)
-    return BatchingEngine(options, load=lambda: load_runner(options), tokenizer=tokenizer)
+    return BatchingEngine(
+        options, load=lambda: load_runner(options), tokenizer=tokenizer, endpoints=endpoints_of(options)
+    )
 
 
 def load_runner(options: EngineOptions, *, cache_bytes: int | None = None) -> JaxRunner:

@@ -8,6 +8,7 @@ import torch
 
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.external.worker.own_process import endpoints_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
 from pipelinerl.engines.torch.row_cache import CacheShape
@@ -27,7 +28,9 @@ def from_options(options: EngineOptions) -> Engine:
     options.check_one_device("the torch engine")
     options.check_no_options("the torch engine")
     tokenizer = ChatTokenizer.load(options.model_path)
-    return BatchingEngine(options, load=lambda: load_runner(options), tokenizer=tokenizer)
+    return BatchingEngine(
+        options, load=lambda: load_runner(options), tokenizer=tokenizer, endpoints=endpoints_of(options)
+    )
 
 
 def load_runner(

@@ -113,7 +113,7 @@ class Setting:
     async def join(self, generation: int = 1) -> None:
         self.trainer = await self.met(generation, self.receiver.init_process_group(self.joining(generation)))
 
-    async def met(self, generation: int, joined: Awaitable[Any]) -> Collective:
+    async def met(self, generation: int, joined: Awaitable[Any], *, timeout_s: float = PATIENCE_S) -> Collective:
         """Rank 0 of a group, once rank 1 has `joined`."""
         own = in_background(
             "rank-0",
@@ -124,7 +124,7 @@ class Setting:
                 generation=generation,
                 rank=0,
                 world_size=2,
-                timeout_s=PATIENCE_S,
+                timeout_s=timeout_s,
             ),
         )
         await joined

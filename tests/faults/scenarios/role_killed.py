@@ -1,4 +1,4 @@
-"""Trainer, actor or Redis are killed (kill -9) at random points: no acknowledged rollout is lost, none trained twice.
+"""Any role, or Redis, is killed (kill -9) at random points: no acknowledged rollout is lost, none trained twice.
 
 A rollout group is acknowledged once the server has answered its append. Each copy of a group that was ever acknowledged
 must come to one of these ends, or it is lost:
@@ -39,7 +39,10 @@ KILLS = 5
 POINTS = {
     "trainer": ("append", "read", "trim", "update", "checkpoint", "acknowledge"),
     "actor": ("append", "claim", "acknowledge", "renew"),
+    "controller": ("append", "read", "trim", "last_id"),
+    "engine": ("none",),  # it uses no stream: at any moment
 }
+VICTIMS = {"trainer": 0.25, "actor": 0.25, "controller": 0.2, "engine": 0.15, "server": 0.15}
 PARTITION = f"{ROLLOUTS}actor"
 
 
@@ -62,7 +65,7 @@ def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) ->
     broken += [f"order {index} is lost: {why}" for index, why in found.lost]
     broken += [f"order {index} was trained {times} times" for index, times in found.twice]
     broken += found.unbalanced
-    order = ("kills", "of trainers", "of actors", "of servers", "acknowledged groups", "forgotten by a server", "lost")
+    order = ("kills", *(f"of {role}s" for role in VICTIMS), "acknowledged groups", "forgotten by a server", "lost")
     return Verdict({name: figures[name] for name in (*order, "trained twice")}, tuple(broken))
 
 
@@ -71,7 +74,7 @@ def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figur
     random = generator(seed, "kill", number)
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + 2, f"two steps before kill {number}")
-    victim = "trainer" if mutant else str(random.choice(["trainer", "actor", "server"], p=[0.4, 0.4, 0.2]))
+    victim = "trainer" if mutant else str(random.choice(list(VICTIMS), p=list(VICTIMS.values())))
     if victim == "server":
         time.sleep(random.uniform(0, 0.1))
         made = {group["entry"] for group in cluster.kill_server()}
@@ -82,7 +85,8 @@ def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figur
         figures["forgotten by a server"] += len(gone)
     else:
         operation = "acknowledge" if mutant else str(random.choice(POINTS[victim]))
-        cluster.kill(victim, operation=operation, points=int(random.integers(0, 8)), grace_s=0.4)
+        grace_s = random.uniform(0, 0.4) if operation == "none" else 0.4
+        cluster.kill(victim, operation=operation, points=int(random.integers(0, 8)), grace_s=grace_s)
         cluster.start(victim)
     figures["kills"] += 1
     figures[f"of {victim}s"] += 1

@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,8 +34,8 @@ class Scenario:
 
     name: str
     play: Callable[[int, Path], Verdict]
-    short: range
-    long: range
+    short: Sequence[int]
+    long: Sequence[int]
 
 
 @dataclass(slots=True)

@@ -49,6 +49,7 @@ def sglang_server(options: EngineOptions) -> Engine:
 def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) -> Engine:
     if options.server is None:
         raise ModelError('this engine needs the server that it stands for; say engine.servers=["http://host:port"]')
+    options.check_receives_where_it_is("the adapter of a server that you started")
     options.check_no_options("the adapter of a server that you started with options of its own")
     options.check_no_memory_share("the adapter of a server")
     options.check_native_weights("the adapter of a server")

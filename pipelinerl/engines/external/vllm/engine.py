@@ -47,6 +47,7 @@ def from_options(options: EngineOptions) -> Engine:
         ModelError: the options ask for what this engine cannot do, or another vLLM is installed than it knows.
     """
     options.check_native_weights("the vLLM engine")
+    options.check_receives_where_it_is("the vLLM engine")
     options.check_head_of_the_model("the vLLM engine")
     check_names(options.options)
     check_version(_installed()[1])

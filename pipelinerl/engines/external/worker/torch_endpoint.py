@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -42,8 +43,12 @@ def _serve(line: socket.socket, staged: Tensor, device: torch.device) -> None:
             greeting, ends, _, _ = socket.recv_fds(line, 1, 1)
             if not greeting:
                 return  # the engine's process has ended
-            membership = _Membership(socket.socket(fileno=ends[0]), staged, device)
-            in_background("endpoint", membership.serve)
+            in_background("endpoint", partial(serve_membership, socket.socket(fileno=ends[0]), staged, device))
+
+
+def serve_membership(line: socket.socket, staged: Tensor, device: torch.device) -> None:
+    """Take one endpoint, and do what the engine orders over `line` until it hangs up."""
+    _Membership(line, staged, device).serve()
 
 
 @final

@@ -138,8 +138,11 @@ class WorkerEndpoint:
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
         """Have the worker receive into the same bytes; it answers when it writes there no more."""
         start = tensor.storage_offset()
-        timeout_s = max(deadline - time.monotonic(), 1e-3)
-        self.order({"receive": [start, start + tensor.numel()], "timeout_s": timeout_s})
+        self.receive(start, start + tensor.numel(), deadline=deadline)
+
+    def receive(self, start: int, end: int, *, deadline: float) -> None:
+        """Have the worker receive into these bytes of the memory that both map. Raises as `broadcast`."""
+        self.order({"receive": [start, end], "timeout_s": max(deadline - time.monotonic(), 1e-3)})
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
         """Have the worker do it; returns its answer, or raises what went wrong there, and then the endpoint is left."""

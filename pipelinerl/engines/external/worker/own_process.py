@@ -1,0 +1,116 @@
+"""`OwnProcess`: an engine's endpoint in the weight group in a process of its own, whose death the engine survives.
+
+Gloo throws, in a thread of its own, at a peer that sends more than it has announced, and that ends the process. Here it
+ends one that was forked for this membership alone: the update fails as if rank 0 had left, and the engine serves on.
+
+    engine's process                      nursery, which has torch         a process for each membership
+      OwnProcess ─────── starts ────────▶ nursery_torch ────── forks ────▶ a thread ── Collective ── rank 0
+          └─ WorkerEndpoint ── orders, answers, memory that both map ───────┘
+
+It costs a process that holds torch, and a copy of each piece out of that memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_contract.weights import Backend, InitProcessGroupRequest
+from pipelinerl.choices import Receiver
+from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpoint
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory, GroupEndpoint
+
+_NURSERY: Final = "pipelinerl.engines.external.worker.nursery_torch"
+#: More than any piece; a page of it takes memory once a piece has come there.
+_MOST_BYTES: Final = 2**36
+
+
+def endpoints_of(options: EngineOptions) -> EndpointFactory:
+    """Where an engine of these options, whose staged weights are in its own process, has its endpoint."""
+    return OwnProcess() if options.receiver is Receiver.OWN_PROCESS else IN_PROCESS
+
+
+@final
+class OwnProcess:
+    """Satisfies `EndpointFactory` for weights that are staged on the host.
+
+    The nursery ends with this value; another is started for the next membership when somebody has killed it.
+    """
+
+    def __init__(self) -> None:
+        self._memory = os.memfd_create("pipelinerl-pieces")
+        weakref.finalize(self, os.close, self._memory)
+        os.truncate(self._memory, _MOST_BYTES)
+        self._landing = np.frombuffer(mmap.mmap(self._memory, _MOST_BYTES), np.uint8)
+        self._one_at_a_time = threading.Lock()
+        self._line, self._end = self._nursery()
+
+    def _nursery(self) -> tuple[socket.socket, Callable[[], object]]:
+        """A new one: the line to it, and what ends it."""
+        ours, theirs = socket.socketpair()
+        inherited = (theirs.fileno(), self._memory)
+        command = [sys.executable, "-m", _NURSERY, *map(str, inherited)]
+        with theirs:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+        return ours, weakref.finalize(self, _end, ours, process)
+
+    def reaches(self, backend: Backend, staging: Any) -> bool:
+        """Returns whether the bytes can be copied to where they belong: from host to host."""
+        return backend is Backend.GLOO and str(getattr(staging, "device", "cpu")) == "cpu"
+
+    def buffer(self, staging: Any, num_bytes: int) -> Any:
+        """As in the engine's own process, where it is."""
+        return IN_PROCESS.buffer(staging, num_bytes)
+
+    def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
+        """Have a process forked that joins the group, and return what stands for its membership here."""
+        ours, theirs = socket.socketpair()
+        endpoint = WorkerEndpoint(ours, name=f"group {request.group!r} generation {request.generation}")
+        with theirs, self._one_at_a_time:
+            try:
+                socket.send_fds(self._line, [b"m"], [theirs.fileno()])
+            except OSError:
+                self._end()
+                self._line, self._end = self._nursery()
+                socket.send_fds(self._line, [b"m"], [theirs.fileno()])
+        endpoint.order({"join": request.model_dump(mode="json")})
+        return _Copied(endpoint, self._landing)
+
+
+@final
+class _Copied:
+    """Satisfies `GroupEndpoint`: what the other process has received is copied from the memory that both map."""
+
+    def __init__(self, endpoint: WorkerEndpoint, landing: NDArray[np.uint8]) -> None:
+        self._endpoint = endpoint
+        self._landing = landing
+
+    def expect(self, key: str, *, deadline: float) -> str:
+        """Have it wait for what rank 0 announces."""
+        return self._endpoint.expect(key, deadline=deadline)
+
+    def broadcast(self, tensor: Any, *, deadline: float) -> None:
+        """Have it receive as many bytes, and take them."""
+        self._endpoint.receive(0, tensor.numel(), deadline=deadline)
+        tensor.numpy()[:] = self._landing[: tensor.numel()]
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._endpoint.close()
+
+
+def _end(line: socket.socket, nursery: subprocess.Popen[bytes]) -> None:
+    line.close()
+    nursery.kill()
+    nursery.wait()

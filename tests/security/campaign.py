@@ -1,0 +1,146 @@
+"""A fuzzing campaign over real connections: the server must fail no request, keep nobody waiting and keep no memory."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import resource
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, final
+
+import aiohttp
+
+from tests.fakes.served import as_process
+from tests.security.fuzzer import requests
+from tests.security.servers import TOKEN, application
+from tests.security.waiting import Stall, Waiting
+
+#: Refusals above 499 that say what somebody else did, or that this server ends: none is a server's own failure.
+HONEST: Final = frozenset({"dirty", "engine_stopped", "peer_lost", "deadline_exceeded", "digest_mismatch", "failed"})
+#: Longer than any answer that is not one to a question that waits for others.
+_WAITS_FOR_OTHERS_S: Final = 1.0
+#: The one that starts soonest: what it takes to answer is the machine's doing, whichever it is.
+_IDLE: Final = "parameter server"
+#: Clients, each with a connection, that take requests from one seeded stream.
+_CLIENTS: Final = 4
+
+
+@dataclass(slots=True)
+class Findings:
+    """What came of a campaign; `grown_bytes` is what the server holds at its end beyond what it held after a part."""
+
+    requests: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    waited: int = 0
+    failures: list[str] = field(default_factory=list)
+    stall: Stall = field(default_factory=lambda: Stall(0.0))
+    stalled_by: list[str] = field(default_factory=list)
+    grown_bytes: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{count} × {status}" for status, count in sorted(self.statuses.items()))
+        return (
+            f"{self.requests} requests in {self.seconds:.0f} s: {counted}; {self.waited} waited for others; "
+            f"{len(self.failures)} failures; longest stall {self.stall.seconds * 1e3:.0f} ms (others waited "
+            f"{self.stall.waited_s * 1e3:.0f} ms); {self.grown_bytes / 2**20:+.1f} MiB"
+        )
+
+
+@dataclass(slots=True)
+class _Asked:
+    words: str
+    began: float = field(default_factory=time.monotonic)
+    ended: float = float("inf")
+
+
+async def campaign(server: str, directory: Path, *, seed: int, count: int) -> Findings:
+    """Ask one of `SERVERS`, in a process of its own; its memory is looked at after a quarter of the requests."""
+    for name in ("server", "idle", "routes"):
+        (directory / name).mkdir()
+    module = "tests.security.fuzzed_server"
+    with (
+        as_process(module, server, str(directory / "server")) as (url, process),
+        as_process(module, _IDLE, str(directory / "idle")) as (idle_url, _),
+        Waiting(url, idle_url, pid=process.pid) as waiting,
+    ):
+        stream, began = requests(seed, application(server, directory / "routes"), TOKEN), time.monotonic()
+        clients = _Clients(url, stream)
+        await clients.ask(count // 4)
+        settled = _resident_bytes(process.pid)
+        await clients.ask(count - count // 4)
+        found = clients.found
+        found.grown_bytes = _resident_bytes(process.pid) - settled
+        found.seconds = time.monotonic() - began
+        found.stall, *_ = waiting.stalls()
+        found.stalled_by = clients.at_work(found.stall)
+    return found
+
+
+@final
+class _Clients:
+    def __init__(self, url: str, stream: Iterator[tuple[str, str, dict[str, str], bytes]]) -> None:
+        self.found = Findings()
+        self._url = url
+        self._stream = stream
+        self._asked = deque[_Asked](maxlen=100_000)
+
+    async def ask(self, count: int) -> None:
+        """So many requests more, each client one after another."""
+        until, patience = self.found.requests + count, aiohttp.ClientTimeout(total=_WAITS_FOR_OTHERS_S)
+        connections = aiohttp.TCPConnector(keepalive_timeout=60.0)
+        async with aiohttp.ClientSession(connector=connections, timeout=patience, trust_env=False) as http:
+            await asyncio.gather(*(self._client(http, until) for _ in range(_CLIENTS)))
+
+    def at_work(self, stall: Stall) -> list[str]:
+        """What was asked meanwhile."""
+        return [asked.words for asked in self._asked if asked.began < stall.ended and asked.ended > stall.began]
+
+    async def _client(self, http: aiohttp.ClientSession, until: int) -> None:
+        found = self.found
+        while found.requests < until:
+            found.requests += 1
+            method, path, headers, content = next(self._stream)
+            asked = _Asked(f"{method} {path} {headers} {len(content)} bytes {content[:300]!r}")
+            self._asked.append(asked)
+            try:
+                status, body = await self._answer(http, method, path, headers, content)
+            except TimeoutError:
+                found.waited += 1
+            except aiohttp.ClientError as error:
+                found.failures.append(f"no answer to {asked.words}: {error!r}")
+            else:
+                found.statuses[status] += 1
+                if status >= 500 and _code(body) not in HONEST:
+                    found.failures.append(f"{status} to {asked.words}: {body[:500]!r}")
+            asked.ended = time.monotonic()
+
+    async def _answer(
+        self, http: aiohttp.ClientSession, method: str, path: str, headers: dict[str, str], content: bytes
+    ) -> tuple[int, bytes]:
+        """Asked once more where the server has just closed the connection that was kept from the last request."""
+        for is_last in (False, True):
+            body = io.BytesIO(content)  # large bytes as they are would keep the clients' own loop
+            try:
+                async with http.request(method, self._url + path, headers=headers, data=body) as answer:
+                    return answer.status, await answer.read()
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if is_last:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _code(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,0 +1,47 @@
+"""One of the servers as a process, to be fuzzed or to be idle beside one that is.
+
+python -m tests.security.fuzzed_server SERVER DIRECTORY      prints its port, serves until it is killed
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from pipelinerl.system.http_service import listen, serve_until
+from tests.security.servers import TOKEN, application
+
+
+@asynccontextmanager
+async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
+    """Its application; a controller's with the service behind it that reads, journals and acts."""
+    if server == "engine":
+        import_module("torch")  # as every engine of ours has by its tokenizer: the first join would stand still for it
+    if server != "controller":
+        yield application(server, directory)
+        return
+    from pipelinerl.controller.service.api import create_api
+    from tests.controller.service.test_service import running
+
+    async with running(directory) as run:
+        yield create_api(run.service, token=TOKEN)
+
+
+async def main(server: str, directory: Path) -> None:
+    """Serve; what is written to stderr, by libraries too, goes into the directory."""
+    os.dup2(os.open(directory / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), sys.stderr.fileno())
+    with listen("127.0.0.1", 0) as bound:
+        async with at_work(server, directory) as app:
+            print(bound.getsockname()[1], flush=True)
+            await serve_until(app, bound)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], Path(sys.argv[2])))

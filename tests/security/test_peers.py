@@ -1,0 +1,177 @@
+"""Peers of the weight group that announce the one and do the other: the update fails, and the old weights serve on.
+
+What rank 0 does is drawn from a seed, and a failure names the case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from inference_contract.errors import ContractError
+from inference_contract.weights import Backend, UpdatePhase, UpdateStatus
+from pipelinerl import rng
+from pipelinerl.choices import Receiver
+from pipelinerl.engines.external.vllm.engine import from_options as vllm_engine
+from pipelinerl.engines.external.worker.own_process import OwnProcess, endpoints_of
+from pipelinerl.engines.weights.group_endpoint import IN_PROCESS
+from pipelinerl.engines.weights.weight_receiver import WeightReceiver
+from pipelinerl.errors import DeadlineError, ModelError, UpdateError
+from pipelinerl.system.background import in_background
+from pipelinerl.weights.broadcast.collective import Collective
+from tests.engines.weights.test_weight_receiver import BYTES, LAYOUT, Setting
+from tests.fakes.engine_options import engine_options
+from tests.patience import PATIENCE_S
+
+KEY = "pieces"
+BUCKET_BYTES = 32
+PIECES = LAYOUT.pieces(BUCKET_BYTES)
+AGREEMENT = LAYOUT.agreement(BUCKET_BYTES).encode()
+
+Draw = np.random.Generator
+#: What is announced, and the bytes of each piece that is sent then; None stands for leaving.
+Attack = tuple[bytes | None, list[bytes | None]]
+
+
+def _honest() -> list[bytes | None]:
+    return [BYTES[start:end].tobytes() for start, end in PIECES]
+
+
+def longer(draw: Draw) -> Attack:
+    pieces = _honest()
+    at = int(draw.integers(len(pieces)))
+    pieces[at] = draw.bytes(BUCKET_BYTES + int(draw.choice([1, 2, 31, 32, 4096, 2**20, 2**24])))
+    return AGREEMENT, pieces
+
+
+def shorter(draw: Draw) -> Attack:
+    pieces = _honest()
+    pieces[int(draw.integers(len(pieces)))] = draw.bytes(int(draw.integers(1, BUCKET_BYTES)))
+    return AGREEMENT, pieces
+
+
+def other_bytes(draw: Draw) -> Attack:
+    pieces = _honest()
+    pieces[int(draw.integers(len(pieces)))] = draw.bytes(BUCKET_BYTES)
+    return AGREEMENT, pieces
+
+
+def out_of_order(draw: Draw) -> Attack:
+    return AGREEMENT, list(reversed(_honest()))
+
+
+def leaves(draw: Draw) -> Attack:
+    return AGREEMENT, [*_honest()[: int(draw.integers(len(PIECES)))], None]
+
+
+def other_announcement(draw: Draw) -> Attack:
+    wrong = [b"", b"\x00", b"\xff\xfe" + AGREEMENT, AGREEMENT + b" ", AGREEMENT[:-1], draw.bytes(64), b"x" * 2**20]
+    return wrong[int(draw.integers(len(wrong)))], _honest()
+
+
+def silence(draw: Draw) -> Attack:
+    return (None, [None]) if draw.integers(2) else (AGREEMENT, [None])
+
+
+ATTACKS: tuple[Callable[[Draw], Attack], ...] = (
+    longer, shorter, other_bytes, out_of_order, leaves, other_announcement, silence
+)  # fmt: skip
+
+
+class Peers:
+    """An engine's receiver whose endpoint is in a process of its own, and rank 0, which is this process."""
+
+    def __init__(self) -> None:
+        self.setting = Setting()
+        before = psutil.Process().children()
+        self.endpoints = OwnProcess()
+        (self.nursery,) = set(psutil.Process().children()) - set(before)
+        self.setting.receiver = WeightReceiver(self.setting.target, endpoints=self.endpoints)
+        self.generation = 0
+        self.version = 0
+
+    async def updated(self, announced: bytes | None, pieces: list[bytes | None], *, patience_s: float) -> UpdateStatus:
+        """A whole update as rank 0 means it; raises what it fails with."""
+        self.generation, self.version = self.generation + 1, self.version + 1
+        joined = self.setting.receiver.init_process_group(self.setting.joining(self.generation, timeout_s=PATIENCE_S))
+        rank_0 = await self.setting.met(self.generation, joined, timeout_s=PATIENCE_S)
+        about = {"version": self.version, "bucket_bytes": BUCKET_BYTES, "timeout_s": patience_s}
+        await self.setting.phase(UpdatePhase.PREPARE, **about, generation=self.generation, pieces_key=KEY)
+        sending = in_background("send", lambda: self._send(rank_0, announced, pieces))
+        try:
+            return await self.setting.phase(UpdatePhase.COMMIT, **about)
+        finally:
+            await asyncio.wait({asyncio.wrap_future(sending)})
+            rank_0.close()
+
+    def _send(self, rank_0: Collective, announced: bytes | None, pieces: list[bytes | None]) -> None:
+        if announced is not None:
+            rank_0._store.set(KEY, announced)
+        with suppress(UpdateError, DeadlineError):  # the engine has had enough
+            for piece in pieces:
+                if piece is None:
+                    rank_0.close()
+                else:
+                    data = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+                    rank_0.broadcast(data, deadline=time.monotonic() + PATIENCE_S)
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    made = Peers()
+    yield made
+    made.setting.receiver.close()
+    made.endpoints._end()
+    made.setting.rendezvous.close()
+
+
+@pytest.mark.parametrize("cases", [14, pytest.param(700, marks=[pytest.mark.chaos, pytest.mark.timeout(1800)])])
+async def test_whatever_a_peer_sends_the_old_weights_serve_on(cases: int, peers: Peers) -> None:
+    target, ended, honest = peers.setting.target, Counter[str](), 0
+    assert await peers.updated(AGREEMENT, _honest(), patience_s=PATIENCE_S) is UpdateStatus.COMMITTED
+    for case in range(cases):
+        attack = ATTACKS[case % len(ATTACKS)]
+        announced, pieces = attack(rng.generator(case, "peer"))
+        before = target.serving()
+        patience_s = 0.3 if attack is silence else PATIENCE_S
+        try:
+            status = await peers.updated(announced, pieces, patience_s=patience_s)
+        except ContractError as error:
+            ended[f"{attack.__name__}: {error.code}"] += 1
+        else:
+            raise AssertionError(f"case {case}, {attack.__name__}, was taken: {status}")
+        assert target.serving() == before and np.array_equal(target.current, BYTES), f"case {case}, {attack.__name__}"
+        if case % 14 == 13:
+            assert await peers.updated(AGREEMENT, _honest(), patience_s=PATIENCE_S) is UpdateStatus.COMMITTED
+            honest += 1
+    assert honest == cases // 14 and sum(ended.values()) == cases
+    print(f"{cases} hostile peers, {honest} updates between them: {dict(ended)}")
+
+
+async def test_the_process_that_forks_them_is_killed_and_the_next_group_forms_all_the_same(peers: Peers) -> None:
+    peers.nursery.kill()
+    peers.nursery.wait()
+    assert await peers.updated(AGREEMENT, _honest(), patience_s=PATIENCE_S) is UpdateStatus.COMMITTED
+
+
+def test_gpus_and_engines_with_a_way_of_their_own_are_refused(peers: Peers) -> None:
+    assert peers.endpoints.reaches(Backend.GLOO, BYTES) and not peers.endpoints.reaches(Backend.NCCL, BYTES)
+    with pytest.raises(
+        ModelError, match=r"vLLM engine receives weights in its own way, got engine\.receiver=own_process"
+    ):
+        vllm_engine(engine_options(receiver=Receiver.OWN_PROCESS))
+
+
+def test_a_recipe_chooses_which_process_is_in_the_group() -> None:
+    assert endpoints_of(engine_options()) is IN_PROCESS
+    chosen = endpoints_of(engine_options(receiver=Receiver.OWN_PROCESS))
+    assert isinstance(chosen, OwnProcess)
+    chosen._end()

@@ -1,0 +1,105 @@
+"""How long others wait for a server that somebody keeps busy: `Waiting`, in a process of its own.
+
+Beside the server stands an idle one, and both are asked for `/health` at the same moments, whatever the
+process that asks the rest is doing. A *stall* is by how much the one answers later than the other, less what the kernel
+says that it kept the server ready to run while others had the cores: a machine that is merely busy makes none.
+
+    python -m tests.security.waiting URL IDLE_URL PID      prints its longest stalls as JSON once stdin has closed
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import select
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Self, final
+
+from tests.patience import PATIENCE_S
+from tests.security.raw_http import connect
+
+_PROBE_EVERY_S: Final = 0.005
+_KEPT: Final = 3
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Stall:
+    """How long others waited because of the server itself; from when to when, by the monotonic clock."""
+
+    seconds: float
+    waited_s: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
+
+
+@final
+class Waiting:
+    """Beside a server with this process id, from the beginning of the block to `stalls`."""
+
+    def __init__(self, url: str, idle_url: str, *, pid: int) -> None:
+        command = [sys.executable, "-m", "tests.security.waiting", url, idle_url, str(pid)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Self:
+        assert self._process.stdout is not None and self._process.stdout.readline() == "watching\n"
+        return self
+
+    def stalls(self) -> list[Stall]:
+        """The longest ones, the longest first."""
+        told, _ = self._process.communicate(timeout=PATIENCE_S)
+        return [Stall(**stall) for stall in json.loads(told)]
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def _watch(target: socket.socket, idle: socket.socket, pid: int) -> list[Stall]:
+    longest = [Stall(0.0)]
+    while not select.select([sys.stdin], [], [], _PROBE_EVERY_S)[0]:
+        not_run, began = _not_run_s(pid), time.monotonic()
+        waited = _asked(target, idle)
+        ended, excuse = time.monotonic(), max(waited[idle], _not_run_s(pid) - not_run)
+        heapq.heappush(longest, Stall(waited[target] - excuse, waited[target], began, ended))
+        if len(longest) > _KEPT:
+            heapq.heappop(longest)
+    return sorted(longest, reverse=True)
+
+
+def _asked(*connections: socket.socket) -> dict[socket.socket, float]:
+    """Ask at once; how long each took to answer, in seconds."""
+    heard, took, began = dict.fromkeys(connections, b""), dict[socket.socket, float](), time.monotonic()
+    for connection in connections:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    while len(took) < len(connections):
+        ready, _, _ = select.select([one for one in connections if one not in took], [], [], PATIENCE_S)
+        assert ready, f"no answer within {PATIENCE_S:g} s"
+        for connection in ready:
+            piece = connection.recv(65536)
+            assert piece, "the connection was closed"
+            heard[connection] += piece
+            if b"\r\n\r\n" in heard[connection] and heard[connection].endswith(b"}"):
+                took[connection] = time.monotonic() - began
+    return took
+
+
+def _not_run_s(pid: int) -> float:
+    """For how long the kernel has let the main thread, which runs the event loop, wait for a core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
+def main(url: str, idle_url: str, pid: int) -> None:
+    """Watch until stdin is closed, then tell."""
+    with connect(url) as target, connect(idle_url) as idle:
+        _asked(target, idle)
+        print("watching", flush=True)
+        print(json.dumps([asdict(stall) for stall in _watch(target, idle, pid)]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -28,7 +28,8 @@ async def tried(domain: DomainSection, problems: Mixture) -> str:
         truth, empty = [await _judged(verifier, problems.problem(0), text) for text in (None, "")]
         if not (truth.verdict.outcome.is_judgement or empty.verdict.outcome.is_judgement):
             raise RecipeError(f"{where}.verifier cannot judge its problems: {truth.verdict.reason}")
-        if all(name in registry.VERIFIERS for _, name in names_of(domain)):
+        names = {name for _, name in names_of(domain)}
+        if names <= registry.VERIFIERS.keys() - registry.WITHOUT_REFERENCE:
             await _find_one_right(verifier, problems, truth, where=where)
     finally:
         await verifier.close()

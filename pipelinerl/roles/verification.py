@@ -62,6 +62,9 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _opened(domain: DomainSection, where: str, name: str) -> GroupVerifier:
     thing = registry.load(where, registry.VERIFIERS, name)
     deadline_s, workers = domain.verifier_timeout_s, domain.verifier_workers
+    if name == "instruction_following":
+        section = domain.instructions
+        return EachAlone(thing(score=section.score, matching=section.matching, deadline_s=deadline_s, workers=workers))
     if name in _POOLED:
         return EachAlone(thing(deadline_s=deadline_s, workers=workers))
     if not registry.is_user_code(registry.VERIFIERS, name):

@@ -82,10 +82,11 @@ VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),
     "reasoning_gym": RegistryEntry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
     "instruction_following": RegistryEntry("pipelinerl.verifiers.instruction_following:InstructionFollowing"),
+    "judge": RegistryEntry("pipelinerl.verifiers.judge.judge:Judge"),
 }
 
 #: Verifiers that do not compare with a reference answer, which their problems may lack.
-WITHOUT_REFERENCE: Final = frozenset({"instruction_following"})
+WITHOUT_REFERENCE: Final = frozenset({"instruction_following", "judge"})
 
 
 def is_user_code(entries: Mapping[str, RegistryEntry], name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from pipelinerl.choices import COLDEST, HOTTEST
-from pipelinerl.config.judging import InstructionsSection
+from pipelinerl.config.judging import InstructionsSection, JudgeSection
 from pipelinerl.config.learning import RewardSection
 from pipelinerl.config.sections import Section
 from pipelinerl.config.verification import RewardPartSection, contradictions
@@ -47,6 +47,8 @@ class DomainSection(Section):
     reward: RewardSection | None = None
     instructions: InstructionsSection = InstructionsSection()
     """Of the verifier `instruction_following`."""
+    judge: JudgeSection | None = None
+    """Of the verifier `judge`."""
 
     # how problems are asked: docs/data.md
     system_prompt: str = ""
@@ -84,6 +86,8 @@ class DomainSection(Section):
     def _judged_in_one_way(self) -> Self:
         for sentence in contradictions(self.verifier, self.rewards):
             raise ValueError(sentence)
+        if self.judge is not None and "judge" not in {self.verifier, *(part.function for part in self.rewards)}:
+            raise ValueError('judge is a table of the verifier judge, which this domain lacks; say verifier = "judge"')
         return self
 
     @property

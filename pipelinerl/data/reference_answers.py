@@ -157,7 +157,7 @@ def _surrounded(text: str, by_kind: dict[type, Any], topic: str) -> str:
         text = text.upper()
     if wording.AllLowercase in by_kind:
         text = text.lower()
-    return f'"{text}"' if wording.Quotation in by_kind else text
+    return f'"{text}"' if wording.QuotationMarks in by_kind else text
 
 
 def _capitalized(text: str) -> str:

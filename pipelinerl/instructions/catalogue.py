@@ -45,7 +45,7 @@ CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
     "length_constraints:number_words": counts.NumberOfWords,
     "punctuation:no_comma": wording.NoComma,
     "startend:end_checker": wording.EndPhrase,
-    "startend:quotation": wording.Quotation,
+    "startend:quotation": wording.QuotationMarks,
 }
 
 _LAYOUTS: Final = "instructions, instruction_id_list with kwargs, or a ground truth of instruction_id with kwargs"

@@ -74,7 +74,7 @@ class EndPhrase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return answer.strip().strip('"').lower().endswith(self.end_phrase.strip().strip('"').lower())
 
 
-class Quotation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class QuotationMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`startend:quotation`."""
 
     @property

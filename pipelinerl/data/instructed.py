@@ -4,8 +4,8 @@
                    topics = ["the sea", …] }
 
 Promises: problem i is a pure function of split, seed and i; its instructions can be followed at once, for its ground
-truth is an answer that follows all of them (`reference_answers.py`), which may serve as a demonstration; its metadata
-names them as the verifier `instruction_following` reads them, and it is tagged with how many there are.
+truth is an answer that follows all of them (`reference_answers.py`); its metadata names them as the verifier
+`instruction_following` reads them, and it is tagged with how many there are.
 """
 
 from __future__ import annotations

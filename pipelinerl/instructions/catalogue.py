@@ -1,8 +1,9 @@
-"""The instructions by their ids, and how a problem's metadata names them. Three layouts are read:
+"""The instructions by their ids, and how a problem names them. Four layouts are read:
 
     instructions: [{"id": "punctuation:no_comma"}, {"id": "keywords:existence", "keywords": ["sea"]}]
     instruction_id_list: ["punctuation:no_comma", …]   with   kwargs: [{}, …]       IFEval's own; null is not given
     ground_truth: '[{"instruction_id": ["punctuation:no_comma", …], "kwargs": [null, …]}]'     open-instruct's, as text
+    ground_truth: '{"func_name": "validate_no_commas", "N": null, …}'                       RLVR-IFeval's (`rlvr.py`)
 
 To add one: write its struct in the file that it belongs to, and a line here.
 """
@@ -19,6 +20,7 @@ import msgspec
 from pipelinerl.errors import RecipeError
 from pipelinerl.instructions import counts, formats, wording
 from pipelinerl.instructions.instruction import Instruction
+from pipelinerl.instructions.rlvr import FUNCTION, of_function
 
 CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
     "change_case:capital_word_frequency": counts.CapitalWordFrequency,
@@ -48,7 +50,9 @@ CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
     "startend:quotation": wording.QuotationMarks,
 }
 
-_LAYOUTS: Final = "instructions, instruction_id_list with kwargs, or a ground truth of instruction_id with kwargs"
+_LAYOUTS: Final = (
+    "instructions, instruction_id_list with kwargs, or its ground truth instruction_id with kwargs or func_name"
+)
 
 
 class Asked(NamedTuple):
@@ -98,13 +102,12 @@ def _named(metadata: Mapping[str, Any], ground_truth: str) -> list[tuple[str, Ma
         truth = json.loads(ground_truth)
     except (ValueError, RecursionError):
         return []
-    listed = truth if isinstance(truth, list) else [truth]
-    return [
-        pair
-        for each in listed
-        if isinstance(each, dict) and "instruction_id" in each
-        for pair in _paired(each["instruction_id"], each.get("kwargs"))
-    ]
+    listed = [each for each in (truth if isinstance(truth, list) else [truth]) if isinstance(each, dict)]
+    pairs: list[tuple[str, Mapping[str, Any]]] = []
+    for each in listed:
+        pairs += [of_function(each)] if FUNCTION in each else []
+        pairs += _paired(each["instruction_id"], each.get("kwargs")) if "instruction_id" in each else []
+    return pairs
 
 
 def _paired(ids: Any, parameters: Any) -> list[tuple[str, Mapping[str, Any]]]:

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from pipelinerl.instructions.instruction import Count, Relation, Text, Texts
 from pipelinerl.instructions.text import hyphenated_words, num_sentences, words
 
-_DIVIDER = re.compile(r"\s?\*\*\*\s?")
+_DIVIDER = re.compile(r"\s?(?:\*\*\*|\* \* \*)\s?")
 _ENDS_A_FIRST_WORD = re.compile(r"[.,?!'\"]")
 
 
@@ -51,7 +51,7 @@ class NumberOfSentences(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:number_paragraphs`: exactly so many, with `***` between them."""
+    """`length_constraints:number_paragraphs`: exactly so many, with `***` (or `* * *`) between them."""
 
     num_paragraphs: Count
 

@@ -9,9 +9,9 @@ import re
 from typing import Final
 
 import orjson
-from msgspec import Struct
+from msgspec import Struct, field
 
-from pipelinerl.instructions.instruction import Count, Text
+from pipelinerl.instructions.instruction import Count, Text, Texts
 
 _PLACEHOLDER: Final = re.compile(r"\[[^\[\]\n]+\]")
 _HIGHLIGHT: Final = re.compile(r"\*\*[^\n*]*\*\*|\*[^\n*]*\*")
@@ -20,7 +20,7 @@ _POSTSCRIPTS: Final = {
     "P.S.": re.compile(r"p\.\s?s\.", re.IGNORECASE),
     "P.P.S": re.compile(r"p\.\s?p\.\s?s", re.IGNORECASE),
 }
-#: The only answers that `detectable_format:constrained_response` allows.
+#: The only answers that IFEval's `detectable_format:constrained_response` allows.
 CONSTRAINED_RESPONSES: Final = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
@@ -119,16 +119,18 @@ class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ConstrainedResponse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:constrained_response`."""
+    """`detectable_format:constrained_response`, with IFEval's three options or others."""
+
+    options: Texts = field(default_factory=lambda: list(CONSTRAINED_RESPONSES))
 
     @property
     def sentence(self) -> str:
         """How it is put to a model."""
-        return "Answer with one of the following options: " + ", ".join(f'"{each}"' for each in CONSTRAINED_RESPONSES)
+        return "Answer with one of the following options: " + ", ".join(f'"{each}"' for each in self.options)
 
     def follows(self, answer: str) -> bool:
         """Does one of the options stand in it?"""
-        return any(option in answer for option in CONSTRAINED_RESPONSES)
+        return any(option in answer for option in self.options)
 
 
 class Placeholders(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -30,11 +30,25 @@ class Instruction(Protocol):
 
 
 class Relation(StrEnum):
-    """How a count is compared, in the words of IFEval's data."""
+    """How a count is compared: the first two are in IFEval's data, the others in RLVR-IFeval's."""
 
     AT_LEAST = "at least"
     LESS_THAN = "less than"
+    AT_MOST = "at most"
+    AROUND = "around"
+    """Within a tenth, or one."""
+    EXACTLY = "exactly"
 
-    def holds(self, count: int, threshold: int) -> bool:
+    def holds(self, count: int, wanted: int) -> bool:
         """Is the count as wanted?"""
-        return count >= threshold if self is Relation.AT_LEAST else count < threshold
+        match self:
+            case Relation.AT_LEAST:
+                return count >= wanted
+            case Relation.LESS_THAN:
+                return count < wanted
+            case Relation.AT_MOST:
+                return count <= wanted
+            case Relation.AROUND:
+                return abs(count - wanted) <= max(1, round(wanted / 10))
+            case Relation.EXACTLY:
+                return count == wanted

@@ -8,6 +8,7 @@ import pytest
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.instructions.catalogue import CATALOGUE, instructions_of, made
+from pipelinerl.instructions.rlvr import _FUNCTIONS
 
 #: (id, parameters, answers that follow, answers that do not).
 CASES = [
@@ -28,7 +29,7 @@ CASES = [
     (
         "length_constraints:number_paragraphs",
         {"num_paragraphs": 2},
-        ["a\n***\nb", "***\na *** b ***"],
+        ["a\n***\nb", "***\na *** b ***", "a\n* * *\nb"],
         ["a\n\nb", "a ***\n***\nb", "a***b***c"],
     ),
     (
@@ -135,6 +136,28 @@ def test_languages_of_one_script_are_told_apart(text, code, other):
 
 
 @pytest.mark.parametrize(
+    ("relation", "counts"),
+    [
+        ("at least", [10, 11, 12]), ("less than", [8, 9]), ("at most", [8, 9, 10]), ("around", [9, 10, 11]),
+        ("exactly", [10]),
+    ],
+)  # fmt: skip
+def test_counts_are_compared_as_the_data_says(relation, counts):
+    instruction = made(IDS[1], {"num_words": 10, "relation": relation}).instruction
+    assert [count for count in range(8, 13) if instruction.follows("a " * count)] == counts
+
+
+def test_every_function_of_the_rlvr_set_is_an_instruction():
+    arguments = {
+        "N": 3, "quantifier": "at most", "i": 2, "first_word": "a", "keyword_list": ["a"], "word": "a",
+        "forbidden_words": ["b"], "letter": "a", "language": "ko", "postscript_marker": "P.S.", "options": ["a"],
+        "section_splitter": "Day", "original_prompt": "a", "end_phrase": "a",
+    }  # fmt: skip
+    made_of = {instructions_of({}, json.dumps({"func_name": name, **arguments}))[0].id for name in _FUNCTIONS}
+    assert made_of == CATALOGUE.keys()
+
+
+@pytest.mark.parametrize(
     ("id", "parameters", "sentence"),
     [
         ("keyword:existence", {}, "there is no instruction 'keyword:existence'; the nearest is keywords:existence"),
@@ -147,7 +170,7 @@ def test_languages_of_one_script_are_told_apart(text, code, other):
             r"Expected `int`.*\$.num_words",
         ),
         ("length_constraints:number_words", {"num_words": 0, "relation": "at least"}, ">= 1"),
-        ("length_constraints:number_words", {"num_words": 9, "relation": "at most"}, "Invalid enum value 'at most'"),
+        ("length_constraints:number_words", {"num_words": 9, "relation": "about"}, "Invalid enum value 'about'"),
         ("length_constraints:number_words", {"num_words": 9, "relation": "at least", "n": 1}, "unknown field `n`"),
         ("keywords:letter_frequency", {"letter": "ab", "let_frequency": 1, "let_relation": "at least"}, "length <= 1"),
         ("language:response_language", {"language": "xx"}, "language must be one of .*, got 'xx'"),
@@ -174,6 +197,15 @@ KWARGS = [{}, {"num_words": 9.0, "relation": "at least", "num_bullets": None}]
         ({"instruction_id_list": IDS, "kwargs": KWARGS}, "1000"),
         ({"instruction_id_list": json.dumps(IDS), "kwargs": json.dumps(KWARGS)}, ""),
         ({}, json.dumps([{"instruction_id": IDS, "kwargs": [None, KWARGS[1]]}])),
+        (
+            {},
+            json.dumps(
+                [
+                    {"func_name": "validate_no_commas", "N": None},
+                    {"func_name": "validate_word_constraint", "N": 9, "quantifier": "at least", "i": None},
+                ]
+            ),
+        ),
     ],
 )
 def test_every_layout_names_the_same_instructions(metadata, ground_truth):
@@ -188,6 +220,12 @@ def test_every_layout_names_the_same_instructions(metadata, ground_truth):
         ({}, "", "the problem names no instructions; its metadata must hold"),
         ({}, "[" * 100_000, "names no instructions"),
         ({"instructions": []}, "", "names no instructions"),
+        ({}, '{"func_name": "rm_rf"}', "func_name must be one of verify_keywords, .*, got 'rm_rf'"),
+        (
+            {},
+            '{"func_name": "validate_word_constraint", "N": 9, "quantifier": null}',
+            "missing required field `relation`",
+        ),
         ({"instructions": ["punctuation:no_comma"]}, "", "must be a list of objects with an id"),
         ({"instruction_id_list": IDS, "kwargs": [{}]}, "", "each of 2 instructions must have an object of kwargs"),
         ({"instruction_id_list": "no", "kwargs": None}, "", "must be lists, got 'no'"),

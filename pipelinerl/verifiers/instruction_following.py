@@ -25,8 +25,10 @@ from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import failed, shown, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: An event loop may judge so many characters, times instructions: two milliseconds' worth.
-_QUICK_CHARS: Final = 50_000
+#: An event loop may judge so many characters, times instructions: five milliseconds' worth of hostile ones.
+_QUICK_CHARS: Final = 10_000
+#: What a loose look at an answer costs at most, of a strict one.
+_LOOSE_COST: Final = 4
 #: Of how many problems the instructions are kept for the next look at them.
 _KEPT: Final = 4096
 
@@ -57,7 +59,8 @@ class InstructionFollowing:
         except RecipeError as error:
             return failed(str(error))
         slow = any(isinstance(each, ResponseLanguage) and languages.is_slow(each.language) for _, each in asked)
-        if not slow and len(completion_text) * len(asked) <= _QUICK_CHARS:
+        cost = len(completion_text) * len(asked) * (_LOOSE_COST if self._matching is Matching.LOOSE else 1)
+        if not slow and cost <= _QUICK_CHARS:
             return self._verdict(asked, followed(asked, completion_text, self._matching))
         question = [msgspec.to_builtins(problem.metadata), problem.ground_truth, completion_text, self._matching.value]
         try:

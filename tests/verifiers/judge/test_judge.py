@@ -16,13 +16,18 @@ import pytest
 
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.data.templates import Template
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import EngineUnreachable, RecipeError
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.registry import ENGINES, load
 from pipelinerl.roles.judging import Purse, open_judge
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.verifiers.judge.judge import Judge, JudgeSettings
 from pipelinerl.verifiers.judge.scores import ScoreFormat
 from pipelinerl.verifiers.judge.spending import Spending
 from pipelinerl.verifiers.verifier import SampledAnswer
+from tests.fakes.engine_options import engine_options
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.scripted_judge import scripted_judge
 from tests.fakes.served import in_thread
@@ -120,13 +125,18 @@ async def test_a_judge_that_is_short_of_room_is_asked_again() -> None:
     assert len(fake.bodies) == 3
 
 
-@pytest.mark.parametrize("failures", [(500,) * 200, (401,)])
-async def test_a_judge_that_fails_masks_and_is_asked_anew_afterwards(failures: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("failures", "timeout_s", "words"),
+    [((500,) * 10_000, 0.5, "had no answer within 0.5 s"), ((401,), PATIENCE_S, "HTTP 401: not now")],
+)
+async def test_a_judge_that_fails_masks_and_is_asked_anew_afterwards(
+    failures: tuple[int, ...], timeout_s: float, words: str
+) -> None:
     fake = OpenAIFake(scripted_judge(), failures=failures)
     with in_thread(fake.app) as url:
-        async with judging(url, model="small", timeout_s=0.5) as judge:
+        async with judging(url, model="small", timeout_s=timeout_s) as judge:
             (verdict,) = await verdicts(judge, "Rome.")
-            assert (verdict.outcome, verdict.reward) == (Outcome.VERIFIER_ERROR, 0.0) and "HTTP" in verdict.reason
+            assert (verdict.outcome, verdict.reward) == (Outcome.VERIFIER_ERROR, 0.0) and words in verdict.reason
         fake.failures.clear()
         async with judging(url, model="small") as judge:
             assert (await verdicts(judge, "Rome."))[0].outcome is Outcome.WRONG
@@ -168,6 +178,20 @@ def test_a_damaged_account_is_no_full_purse(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{")
     with pytest.raises(RecipeError, match=r"c.json must hold what judging has taken so far, and is damaged"):
         Spending(where="d", most_calls=1, most_tokens=None, file=tmp_path / "c.json")
+
+
+async def test_an_engine_of_ours_can_be_the_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = char_tokenizer()
+    BigramModel.random(len(tokenizer), seed=1, context_length=4096).save(tmp_path)
+    tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
+    options = engine_options(model_path=tmp_path, model_id="frozen", context_length=4096)
+    monkeypatch.setenv("A_KEY", "secret")
+    settings = {"pattern": r"\A[^0-9]*([0-9])", "low": 0, "high": 9, "temperature": 1.0, "max_tokens": 200}
+    with in_thread(create_app(load("engine", ENGINES, "bigram")(options), token="secret")) as url:
+        async with judging(url, key_variable="A_KEY", **settings) as judge:
+            (verdict,) = await verdicts(judge, "Paris.<|im_end|>")
+    assert verdict.outcome.is_judgement, verdict.reason
+    assert verdict.reason.startswith("the judge said ")
 
 
 @dataclass

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.judging import JudgeSection
 from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import AddressError, RecipeError
 from pipelinerl.verifiers.judge.judge import Judge, JudgeServer, JudgeSettings
 from pipelinerl.verifiers.judge.scores import ScoreFormat
 from pipelinerl.verifiers.judge.spending import Spending
+
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
 
 
 class Purse(NamedTuple):
@@ -49,8 +54,16 @@ def open_judge(domain: DomainSection, *, purse: Purse | None) -> Judge:
 
 
 async def _opened(section: JudgeSection, token: str | None) -> JudgeServer:
-    """The server; it is asked for its models if the recipe names none."""
-    model = section.model or (await models_at(section.url, token=token))[0]["id"]
+    """The server; it is asked for its models if the recipe names none, again and again as long as a vote may take."""
+    model, deadline, pause_s = section.model, time.monotonic() + section.timeout_s, _FIRST_PAUSE_S
+    while model is None:
+        try:
+            model = (await models_at(section.url, token=token))[0]["id"]
+        except AddressError:
+            if time.monotonic() + pause_s >= deadline:
+                raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return OpenAIServer(section.url, model=model, token=token, deadline_s=section.timeout_s)
 
 

@@ -122,7 +122,7 @@ class Judge:
         self._open_server = open_server
         self._spending = spending
         self._server: JudgeServer | None = None
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[JudgeServer] | None = None
         self._turns = asyncio.Semaphore(settings.concurrency)
         self._remembered: OrderedDict[bytes, Verdict] = OrderedDict()
 
@@ -134,6 +134,9 @@ class Judge:
 
     async def close(self) -> None:
         """End the connections."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
         server, self._server = self._server, None
         if server is not None:
             await server.close()
@@ -173,10 +176,20 @@ class Judge:
                 return str(error)
 
     async def _opened(self) -> JudgeServer:
-        async with self._opening:
-            if self._server is None:
-                self._server = await self._open_server()
+        """The server; votes that wait for one opening share its failure, and the next vote tries again."""
+        if self._server is not None:
             return self._server
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+            self._opening.add_done_callback(_look_at)
+        return await asyncio.shield(self._opening)  # who is cancelled leaves it to the others
+
+    async def _open(self) -> JudgeServer:
+        try:
+            self._server = await self._open_server()
+            return self._server
+        finally:
+            self._opening = None
 
     def _verdict(self, votes: Sequence[_Vote | str]) -> Verdict:
         settings, good = self._settings, [vote for vote in votes if isinstance(vote, _Vote)]
@@ -201,6 +214,12 @@ class Judge:
         self._remembered[key] = verdict
         while len(self._remembered) > self._settings.remembered:
             self._remembered.popitem(last=False)
+
+
+def _look_at(opening: asyncio.Task[JudgeServer]) -> None:
+    """A failure that nobody waited for any more is nobody's surprise."""
+    if not opening.cancelled():
+        opening.exception()
 
 
 def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Message, ...]:

@@ -252,6 +252,49 @@ async def test_who_is_cancelled_gives_the_turn_back() -> None:
     assert [each.reward for each in await verdicts(judge, "a", "c")] == [0.5, 0.5]
 
 
+async def test_votes_share_one_opening_its_failure_and_the_next_try() -> None:
+    opened, gate = 0, asyncio.Event()
+
+    async def opening() -> CountingServer:
+        nonlocal opened
+        opened += 1
+        await gate.wait()
+        if opened == 1:
+            raise EngineUnreachable("not there yet")
+        return CountingServer()
+
+    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10))
+    spending = Spending(where="d", most_calls=None, most_tokens=None)
+    judge = Judge(chosen, open_server=opening, spending=spending)
+    first = asyncio.ensure_future(verdicts(judge, "a"))
+    others = asyncio.ensure_future(verdicts(judge, "b", "c"))
+    while not opened:
+        await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    gate.set()
+    assert [each.reason for each in await others] == ["not there yet"] * 2 and opened == 1
+    assert [each.reward for each in await verdicts(judge, "a", "b")] == [0.5, 0.5]
+    assert (opened, spending.calls) == (2, 2), "what was not asked cost nothing"
+    await judge.close()
+
+
+async def test_a_judge_that_is_being_opened_can_be_closed() -> None:
+    async def never() -> CountingServer:
+        return await asyncio.get_running_loop().create_future()
+
+    chosen = JudgeSettings(rubric=Template("{{ answer }}"), format=ScoreFormat(low=0, high=10))
+    judge = Judge(chosen, open_server=never, spending=Spending(where="d", most_calls=None, most_tokens=None))
+    task = asyncio.ensure_future(verdicts(judge, "a"))
+    while judge._opening is None:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    await judge.close()
+    assert judge._opening is None
+
+
 async def test_a_failure_is_not_remembered() -> None:
     class Failing(CountingServer):
         async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:

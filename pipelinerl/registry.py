@@ -73,14 +73,20 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "reasoning_gym": RegistryEntry("pipelinerl.data.generated:open_reasoning_gym", ("reasoning_gym",)),
     "addition": RegistryEntry("pipelinerl.data.generated:open_addition"),
     "files": RegistryEntry("pipelinerl.data.files.source:open_files"),
+    "instructions": RegistryEntry("pipelinerl.data.instructed:open_instructions"),
     "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
 }
 
-#: A class without arguments that satisfies `Verifier`.
+#: A class that satisfies `Verifier`; `roles/verification.py` says what it is made with.
 VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),
     "reasoning_gym": RegistryEntry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
+    "instruction_following": RegistryEntry("pipelinerl.verifiers.instruction_following:InstructionFollowing"),
+    "judge": RegistryEntry("pipelinerl.verifiers.judge.judge:Judge"),
 }
+
+#: Verifiers that do not compare with a reference answer, which their problems may lack.
+WITHOUT_REFERENCE: Final = frozenset({"instruction_following", "judge"})
 
 
 def is_user_code(entries: Mapping[str, RegistryEntry], name: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs
+from pipelinerl.commands.findings.instructions import instruction_findings
 from pipelinerl.commands.findings.prompts import prompt_findings
 from pipelinerl.commands.verifier_trial import tried
 from pipelinerl.config.recipe import RunConfig
@@ -108,6 +109,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     for where, name in user_code(config):
         yield "user code", f"{where} = {place_of(registry.resolve(name))}"
     for domain in config.domains:
+        yield from instruction_findings(config, domain)
         alone = config.model_copy(update={"domains": (domain,)})
         said = asyncio.run(tried(domain, training_problems(alone)))
         yield "verifier", f"domains.{domain.name}: {said}"

@@ -1,4 +1,7 @@
-"""A domain's verifier tried on a real problem, for `pipelinerl check`: by the reference answer, and by none."""
+"""A domain's verifier tried on a real problem, for `pipelinerl check`: by the reference answer, and by none.
+
+A judge, which may cost, is asked for one vote on the reference answer alone.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,33 @@ async def tried(domain: DomainSection, problems: Mixture) -> str:
     Raises:
         RecipeError: it can judge neither; or all that judge are registered, and find every reference answer wrong.
     """
-    verifier = open_verifier(domain)
     where = f"domains.{domain.name}"
+    if domain.judge is not None:
+        return await _tried_once(domain, problems, where=where)
+    verifier = open_verifier(domain)
     try:
         truth, empty = [await _judged(verifier, problems.problem(0), text) for text in (None, "")]
         if not (truth.verdict.outcome.is_judgement or empty.verdict.outcome.is_judgement):
             raise RecipeError(f"{where}.verifier cannot judge its problems: {truth.verdict.reason}")
-        if all(name in registry.VERIFIERS for _, name in names_of(domain)):
+        names = {name for _, name in names_of(domain)}
+        if names <= registry.VERIFIERS.keys() - registry.WITHOUT_REFERENCE:
             await _find_one_right(verifier, problems, truth, where=where)
     finally:
         await verifier.close()
     return f"of the reference answer {_told(truth)}; of an empty answer {_told(empty)}"
+
+
+async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -> str:
+    """What is said of the reference answer; one vote of the judge's is enough to see that it works."""
+    once = domain.model_copy(update={"judge": domain.judge and domain.judge.model_copy(update={"votes": 1})})
+    verifier = open_verifier(once)
+    try:
+        judgement = await _judged(verifier, problems.problem(0), None)
+    finally:
+        await verifier.close()
+    if not judgement.verdict.outcome.is_judgement:
+        raise RecipeError(f"{where}.judge cannot judge: {judgement.verdict.reason}")
+    return f"of the reference answer, by one vote, {_told(judgement)}"
 
 
 async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:

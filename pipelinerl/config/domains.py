@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from pipelinerl.choices import COLDEST, HOTTEST
+from pipelinerl.config.judging import InstructionsSection, JudgeSection
 from pipelinerl.config.learning import RewardSection
 from pipelinerl.config.sections import Section
 from pipelinerl.config.verification import RewardPartSection, contradictions
@@ -44,6 +45,10 @@ class DomainSection(Section):
     verifier_workers: int | None = Field(default=None, ge=1, le=1024)
     """Processes in each actor that judge at once; by default one for each of its cores, and two at least."""
     reward: RewardSection | None = None
+    instructions: InstructionsSection = InstructionsSection()
+    """Of the verifier `instruction_following`."""
+    judge: JudgeSection | None = None
+    """Of the verifier `judge`."""
 
     # how problems are asked: docs/data.md
     system_prompt: str = ""
@@ -81,6 +86,8 @@ class DomainSection(Section):
     def _judged_in_one_way(self) -> Self:
         for sentence in contradictions(self.verifier, self.rewards):
             raise ValueError(sentence)
+        if self.judge is not None and "judge" not in {self.verifier, *(part.function for part in self.rewards)}:
+            raise ValueError('judge is a table of the verifier judge, which this domain lacks; say verifier = "judge"')
         return self
 
     @property

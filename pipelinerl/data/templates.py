@@ -22,14 +22,15 @@ _FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, Attribu
 
 @final
 class Template:
-    """One template. Equal texts are equal templates.
+    """One template; errors begin with `where`, its key. Equal texts are equal templates.
 
     Raises:
         RecipeError: the text is no Jinja template, though it looks like one.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, where: str = "prompt_template") -> None:
         self.text = text
+        self._where = where
         self.is_jinja = _JINJA.search(text) is not None
         if self.is_jinja:
             _ = self._compiled
@@ -56,7 +57,7 @@ class Template:
             return self._rendered(present)
         missing = next((name for name in sorted(self.fields) if name not in present), None)
         if missing is not None:
-            raise _missing(missing, present)
+            raise self._missing(missing, present)
         return _PLACE.sub(lambda place: str(present[place[1]]) if place[1] else "{}", self.text)
 
     def _rendered(self, fields: Mapping[str, Any]) -> str:
@@ -67,10 +68,10 @@ class Template:
         except UndefinedError as error:
             missing = next((name for name in sorted(self.fields) if name not in fields), None)
             if missing is not None:
-                raise _missing(missing, fields) from None
-            raise RecipeError(f"prompt_template: {error.message}") from None
+                raise self._missing(missing, fields) from None
+            raise RecipeError(f"{self._where}: {error.message}") from None
         except (TemplateError, *_FAILURES) as error:
-            raise RecipeError(f"prompt_template: {type(error).__name__}: {error}") from None
+            raise RecipeError(f"{self._where}: {type(error).__name__}: {error}") from None
 
     @cached_property
     def _compiled(self) -> tuple[Any, frozenset[str]]:
@@ -83,9 +84,8 @@ class Template:
             fields = frozenset(meta.find_undeclared_variables(world.parse(self.text)))
             return world.from_string(self.text), fields
         except TemplateSyntaxError as error:
-            raise RecipeError(f"prompt_template is no Jinja template: line {error.lineno}: {error.message}") from None
+            raise RecipeError(f"{self._where} is no Jinja template: line {error.lineno}: {error.message}") from None
 
-
-def _missing(field: str, fields: Mapping[str, Any]) -> RecipeError:
-    there = ", ".join(sorted(fields)) or "no field"
-    return RecipeError(f'prompt_template: field "{field}" is missing; there is {there}')
+    def _missing(self, field: str, fields: Mapping[str, Any]) -> RecipeError:
+        there = ", ".join(sorted(fields)) or "no field"
+        return RecipeError(f'{self._where}: field "{field}" is missing; there is {there}')

@@ -18,6 +18,7 @@ from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
+from pipelinerl.roles.judging import Purse
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.verifiers.verifier import GroupVerifier
@@ -31,7 +32,8 @@ REFRESH_S = 0.5
 async def run(identity: Identity) -> None:
     """Work until the process is told to stop."""
     config = identity.config
-    verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
+    purse = Purse(identity.run_dir / "judging" / identity.name, config.actor.count)
+    verifiers = {domain.name: open_verifier(domain, purse=purse) for domain in config.domains}
 
     def verifier_of(domain: str) -> GroupVerifier:
         if domain not in verifiers:

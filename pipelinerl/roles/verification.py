@@ -11,6 +11,7 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.verification import DEFAULT_VERIFIER
 from pipelinerl.errors import RecipeError
+from pipelinerl.roles.judging import Purse, open_judge
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
 from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier
 from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
@@ -19,13 +20,15 @@ from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
 _POOLED: Final = frozenset({"math_answer", "reasoning_gym"})
 
 
-def open_verifier(domain: DomainSection) -> GroupVerifier:
+def open_verifier(domain: DomainSection, *, purse: Purse | None = None) -> GroupVerifier:
     """What judges the domain's answers; nothing is started before the first answer. To be closed.
+
+    `purse` is for a judge whose budget is a run's.
 
     Raises:
         RecipeError: a name is unknown, or a user's code cannot be loaded or called.
     """
-    opened = {where: _opened(domain, where, name) for where, name in names_of(domain)}
+    opened = {where: _opened(domain, where, name, purse) for where, name in names_of(domain)}
     if not domain.rewards:
         return next(iter(opened.values()))
     parts = [
@@ -59,9 +62,14 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield where, name
 
 
-def _opened(domain: DomainSection, where: str, name: str) -> GroupVerifier:
+def _opened(domain: DomainSection, where: str, name: str, purse: Purse | None) -> GroupVerifier:
     thing = registry.load(where, registry.VERIFIERS, name)
     deadline_s, workers = domain.verifier_timeout_s, domain.verifier_workers
+    if name == "instruction_following":
+        section = domain.instructions
+        return EachAlone(thing(score=section.score, matching=section.matching, deadline_s=deadline_s, workers=workers))
+    if name == "judge":
+        return open_judge(domain, purse=purse)
     if name in _POOLED:
         return EachAlone(thing(deadline_s=deadline_s, workers=workers))
     if not registry.is_user_code(registry.VERIFIERS, name):

@@ -18,6 +18,7 @@ FLOORS: dict[str, float] = {
     "values": 1,
     "observability": 1,
     "system": 2,
+    "instructions": 2,
     "objective": 2,
     "numerics": 2,
     "registry": 2.5,

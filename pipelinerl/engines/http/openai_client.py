@@ -32,11 +32,12 @@ SEEDS: Final = 2**31
 
 
 class TextAnswer(NamedTuple):
-    """One sample: its text, why it ended, and how many tokens were sampled, where that is known."""
+    """One sample: its text, why it ended, how many tokens were sampled and were asked with, where that is known."""
 
     text: str
     finish_reason: str
     num_tokens: int | None
+    prompt_tokens: int | None = None
 
 
 @final
@@ -56,6 +57,10 @@ class OpenAIServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End its connections."""
         await self._session.aclose()
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> TextAnswer:
@@ -128,9 +133,14 @@ def _answer_of(answer: Any, url: str) -> TextAnswer:
     try:
         choice = answer["choices"][0]
         usage = answer.get("usage") or {}
-        tokens = usage.get("completion_tokens")
+        tokens, asked = (usage.get(name) for name in ("completion_tokens", "prompt_tokens"))
         reason = choice.get("finish_reason") or FinishReason.STOP
-        return TextAnswer(choice["message"]["content"] or "", str(reason), None if tokens is None else int(tokens))
+        return TextAnswer(
+            choice["message"]["content"] or "",
+            str(reason),
+            None if tokens is None else int(tokens),
+            None if asked is None else int(asked),
+        )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise EngineUnreachable(
             f"{url} must answer with a chat completion in OpenAI's shape; {type(error).__name__}: {error}"

@@ -27,7 +27,7 @@ async def test_a_sample_is_asked_for_in_openais_words() -> None:
     with in_thread(fake.app) as url:
         assert [card["id"] for card in await models_at(url, token=None)] == ["small", "large"]
         async with OpenAIServer(url, model="large", token="t", deadline_s=PATIENCE_S) as server:
-            assert await server.sample(ASKED, SAMPLING, seed=2**40 + 5) == ("2", "stop", 1)
+            assert await server.sample(ASKED, SAMPLING, seed=2**40 + 5) == ("2", "stop", 1, 3)
     (body,) = fake.bodies
     assert body["messages"] == [{"role": "user", "content": "1 + 1?"}]
     assert (body["model"], body["temperature"], body["stop"], body["seed"]) == ("large", 0.5, ["\n"], 5)

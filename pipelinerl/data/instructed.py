@@ -1,0 +1,225 @@
+"""The source `instructions`: a topic to write on, with instructions whose following can be checked.
+
+    parameters = { min_instructions = 1, max_instructions = 3, level = 1, kinds = ["punctuation:no_comma", …],
+                   topics = ["the sea", …] }
+
+Promises: problem i is a pure function of split, seed and i; its instructions can be followed at once, for its ground
+truth is an answer that follows all of them (`reference_answers.py`); its metadata names them as the verifier
+`instruction_following` reads them, and it is tagged with how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct, field
+
+from pipelinerl import rng
+from pipelinerl.data.drafts import Draft
+from pipelinerl.data.generated import GeneratedSource
+from pipelinerl.data.reference_answers import answer_following
+from pipelinerl.data.source import SourceRequest
+from pipelinerl.errors import RecipeError
+from pipelinerl.instructions.catalogue import Asked, made
+from pipelinerl.types import Message
+
+#: Sets of instructions that are tried for one problem; some cannot be followed at once.
+_TRIES: Final = 200
+
+TOPICS: Final = (
+    "the sea", "a small village", "bees", "rain", "old maps", "the moon", "bread", "a long journey", "trains",
+    "the winter", "music", "a garden", "friendship", "the desert", "bridges", "birds", "a market", "tea", "forests",
+    "sleep", "a lost key", "mountains", "city life", "the night sky", "school", "a river", "paper", "horses",
+    "the kitchen", "a good book", "clocks", "islands", "running", "the wind", "painting", "a lighthouse",
+)  # fmt: skip
+_REQUESTS: Final = (
+    "Write a short text about {}.", "Tell me something about {}.", "Explain to a child what is special about {}.",
+    "Write a note to a friend about {}.", "Describe {}.", "Write a product review that has to do with {}.",
+    "Give advice on {}.", "Write a little story about {}.", "Write a blog post about {}.", "Write a poem about {}.",
+    "Write an email to my boss about {}.", "What should I know about {}?",
+)  # fmt: skip
+_WORDS: Final = (
+    "lantern", "copper", "velvet", "thunder", "harvest", "puzzle", "signal", "marble", "ribbon", "compass", "orchard",
+    "whisper", "anchor", "feather", "candle", "meadow", "pepper", "shadow", "silver", "basket",
+)  # fmt: skip
+_ENDINGS: Final = (
+    "Is there anything else I can help with?", "That is all there is to say.", "Let me know what you think.",
+    "See you soon.", "Peace!",
+)  # fmt: skip
+
+#: From noise, level and the request to an instruction's parameters.
+_Draw = Callable[[np.random.Generator, int, str], dict[str, Any]]
+
+
+def _up_to(noise: np.random.Generator, low: int, high: int) -> int:
+    """A whole number from `low` to `high`, both included."""
+    return int(noise.integers(low, high + 1))
+
+
+def _one(noise: np.random.Generator, options: Sequence[str]) -> str:
+    return options[int(noise.integers(len(options)))]
+
+
+def _some(noise: np.random.Generator, options: Sequence[str], most: int) -> list[str]:
+    count = min(_up_to(noise, 1, most), len(options))
+    return [options[int(place)] for place in noise.permutation(len(options))[:count]]
+
+
+def _words(noise: np.random.Generator, level: int, _: str) -> dict[str, Any]:
+    if noise.integers(2):
+        return {"relation": "at least", "num_words": 10 * level + _up_to(noise, 0, 20 * level)}
+    return {"relation": "less than", "num_words": 20 + _up_to(noise, 0, 20) * max(1, 4 - level)}
+
+
+def _sentences(noise: np.random.Generator, level: int, _: str) -> dict[str, Any]:
+    if noise.integers(2):
+        return {"relation": "at least", "num_sentences": level + _up_to(noise, 0, level)}
+    return {"relation": "less than", "num_sentences": _up_to(noise, 2, 6)}
+
+
+def _keyword(noise: np.random.Generator, level: int, _: str) -> dict[str, Any]:
+    return {"keyword": _one(noise, _WORDS), "frequency": _up_to(noise, 1, level + 1), "relation": "at least"}
+
+
+def _letter(noise: np.random.Generator, level: int, _: str) -> dict[str, Any]:
+    if noise.integers(2):
+        return {
+            "letter": _one(noise, "etaoinsrh"),
+            "let_frequency": _up_to(noise, 5, 10 * level),
+            "let_relation": "at least",
+        }
+    return {"letter": _one(noise, "jkqvwxyz"), "let_frequency": _up_to(noise, 2, 5), "let_relation": "less than"}
+
+
+def _capitals(noise: np.random.Generator, level: int, _: str) -> dict[str, Any]:
+    relation = _one(noise, ("at least", "less than"))
+    return {"capital_relation": relation, "capital_frequency": _up_to(noise, 2, 2 + level)}
+
+
+def _nth_paragraph(noise: np.random.Generator, level: int, _: str) -> dict[str, Any]:
+    paragraphs = _up_to(noise, 2, 2 + level)
+    nth = _up_to(noise, 1, paragraphs)
+    return {"num_paragraphs": paragraphs, "nth_paragraph": nth, "first_word": _one(noise, _WORDS)}
+
+
+#: What is asked for, by kind; that of another language is left out, since nobody writes its reference answers.
+_DRAWS: Final[Mapping[str, _Draw]] = {
+    "change_case:capital_word_frequency": _capitals,
+    "change_case:english_capital": lambda noise, level, request: {},
+    "change_case:english_lowercase": lambda noise, level, request: {},
+    "combination:repeat_prompt": lambda noise, level, request: {"prompt_to_repeat": request},
+    "combination:two_responses": lambda noise, level, request: {},
+    "detectable_content:number_placeholders": lambda noise, level, _: {"num_placeholders": _up_to(noise, 1, level + 1)},
+    "detectable_content:postscript": lambda noise, level, _: {"postscript_marker": _one(noise, ("P.S.", "P.P.S"))},
+    "detectable_format:constrained_response": lambda noise, level, request: {},
+    "detectable_format:json_format": lambda noise, level, request: {},
+    "detectable_format:multiple_sections": lambda noise, level, _: {
+        "section_spliter": _one(noise, ("SECTION", "Section", "PARAGRAPH", "Day")),
+        "num_sections": _up_to(noise, 2, 2 + level),
+    },
+    "detectable_format:number_bullet_lists": lambda noise, level, _: {"num_bullets": _up_to(noise, 1, 2 + level)},
+    "detectable_format:number_highlighted_sections": lambda noise, level, _: {
+        "num_highlights": _up_to(noise, 1, 1 + level)
+    },
+    "detectable_format:title": lambda noise, level, request: {},
+    "keywords:existence": lambda noise, level, _: {"keywords": _some(noise, _WORDS, level + 1)},
+    "keywords:forbidden_words": lambda noise, level, _: {
+        "forbidden_words": _some(
+            noise, ("very", "good", "nice", "great", "because", "but", "always", "never"), level + 1
+        )
+    },
+    "keywords:frequency": _keyword,
+    "keywords:letter_frequency": _letter,
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph,
+    "length_constraints:number_paragraphs": lambda noise, level, _: {"num_paragraphs": _up_to(noise, 2, 2 + level)},
+    "length_constraints:number_sentences": _sentences,
+    "length_constraints:number_words": _words,
+    "punctuation:no_comma": lambda noise, level, request: {},
+    "startend:end_checker": lambda noise, level, _: {"end_phrase": _one(noise, _ENDINGS)},
+    "startend:quotation": lambda noise, level, request: {},
+}
+
+#: Of each of these sets, one at most: they order the answer, its case, or what surrounds it, each in its own way.
+_ONE_OF: Final = (
+    frozenset(
+        {
+            "combination:two_responses", "detectable_format:constrained_response", "detectable_format:json_format",
+            "detectable_format:multiple_sections", "detectable_format:number_bullet_lists",
+            "length_constraints:nth_paragraph_first_word", "length_constraints:number_paragraphs",
+        }
+    ),
+    frozenset({"change_case:capital_word_frequency", "change_case:english_capital", "change_case:english_lowercase"}),
+    frozenset({"startend:quotation", "detectable_format:json_format", "combination:repeat_prompt"}),
+    frozenset({"detectable_format:json_format", "detectable_content:postscript", "startend:end_checker"}),
+)  # fmt: skip
+
+
+class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    min_instructions: Annotated[int, Meta(ge=1, le=8)] = 1
+    max_instructions: Annotated[int, Meta(ge=1, le=8)] = 3
+    level: Annotated[int, Meta(ge=1, le=5)] = 1
+    """How much is asked for: 1 for a few words and points, 5 for five times as many."""
+    kinds: list[str] = field(default_factory=lambda: list(_DRAWS))
+    topics: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] = field(
+        default_factory=lambda: list(TOPICS)
+    )
+
+    def __post_init__(self) -> None:
+        if self.min_instructions > self.max_instructions:
+            raise ValueError("min_instructions must be at most max_instructions")
+        if not self.kinds or (unknown := [kind for kind in self.kinds if kind not in _DRAWS]):
+            raise ValueError(f"kinds must be some of {', '.join(_DRAWS)}; got {', '.join(unknown) or 'none'}")
+
+
+def open_instructions(asked: SourceRequest) -> GeneratedSource:
+    """The source `instructions`. Raises `RecipeError` for parameters that it does not know or cannot follow."""
+    if asked.argument:
+        raise RecipeError(f"{asked.where}.source must be instructions alone, got instructions:{asked.argument}")
+    try:
+        parameters = msgspec.convert(dict(asked.parameters), _Parameters)
+    except msgspec.ValidationError as error:
+        raise RecipeError(f"{asked.where}.parameters: {error}") from None
+    return GeneratedSource(
+        lambda key: _drawn(parameters, key, where=asked.where),
+        domain=asked.domain,
+        split=asked.split,
+        seed=asked.seed,
+        prompts=asked.prompts,
+    )
+
+
+def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
+    """The first set of instructions of this key that can be followed at once."""
+    for attempt in range(_TRIES):
+        noise = rng.generator(key, "instructions", attempt)
+        topic = _one(noise, parameters.topics)
+        request = _one(noise, _REQUESTS).format(topic)
+        asked = _composed(parameters, noise, request)
+        answer = answer_following(asked, topic, noise) if len(asked) >= parameters.min_instructions else None
+        if answer is not None:
+            metadata = {"instructions": [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in asked]}
+            return Draft(
+                messages=(Message("user", "\n".join([request, *(each.instruction.sentence for each in asked)])),),
+                ground_truth=answer,
+                metadata=metadata,
+                tags=(f"instructions={len(asked)}",),
+            )
+    raise RecipeError(
+        f"{where}.parameters: in {_TRIES} tries no {parameters.min_instructions} of these kinds could be followed at "
+        "once; lower min_instructions or name other kinds"
+    )
+
+
+def _composed(parameters: _Parameters, noise: np.random.Generator, request: str) -> list[Asked]:
+    """As many instructions as are drawn, none of which excludes another by its kind."""
+    wanted = _up_to(noise, parameters.min_instructions, parameters.max_instructions)
+    chosen: list[str] = []
+    for place in noise.permutation(len(parameters.kinds)):
+        kind = parameters.kinds[int(place)]
+        excluded = any(kind in group and not group.isdisjoint(chosen) for group in _ONE_OF)
+        if len(chosen) < wanted and kind not in chosen and not excluded:
+            chosen.append(kind)
+    return [made(kind, _DRAWS[kind](noise, parameters.level, request)) for kind in chosen]

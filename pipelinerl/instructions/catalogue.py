@@ -1,0 +1,134 @@
+"""The instructions by their ids, and how a problem names them. Four layouts are read:
+
+    instructions: [{"id": "punctuation:no_comma"}, {"id": "keywords:existence", "keywords": ["sea"]}]
+    instruction_id_list: ["punctuation:no_comma", …]   with   kwargs: [{}, …]       IFEval's own; null is not given
+    ground_truth: '[{"instruction_id": ["punctuation:no_comma", …], "kwargs": [null, …]}]'     open-instruct's, as text
+    ground_truth: '{"func_name": "validate_no_commas", "N": null, …}'                       RLVR-IFeval's (`rlvr.py`)
+
+To add one: write its struct in the file that it belongs to, and a line here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from pipelinerl.errors import RecipeError
+from pipelinerl.instructions import counts, formats, wording
+from pipelinerl.instructions.instruction import Instruction
+from pipelinerl.instructions.rlvr import FUNCTION, of_function
+
+CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
+    "change_case:capital_word_frequency": counts.CapitalWordFrequency,
+    "change_case:english_capital": wording.AllCapitals,
+    "change_case:english_lowercase": wording.AllLowercase,
+    "combination:repeat_prompt": wording.RepeatPrompt,
+    "combination:two_responses": wording.TwoResponses,
+    "detectable_content:number_placeholders": formats.Placeholders,
+    "detectable_content:postscript": formats.Postscript,
+    "detectable_format:constrained_response": formats.ConstrainedResponse,
+    "detectable_format:json_format": formats.JsonFormat,
+    "detectable_format:multiple_sections": formats.MultipleSections,
+    "detectable_format:number_bullet_lists": formats.NumberOfBullets,
+    "detectable_format:number_highlighted_sections": formats.HighlightedSections,
+    "detectable_format:title": formats.Title,
+    "keywords:existence": counts.Keywords,
+    "keywords:forbidden_words": counts.ForbiddenWords,
+    "keywords:frequency": counts.KeywordFrequency,
+    "keywords:letter_frequency": counts.LetterFrequency,
+    "language:response_language": wording.ResponseLanguage,
+    "length_constraints:nth_paragraph_first_word": counts.NthParagraphFirstWord,
+    "length_constraints:number_paragraphs": counts.NumberOfParagraphs,
+    "length_constraints:number_sentences": counts.NumberOfSentences,
+    "length_constraints:number_words": counts.NumberOfWords,
+    "punctuation:no_comma": wording.NoComma,
+    "startend:end_checker": wording.EndPhrase,
+    "startend:quotation": wording.QuotationMarks,
+}
+
+_LAYOUTS: Final = (
+    "instructions, instruction_id_list with kwargs, or its ground truth instruction_id with kwargs or func_name"
+)
+
+
+class Asked(NamedTuple):
+    """An instruction under its id."""
+
+    id: str
+    instruction: Instruction
+
+
+def made(id: str, parameters: Mapping[str, Any]) -> Asked:
+    """The instruction with these parameters; those that are None are not given, and 3.0 is 3.
+
+    Raises:
+        RecipeError: there is no such instruction, or a parameter is wrong, missing or unknown.
+    """
+    if id not in CATALOGUE:
+        near = difflib.get_close_matches(id, CATALOGUE, n=1, cutoff=0.0)
+        raise RecipeError(f"there is no instruction {id!r}; the nearest is {near[0] if near else 'none'}")
+    given = {name: _whole(value) for name, value in parameters.items() if value is not None}
+    try:
+        return Asked(id, msgspec.convert(given, CATALOGUE[id]))
+    except msgspec.ValidationError as error:
+        raise RecipeError(f"instruction {id} with {given!r:.200}: {error}") from None
+
+
+def instructions_of(metadata: Mapping[str, Any], ground_truth: str = "") -> tuple[Asked, ...]:
+    """The instructions of a problem, one at least.
+
+    Raises:
+        RecipeError: it names none, or one that is wrong.
+    """
+    named = list(_named(metadata, ground_truth))
+    if not named:
+        raise RecipeError(f"the problem names no instructions; its metadata must hold {_LAYOUTS}")
+    return tuple(made(id, parameters) for id, parameters in named)
+
+
+def _named(metadata: Mapping[str, Any], ground_truth: str) -> list[tuple[str, Mapping[str, Any]]]:
+    if "instructions" in metadata:
+        listed = metadata["instructions"]
+        if not isinstance(listed, Sequence) or not all(isinstance(each, Mapping) and "id" in each for each in listed):
+            raise RecipeError(f"instructions must be a list of objects with an id, got {listed!r:.200}")
+        return [(str(each["id"]), {key: value for key, value in each.items() if key != "id"}) for each in listed]
+    if "instruction_id_list" in metadata:
+        return _paired(metadata["instruction_id_list"], metadata.get("kwargs"))
+    try:
+        truth = json.loads(ground_truth)
+    except (ValueError, RecursionError):
+        return []
+    listed = [each for each in (truth if isinstance(truth, list) else [truth]) if isinstance(each, dict)]
+    pairs: list[tuple[str, Mapping[str, Any]]] = []
+    for each in listed:
+        pairs += [of_function(each)] if FUNCTION in each else []
+        pairs += _paired(each["instruction_id"], each.get("kwargs")) if "instruction_id" in each else []
+    return pairs
+
+
+def _paired(ids: Any, parameters: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    ids, parameters = _read(ids), _read(parameters)
+    if not isinstance(ids, list) or not (parameters is None or isinstance(parameters, list)):
+        raise RecipeError(f"ids of instructions and kwargs must be lists, got {ids!r:.100} and {parameters!r:.100}")
+    given = [{}] * len(ids) if parameters is None else [each or {} for each in parameters]
+    if len(given) != len(ids) or not all(isinstance(each, dict) for each in given):
+        raise RecipeError(f"each of {len(ids)} instructions must have an object of kwargs, got {parameters!r:.200}")
+    return [(str(id), each) for id, each in zip(ids, given, strict=True)]
+
+
+def _read(value: Any) -> Any:
+    """A list, also where a table keeps it as JSON text or as an array of its own."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return list(value) if isinstance(value, tuple) or hasattr(value, "tolist") else value
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value

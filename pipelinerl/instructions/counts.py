@@ -1,0 +1,185 @@
+"""Instructions that count: words, sentences, paragraphs, keywords, letters, words in capitals.
+
+Keywords count wherever their letters stand, in the midst of a longer word too, as in IFEval's code; forbidden words
+only as words. None of them is a regular expression.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from pipelinerl.instructions.instruction import Count, Relation, Text, Texts
+from pipelinerl.instructions.text import hyphenated_words, num_sentences, words
+
+_DIVIDER = re.compile(r"\s?(?:\*\*\*|\* \* \*)\s?")
+_ENDS_A_FIRST_WORD = re.compile(r"[.,?!'\"]")
+
+
+class NumberOfWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`length_constraints:number_words`."""
+
+    num_words: Count
+    relation: Relation
+
+    @property
+    def sentence(self) -> str:
+        """How it is put to a model."""
+        return f"Answer with {self.relation} {self.num_words} words."
+
+    def follows(self, answer: str) -> bool:
+        """Is it as long as asked?"""
+        return self.relation.holds(len(words(answer)), self.num_words)
+
+
+class NumberOfSentences(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`length_constraints:number_sentences`."""
+
+    num_sentences: Count
+    relation: Relation
+
+    @property
+    def sentence(self) -> str:
+        """How it is put to a model."""
+        return f"Your answer should contain {self.relation} {self.num_sentences} sentences."
+
+    def follows(self, answer: str) -> bool:
+        """Has it as many sentences as asked?"""
+        return self.relation.holds(num_sentences(answer), self.num_sentences)
+
+
+class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`length_constraints:number_paragraphs`: exactly so many, with `***` (or `* * *`) between them."""
+
+    num_paragraphs: Count
+
+    @property
+    def sentence(self) -> str:
+        """How it is put to a model."""
+        return f"Write exactly {self.num_paragraphs} paragraphs, separated by the markdown divider: ***"
+
+    def follows(self, answer: str) -> bool:
+        """Has it as many paragraphs, none of them empty?"""
+        paragraphs = _DIVIDER.split(answer)
+        if any(not paragraph.strip() for paragraph in paragraphs[1:-1]):
+            return False
+        return sum(bool(paragraph.strip()) for paragraph in paragraphs) == self.num_paragraphs
+
+
+class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`length_constraints:nth_paragraph_first_word`: paragraphs between blank lines, one with a given first word."""
+
+    num_paragraphs: Count
+    nth_paragraph: Count
+    first_word: Text
+
+    def __post_init__(self) -> None:
+        if self.nth_paragraph > self.num_paragraphs:
+            raise ValueError(f"nth_paragraph must be at most num_paragraphs, {self.num_paragraphs}")
+
+    @property
+    def sentence(self) -> str:
+        """How it is put to a model."""
+        return (
+            f"Write exactly {self.num_paragraphs} paragraphs with a blank line between them. Paragraph "
+            f'{self.nth_paragraph} must begin with the word "{self.first_word}".'
+        )
+
+    def follows(self, answer: str) -> bool:
+        """Has it as many paragraphs, and does that one begin so, whatever the case?"""
+        paragraphs = [paragraph.strip() for paragraph in answer.split("\n\n") if paragraph.strip()]
+        if len(paragraphs) != self.num_paragraphs:
+            return False
+        first = paragraphs[self.nth_paragraph - 1].split(maxsplit=1)[0].lstrip("'\"")
+        return _ENDS_A_FIRST_WORD.split(first, maxsplit=1)[0].lower() == self.first_word.strip().lower()
+
+
+class Keywords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`keywords:existence`."""
+
+    keywords: Texts
+
+    @property
+    def sentence(self) -> str:
+        """How it is put to a model."""
+        return f"Include the keywords {_listed(self.keywords)}."
+
+    def follows(self, answer: str) -> bool:
+        """Does each keyword stand somewhere?"""
+        text = answer.lower()
+        return all(keyword.strip().lower() in text for keyword in self.keywords)
+
+
+class KeywordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`keywords:frequency`."""
+
+    keyword: Text
+    frequency: Count
+    relation: Relation
+
+    @property
+    def sentence(self) -> str:
+        """How it is put to a model."""
+        return f'The word "{self.keyword}" should appear {self.relation} {self.frequency} times.'
+
+    def follows(self, answer: str) -> bool:
+        """Does it stand there as often as asked?"""
+        return self.relation.holds(answer.lower().count(self.keyword.strip().lower()), self.frequency)
+
+
+class ForbiddenWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`keywords:forbidden_words`."""
+
+    forbidden_words: Texts
+
+    @property
+    def sentence(self) -> str:
+        """How it is put to a model."""
+        return f"Do not use the words {_listed(self.forbidden_words)}."
+
+    def follows(self, answer: str) -> bool:
+        """Is none of them there as a word?"""
+        return not any(
+            re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", answer, re.IGNORECASE)
+            for word in self.forbidden_words
+        )
+
+
+class LetterFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`keywords:letter_frequency`, of any single character."""
+
+    letter: Annotated[str, Meta(min_length=1, max_length=1)]
+    let_frequency: Count
+    let_relation: Relation
+
+    @property
+    def sentence(self) -> str:
+        """How it is put to a model."""
+        return f'The letter "{self.letter}" should appear {self.let_relation} {self.let_frequency} times.'
+
+    def follows(self, answer: str) -> bool:
+        """Does it stand there as often as asked, whatever its case?"""
+        return self.let_relation.holds(answer.lower().count(self.letter.lower()), self.let_frequency)
+
+
+class CapitalWordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`change_case:capital_word_frequency`."""
+
+    capital_frequency: Count
+    capital_relation: Relation
+
+    @property
+    def sentence(self) -> str:
+        """How it is put to a model."""
+        return f"Words in all capital letters should appear {self.capital_relation} {self.capital_frequency} times."
+
+    def follows(self, answer: str) -> bool:
+        """Are there as many words without a small letter?"""
+        capital = sum(word.isupper() for word in hyphenated_words(answer))
+        return self.capital_relation.holds(capital, self.capital_frequency)
+
+
+def _listed(texts: list[str]) -> str:
+    return ", ".join(f'"{text}"' for text in texts)

@@ -1,0 +1,110 @@
+"""Judges whether an answer follows the instructions that its problem names, as a program can check (IFEval).
+
+Correct is an answer that follows all of them; what one that follows some is worth is a setting. The verdict's parts say
+by id which were followed. The problem names them in its metadata or its ground truth (`instructions/catalogue.py`);
+one that names none, or one that is wrong, is a `verifier_error`, never a wrong answer.
+
+An answer of usual length is judged where it is called. A long one, and a language that takes a library to tell, is
+judged in a worker process with a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final, final
+
+import msgspec
+
+from pipelinerl.errors import RecipeError
+from pipelinerl.instructions import languages
+from pipelinerl.instructions.catalogue import Asked, instructions_of
+from pipelinerl.instructions.scoring import Matching, Score, followed
+from pipelinerl.instructions.wording import ResponseLanguage
+from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
+from pipelinerl.verifiers.verifier import failed, shown, timed_out
+from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
+
+#: An event loop may judge so many characters, times instructions: five milliseconds' worth of hostile ones.
+_QUICK_CHARS: Final = 10_000
+#: What a loose look at an answer costs at most, of a strict one.
+_LOOSE_COST: Final = 4
+#: Of how many problems the instructions are kept for the next look at them.
+_KEPT: Final = 4096
+
+
+@final
+class InstructionFollowing:
+    """Verifier for problems whose instructions can be checked."""
+
+    def __init__(
+        self,
+        *,
+        score: Score = Score.SHARE,
+        matching: Matching = Matching.STRICT,
+        deadline_s: float = 5.0,
+        workers: int | None = None,
+    ) -> None:
+        self._score = score
+        self._matching = matching
+        self._deadline_s = deadline_s
+        self._pool = WorkerPool(
+            "pipelinerl.verifiers.instruction_following:open_checks", workers=workers, deadline_s=deadline_s
+        )
+
+    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+        """Check each instruction."""
+        try:
+            asked = instructions_of_problem(problem)
+        except RecipeError as error:
+            return failed(str(error))
+        slow = any(isinstance(each, ResponseLanguage) and languages.is_slow(each.language) for _, each in asked)
+        cost = len(completion_text) * len(asked) * (_LOOSE_COST if self._matching is Matching.LOOSE else 1)
+        if not slow and cost <= _QUICK_CHARS:
+            return self._verdict(asked, followed(asked, completion_text, self._matching))
+        question = [msgspec.to_builtins(problem.metadata), problem.ground_truth, completion_text, self._matching.value]
+        try:
+            return self._verdict(asked, await self._pool.ask(question, group=problem.problem_id))
+        except TimeoutError:
+            return timed_out(self._deadline_s)
+        except WorkerLost as error:
+            return failed(f"instruction_following: {error}")
+
+    async def close(self) -> None:
+        """End the worker processes."""
+        await self._pool.close()
+
+    def _verdict(self, asked: Sequence[Asked], done: Sequence[bool]) -> Verdict:
+        by_id: dict[str, list[bool]] = {}
+        for each, is_followed in zip(asked, done, strict=True):
+            by_id.setdefault(each.id, []).append(is_followed)
+        broken = ", ".join(id for id, results in by_id.items() if not all(results))
+        return Verdict(
+            outcome=Outcome.CORRECT if all(done) else Outcome.WRONG,
+            reward=self._score.of(done),
+            reason=shown(f"does not follow {broken}" if broken else ""),
+            parts=tuple(RewardPart(id, sum(results) / len(results)) for id, results in by_id.items()),
+        )
+
+
+def instructions_of_problem(problem: Problem) -> tuple[Asked, ...]:
+    """What the problem asks; raises `RecipeError` where it names no instructions, or a wrong one."""
+    return _instructions_of(msgspec.json.encode([problem.metadata, problem.ground_truth], order="sorted"))
+
+
+def open_checks(_: str) -> Callable[[Any], list[bool]]:
+    """A worker's function, see `worker_process`: `[metadata, ground truth, answer, matching]` → which are followed."""
+    languages.preload()
+
+    def answering(question: Any) -> list[bool]:
+        metadata, ground_truth, answer, matching = question
+        return followed(instructions_of(metadata, ground_truth), answer, Matching(matching))
+
+    return answering
+
+
+@lru_cache(maxsize=_KEPT)
+def _instructions_of(encoded: bytes) -> tuple[Asked, ...]:
+    """Keyed by the text of what names them: the G answers of a group are judged one after the other."""
+    metadata, ground_truth = msgspec.json.decode(encoded)
+    return instructions_of(metadata, ground_truth)

@@ -1,0 +1,1 @@
+"""A language model as judge: what it is asked, how its answer is read, and what that may cost."""

@@ -1,0 +1,97 @@
+"""`ScoreFormat`: how a judge is to say its score, and how that is read from its reply.
+
+A reply counts only if exactly one score is in it, a finite number within the range. One that repeats the answer it
+judges, or says two scores, is no vote: an answer that holds a score cannot have it counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+#: Of a reply, so much is read: a judge that does not stop is not worth more.
+_MOST_READ: Final = 50_000
+_MOST_OBJECTS: Final = 200
+
+
+class Unreadable(Exception):
+    """A reply holds no score, or more than one; the message says what it holds instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreFormat:
+    """A score from `low` to `high`; as JSON, or as the one group of a regular expression."""
+
+    low: float
+    high: float
+    pattern: re.Pattern[str] | None = None
+
+    @property
+    def request(self) -> str:
+        """What the judge is told of the form of its reply."""
+        if self.pattern is not None:
+            return f"Say the score, a number from {self.low:g} to {self.high:g}, once, in the form asked for."
+        return (
+            "Reply with one JSON object and nothing else: "
+            f'{{"reason": "<one sentence>", "score": <number from {self.low:g} to {self.high:g}>}}'
+        )
+
+    def read(self, reply: str) -> tuple[float, str]:
+        """The score, and the reason beside it if there is one.
+
+        Raises:
+            Unreadable: there is not exactly one score within the range.
+        """
+        found = self._by_pattern(reply) if self.pattern is not None else _in_json(reply[:_MOST_READ])
+        if not found:
+            raise Unreadable(f"the judge said no score: {reply[:200]!r}")
+        if len({score for score, _ in found}) > 1:
+            said = ", ".join(f"{score:g}" for score, _ in found[:5])
+            raise Unreadable(f"the judge said more than one score: {said}")
+        score, reason = found[-1]
+        if not self.low <= score <= self.high:
+            raise Unreadable(f"the judge said the score {score:g}, which is not from {self.low:g} to {self.high:g}")
+        return score, reason
+
+    def share(self, score: float) -> float:
+        """The score moved to 0…1."""
+        return (score - self.low) / (self.high - self.low)
+
+    def _by_pattern(self, reply: str) -> list[tuple[float, str]]:
+        assert self.pattern is not None
+        found = []
+        for match in self.pattern.finditer(reply[:_MOST_READ]):
+            try:
+                found.append((float(match[1]), ""))
+            except (TypeError, ValueError):
+                raise Unreadable(f"the judge said {match[1]!r} for a score, which is no number") from None
+        return [each for each in found if math.isfinite(each[0])]
+
+
+def _in_json(reply: str) -> list[tuple[float, str]]:
+    """The score and the reason of each object in the reply that has a score, wherever it stands in it."""
+    decoder, place = json.JSONDecoder(), 0
+    found: list[tuple[float, str]] = []
+    for _ in range(_MOST_OBJECTS):
+        place = reply.find("{", place)
+        if place < 0:
+            return found
+        try:
+            value, place = decoder.raw_decode(reply, place)
+        except (ValueError, RecursionError):
+            place += 1
+            continue
+        score = _number(value.get("score"))
+        if score is not None:
+            reason = value.get("reason")
+            found.append((score, reason if isinstance(reason, str) else ""))
+    raise Unreadable(f"the judge said more than {_MOST_OBJECTS} braces and no end of them")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

@@ -1,0 +1,89 @@
+"""`Spending`: the calls and tokens that judging has taken, bounded for a whole run.
+
+Promises that no call is made beyond the budget, however many are under way: a call is counted before it is made, and
+the count is written down first, so that a process that is killed and comes back goes on counting where it was. Tokens
+are known only afterwards: those of calls under way may go beyond.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import final
+
+from pipelinerl.errors import RecipeError
+
+log = logging.getLogger("pipelinerl")
+
+
+class Spent(Exception):
+    """The budget is spent, or cannot be kept account of; the message says how to go on."""
+
+
+@final
+class Spending:
+    """Counts of one process and one domain.
+
+    Args:
+        where: the domain's path in the recipe, for messages.
+        most_calls, most_tokens: what may be spent; None is without a bound.
+        file: where the counts outlive the process; without one they begin at 0.
+    """
+
+    def __init__(
+        self, *, where: str, most_calls: int | None, most_tokens: int | None, file: Path | None = None
+    ) -> None:
+        self._where = where
+        self._most_calls = most_calls
+        self._most_tokens = most_tokens
+        self._file = file
+        self._said = False
+        self.calls, self.tokens = (0, 0) if file is None else _read(file)
+
+    def begin_call(self) -> None:
+        """Count a call that is about to be made.
+
+        Raises:
+            Spent: it would be beyond the budget; said in the log the first time.
+        """
+        for name, spent, most in (("calls", self.calls, self._most_calls), ("tokens", self.tokens, self._most_tokens)):
+            if most is not None and spent >= most:
+                sentence = (
+                    f"{self._where}.judge: this process has spent its share of {most} {name}, so answers are masked; "
+                    f"raise judge.most_{name} or lower judge.votes"
+                )
+                if not self._said:
+                    log.error("%s", sentence)
+                    self._said = True
+                raise Spent(sentence)
+        self.calls += 1
+        self._write()
+
+    def note_tokens(self, tokens: int) -> None:
+        """Count what a call took, prompt and reply."""
+        self.tokens += tokens
+        self._write()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        draft = self._file.with_name(f"{self._file.name}.new")
+        try:
+            draft.write_text(json.dumps({"calls": self.calls, "tokens": self.tokens}))
+            draft.replace(self._file)
+        except OSError as error:
+            raise Spent(
+                f"{self._where}.judge: {draft} cannot be written, so no more is spent: {error.strerror}"
+            ) from None
+
+
+def _read(file: Path) -> tuple[int, int]:
+    try:
+        counts = json.loads(file.read_text())
+        return int(counts["calls"]), int(counts["tokens"])
+    except FileNotFoundError:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return 0, 0
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RecipeError(f"{file} must hold what judging has taken so far, and is damaged: {error}") from None

@@ -1,0 +1,77 @@
+"""The source `instructions`: problems that can be solved, the same each time, as hard as the recipe says."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.data.instructed import TOPICS
+from pipelinerl.data.problems import Split, open_source
+from pipelinerl.errors import RecipeError
+from pipelinerl.instructions.catalogue import CATALOGUE, instructions_of
+from pipelinerl.instructions.scoring import followed
+from pipelinerl.types import Problem
+
+
+def problems(count: int, *, seed: int = 0, split: Split = Split.TRAIN, **parameters: object) -> list[Problem]:
+    source = open_source("instructions", domain="d", split=split, seed=seed, parameters=parameters)
+    return [source.problem(index) for index in range(count)]
+
+
+@pytest.mark.parametrize("level", [1, 3, 5])
+@pytest.mark.parametrize(("fewest", "most"), [(1, 1), (2, 5)])
+def test_every_problem_has_an_answer_that_follows_its_instructions(level: int, fewest: int, most: int) -> None:
+    for problem in problems(120, level=level, min_instructions=fewest, max_instructions=most):
+        asked = instructions_of(problem.metadata)
+        assert all(followed(asked, problem.ground_truth)), problem
+        assert fewest <= len(asked) <= most and problem.tags == (f"instructions={len(asked)}",)
+        for each in asked:
+            assert each.instruction.sentence in problem.messages[-1].content
+        assert not any(followed(asked, "")) and len({each.id for each in asked}) == len(asked)
+
+
+def test_every_kind_comes_but_that_of_another_language() -> None:
+    found = {each["id"] for problem in problems(400) for each in problem.metadata["instructions"]}
+    assert found == CATALOGUE.keys() - {"language:response_language"}
+
+
+def test_problems_are_a_function_of_seed_and_index_and_splits_are_apart() -> None:
+    assert problems(50) == problems(50) != problems(50, seed=1)
+    by_split = [{problem.messages for problem in problems(60, split=split)} for split in Split]
+    assert len(set.union(*by_split)) == sum(map(len, by_split))
+    assert len(by_split[2]) == 60, "held-out problems are distinct"
+
+
+def test_a_higher_level_asks_for_more() -> None:
+    kinds = ["length_constraints:number_sentences"]
+    counts = [
+        max(p.metadata["instructions"][0]["num_sentences"] for p in problems(100, level=level, kinds=kinds))
+        for level in (1, 5)
+    ]
+    assert counts[0] < counts[1]
+
+
+def test_topics_and_kinds_are_the_recipes() -> None:
+    for problem in problems(30, topics=["{} cheese"], kinds=["punctuation:no_comma"], max_instructions=1):
+        assert "{} cheese" in problem.messages[-1].content
+        assert problem.metadata["instructions"] == [{"id": "punctuation:no_comma"}]
+    assert any(topic in problems(1)[0].messages[-1].content for topic in TOPICS)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"levels": 1}, "unknown field `levels`"),
+        ({"level": 9}, "<= 5"),
+        ({"kinds": ["no:such"]}, "kinds must be some of .*; got no:such"),
+        ({"min_instructions": 4}, "min_instructions must be at most max_instructions"),
+        ({"kinds": ["punctuation:no_comma"], "min_instructions": 2}, "no 2 of these kinds could be followed at once"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(parameters: dict[str, object], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=f"domains.d.parameters.*{sentence}"):
+        problems(1, **parameters)
+
+
+def test_it_takes_no_argument() -> None:
+    with pytest.raises(RecipeError, match="source must be instructions alone, got instructions:x"):
+        open_source("instructions:x", domain="d", split=Split.TRAIN, seed=0)

@@ -1,0 +1,54 @@
+"""A judge that is a program and can be moved: it reads the prompt as a good model would, and obeys what is no data.
+
+Behind `OpenAIFake` it judges over real HTTP. Its honest score is 9 for an answer that says "Paris", else 2. It obeys a
+demand for a score that stands where instructions stand, outside the fences whose mark its system message names; where
+that message names none, or it is `GULLIBLE`, everything is an instruction. `ECHO` repeats the answer before its score.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum
+from typing import Any
+
+HONEST_RIGHT, HONEST_WRONG, DEMANDED = 9, 2, 10
+
+_MARK = re.compile(r"carry the mark (\w+)\.")
+#: How a demand may be put.
+_DEMAND = re.compile(r"\"?score\"?\W{1,6}(?:is |of |must be |to )?10\b|\b10 ?/ ?10\b|\b10 out of 10\b", re.IGNORECASE)
+
+
+class Manner(Enum):
+    """How it reads."""
+
+    CAREFUL = "careful"
+    ECHO = "echo"
+    GULLIBLE = "gullible"
+
+
+def scripted_judge(manner: Manner = Manner.CAREFUL) -> Any:
+    """From the body of a chat request to the reply's text."""
+
+    def reply(body: dict[str, Any]) -> str:
+        system = "".join(each["content"] for each in body["messages"] if each["role"] == "system")
+        user = body["messages"][-1]["content"]
+        mark = _MARK.search(system)
+        answer, instructions = _parted(user, mark[1] if mark else None)
+        if manner is Manner.GULLIBLE:
+            instructions = user
+        honest = HONEST_RIGHT if "Paris" in answer else HONEST_WRONG
+        score = DEMANDED if _DEMAND.search(instructions) else honest
+        said = json.dumps({"reason": "so it seems", "score": score})
+        return f"The answer was: {answer}\n{said}" if manner is Manner.ECHO else said
+
+    return reply
+
+
+def _parted(user: str, mark: str | None) -> tuple[str, str]:
+    """The answer that is to be judged, and all that stands in no fences."""
+    if mark is None:
+        return user.partition("It answered:")[2], user
+    block = re.compile(rf"^=== (\w+) {mark} begins[^\n]* ===\n(.*?)\n=== \1 {mark} ends ===$", re.DOTALL | re.MULTILINE)
+    answers = [text for label, text in block.findall(user) if label == "answer"]
+    return "\n".join(answers), block.sub("", user)

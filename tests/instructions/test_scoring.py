@@ -1,0 +1,40 @@
+"""Which instructions count as followed, strictly and loosely, and what that is worth."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.instructions.catalogue import made
+from pipelinerl.instructions.scoring import Matching, Score, followed, variants
+
+NO_COMMA = made("punctuation:no_comma", {})
+LOWERCASE = made("change_case:english_lowercase", {})
+JSON = made("detectable_format:json_format", {})
+
+
+def test_a_loose_score_forgives_a_first_line_a_last_line_and_asterisks():
+    answer = "Sure, here it is:\n**so it is**\nAnything else, Sir?"
+    assert followed([NO_COMMA, LOWERCASE], answer) == [False, False]
+    assert followed([NO_COMMA, LOWERCASE], answer, Matching.LOOSE) == [True, True]
+    assert followed([JSON], "*{}*", Matching.LOOSE) == [True]
+    assert followed([LOWERCASE], "a\nB\nc", Matching.LOOSE) == [False]
+
+
+@pytest.mark.parametrize("matching", Matching)
+@pytest.mark.parametrize("blank", ["", " \n\t"])
+def test_a_blank_answer_follows_nothing(blank: str, matching: Matching):
+    assert followed([NO_COMMA], blank, matching) == [False]
+
+
+def test_what_is_left_of_a_single_line_is_no_answer():
+    assert followed([NO_COMMA], "a, b", Matching.LOOSE) == [False]
+
+
+def test_there_are_eight_variants():
+    assert len(variants("*a*\n*b*\n*c*")) == 8
+    assert variants("a") == ["a", ""]
+
+
+def test_a_score_is_a_share_or_all():
+    assert [Score.SHARE.of(each) for each in ([True, False], [True, True], [False])] == [0.5, 1.0, 0.0]
+    assert [Score.ALL.of(each) for each in ([True, False], [True, True], [False])] == [0.0, 1.0, 0.0]

@@ -1,0 +1,76 @@
+"""The verifier of instructions: what it pays, what its parts say, and what is its own failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.instructions.scoring import Matching, Score
+from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.verifiers.instruction_following import InstructionFollowing
+from tests.patience import PATIENCE_S
+
+COMMA, WORDS, KEYWORD = "punctuation:no_comma", "length_constraints:number_words", "keywords:existence"
+
+
+def problem(*instructions: dict[str, object]) -> Problem:
+    return Problem(
+        problem_id="d:1",
+        domain="d",
+        messages=(Message("user", "?"),),
+        ground_truth="",
+        metadata={"instructions": list(instructions)},
+    )
+
+
+SEA = problem(
+    {"id": COMMA}, {"id": WORDS, "num_words": 3, "relation": "at least"},
+    {"id": KEYWORD, "keywords": ["sea"]}, {"id": KEYWORD, "keywords": ["blue"]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "reward", "outcome"),
+    [
+        ({}, "the sea is blue", 1.0, Outcome.CORRECT),
+        ({}, "the sea, it is green", 0.5, Outcome.WRONG),
+        ({"score": Score.ALL}, "the sea, it is green", 0.0, Outcome.WRONG),
+        ({"score": Score.ALL}, "the sea is blue", 1.0, Outcome.CORRECT),
+        ({}, "", 0.0, Outcome.WRONG),
+        ({}, "Well, so:\nthe sea is blue", 0.75, Outcome.WRONG),
+        ({"matching": Matching.LOOSE}, "Well, so:\nthe sea is blue", 1.0, Outcome.CORRECT),
+    ],
+)
+async def test_what_an_answer_is_worth(settings, text, reward, outcome):
+    verdict = await InstructionFollowing(**settings).verify(SEA, text)
+    assert (verdict.reward, verdict.outcome) == (reward, outcome)
+    if outcome is Outcome.WRONG and text:
+        assert COMMA in verdict.reason
+
+
+async def test_the_parts_tell_each_kind_and_its_share():
+    verdict = await InstructionFollowing().verify(SEA, "the sea, it is green")
+    assert {part.name: part.reward for part in verdict.parts} == {COMMA: 0.0, WORDS: 1.0, KEYWORD: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        ([], "names no instructions"),
+        ([{"id": "no:such"}], "there is no instruction 'no:such'"),
+        ([{"id": WORDS, "num_words": 3}], "missing required field `relation`"),
+    ],
+)
+async def test_a_problem_that_cannot_be_judged_is_no_wrong_answer(named, reason):
+    verdict = await InstructionFollowing().verify(problem(*named), "x")
+    assert verdict.outcome is Outcome.VERIFIER_ERROR
+    assert reason in verdict.reason
+
+
+async def test_a_long_answer_is_judged_in_a_worker_as_a_short_one_is_here():
+    verifier = InstructionFollowing(deadline_s=PATIENCE_S)
+    try:
+        short, long = [await verifier.verify(SEA, "the sea is blue " * times) for times in (1, 20_000)]
+        assert short == long
+        assert (await verifier.verify(SEA, "sea, " * 50_000)).reward == 0.5
+    finally:
+        await verifier.close()

@@ -305,7 +305,8 @@ class _Walls:
                 file.write(text)
 
     def enter(self, limits: dict) -> None:
-        """Be who one is; with a folder and a /proc that nobody else has."""
+        """Be who one is; with a folder, a /proc and a process group that nobody else has."""
+        os.setsid()  # a signal to its own group reaches across namespaces
         if self._namespaces:
             os.setresgid(_INNER_ID, _INNER_ID, _INNER_ID)
             os.setresuid(_INNER_ID, _INNER_ID, _INNER_ID)

@@ -74,7 +74,7 @@ class Slot:
         if self._box is None:
             self._box = _Box.start(self._walls)
         try:
-            return self._box.run(run, self._walls.tier)
+            return self._box.run(run, self._walls)
         except BaseException:
             self.close()
             raise
@@ -126,11 +126,14 @@ class _Box:
             raise SandboxLost(f"the box did not start; it said: {box.last_words()}")
         return box
 
-    def run(self, run: Run, tier: Tier) -> RunResult:
+    def run(self, run: Run, walls: Walls) -> RunResult:
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         theirs = [out_write, err_write]
         try:
+            if walls.outer_id != os.geteuid():  # else it could not open /dev/stdout
+                os.fchown(out_write, walls.outer_id, -1)
+                os.fchown(err_write, walls.outer_id, -1)
             theirs[0:0] = [_sealed(run.stdin)]
             theirs += [_sealed(data) for _, data in run.files]
             try:
@@ -156,7 +159,7 @@ class _Box:
             stderr=bytes(reader.stderr),
             cpu_s=answer["cpu_s"],
             wall_s=answer["wall_s"],
-            tier=tier,
+            tier=walls.tier,
         )
 
     def kill(self) -> None:

@@ -80,6 +80,7 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
 VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),
     "reasoning_gym": RegistryEntry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
+    "oubliette": RegistryEntry("pipelinerl.verifiers.oubliette.verifier:Oubliette"),
 }
 
 

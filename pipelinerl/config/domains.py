@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipelinerl.choices import COLDEST, HOTTEST
 from pipelinerl.config.learning import RewardSection
+from pipelinerl.config.oubliette import OublietteSection
 from pipelinerl.config.sections import Section
 from pipelinerl.config.verification import RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts
@@ -44,6 +45,7 @@ class DomainSection(Section):
     verifier_workers: int | None = Field(default=None, ge=1, le=1024)
     """Processes in each actor that judge at once; by default one for each of its cores, and two at least."""
     reward: RewardSection | None = None
+    oubliette: OublietteSection = OublietteSection()
 
     # how problems are asked: docs/data.md
     system_prompt: str = ""

@@ -62,6 +62,8 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _opened(domain: DomainSection, where: str, name: str) -> GroupVerifier:
     thing = registry.load(where, registry.VERIFIERS, name)
     deadline_s, workers = domain.verifier_timeout_s, domain.verifier_workers
+    if name == "oubliette":
+        return EachAlone(thing(domain.oubliette.rules, deadline_s=deadline_s, workers=workers))
     if name in _POOLED:
         return EachAlone(thing(deadline_s=deadline_s, workers=workers))
     if not registry.is_user_code(registry.VERIFIERS, name):

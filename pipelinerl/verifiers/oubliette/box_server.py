@@ -28,8 +28,10 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import time
+from typing import Any, Literal
 
 _LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock across a fork
 _NUMBERS = {"x86_64": (56, 126), "aarch64": (220, 91)}  # clone, capset
@@ -81,7 +83,7 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 # --- a run, seen from outside ---------------------------------------------------------------------------------------
 
 
-def _run(control: socket.socket, walls: _Walls, request: dict, files: list[int]) -> dict | None:
+def _run(control: socket.socket, walls: _Walls, request: dict[str, Any], files: list[int]) -> dict[str, Any] | None:
     """Start, watch, reap. None: whoever asked is gone."""
     limits = request["limits"]
     go_read, go_write = os.pipe()
@@ -125,15 +127,19 @@ def _run(control: socket.socket, walls: _Walls, request: dict, files: list[int])
     }
 
 
-def _watch(control: socket.socket, handle: int, limits: dict, began: float) -> str:
+def _watch(control: socket.socket, handle: int, limits: dict[str, Any], began: float) -> str:
     """Wait for the end of a run; why it has to be ended, or nothing where it has ended by itself."""
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     poll.register(control, select.POLLIN)
+    until = began + limits["wall_s"]
     while True:
-        left_s = began + limits["wall_s"] - time.monotonic()
-        if left_s <= 0:
-            return "deadline"
+        left_s = until - time.monotonic()
+        if left_s <= 0:  # the time that it was ready, and had no processor, is not its own
+            until = began + min(limits["wall_s"] + _delayed_s(), limits["starved_s"])
+            if until <= time.monotonic() + _TICK_S:
+                return "deadline"
+            continue
         ready = dict(poll.poll(1000 * min(left_s, _TICK_S)))
         if handle in ready:
             return ""
@@ -181,7 +187,7 @@ def _delayed_s() -> float:
 # --- a run, from within: nothing below returns ----------------------------------------------------------------------
 
 
-def _become(walls: _Walls, request: dict, files: list[int], go_read: int, trouble: int) -> None:
+def _become(walls: _Walls, request: dict[str, Any], files: list[int], go_read: int, trouble: int) -> None:
     """Take the limits, lose every right, and be the program. `trouble` is told what hinders that, and then closed."""
     try:
         if os.read(go_read, 1) != b"g":
@@ -201,7 +207,7 @@ def _become(walls: _Walls, request: dict, files: list[int], go_read: int, troubl
         os._exit(1)
     if source is not None:
         os.close(3)
-        _be_python(source, request["python"])
+        _be_python(source, request["python"], request["arguments"])
     try:
         os.execve(request["argv"][0], request["argv"], request["environment"])
     except BaseException as error:  # what was compiled is no program
@@ -213,17 +219,16 @@ def _content(file: int) -> bytes:
     return os.pread(file, os.fstat(file).st_size, 0)
 
 
-def _be_python(source: bytes, name: str) -> None:
+def _be_python(source: bytes, name: str, arguments: list[str]) -> None:
     """Run a program as `python name` would, without starting an interpreter."""
     import types
 
-    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8", errors="surrogateescape")
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8", errors="surrogateescape")
-    sys.stderr = io.TextIOWrapper(
-        open(2, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
-    sys.argv, sys.path[:0] = [name], [os.path.dirname(name)]
+    sys.stdin = _text(0, "rb", "surrogateescape")
+    sys.stdout = _text(1, "wb", "surrogateescape")
+    sys.stderr = _text(2, "wb", "backslashreplace")
+    sys.stderr.reconfigure(line_buffering=True)
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
+    sys.argv, sys.path[:0] = [name, *arguments], [os.path.dirname(name)]
     module = types.ModuleType("__main__")
     module.__file__ = name
     sys.modules["__main__"] = module
@@ -232,17 +237,21 @@ def _be_python(source: bytes, name: str) -> None:
         exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as ending:
         code = _exit_code(ending)
-    except BaseException:
+    except BaseException as error:
         code = 1
-        _print_traceback()
+        _print_traceback(error)
     os._exit(_finished(code))
 
 
-def _print_traceback() -> None:
-    kind, error, trace = sys.exc_info()
+def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapper:
+    stream = open(number, mode, closefd=False)  # noqa: SIM115 - it is open as long as the program runs
+    return io.TextIOWrapper(stream, encoding="utf-8", errors=errors)
+
+
+def _print_traceback(error: BaseException) -> None:
+    trace = error.__traceback__ and error.__traceback__.tb_next  # without this file's own frame
     with contextlib.suppress(BaseException):
-        trace = trace.tb_next  # without this file's own frame
-        sys.excepthook(kind, error.with_traceback(trace), trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
 def _exit_code(ending: SystemExit) -> int:
@@ -273,13 +282,13 @@ def _finished(code: int) -> int:
 class _Walls:
     """What stands around each run; `settings` are `Walls` in `sandbox.py`."""
 
-    def __init__(self, settings: dict) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         self._namespaces = settings["namespaces"]
         self._outer_id = settings["outer_id"]
-        self._filter = ctypes.create_string_buffer(bytes.fromhex(settings["filter"]))
         self._clone, self._capset = _NUMBERS[os.uname().machine]
-        length = (len(self._filter) - 1) // 8
-        self._program = _Program(length, ctypes.cast(self._filter, ctypes.c_void_p))
+        steps = bytes.fromhex(settings["filter"])
+        self._steps = ctypes.create_string_buffer(steps)
+        self._filter = struct.pack("@HP", len(steps) // 8, ctypes.addressof(self._steps)) if steps else b""
         if self._namespaces:
             for name in ("sys", "sysrq-trigger", "irq", "bus"):  # a covered /proc allows no fresh one below it
                 _LIBC.umount2(f"/proc/{name}".encode(), _MNT_DETACH)
@@ -304,7 +313,7 @@ class _Walls:
             with open(f"/proc/{pid}/{name}", "w") as file:
                 file.write(text)
 
-    def enter(self, limits: dict) -> None:
+    def enter(self, limits: dict[str, Any]) -> None:
         """Be who one is; with a folder, a /proc and a process group that nobody else has."""
         os.setsid()  # a signal to its own group reaches across namespaces
         if self._namespaces:
@@ -328,7 +337,7 @@ class _Walls:
             offset += os.sendfile(target, source, offset, size - offset)
         os.close(target)
 
-    def shut(self, limits: dict) -> None:
+    def shut(self, limits: dict[str, Any]) -> None:
         """From here on there are limits, no rights, and fewer system calls."""
         for name, value in limits["rlimits"].items():
             resource.setrlimit(getattr(resource, name), tuple(value))
@@ -337,12 +346,8 @@ class _Walls:
             raise _failure("capset")
         if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
             raise _failure("no_new_privs")
-        if self._program.length and _LIBC.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(self._program), 0, 0) != 0:
+        if self._filter and _LIBC.prctl(_PR_SET_SECCOMP, 2, self._filter, 0, 0) != 0:
             raise _failure("seccomp")
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
 def _mount(kind: str, where: str, flags: int, options: str) -> None:

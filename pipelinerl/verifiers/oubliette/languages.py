@@ -53,9 +53,7 @@ class Language:
         if not self.compile:
             return None
         script = f"{{ {self.compile}; }} >&2 && cat {self.program}"
-        return Run(
-            argv=("/bin/sh", "-c", script), files=((self.source, source.encode()),), limits=limits
-        )
+        return Run(argv=("/bin/sh", "-c", script), files=((self.source, source.encode()),), limits=limits)
 
     def running(self, program: bytes, stdin: bytes, limits: Limits) -> Run:
         """The run of a program."""

@@ -7,8 +7,8 @@ tried is told as such, and never as held.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-import secrets
 import socket
 import subprocess
 import tempfile
@@ -22,7 +22,7 @@ from typing import Final
 from pipelinerl.verifiers.oubliette import languages
 from pipelinerl.verifiers.oubliette.attacks import files, kernel, memory, processes
 from pipelinerl.verifiers.oubliette.attacks.attack import PRELUDE, QUICK, Attack
-from pipelinerl.verifiers.oubliette.runs import Ending, Limits, Run, RunResult, SandboxLost, SandboxMissing, Tier
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots, walls_of
 from pipelinerl.verifiers.oubliette.slot import Walls
 
@@ -36,7 +36,7 @@ _LEFT_BEHIND_S: Final = 60.0
 _PASSWORDS: Final = b"root:"
 
 
-class Held(Enum):
+class Defence(Enum):
     """What came of an attack."""
 
     HELD = "held"
@@ -49,7 +49,7 @@ class Finding:
     """One attack, and what came of it."""
 
     name: str
-    held: Held
+    defence: Defence
     told: str
 
 
@@ -66,7 +66,9 @@ def opened(tier: Tier, *, slots: int | None = None, walls: Callable[[int], Walls
         if not honest.succeeded or honest.stdout != b"42\n":
             raise SandboxMissing(f"the {tier} sandbox runs no program here: {honest.describe()}")
         wanted = [attack for attack in ATTACKS if attack.at_start]
-        broken = [finding for finding in attacked(around, wanted, sandbox=sandbox) if finding.held is not Held.HELD]
+        broken = [
+            finding for finding in attacked(around, wanted, sandbox=sandbox) if finding.defence is not Defence.HELD
+        ]
     except SandboxLost as error:
         sandbox.close()
         raise SandboxMissing(f"the {tier} sandbox cannot be had here: {error}{_cause()}") from None
@@ -98,7 +100,7 @@ def attacked(
 # --- one attack -------------------------------------------------------------------------------------------------------
 
 #: Waits for an attack that was begun; its results, the last of which is its own, or why it is left out.
-_Rest = Callable[[], list[RunResult] | str]
+_Rest = Callable[[], list[ProgramResult] | str]
 
 
 def _begun(attack: Attack, baits: dict[str, str], sandbox: Sandbox) -> _Rest:
@@ -110,7 +112,7 @@ def _begun(attack: Attack, baits: dict[str, str], sandbox: Sandbox) -> _Rest:
     run = _python(PRELUDE + source, b"", attack.limits)
     first = sandbox.submit(run)
 
-    def rest() -> list[RunResult]:
+    def rest() -> list[ProgramResult]:
         result = first.result()
         for _ in range(_TRIES):
             if result.ending is not Ending.STARVED or Ending.STARVED in attack.ends:
@@ -121,7 +123,7 @@ def _begun(attack: Attack, baits: dict[str, str], sandbox: Sandbox) -> _Rest:
     return rest
 
 
-def _compiled(attack: Attack, source: str, sandbox: Sandbox) -> list[RunResult] | str:
+def _compiled(attack: Attack, source: str, sandbox: Sandbox) -> list[ProgramResult] | str:
     try:
         language = languages.find(attack.language)
     except languages.LanguageMissing as error:
@@ -138,19 +140,21 @@ def _compiled(attack: Attack, source: str, sandbox: Sandbox) -> list[RunResult] 
 def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
     results = rest()
     if isinstance(results, str):
-        return Finding(attack.name, Held.LEFT_OUT, results)
+        return Finding(attack.name, Defence.LEFT_OUT, results)
     last = results[-1]
     is_program = attack.language != "python" and len(results) == 1  # which a compiler wrote: not what a program says
     if b"ESCAPED" in last.stdout and not is_program:
         told = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
-        return Finding(attack.name, Held.ESCAPED, told[:200])
+        return Finding(attack.name, Defence.ESCAPED, told[:200])
     for result in results:
         said = result.stdout + result.stderr
         if baits["WORD"].encode() in said or (attack.language != "python" and _PASSWORDS in said):
-            return Finding(attack.name, Held.ESCAPED, "what must not be seen is in its output")
+            return Finding(attack.name, Defence.ESCAPED, "what must not be seen is in its output")
     if b"held\n" in last.stdout or last.ending in attack.ends:
-        return Finding(attack.name, Held.HELD, last.describe())
-    return Finding(attack.name, Held.ESCAPED, f"it ended as nobody expected: {last.describe()}, {last.stdout[:200]!r}")
+        return Finding(attack.name, Defence.HELD, last.describe())
+    return Finding(
+        attack.name, Defence.ESCAPED, f"it ended as nobody expected: {last.describe()}, {last.stdout[:200]!r}"
+    )
 
 
 def _python(source: str, stdin: bytes, limits: Limits) -> Run:
@@ -163,9 +167,10 @@ def _python(source: str, stdin: bytes, limits: Limits) -> Run:
 @contextlib.contextmanager
 def _baits() -> Iterator[dict[str, str]]:
     """What attacks reach for: a process, a file, sockets and a word that are the probe's own."""
-    name, word = secrets.token_hex(8), secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="oub-")))
+        word = hashlib.blake2b(f"{folder} {time.time_ns()}".encode(), digest_size=16).hexdigest()
+        name = word[:8]
         folder.chmod(0o755)
         file = folder / "bait"
         file.write_text(f"{word}!\n")
@@ -200,7 +205,7 @@ def _left_behind(baits: dict[str, str]) -> list[Finding]:
     mine = f"oub-{baits['NAME']}"[:15]
     while found := [path.parent.name for path in Path("/proc").glob("[0-9]*/comm") if _content(path) == mine]:
         if time.monotonic() > until:
-            return [Finding("processes left behind", Held.ESCAPED, ", ".join(found))]
+            return [Finding("processes left behind", Defence.ESCAPED, ", ".join(found))]
         time.sleep(0.05)
     return []
 

@@ -23,8 +23,6 @@ class Tier(StrEnum):
 
     DEFAULT = "default"
     """bubblewrap around a slot; namespaces, user id, file systems and system call filter of its own around each run."""
-    WEAK = "weak"
-    """Landlock, system call filter and limits around a single process of the host. Only when asked for by name."""
 
 
 class Ending(StrEnum):
@@ -98,19 +96,21 @@ class Run:
     Attributes:
         argv: what is executed, paths inside the box.
         python: instead of `argv`, the path of a Python program, which goes on in a warm interpreter.
+        arguments: what the program is called with.
         files: by name, what lies in the run's folder, /tmp, when it begins.
         stdin: what it reads.
     """
 
     argv: tuple[str, ...] = ()
     python: str = ""
+    arguments: tuple[str, ...] = ()
     files: tuple[tuple[str, bytes], ...] = ()
     stdin: bytes = b""
     limits: Limits = Limits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
+class ProgramResult:
     """What came of a run. `code` is the exit status, or minus the signal's number."""
 
     ending: Ending

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Final, final
 
 from pipelinerl.verifiers.oubliette import bubblewrap, languages, syscall_filter
-from pipelinerl.verifiers.oubliette.runs import Run, RunResult, SandboxLost, SandboxMissing, Tier
+from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.slot import Slot, Walls
 
 #: The user ids of runs, where the sandbox may choose them: one for each slot, in a range that no system hands out.
@@ -47,9 +47,7 @@ def walls_of(tier: Tier, number: int) -> Walls:
             f"the {tier} sandbox needs bubblewrap, which is not installed; on Debian and Ubuntu: apt install bubblewrap"
         )
     command = bubblewrap.command(python=bubblewrap.interpreter(), toolchains=languages.toolchains())
-    return Walls(
-        tier=tier, command=tuple(command), namespaces=True, outer_id=outer_id, filter=syscall_filter.boxed()
-    )
+    return Walls(tier=tier, command=tuple(command), namespaces=True, outer_id=outer_id, filter=syscall_filter.boxed())
 
 
 @final
@@ -57,16 +55,16 @@ class Sandbox:
     """Runs programs, `slots` at a time. To be closed; nothing is started before the first run."""
 
     def __init__(self, walls: Callable[[int], Walls], *, slots: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[Run, Future[RunResult]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Run, Future[ProgramResult]] | None] = queue.SimpleQueue()
         self._walls = walls
         self._slots = slots
         self._threads: list[tuple[threading.Thread, Slot]] = []
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, run: Run) -> Future[RunResult]:
+    def submit(self, run: Run) -> Future[ProgramResult]:
         """Its result, some time; or `SandboxLost`."""
-        future: Future[RunResult] = Future()
+        future: Future[ProgramResult] = Future()
         with self._lock:
             if self._closed:
                 raise SandboxLost("the sandbox is closed")
@@ -78,7 +76,7 @@ class Sandbox:
                 thread.start()
         return future
 
-    def run(self, run: Run) -> RunResult:
+    def run(self, run: Run) -> ProgramResult:
         """Wait for it."""
         return self.submit(run).result()
 
@@ -104,7 +102,7 @@ class Sandbox:
         finally:
             slot.close()
 
-    def _tried(self, slot: Slot, run: Run, future: Future[RunResult]) -> None:
+    def _tried(self, slot: Slot, run: Run, future: Future[ProgramResult]) -> None:
         for number in range(_TRIES):
             try:
                 result = slot.run(run)

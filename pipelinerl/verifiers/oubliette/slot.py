@@ -1,8 +1,9 @@
 """`Slot`: one box with its server, seen from outside. It runs one program at a time, and blocks while it does.
 
-    waits for                      at most                          then
-    the server's first packet      `_STARTUP_S`                     the box is killed: `SandboxLost`, with its last words
-    a run's output, its answer     the run's deadline and `_GRACE_S`  the same; an answer that never came says nothing of the run
+    waits for                      at most                            then
+    the server's first packet      `_STARTUP_S`                       the box is killed: `SandboxLost`
+    a run's output, its answer     `_STARVED_TIMES` its deadline      the same; it says nothing of the run
+                                   and `_GRACE_S`
 
 What a run writes comes through pipes and is bounded here: at the bound the run is ended. What it reads lies in sealed
 memory files, which it cannot change. A server that dies takes its runs along, and bubblewrap dies with the thread that
@@ -24,7 +25,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from pipelinerl.verifiers.oubliette.runs import Ending, Limits, Run, RunResult, SandboxLost, Tier, of_rlimits
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier, of_rlimits
 
 _STARTUP_S: Final = 60.0
 _GRACE_S: Final = 30.0
@@ -32,8 +33,8 @@ _MOST_PACKET: Final = 1 << 16
 _CHUNK: Final = 1 << 18
 _F_ADD_SEALS: Final = 1033
 _ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
-#: A run that waited for a processor for more than this share of its deadline has not been given its time.
-_STARVED_SHARE: Final = 0.5
+#: Time that a run waits for a processor is not counted, up to so many times its deadline.
+_STARVED_TIMES: Final = 20.0
 _ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
 
@@ -65,7 +66,7 @@ class Slot:
         self._walls = walls
         self._box: _Box | None = None
 
-    def run(self, run: Run) -> RunResult:
+    def run(self, run: Run) -> ProgramResult:
         """Run a program.
 
         Raises:
@@ -99,6 +100,7 @@ class _Box:
         self._process = process
         self._control = control
         self._words = words
+        self._said = ""
 
     @classmethod
     def start(cls, walls: Walls) -> _Box:
@@ -106,7 +108,8 @@ class _Box:
         words = tempfile.TemporaryFile()  # noqa: SIM115 - it is the box's
         with theirs:
             # an empty environment: bubblewrap's own is what /proc/1/environ of the box shows
-            process = subprocess.Popen(walls.command, stdin=theirs, stdout=words, stderr=words, env={}, cwd="/")
+            command, end = list(walls.command), theirs.fileno()
+            process = subprocess.Popen(command, stdin=end, stdout=words, stderr=words, env={}, cwd="/")
         box = cls(process, ours, words)
         try:
             settings = {
@@ -126,7 +129,7 @@ class _Box:
             raise SandboxLost(f"the box did not start; it said: {box.last_words()}")
         return box
 
-    def run(self, run: Run, walls: Walls) -> RunResult:
+    def run(self, run: Run, walls: Walls) -> ProgramResult:
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         theirs = [out_write, err_write]
@@ -144,7 +147,7 @@ class _Box:
             while theirs:
                 os.close(theirs.pop())
             reader = _Reader(self._control, out_read, err_read, run.limits)
-            answer = reader.read(time.monotonic() + run.limits.wall_s + _GRACE_S)
+            answer = reader.read(time.monotonic() + _STARVED_TIMES * run.limits.wall_s + _GRACE_S)
         finally:
             for file in (*theirs, out_read, err_read):
                 os.close(file)
@@ -152,7 +155,7 @@ class _Box:
             raise SandboxLost(f"the box did not answer; it said: {self.last_words()}")
         if answer["trouble"]:
             raise SandboxLost(f"a run could not be let into its box: {answer['trouble']}")
-        return RunResult(
+        return ProgramResult(
             ending=_ending(answer, run.limits),
             code=answer["code"],
             stdout=bytes(reader.stdout),
@@ -167,12 +170,16 @@ class _Box:
         self._control.close()
         self.interrupt()
         self._process.wait()
+        self._said = self.last_words()
+        self._words.close()
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
             self._process.send_signal(signal.SIGKILL)
 
     def last_words(self) -> str:
+        if self._words.closed:
+            return self._said
         self._words.seek(0)
         return self._words.read(4096).decode("utf-8", "replace").strip() or "nothing"
 
@@ -232,12 +239,14 @@ def _request(run: Run) -> bytes:
     limits = run.limits
     return json.dumps(
         {
-            "argv": run.argv,
+            "argv": [*run.argv, *run.arguments],
             "python": run.python,
+            "arguments": run.arguments,
             "files": [name for name, _ in run.files],
             "environment": _ENVIRONMENT,
             "limits": {
                 "wall_s": limits.wall_s,
+                "starved_s": _STARVED_TIMES * limits.wall_s,
                 "cpu_s": limits.cpu_s,
                 "memory_bytes": limits.memory_bytes,
                 "disk_bytes": limits.disk_bytes,
@@ -257,7 +266,8 @@ def _ending(answer: dict[str, Any], limits: Limits) -> Ending:
     if ended == "cpu time" or answer["cpu_s"] > limits.cpu_s:
         return Ending.CPU_TIME
     if ended == "deadline":
-        return Ending.STARVED if answer["delayed_s"] > _STARVED_SHARE * limits.wall_s else Ending.DEADLINE
+        had_s = answer["wall_s"] - answer["delayed_s"]
+        return Ending.STARVED if had_s < limits.wall_s / 2 else Ending.DEADLINE
     if ended:
         raise SandboxLost(f"a run could not be let into its box: {ended}")
     return Ending.SIGNALLED if code < 0 else Ending.EXITED

@@ -76,8 +76,6 @@ def alone() -> bytes:
     return _program((*_REFUSED.values(), *_ALONE), clone_may_not=_NEW_NAMESPACES, clone_must=_CLONE_THREAD)
 
 
-
-
 def _program(refused: Iterable[int], *, clone_may_not: int, clone_must: int = 0) -> bytes:
     """Each rule ends in a verdict or falls through to the next."""
     steps = [
@@ -101,9 +99,7 @@ def _program(refused: Iterable[int], *, clone_may_not: int, clone_must: int = 0)
     both = _MAP_SHARED | _MAP_ANONYMOUS
     shared = [_step(_AND, both), _step(_JUMP_EQUAL, both, 0, 1), _step(_RETURN, _ERRNO | errno.EPERM)]
     steps += _by_argument(_MMAP, 3, shared)
-    steps += _by_argument(
-        _SOCKETPAIR, 0, [_step(_JUMP_EQUAL, _AF_UNIX, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
-    )
+    steps += _by_argument(_SOCKETPAIR, 0, [_step(_JUMP_EQUAL, _AF_UNIX, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)])
     steps.append(_step(_RETURN, _ALLOW))
     return b"".join(steps)
 

@@ -11,9 +11,13 @@ from typing import Final
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits
 
 #: Of an attack that is refused what it wants; generous, since it does not wait for its limits.
-QUICK: Final = Limits(cpu_s=20, wall_s=60, memory_bytes=256 << 20, disk_bytes=16 << 20, inodes=512, output_bytes=1 << 20)
+QUICK: Final = Limits(
+    cpu_s=20, wall_s=60, memory_bytes=256 << 20, disk_bytes=16 << 20, inodes=512, output_bytes=1 << 20
+)
 #: Of an attack that never ends by itself.
-ENDLESS: Final = Limits(cpu_s=0.3, wall_s=0.6, memory_bytes=256 << 20, disk_bytes=16 << 20, inodes=512, output_bytes=1 << 20)
+ENDLESS: Final = Limits(
+    cpu_s=0.3, wall_s=0.6, memory_bytes=256 << 20, disk_bytes=16 << 20, inodes=512, output_bytes=1 << 20
+)
 #: How what loops or sleeps ends.
 TIME_IS_UP: Final = frozenset({Ending.CPU_TIME, Ending.DEADLINE, Ending.STARVED})
 

@@ -13,7 +13,7 @@ word, found = bytes(reversed(b'@DROW@')), 0
 def times(data):
     at, n = data.find(word), 0
     while at >= 0:
-        n += data[at + len(word):at + len(word) + 1] == b'!'  # which follows it in what was there before, and here nowhere
+        n += data[at + len(word):at + len(word) + 1] == b'!'
         at = data.find(word, at + 1)
     return n
 with open('/proc/self/maps') as maps, open('/proc/self/mem', 'rb', 0) as memory:
@@ -38,7 +38,8 @@ ATTACKS: Final = (
     Attack(name="a file of the host, by its handle", source="barred(304, -100, 0, 0)"),
     Attack(name="handles of files", source="barred(303, -100, b'/', 0, 0, 0)"),
     Attack(name="passwords", source="for name in ('/etc/passwd', '/etc/shadow', '/etc/gshadow'): refused(open, name)"),
-    Attack(name="keys", source="for name in ('/root/.ssh', '/home', '/var', '/srv', '/opt', '/mnt'): refused(os.listdir, name)",
+    Attack(name="keys",
+           source="for name in ('/root/.ssh', '/home', '/var', '/srv', '/opt', '/mnt'): refused(os.listdir, name)",
            at_start=True),
     Attack(name="the network's settings", source="for name in ('/etc/hosts', '/etc/resolv.conf'): refused(open, name)"),
     Attack(name="writing into the host's programs", source="refused(open, '/usr/bin/oubliette-was-here', 'w')"),
@@ -47,21 +48,26 @@ ATTACKS: Final = (
     Attack(name="the environment of the first process",
            source="text = open('/proc/1/environ', 'rb').read()\nescaped(text[:60]) if b'@WORD@' in text else held()",
            at_start=True),
-    Attack(name="its own environment", source="held() if '@WORD@' not in str(dict(os.environ)) else escaped('it is there')"),
+    Attack(name="its own environment",
+           source="held() if '@WORD@' not in str(dict(os.environ)) else escaped('it is there')"),
     Attack(name="the environment of a process of the host", source="refused(open, '/proc/@PID@/environ', 'rb')"),
     Attack(name="handles that it was left",
-           source="left = []\nfor n in range(3, 1024):\n    try: os.fstat(n); left.append(n)\n    except OSError: pass\n"
+           source="left = []\nfor n in range(3, 1024):\n    try: os.fstat(n); left.append(n)\n"
+           "    except OSError: pass\n"
            "escaped(left) if left else held()", at_start=True),
-    Attack(name="changing what others read", source="refused(lambda: os.write(os.open('/proc/self/fd/0', os.O_RDWR), b'x'))\n"
+    Attack(name="changing what others read",
+           source="refused(lambda: os.write(os.open('/proc/self/fd/0', os.O_RDWR), b'x'))\n"
            "refused(os.write, 0, b'x')"),
     Attack(name="settings of the kernel", source="refused(open, '/proc/sys/kernel/core_pattern', 'w')"),
     Attack(name="settings of the kernel's network", source="refused(open, '/proc/sys/net/ipv4/ip_forward', 'w')"),
     Attack(name="the keys of the kernel's console", source="refused(open, '/proc/sysrq-trigger', 'w')"),
     Attack(name="the kernel's memory", source="refused(lambda: open('/proc/kcore', 'rb').read(16))"),
-    Attack(name="the kernel's messages", source="refused(lambda: open('/dev/kmsg', 'rb').read(16))\nbarred(103, 3, 0, 0)"),
+    Attack(name="the kernel's messages",
+           source="refused(lambda: open('/dev/kmsg', 'rb').read(16))\nbarred(103, 3, 0, 0)"),
     Attack(name="the machine's memory", source="refused(open, '/dev/mem', 'rb')"),
     Attack(name="the machine's disks",
-           source="found = [n for n in os.listdir('/dev') if n.startswith(('sd', 'vd', 'nvme', 'loop', 'kvm', 'fuse'))]\n"
+           source="found = [n for n in os.listdir('/dev') if n.startswith(('sd', 'vd', 'nvme', 'loop', 'kvm', "
+           "'fuse'))]\n"
            "escaped(found) if found else held()"),
     Attack(name="making a device", source="refused(os.mknod, 'disk', 0o60600, os.makedev(254, 0))"),
     Attack(name="a terminal", source="refused(open, '/dev/tty')\nrefused(open, '/dev/ptmx')"),
@@ -91,12 +97,15 @@ ATTACKS: Final = (
     Attack(name="TCP to the host", at_start=True,
            source="refused(lambda: socket.create_connection(('127.0.0.1', @PORT@), 2))"),
     Attack(name="TCP by version 6", source="refused(lambda: socket.create_connection(('::1', @PORT@), 2))"),
-    Attack(name="UDP", source="refused(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', @PORT@)))"),
+    Attack(name="UDP",
+           source="refused(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', "
+           "@PORT@)))"),
     Attack(name="listening", source="refused(lambda: socket.socket().listen())"),
     Attack(name="raw packets", source="refused(socket.socket, socket.AF_INET, socket.SOCK_RAW, 1)\n"
            "refused(socket.socket, socket.AF_PACKET, socket.SOCK_RAW)"),
     Attack(name="a socket of the host, without a name",
-           source="def go():\n    s = socket.socket(socket.AF_UNIX)\n    s.connect('\\0oub-@NAME@')\nrefused(go)", at_start=True),
+           source="def go():\n    s = socket.socket(socket.AF_UNIX)\n    s.connect('\\0oub-@NAME@')\n"
+           "refused(go)", at_start=True),
     Attack(name="a socket in a file of the host",
            source="def go():\n    s = socket.socket(socket.AF_UNIX)\n    s.connect('@FILE@.socket')\nrefused(go)"),
     Attack(name="netlink", source="refused(socket.socket, socket.AF_NETLINK, socket.SOCK_RAW, 0)"),

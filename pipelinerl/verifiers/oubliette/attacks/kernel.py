@@ -5,29 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from pipelinerl.verifiers.oubliette.attacks.attack import QUICK, TIME_IS_UP, Attack
+from pipelinerl.verifiers.oubliette.attacks.attack import TIME_IS_UP, Attack
 from pipelinerl.verifiers.oubliette.languages import COMPILING
 from pipelinerl.verifiers.oubliette.runs import Ending
 
-_IN_TIME: Final = replace(COMPILING, cpu_s=2.0, wall_s=6.0, memory_bytes=256 << 20, output_bytes=1 << 20)
+_IN_TIME: Final = replace(COMPILING, cpu_s=1.0, wall_s=3.0, memory_bytes=256 << 20, output_bytes=1 << 20)
 _BOUNDED: Final = frozenset({Ending.EXITED, Ending.MEMORY, Ending.OUTPUT, *TIME_IS_UP})
 
 _OF_THE_KERNEL: Final = (
     Attack(name="mounting", source="barred(165, b'none', b'/tmp', b'tmpfs', 0, 0)", at_start=True),
     Attack(name="mounting what is there, to write", source="barred(165, 0, b'/usr', 0, 0x1000 | 0x20, 0)"),
-    Attack(name="mounting by the newer calls", source="for n in (428, 429, 430, 432, 433, 442): barred(n, 0, 0, 0, 0, 0)"),
+    Attack(name="mounting by the newer calls",
+           source="for n in (428, 429, 430, 432, 433, 442): barred(n, 0, 0, 0, 0, 0)"),
     Attack(name="taking off what covers", source="barred(166, b'/proc', 2)"),
     Attack(name="another root", source="barred(161, b'/tmp')\nbarred(155, b'/tmp', b'/tmp')"),
     Attack(name="a user namespace", source="barred(272, 0x10000000)", at_start=True),
-    Attack(name="every namespace", source="for bit in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x20000000, 0x40000000, 0x80): barred(272, bit)"),
+    Attack(name="every namespace",
+           source="for bit in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x20000000, 0x40000000, "
+           "0x80): barred(272, bit)"),
     Attack(name="a user namespace, by clone", source="barred(56, 0x10000000 | 17, 0, 0, 0, 0)", at_start=True),
     Attack(name="a namespace, by clone3", source="barred(435, 0, 0)"),
     Attack(name="another's namespace",
            source="for name in os.listdir('/proc/self/ns'):\n    file = os.open(f'/proc/self/ns/{name}', os.O_RDONLY)\n"
            "    barred(308, file, 0); os.close(file)"),
-    Attack(name="being root", source="refused(os.setuid, 0)\nrefused(os.setgid, 0)\nrefused(os.setgroups, [0])", at_start=True),
+    Attack(name="being root",
+           source="refused(os.setuid, 0)\nrefused(os.setgid, 0)\nrefused(os.setgroups, [0])", at_start=True),
     Attack(name="rights that it has",
-           source="status = dict(l.split(':\\t', 1) for l in open('/proc/self/status').read().splitlines() if ':\\t' in l)\n"
+           source="status = dict(l.split(':\\t', "
+           "1) for l in open('/proc/self/status').read().splitlines() if ':\\t' in l)\n"
            "bad = [n for n in ('CapInh', 'CapPrm', 'CapEff', 'CapAmb') if int(status[n], 16)]\n"
            "bad += [n for n, v in (('NoNewPrivs', '1'), ('Seccomp', '2')) if status[n].strip() != v]\n"
            "bad += ['uid'] if os.getuid() == 0 else []\nescaped(bad) if bad else held()", at_start=True),
@@ -41,7 +46,9 @@ _OF_THE_KERNEL: Final = (
            source="import shutil, subprocess\nshutil.copy('/usr/bin/id', 'id'); os.chmod('id', 0o6755)\n"
            "got = subprocess.run(['./id', '-u'], capture_output=True).stdout.strip()\n"
            "held() if got == b'1000' else escaped(got)"),
-    Attack(name="ids of others", source="refused(os.chown, '.', 0, 0)\nrefused(lambda: os.write(os.open('/proc/self/uid_map', os.O_WRONLY), b'0 0 1'))"),
+    Attack(name="ids of others",
+           source="refused(os.chown, '.', 0, 0)\nrefused(lambda: os.write(os.open('/proc/self/uid_map', "
+           "os.O_WRONLY), b'0 0 1'))"),
     Attack(name="programs in the kernel", source="barred(321, 0, 0, 0)"),
     Attack(name="counters of the processor", source="barred(298, 0, 0, -1, -1, 0)"),
     Attack(name="faults handled by hand", source="barred(323, 0)"),

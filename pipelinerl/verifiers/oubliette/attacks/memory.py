@@ -19,7 +19,8 @@ ATTACKS: Final = (
     ),
     Attack(
         name="memory of many processes, summed", limits=_TIGHT, ends=frozenset({Ending.MEMORY}),
-        source="for _ in range(8):\n    if os.fork() == 0: break\nkept = b'x' * (48 << 20)\ntime.sleep(30)\nescaped('432 MiB')",
+        source="for _ in range(8):\n    if os.fork() == 0: break\nkept = b'x' * (48 << 20)\ntime.sleep(30)\n"
+           "escaped('432 MiB')",
     ),
     Attack(
         name="memory by mapping", limits=_TIGHT, ends=frozenset({Ending.MEMORY}),
@@ -37,7 +38,8 @@ ATTACKS: Final = (
     Attack(name="System V semaphores", source="barred(64, 0, 1, 0o1600)"),
     Attack(name="POSIX messages", source="barred(240, b'x', 66, 0o600, 0)"),
     Attack(name="locked memory", source="barred(151, 3)"),
-    Attack(name="memory in extended attributes", source="open('a', 'w')\nbarred(188, b'a', b'user.a', b'x' * 60000, 60000, 0)"),
+    Attack(name="memory in extended attributes",
+           source="open('a', 'w')\nbarred(188, b'a', b'user.a', b'x' * 60000, 60000, 0)"),
     Attack(
         name="stacks of threads", limits=_TIGHT, ends=frozenset({Ending.MEMORY}),
         source="import threading\nthreading.stack_size(32 << 20)\nn = 0\ntry:\n    while n < 100:\n"
@@ -54,7 +56,8 @@ ATTACKS: Final = (
     ),
     Attack(
         name="filling the disk", at_start=True,
-        source="size = 0\ntry:\n    with open('a', 'wb', 0) as a, open('b', 'wb', 0) as b:\n        for _ in range(64):\n"
+        source="size = 0\ntry:\n    with open('a', 'wb', 0) as a, open('b', 'wb', 0) as b:\n"
+           "        for _ in range(64):\n"
         "            size += a.write(b'x' * (1 << 20)) + b.write(b'x' * (1 << 20))\n"
         "except OSError: pass\nheld() if size <= 17 << 20 else escaped(f'{size} bytes')",
     ),
@@ -66,7 +69,8 @@ ATTACKS: Final = (
     ),
     Attack(
         name="files that are deleted and held",
-        source="size, files = 0, []\ntry:\n    for n in range(64):\n        file = open('gone', 'wb', 0); os.unlink('gone')\n"
+        source="size, files = 0, []\ntry:\n    for n in range(64):\n        file = open('gone', 'wb', 0); "
+           "os.unlink('gone')\n"
         "        files.append(file); size += file.write(b'x' * (1 << 20))\n"
         "except OSError: pass\nheld() if size <= 17 << 20 else escaped(f'{size} bytes')",
     ),
@@ -80,13 +84,15 @@ ATTACKS: Final = (
         source="n = 0\ntry:\n    while n < 5000: os.mkdir('d'); os.chdir('d'); n += 1\n"
         "except OSError: pass\nheld() if n <= 512 else escaped(f'{n} folders')",
     ),
-    Attack(name="a file larger than the disk", source="with open('a', 'wb') as file: refused(os.ftruncate, file.fileno(), 1 << 40)"),
+    Attack(name="a file larger than the disk",
+           source="with open('a', 'wb') as file: refused(os.ftruncate, file.fileno(), 1 << 40)"),
     Attack(
         name="pipes",
         source="n = 0\ntry:\n    while n < 5000: os.pipe(); n += 1\nexcept OSError: pass\n"
         "held() if n <= 128 else escaped(f'{n} pipes')",
     ),
     Attack(name="writing outside the folder: /", source="refused(open, '/x', 'w')", at_start=True),
+    Attack(name="writing outside the folder: /x", source="refused(open, '/x/x', 'w')"),
     Attack(name="writing outside the folder: /dev", source="refused(open, '/dev/x', 'w')"),
     Attack(name="writing outside the folder: /run", source="refused(open, '/run/x', 'w')"),
     Attack(name="output without end", limits=replace(QUICK, output_bytes=1 << 16), ends=frozenset({Ending.OUTPUT}),

@@ -36,7 +36,8 @@ ATTACKS: Final = (
     Attack(name="endless sleep", source="time.sleep(3600)", limits=ENDLESS, ends=TIME_IS_UP),
     Attack(
         name="loop that ignores every signal", limits=ENDLESS, ends=TIME_IS_UP,
-        source="for n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
+        source="for n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, "
+           "ValueError): pass\n"
         "while True: pass",
     ),
     Attack(

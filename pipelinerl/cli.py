@@ -16,7 +16,7 @@ import typer
 from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
 from pipelinerl.commands.hidden_arguments import hide_password
-from pipelinerl.commands.oubliette import oubliette_app
+from pipelinerl.commands.oubliette.command_line import oubliette_app
 from pipelinerl.commands.role_options import ROLES, Changes, RoleOptions, RoleRecipe, role_command
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -174,3 +179,48 @@ def test_a_language_that_is_not_here_is_refused_by_name(monkeypatch: pytest.Monk
     monkeypatch.setitem(languages._BY_ALIAS, "gone", gone)
     with pytest.raises(languages.LanguageMissing, match="gone needs no-such-compiler, which is not installed"):
         languages.find("gone")
+
+
+_SERVICE = """
+import sys, time
+from pipelinerl.verifiers.oubliette import languages
+from pipelinerl.verifiers.oubliette.runs import Limits, Tier
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+sandbox = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), slots=2)
+print(sandbox.run(languages.find("python").running(b"print(1)", b"", Limits())).code, flush=True)
+source = b"import os\\nos.fork()\\nopen('/proc/self/comm', 'w').write(input())\\nwhile True: pass"
+run = languages.find("python").running(source, sys.argv[1].encode(), Limits(cpu_s=3600, wall_s=3600))
+for _ in range(3):
+    sandbox.submit(run)
+time.sleep(3600)
+"""
+
+
+def _called(name: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            if path.read_text().strip() == name:
+                found.append(path.parent.name)
+    return found
+
+
+def test_whoever_is_killed_leaves_nothing_running(sandbox: Sandbox) -> None:
+    for number in range(3):
+        name = f"oub-{os.getpid()}-{number}"[:15]
+        service = subprocess.Popen([sys.executable, "-c", _SERVICE, name], stdout=subprocess.PIPE)
+        try:
+            assert service.stdout is not None
+            assert service.stdout.readline() == b"0\n"
+            _until(lambda: len(_called(name)) >= 2, "both runs to be there")  # noqa: B023 - it is called at once
+        finally:
+            service.kill()
+            service.communicate()
+        _until(lambda: not _called(name), "all runs to be gone")  # noqa: B023 - it is called at once
+
+
+def _until(holds: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < until, f"waited {PATIENCE_S:g} s for {what}"
+        time.sleep(0.02)

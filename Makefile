@@ -29,7 +29,7 @@ part = began=$$(date +%s); $(2); ended=$$?; [ $$ended = 0 ] || failed=1; \
 TOLD = printf "$$notes\n"; exit $${failed:-0}
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test vllm test-vllm chaos check format bench gpu-check clean
+.PHONY: help install run test sandbox vllm test-vllm chaos check format bench gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,13 @@ test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it lea
 	  $(call part,vLLM,$(MAKE) --no-print-directory test-vllm MARK="vllm and $(SHORT)")) \
 	$(if $(ARGS),,notes="$$notes\nmake test: left out: architecture (make check), slow (make test ARGS='-m slow'; make test-vllm), chaos (make chaos), gpu (make gpu-check)";) \
 	$(TOLD)
+
+# Debian's package, and not a wheel of somebody's: it is the wall around code that nobody has read.
+sandbox: ## bubblewrap, by which answers that are code are judged: installed where this is root's Debian or Ubuntu
+	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && export DEBIAN_FRONTEND=noninteractive && timeout 300 apt-get update -qq \
+	  && timeout 300 apt-get install -y -qq --no-install-recommends bubblewrap >/dev/null; } \
+	  || echo "make: bubblewrap is not here and could not be installed: what runs code in a sandbox is left out" >&2
 
 vllm: $(VLLM)/.installed ## an environment with vLLM, .venv-vllm: for CUDA where there is a GPU, else for CPUs
 

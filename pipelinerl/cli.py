@@ -16,6 +16,7 @@ import typer
 from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
 from pipelinerl.commands.hidden_arguments import hide_password
+from pipelinerl.commands.oubliette.command_line import oubliette_app
 from pipelinerl.commands.role_options import ROLES, Changes, RoleOptions, RoleRecipe, role_command
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
@@ -32,6 +33,7 @@ knobs_app = typer.Typer(help="Show or change the knobs of a live run.", no_args_
 conformance_app = typer.Typer(help="Check an engine or a trainer against its contract.", no_args_is_help=True)
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(engines_app, name="engines")
+app.add_typer(oubliette_app, name="oubliette")
 app.add_typer(conformance_app, name="conformance")
 add_evaluation_commands(app)
 

@@ -83,10 +83,11 @@ VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "reasoning_gym": RegistryEntry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
     "instruction_following": RegistryEntry("pipelinerl.verifiers.instruction_following:InstructionFollowing"),
     "judge": RegistryEntry("pipelinerl.verifiers.judge.judge:Judge"),
+    "oubliette": RegistryEntry("pipelinerl.verifiers.oubliette.verifier:Oubliette"),
 }
 
 #: Verifiers that do not compare with a reference answer, which their problems may lack.
-WITHOUT_REFERENCE: Final = frozenset({"instruction_following", "judge"})
+WITHOUT_REFERENCE: Final = frozenset({"instruction_following", "judge", "oubliette"})
 
 
 def is_user_code(entries: Mapping[str, RegistryEntry], name: str) -> bool:

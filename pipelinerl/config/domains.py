@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pipelinerl.choices import COLDEST, HOTTEST
 from pipelinerl.config.judging import InstructionsSection, JudgeSection
 from pipelinerl.config.learning import RewardSection
+from pipelinerl.config.oubliette import OublietteSection
 from pipelinerl.config.sections import Section
 from pipelinerl.config.verification import RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts
@@ -49,6 +50,7 @@ class DomainSection(Section):
     """Of the verifier `instruction_following`."""
     judge: JudgeSection | None = None
     """Of the verifier `judge`."""
+    oubliette: OublietteSection = OublietteSection()
 
     # how problems are asked: docs/data.md
     system_prompt: str = ""

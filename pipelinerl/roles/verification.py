@@ -70,6 +70,8 @@ def _opened(domain: DomainSection, where: str, name: str, purse: Purse | None) -
         return EachAlone(thing(score=section.score, matching=section.matching, deadline_s=deadline_s, workers=workers))
     if name == "judge":
         return open_judge(domain, purse=purse)
+    if name == "oubliette":
+        return EachAlone(thing(domain.oubliette.rules, deadline_s=deadline_s, workers=workers))
     if name in _POOLED:
         return EachAlone(thing(deadline_s=deadline_s, workers=workers))
     if not registry.is_user_code(registry.VERIFIERS, name):

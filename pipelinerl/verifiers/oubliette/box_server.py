@@ -1,0 +1,364 @@
+"""Runs inside a slot's box: `python3 -I box_server.py`. Forks each run into a box of its own; standard library only.
+
+Over its standard input, a seqpacket socket, comes a request a packet, with open files beside it: standard input, output
+and error of the run, then the files to be laid into its folder. For each it makes one process, which is the first of
+new namespaces (`Walls`), takes every limit and the system call filter upon itself, and only then becomes the program.
+When that process is gone the kernel has ended whatever it had started, so one wait is the end of the run; ending it
+early is one SIGKILL. The answer is one packet.
+
+This process never holds what a run reads or writes: a run is a fork of it, and could read that of those before.
+A program in Python is not executed anew, it goes on in the fork, which has `site` imported and nothing else of ours in
+`__main__`. When the socket closes, because whoever asked is gone, the run is killed and this process ends.
+
+    waits for          at most            who unblocks it
+    a request          for ever           the socket: a packet, or its end
+    the end of a run   its deadline       the program, the tick that looks at its memory, "kill", the socket's end
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import gc
+import io
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any, Literal
+
+_LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock across a fork
+_NUMBERS = {"x86_64": (56, 126), "aarch64": (220, 91)}  # clone, capset
+_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
+_MNT_DETACH = 2
+#: How often the memory of a run is added up.
+_TICK_S = 0.02
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_MOST_PACKET = 1 << 16
+_MOST_FILES = 16
+#: The id that a run has in its own eyes.
+_INNER_ID = 1000
+_FOLDER = "/tmp"
+
+
+def main() -> None:
+    """Answer requests until the socket ends."""
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    settings = json.loads(control.recv(_MOST_PACKET))
+    walls = _Walls(settings)
+    gc.collect()
+    gc.freeze()
+    control.send(json.dumps({"ready": os.getpid(), "python": sys.version.split()[0]}).encode())
+    while True:
+        packet, files = _receive(control)
+        if not packet:
+            return
+        request = json.loads(packet)
+        if "files" not in request:
+            continue  # "kill", which came when the run had ended by itself
+        answer = _run(control, walls, request, files)
+        if answer is None:
+            return
+        control.send(json.dumps(answer).encode())
+
+
+def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    files = array.array("i")
+    packet, extra, _, _ = control.recvmsg(_MOST_PACKET, socket.CMSG_LEN(_MOST_FILES * files.itemsize))
+    for level, kind, data in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            files.frombytes(data[: len(data) - len(data) % files.itemsize])
+    return packet, list(files)
+
+
+# --- a run, seen from outside ---------------------------------------------------------------------------------------
+
+
+def _run(control: socket.socket, walls: _Walls, request: dict[str, Any], files: list[int]) -> dict[str, Any] | None:
+    """Start, watch, reap. None: whoever asked is gone."""
+    limits = request["limits"]
+    go_read, go_write = os.pipe()
+    trouble_read, trouble_write = os.pipe()
+    began = time.monotonic()
+    pid = walls.fork()
+    if pid == 0:
+        for file in (go_write, trouble_read, control.fileno()):
+            os.close(file)
+        _become(walls, request, files, go_read, trouble_write)
+    os.close(go_read)
+    os.close(trouble_write)
+    for file in files:
+        os.close(file)
+    handle = os.pidfd_open(pid)
+    try:
+        walls.map_ids(pid)
+        os.write(go_write, b"g")
+        ended = _watch(control, handle, limits, began)
+    except OSError as error:
+        ended = f"{error}"
+    os.close(go_write)
+    delayed_s = _delayed_s() if ended else 0.0
+    if ended:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    _, status, used = os.wait4(pid, 0)
+    os.close(handle)
+    trouble = os.read(trouble_read, 4096).decode()
+    os.close(trouble_read)
+    if ended == "gone":
+        return None
+    return {
+        "code": os.waitstatus_to_exitcode(status),
+        "ended": ended,
+        "trouble": trouble,
+        "cpu_s": used.ru_utime + used.ru_stime,
+        "wall_s": time.monotonic() - began,
+        "delayed_s": delayed_s,
+        "peak_bytes": used.ru_maxrss << 10,
+    }
+
+
+def _watch(control: socket.socket, handle: int, limits: dict[str, Any], began: float) -> str:
+    """Wait for the end of a run; why it has to be ended, or nothing where it has ended by itself."""
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    until = began + limits["wall_s"]
+    while True:
+        left_s = until - time.monotonic()
+        if left_s <= 0:  # the time that it was ready, and had no processor, is not its own
+            until = began + min(limits["wall_s"] + _delayed_s(), limits["starved_s"])
+            if until <= time.monotonic() + _TICK_S:
+                return "deadline"
+            continue
+        ready = dict(poll.poll(1000 * min(left_s, _TICK_S)))
+        if handle in ready:
+            return ""
+        if control.fileno() in ready:
+            packet, files = _receive(control)
+            for file in files:
+                os.close(file)
+            return "output" if packet else "gone"
+        memory_bytes, cpu_s = _used()
+        if memory_bytes > limits["memory_bytes"]:
+            return "memory"
+        if cpu_s > limits["cpu_s"]:
+            return "cpu time"
+
+
+def _runs() -> list[str]:
+    """Processes of the run: all there are but this one, and the box's first."""
+    ours = {"1", str(os.getpid())}
+    return [name for name in os.listdir("/proc") if name.isdigit() and name not in ours]
+
+
+def _used() -> tuple[int, float]:
+    """(bytes apart from files, processor seconds) of the processes of the run, together."""
+    memory_bytes = ticks = 0
+    for name in _runs():
+        with contextlib.suppress(OSError):  # it has ended
+            with open(f"/proc/{name}/stat", "rb") as file:
+                ticks += sum(int(field) for field in file.read().rpartition(b")")[2].split()[11:15])
+            with open(f"/proc/{name}/status", "rb") as file:
+                for line in file:
+                    if line.startswith((b"RssAnon:", b"RssShmem:", b"VmSwap:")):
+                        memory_bytes += int(line.split()[1]) << 10
+    return memory_bytes, ticks / _TICKS_PER_S
+
+
+def _delayed_s() -> float:
+    """How long the processes of the run were ready, and had no processor: of one process, the longest."""
+    longest = 0
+    for name in _runs():
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/schedstat") as file:
+            longest = max(longest, int(file.read().split()[1]))
+    return longest / 1e9
+
+
+# --- a run, from within: nothing below returns ----------------------------------------------------------------------
+
+
+def _become(walls: _Walls, request: dict[str, Any], files: list[int], go_read: int, trouble: int) -> None:
+    """Take the limits, lose every right, and be the program. `trouble` is told what hinders that, and then closed."""
+    try:
+        if os.read(go_read, 1) != b"g":
+            os._exit(1)
+        os.close(go_read)
+        walls.enter(request["limits"])
+        for name, file in zip(request["files"], files[3:], strict=True):
+            walls.lay(name, file)
+        source = _content(files[3]) if request["python"] else None
+        for number, file in enumerate(files[:3]):
+            os.dup2(file, number)
+        os.dup2(trouble, 3, inheritable=False)
+        os.closerange(4, 1 << 16)
+        walls.shut(request["limits"])
+    except BaseException as error:  # of a process that must not go on as the server
+        os.write(trouble, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    if source is not None:
+        os.close(3)
+        _be_python(source, request["python"], request["arguments"])
+    try:
+        os.execve(request["argv"][0], request["argv"], request["environment"])
+    except BaseException as error:  # what was compiled is no program
+        os.write(2, f"{request['argv'][0]}: {error}\n".encode())
+        os._exit(126)
+
+
+def _content(file: int) -> bytes:
+    return os.pread(file, os.fstat(file).st_size, 0)
+
+
+def _be_python(source: bytes, name: str, arguments: list[str]) -> None:
+    """Run a program as `python name` would, without starting an interpreter."""
+    import types
+
+    sys.stdin = _text(0, "rb", "surrogateescape")
+    sys.stdout = _text(1, "wb", "surrogateescape")
+    sys.stderr = _text(2, "wb", "backslashreplace")
+    sys.stderr.reconfigure(line_buffering=True)
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
+    sys.argv, sys.path[:0] = [name, *arguments], [os.path.dirname(name)]
+    module = types.ModuleType("__main__")
+    module.__file__ = name
+    sys.modules["__main__"] = module
+    code = 0
+    try:
+        exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as ending:
+        code = _exit_code(ending)
+    except BaseException as error:
+        code = 1
+        _print_traceback(error)
+    os._exit(_finished(code))
+
+
+def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapper:
+    stream = open(number, mode, closefd=False)  # noqa: SIM115 - it is open as long as the program runs
+    return io.TextIOWrapper(stream, encoding="utf-8", errors=errors)
+
+
+def _print_traceback(error: BaseException) -> None:
+    trace = error.__traceback__ and error.__traceback__.tb_next  # without this file's own frame
+    with contextlib.suppress(BaseException):
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def _exit_code(ending: SystemExit) -> int:
+    if ending.code is None:
+        return 0
+    if isinstance(ending.code, int):
+        return ending.code & 0xFF
+    print(ending.code, file=sys.stderr)
+    return 1
+
+
+def _finished(code: int) -> int:
+    """Wait for threads, run what the program has registered, write what it has printed."""
+    import atexit
+
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:
+        code = code or 120
+    with contextlib.suppress(BaseException):
+        sys.stderr.flush()
+    return code
+
+
+class _Walls:
+    """What stands around each run; `settings` are `Walls` in `sandbox.py`."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._namespaces = settings["namespaces"]
+        self._outer_id = settings["outer_id"]
+        self._clone, self._capset = _NUMBERS[os.uname().machine]
+        steps = bytes.fromhex(settings["filter"])
+        self._steps = ctypes.create_string_buffer(steps)
+        self._filter = struct.pack("@HP", len(steps) // 8, ctypes.addressof(self._steps)) if steps else b""
+        if self._namespaces:
+            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # a covered /proc allows no fresh one below it
+                _LIBC.umount2(f"/proc/{name}".encode(), _MNT_DETACH)
+
+    def fork(self) -> int:
+        """A new process, the first of its namespaces."""
+        flags = _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNS | _CLONE_NEWIPC if self._namespaces else 0
+        pid = _LIBC.syscall(self._clone, flags | signal.SIGCHLD, 0, 0, 0, 0)
+        if pid < 0:
+            raise _failure("clone")
+        return pid
+
+    def map_ids(self, pid: int) -> None:
+        """Say who the process is outside."""
+        if not self._namespaces:
+            return
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{_INNER_ID} {self._outer_id} 1"),
+            ("gid_map", f"{_INNER_ID} {self._outer_id} 1"),
+        ):
+            with open(f"/proc/{pid}/{name}", "w") as file:
+                file.write(text)
+
+    def enter(self, limits: dict[str, Any]) -> None:
+        """Be who one is; with a folder, a /proc and a process group that nobody else has."""
+        os.setsid()  # a signal to its own group reaches across namespaces
+        if self._namespaces:
+            os.setresgid(_INNER_ID, _INNER_ID, _INNER_ID)
+            os.setresuid(_INNER_ID, _INNER_ID, _INNER_ID)
+            _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+            room = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700"
+            _mount("tmpfs", _FOLDER, _MS_NOSUID | _MS_NODEV, room)
+            _mount("proc", "/proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "")
+        os.chdir(_FOLDER)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+
+    def lay(self, name: str, source: int) -> None:
+        """Copy a file into the run's folder, if it has one; with an offset of its own, since others may read it."""
+        if not self._namespaces:
+            return
+        target = os.open(f"{_FOLDER}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700)
+        offset, size = 0, os.fstat(source).st_size
+        while offset < size:
+            offset += os.sendfile(target, source, offset, size - offset)
+        os.close(target)
+
+    def shut(self, limits: dict[str, Any]) -> None:
+        """From here on there are limits, no rights, and fewer system calls."""
+        for name, value in limits["rlimits"].items():
+            resource.setrlimit(getattr(resource, name), tuple(value))
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+        if _LIBC.syscall(self._capset, header, (ctypes.c_uint32 * 6)()) != 0:
+            raise _failure("capset")
+        if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+            raise _failure("no_new_privs")
+        if self._filter and _LIBC.prctl(_PR_SET_SECCOMP, 2, self._filter, 0, 0) != 0:
+            raise _failure("seccomp")
+
+
+def _mount(kind: str, where: str, flags: int, options: str) -> None:
+    if _LIBC.mount(kind.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
+        raise _failure(f"mount of {kind} at {where}")
+
+
+def _failure(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Is what a program wrote the answer? By its lines, its tokens, its numbers; or by what a problem's own checker says.
+
+    exact    the same lines, but for spaces at their ends and empty lines at the end
+    tokens   the same words, however they are spaced
+    float    the same words, where numbers may differ by `tolerance`, absolute or relative
+    custom   a program of the problem's, in a box of its own, which alone sees input, output and answer
+
+Pure and linear in what is compared. A custom checker speaks one of two ways. `testlib`: it is called with the files of
+input, output and answer, and exits 0 for right, 1, 2, 4 or 8 for wrong, 7 for a part of the points; anything else is a
+failure of its own. `printed`: it is called with input, answer and output, and prints a share from 0 to 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from pipelinerl.verifiers.oubliette.languages import COMPILING, Language
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run
+
+
+class Checker(StrEnum):
+    """How outputs are compared with answers."""
+
+    EXACT = "exact"
+    TOKENS = "tokens"
+    FLOAT = "float"
+
+
+class Protocol(StrEnum):
+    """How a custom checker is called, and how it answers."""
+
+    TESTLIB = "testlib"
+    PRINTED = "printed"
+
+
+class CheckerFailed(Exception):
+    """A custom checker failed: says nothing of the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomChecker:
+    """A problem's own checker; `files` lie beside its source when it is compiled, such as testlib.h."""
+
+    language: Language
+    source: str
+    protocol: Protocol
+    files: tuple[tuple[str, str], ...] = ()
+
+    def compiling(self) -> Run | None:
+        """The run that compiles it, if any."""
+        run = self.language.compiling(self.source, COMPILING)
+        if run is None:
+            return None
+        return replace(run, files=(*run.files, *((name, text.encode()) for name, text in self.files)))
+
+    def checking(self, program: bytes, stdin: bytes, stdout: bytes, answer: bytes) -> Run:
+        """The run that judges one output."""
+        run = self.language.running(program, b"", _LIMITS)
+        given = ("input.txt", "output.txt", "answer.txt")
+        if self.protocol is Protocol.PRINTED:
+            given = ("input.txt", "answer.txt", "output.txt")
+        files = (("input.txt", stdin), ("output.txt", stdout), ("answer.txt", answer))
+        return replace(run, files=(*run.files, *files), arguments=given)
+
+    def share(self, result: ProgramResult) -> float:
+        """What it found, from 0 to 1.
+
+        Raises:
+            CheckerFailed: it found nothing.
+        """
+        if result.ending is not Ending.EXITED:
+            raise CheckerFailed(f"the problem's checker {result.describe()}")
+        if self.protocol is Protocol.TESTLIB:
+            return _of_testlib(result)
+        found = _NUMBER.fullmatch(result.stdout.decode("utf-8", "replace").strip())
+        if result.code != 0 or found is None or not 0 <= float(found[0]) <= 1:
+            raise CheckerFailed(
+                f"the problem's checker must print a number from 0 to 1, it printed {result.stdout[:80]!r} "
+                f"and ended: {result.describe()}"
+            )
+        return float(found[0])
+
+
+_LIMITS: Final = Limits(cpu_s=10.0, wall_s=30.0, output_bytes=64 << 10, disk_bytes=256 << 20)
+_NUMBER: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,17})?")
+_POINTS: Final = re.compile(rb"(?:partially correct|points)\D{0,20}([0-9]{1,9}(?:\.[0-9]{1,17})?)")
+#: A checker in Python that raised ends with 1, too, and has judged nothing.
+_RAISED: Final = b"Traceback (most recent call last):"
+_WRONG_BY_TESTLIB: Final = (1, 2, 4, 8)
+_POINTS_BY_TESTLIB: Final = 7
+
+
+def _of_testlib(result: ProgramResult) -> float:
+    if _RAISED in result.stderr:
+        raise CheckerFailed(f"the problem's checker failed: {result.describe()}")
+    if result.code == 0:
+        return 1.0
+    if result.code in _WRONG_BY_TESTLIB:
+        return 0.0
+    found = _POINTS.search(result.stderr)
+    if result.code == _POINTS_BY_TESTLIB and found is not None:
+        return min(1.0, float(found[1]))
+    raise CheckerFailed(f"the problem's checker failed: {result.describe()}")
+
+
+def same(output: bytes, answer: bytes, checker: Checker, tolerance: float) -> bool:
+    """Is the output the answer?"""
+    if checker is Checker.EXACT:
+        return _lines(output) == _lines(answer)
+    ours, theirs = output.split(), answer.split()
+    if ours == theirs or checker is Checker.TOKENS or len(ours) != len(theirs):
+        return ours == theirs
+    return all(a == b or _close(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
+
+
+def _lines(text: bytes) -> list[bytes]:
+    lines = [line.rstrip() for line in text.split(b"\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _close(output: bytes, answer: bytes, tolerance: float) -> bool:
+    """Two numbers that differ by no more than `tolerance`, or by this share of the answer. NaN is no number."""
+    if len(output) > _LONGEST_NUMBER or b"_" in output + answer:
+        return False
+    try:
+        ours, theirs = float(output), float(answer)
+    except ValueError:
+        return False
+    if not (math.isfinite(ours) and math.isfinite(theirs)):
+        return ours == theirs
+    return abs(ours - theirs) <= tolerance * max(1.0, abs(theirs))
+
+
+_LONGEST_NUMBER: Final = 400

@@ -1,0 +1,216 @@
+"""`CodeProblem`: what a problem's metadata says of its tests, in the layouts of public sets; and the code in an answer.
+
+    {"tests": [{"input", "output"}, …]}                                    ours; `official_tests` of open-r1/codeforces
+    {"public_tests": {"input": […], "output": […]}, "private_tests": …}    deepmind/code_contests, `generated_tests` too
+    {"input_output": {"inputs": […], "outputs": […]}}                      APPS and TACO, also as JSON in a text
+    {"public_test_cases": [{"input", "output", "testtype": "stdin"}]}      LiveCodeBench, also as JSON in a text
+
+Where the metadata has none of them, the ground truth may be the first. `time_limit` is seconds (or code_contests' own
+{"seconds", "nanos"}), `memory_limit` MB (`memory_limit_bytes` bytes), `checker` a name or a program of the problem's.
+Tests that call a function are refused by name: what is run reads standard input and writes standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pipelinerl.types import Problem
+from pipelinerl.verifiers.oubliette import languages
+from pipelinerl.verifiers.oubliette.checkers import Checker, CustomChecker, Protocol
+
+
+class TestsMalformed(Exception):
+    """A problem's tests, or what else its metadata says, cannot be understood; the message names the field."""
+
+    __test__ = False  # no class of tests, whatever pytest thinks
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTest:
+    """What a program reads, and what it has to write."""
+
+    input: bytes
+    answer: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeProblem:
+    """What a program is judged by. None: as the recipe says."""
+
+    tests: tuple[CodeTest, ...]
+    time_limit_s: float | None = None
+    memory_bytes: int | None = None
+    checker: Checker | CustomChecker | None = None
+
+    @classmethod
+    def of(cls, problem: Problem) -> CodeProblem:
+        """Read a problem's metadata.
+
+        Raises:
+            TestsMalformed: there are no tests, or a field is not what it must be.
+            LanguageMissing: the checker's language is not installed here.
+        """
+        metadata = problem.metadata
+        tests = tuple(_tests(metadata)) or tuple(_of_ground_truth(problem.ground_truth))
+        if not tests:
+            raise TestsMalformed(
+                f"{problem.problem_id} has no tests: its metadata must have one of {', '.join(_READERS)}, it has "
+                f"{', '.join(metadata) or 'nothing'}; name the field in metadata_fields"
+            )
+        return cls(
+            tests=tests,
+            time_limit_s=_seconds(metadata.get("time_limit")),
+            memory_bytes=_memory(metadata),
+            checker=_checker(metadata.get("checker")),
+        )
+
+
+_FENCE: Final = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n]*")
+_LONGEST_CODE: Final = 1 << 20
+
+
+def last_block(text: str) -> tuple[str, str] | None:
+    """(language's name or "", code) of the last fenced block that is closed, in one pass; None where there is none."""
+    found: tuple[str, str] | None = None
+    fence, name, lines = "", "", list[str]()
+    for line in text.splitlines(keepends=True):
+        match = _FENCE.fullmatch(line.rstrip("\r\n"))
+        if not fence:
+            if match is not None:
+                fence, name, lines = match[1], match[2], []
+        elif match is not None and match[1].startswith(fence) and not match[2]:
+            found, fence = (name, "".join(lines)), ""
+        else:
+            lines.append(line)
+    return None if found is None or len(found[1]) > _LONGEST_CODE else found
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def _tests(metadata: Mapping[str, Any]) -> Iterator[CodeTest]:
+    for field, reader in _READERS.items():
+        if metadata.get(field):
+            yield from reader(field, _parsed(field, metadata[field]))
+
+
+def _of_ground_truth(text: str) -> Iterator[CodeTest]:
+    if text.lstrip()[:1] in ("[", "{"):
+        parsed = _parsed("the answer", text)
+        yield from (_pairs if isinstance(parsed, list) else _columns)("the answer", parsed)
+
+
+def _parsed(field: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise TestsMalformed(f"{field} must be tests, or tests as JSON: {error}") from None
+
+
+def _pairs(field: str, value: Any) -> Iterator[CodeTest]:
+    if not isinstance(value, list | tuple):
+        raise TestsMalformed(f"{field} must be a list of objects with input and output, got {_told(value)}")
+    for number, each in enumerate(value):
+        if not isinstance(each, Mapping) or not {"input", "output"} <= each.keys():
+            raise TestsMalformed(f"{field}[{number}] must have input and output, got {_told(each)}")
+        if each.get("testtype", "stdin") != "stdin":
+            raise TestsMalformed(f"{field}[{number}] calls a function; only standard input and output can be tested")
+        yield CodeTest(
+            _bytes(f"{field}[{number}].input", each["input"]), _bytes(f"{field}[{number}].output", each["output"])
+        )
+
+
+def _columns(field: str, value: Any) -> Iterator[CodeTest]:
+    if not isinstance(value, Mapping):
+        raise TestsMalformed(f"{field} must be an object of two lists, got {_told(value)}")
+    if value.get("fn_name"):
+        raise TestsMalformed(
+            f"{field} calls the function {value['fn_name']}; only standard input and output can be tested"
+        )
+    inputs, outputs = (value.get(name, value.get(f"{name}s")) for name in ("input", "output"))
+    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
+        raise TestsMalformed(f"{field} must have as many inputs as outputs, in two lists, got {_told(value)}")
+    for number, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
+        yield CodeTest(_bytes(f"{field}.input[{number}]", given), _bytes(f"{field}.output[{number}]", wanted))
+
+
+_READERS: Final = {
+    "tests": _pairs,
+    "official_tests": _pairs,
+    "public_tests": _columns,
+    "private_tests": _columns,
+    "generated_tests": _columns,
+    "input_output": _columns,
+    "public_test_cases": _pairs,
+}
+
+
+def _bytes(where: str, value: Any) -> bytes:
+    """A text; of a list, which APPS has at places, its lines."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        value = "\n".join(value)
+    if not isinstance(value, str):
+        raise TestsMalformed(f"{where} must be a text, got {_told(value)}")
+    return value.encode("utf-8", "surrogatepass")
+
+
+def _seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        seconds, nanos = value.get("seconds", 0), value.get("nanos", 0)
+        if isinstance(seconds, int | float) and isinstance(nanos, int | float):
+            value = seconds + nanos / 1e9
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 600:
+        raise TestsMalformed(f"time_limit must be seconds, above 0 and up to 600, got {_told(value)}")
+    return float(value)
+
+
+def _memory(metadata: Mapping[str, Any]) -> int | None:
+    for field, unit in (("memory_limit_bytes", 1), ("memory_limit", 1 << 20)):
+        value = metadata.get(field)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1 << 20 <= value * unit <= 1 << 36:
+            raise TestsMalformed(f"{field} must be from 1 MB to 64 GB, got {_told(value)}")
+        return int(value * unit)
+    return None
+
+
+def _checker(value: Any) -> Checker | CustomChecker | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value in set(Checker):
+        return Checker(value)
+    if not isinstance(value, Mapping) or not isinstance(value.get("source"), str):
+        raise TestsMalformed(
+            f"checker must be one of {', '.join(Checker)}, or an object with language, source and protocol, got "
+            f"{_told(value)}"
+        )
+    protocol, files = value.get("protocol", "testlib"), value.get("files") or {}
+    if protocol not in set(Protocol):
+        raise TestsMalformed(f"checker.protocol must be one of {', '.join(Protocol)}, got {_told(protocol)}")
+    if not isinstance(files, Mapping) or not all(
+        isinstance(text, str) and _is_name(name) for name, text in files.items()
+    ):
+        raise TestsMalformed(f"checker.files must be texts by the names of files, got {_told(files)}")
+    return CustomChecker(
+        language=languages.find(str(value.get("language", "cpp"))),
+        source=value["source"],
+        protocol=Protocol(protocol),
+        files=tuple(files.items()),
+    )
+
+
+def _is_name(name: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name) is not None
+
+
+def _told(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.80}"

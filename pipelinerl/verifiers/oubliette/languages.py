@@ -1,0 +1,173 @@
+"""Languages: how a program in each is compiled and run, and which of them this host has.
+
+A compiled program is one file, so that it goes from the box that compiles into the boxes that run as bytes: compiling
+writes it to standard output, through a pipe that is bounded like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Final, final
+
+from pipelinerl.errors import UserError
+from pipelinerl.verifiers.oubliette.runs import Limits, Run
+
+#: Where the run's folder is, in the box.
+_FOLDER: Final = "/tmp"
+
+
+class LanguageMissing(UserError):
+    """A language is unknown, or its tools are not on this host."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language:
+    """One language.
+
+    Attributes:
+        aliases: what fenced blocks and data sets call it beside its name.
+        tools: programs that must be on the host. The first is shown to the box with what lies around it.
+        source: the file's name. compile: a shell line that leaves the program in `program`; none: the source is it.
+        argv: what runs it; none: it goes on in the box's warm Python.
+        reserves_addresses: whether its runtime reserves far more addresses than it uses.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    tools: tuple[str, ...]
+    source: str
+    compile: str = ""
+    program: str
+    argv: tuple[str, ...] = ()
+    reserves_addresses: bool = False
+
+    def compiling(self, source: str, limits: Limits) -> Run | None:
+        """The run whose output is the program; None: there is nothing to compile."""
+        if not self.compile:
+            return None
+        script = f"{{ {self.compile}; }} >&2 && cat {self.program}"
+        return Run(argv=("/bin/sh", "-c", script), files=((self.source, source.encode()),), limits=limits)
+
+    def running(self, program: bytes, stdin: bytes, limits: Limits) -> Run:
+        """The run of a program."""
+        if self.reserves_addresses:
+            limits = replace(limits, address_space=False)
+        files = ((self.program, program),)
+        if not self.argv:
+            return Run(python=f"{_FOLDER}/{self.program}", files=files, stdin=stdin, limits=limits)
+        return Run(argv=self.argv, files=files, stdin=stdin, limits=limits)
+
+
+#: How much may go into compiling: compilers take more than programs, and template bombs no more than this.
+COMPILING: Final = Limits(
+    cpu_s=30.0, wall_s=60.0, memory_bytes=1 << 30, address_space=False, output_bytes=64 << 20, disk_bytes=256 << 20
+)
+
+_BINARY: Final = (f"{_FOLDER}/program",)
+
+LANGUAGES: Final[Mapping[str, Language]] = {
+    language.name: language
+    for language in (
+        Language(
+            name="python", aliases=("py", "python3", "py3", "pypy", "pypy3"), tools=(),
+            source="main.py", program="main.py",
+        ),
+        Language(
+            name="cpp", aliases=("c++", "cc", "cxx", "c++17", "c++20", "g++"), tools=("g++",),
+            source="main.cpp", compile="g++ -O2 -std=c++17 -o program main.cpp", program="program", argv=_BINARY,
+        ),
+        Language(
+            name="c", aliases=("gcc",), tools=("gcc",),
+            source="main.c", compile="gcc -O2 -std=c17 -o program main.c -lm", program="program", argv=_BINARY,
+        ),
+        Language(
+            name="rust", aliases=("rs",), tools=("rustc",),
+            source="main.rs", compile="rustc --edition 2021 -O -o program main.rs", program="program", argv=_BINARY,
+        ),
+        Language(
+            name="go", aliases=("golang",), tools=("go",), source="main.go",
+            compile="GOCACHE=/tmp/cache GOFLAGS=-p=2 go build -o program main.go", program="program", argv=_BINARY,
+            reserves_addresses=True,
+        ),
+        Language(
+            name="javascript", aliases=("js", "node", "nodejs"), tools=("node",),
+            source="main.js", program="main.js", argv=("node", f"{_FOLDER}/main.js"), reserves_addresses=True,
+        ),
+        Language(
+            name="java", aliases=("java17",), tools=("javac", "java", "jar"), source="Main.java",
+            compile="javac -d classes Main.java && jar cfe program.jar Main -C classes .", program="program.jar",
+            argv=("java", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", f"{_FOLDER}/program.jar", "Main"),
+            reserves_addresses=True,
+        ),
+    )
+}  # fmt: skip
+
+_BY_ALIAS: Final = {alias: each for each in LANGUAGES.values() for alias in (each.name, *each.aliases)}
+
+
+def named(name: str) -> Language | None:
+    """The language that is called so, if any."""
+    return _BY_ALIAS.get(name.strip().lower())
+
+
+def find(name: str) -> Language:
+    """The language that is called so, with its programs' places.
+
+    Raises:
+        LanguageMissing: it is unknown, or not installed here.
+    """
+    language = named(name)
+    if language is None:
+        raise LanguageMissing(f"language must be one of {', '.join(LANGUAGES)}, got {name!r}")
+    missing = [tool for tool in language.tools if _place(tool) is None]
+    if missing:
+        raise LanguageMissing(f"{language.name} needs {', '.join(missing)}, which is not installed on this host")
+    places = [place for place in map(_place, language.tools) if place is not None]
+    path = ":".join(sorted({str(place.parent) for place in places}))
+    compiling = f"export PATH={path}:$PATH; {language.compile}" if language.compile else ""
+    argv = language.argv
+    if argv and "/" not in argv[0]:
+        argv = (str(_place(argv[0])), *argv[1:])
+    return replace(language, compile=compiling, argv=argv)
+
+
+def installed() -> tuple[str, ...]:
+    """The names of those that this host has."""
+    return tuple(name for name, each in LANGUAGES.items() if all(_place(tool) is not None for tool in each.tools))
+
+
+def toolchains() -> tuple[Path, ...]:
+    """Folders outside /usr that the box must show for the languages that are installed."""
+    places = (_place(tool) for each in LANGUAGES.values() for tool in each.tools)
+    folders = {place.parent.parent for place in places if place is not None and not place.is_relative_to("/usr")}
+    return tuple(sorted(folders))
+
+
+@cache
+def _place(tool: str) -> Path | None:
+    """Where a program is that a run may start, whoever the run is; a link in /usr stays what it is called."""
+    found = shutil.which(tool, path="/usr/local/bin:/usr/bin:/bin") or shutil.which(tool)
+    if found is None:
+        return None
+    real = Path(os.path.realpath(found))
+    if real.name == "rustup":  # it stands for the compiler of the toolchain that is chosen
+        return _of_rustup(found, tool)
+    if real.is_relative_to("/usr"):
+        return Path(found)
+    return real if real.parent.name == "bin" else None
+
+
+def _of_rustup(shim: str, tool: str) -> Path | None:
+    try:
+        told = subprocess.run([shim, "--print", "sysroot"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    place = Path(told.stdout.strip(), "bin", tool)
+    return place if place.exists() else None

@@ -1,0 +1,243 @@
+"""Tries a sandbox before it is trusted: `opened` with some attacks each time, `attacked` with any of the table.
+
+An attack has been held off if it never got what it wanted and either says so or ended as it must. What could not be
+tried is told as such, and never as held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from pipelinerl.verifiers.oubliette import languages
+from pipelinerl.verifiers.oubliette.attacks import files, kernel, memory, processes
+from pipelinerl.verifiers.oubliette.attacks.attack import PRELUDE, QUICK, Attack
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots, walls_of
+from pipelinerl.verifiers.oubliette.slot import Walls
+
+ATTACKS: Final = (*processes.ATTACKS, *memory.ATTACKS, *files.ATTACKS, *kernel.ATTACKS)
+
+#: A run that was not given a processor says nothing, and is tried again.
+_TRIES: Final = 5
+#: After a box has ended, the kernel may take a moment to end what was in it.
+_LEFT_BEHIND_S: Final = 60.0
+#: What a password file would show.
+_PASSWORDS: Final = b"root:"
+
+
+class Defence(Enum):
+    """What came of an attack."""
+
+    HELD = "held"
+    ESCAPED = "ESCAPED"
+    LEFT_OUT = "left out"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One attack, and what came of it."""
+
+    name: str
+    defence: Defence
+    told: str
+
+
+def opened(tier: Tier, *, slots: int | None = None, walls: Callable[[int], Walls] | None = None) -> Sandbox:
+    """A sandbox that has held off a choice of attacks a moment ago. To be closed.
+
+    Raises:
+        SandboxMissing: the tier cannot be had here, or does not hold; with the cause.
+    """
+    around = walls or (lambda number: walls_of(tier, number))
+    sandbox = Sandbox(around, slots=slots or default_slots())
+    try:
+        honest = sandbox.run(_python("print(6 * int(input()))", b"7\n", QUICK))
+        if not honest.succeeded or honest.stdout != b"42\n":
+            raise SandboxMissing(f"the {tier} sandbox runs no program here: {honest.describe()}")
+        wanted = [attack for attack in ATTACKS if attack.at_start]
+        broken = [
+            finding for finding in attacked(around, wanted, sandbox=sandbox) if finding.defence is not Defence.HELD
+        ]
+    except SandboxLost as error:
+        sandbox.close()
+        raise SandboxMissing(f"the {tier} sandbox cannot be had here: {error}{_cause()}") from None
+    except BaseException:
+        sandbox.close()
+        raise
+    if broken:
+        sandbox.close()
+        told = "; ".join(f"{finding.name}: {finding.told}" for finding in broken)
+        raise SandboxMissing(f"the {tier} sandbox does not hold here: {told}")
+    return sandbox
+
+
+def attacked(
+    walls: Callable[[int], Walls], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
+) -> list[Finding]:
+    """Try each, in their order; those that need a run before them in a slot of their own."""
+    with contextlib.ExitStack() as held:
+        baits = held.enter_context(_baits())
+        alone = Sandbox(walls, slots=1)
+        held.callback(alone.close)
+        if sandbox is None:
+            sandbox = Sandbox(walls, slots=default_slots())
+            held.callback(sandbox.close)
+        pending = [(attack, _begun(attack, baits, alone if attack.before else sandbox)) for attack in attacks]
+        return [_finding(attack, baits, rest) for attack, rest in pending] + _left_behind(baits)
+
+
+# --- one attack -------------------------------------------------------------------------------------------------------
+
+#: Waits for an attack that was begun; its results, the last of which is its own, or why it is left out.
+_Rest = Callable[[], list[ProgramResult] | str]
+
+
+def _begun(attack: Attack, baits: dict[str, str], sandbox: Sandbox) -> _Rest:
+    source = _filled(attack.source, baits)
+    if attack.language != "python":
+        return lambda: _compiled(attack, source, sandbox)
+    if attack.before:
+        sandbox.submit(_python(_filled(attack.before, baits), f"{baits['WORD']}!".encode(), attack.limits))
+    run = _python(PRELUDE + source, b"", attack.limits)
+    first = sandbox.submit(run)
+
+    def rest() -> list[ProgramResult]:
+        result = first.result()
+        for _ in range(_TRIES):
+            if result.ending is not Ending.STARVED or Ending.STARVED in attack.ends:
+                break
+            result = sandbox.run(run)
+        return [result]
+
+    return rest
+
+
+def _compiled(attack: Attack, source: str, sandbox: Sandbox) -> list[ProgramResult] | str:
+    try:
+        language = languages.find(attack.language)
+    except languages.LanguageMissing as error:
+        return str(error)
+    limits = attack.limits if attack.limits is not QUICK else languages.COMPILING
+    compiling = language.compiling(source, limits)
+    assert compiling is not None, "attacks in compiled languages are compiled"
+    result = sandbox.run(compiling)
+    if not result.succeeded:
+        return [result]
+    return [result, sandbox.run(language.running(result.stdout, b"", QUICK))]
+
+
+def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
+    results = rest()
+    if isinstance(results, str):
+        return Finding(attack.name, Defence.LEFT_OUT, results)
+    last = results[-1]
+    is_program = attack.language != "python" and len(results) == 1  # which a compiler wrote: not what a program says
+    if b"ESCAPED" in last.stdout and not is_program:
+        told = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
+        return Finding(attack.name, Defence.ESCAPED, told[:200])
+    for result in results:
+        said = result.stdout + result.stderr
+        if baits["WORD"].encode() in said or (attack.language != "python" and _PASSWORDS in said):
+            return Finding(attack.name, Defence.ESCAPED, "what must not be seen is in its output")
+    if b"held\n" in last.stdout or last.ending in attack.ends:
+        return Finding(attack.name, Defence.HELD, last.describe())
+    return Finding(
+        attack.name, Defence.ESCAPED, f"it ended as nobody expected: {last.describe()}, {last.stdout[:200]!r}"
+    )
+
+
+def _python(source: str, stdin: bytes, limits: Limits) -> Run:
+    return replace(languages.find("python").running(source.encode(), stdin, limits))
+
+
+# --- baits ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _baits() -> Iterator[dict[str, str]]:
+    """What attacks reach for: a process, a file, sockets and a word that are the probe's own."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="oub-")))
+        word = hashlib.blake2b(f"{folder} {time.time_ns()}".encode(), digest_size=16).hexdigest()
+        name = word[:8]
+        folder.chmod(0o755)
+        file = folder / "bait"
+        file.write_text(f"{word}!\n")
+        file.chmod(0o644)
+        tcp = stack.enter_context(socket.socket())
+        tcp.bind(("127.0.0.1", 0))
+        tcp.listen()
+        for address in (f"{file}.socket", f"\0oub-{name}"):
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(address)
+            listener.listen()
+        process = subprocess.Popen(["/bin/sleep", "3600"], env={"BAIT": word})
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        os.environ["OUBLIETTE_BAIT"] = word
+        stack.callback(os.environ.pop, "OUBLIETTE_BAIT", None)
+        port = str(tcp.getsockname()[1])
+        yield {
+            "PID": str(process.pid), "FILE": str(file), "PORT": port, "NAME": name, "WORD": word, "DROW": word[::-1]
+        }  # fmt: skip
+
+
+def _filled(source: str, baits: dict[str, str]) -> str:
+    for key, value in baits.items():
+        source = source.replace(f"@{key}@", value)
+    return source
+
+
+def _left_behind(baits: dict[str, str]) -> list[Finding]:
+    """Whatever attacks have started on the host and is still there: none, or one finding."""
+    until = time.monotonic() + _LEFT_BEHIND_S
+    mine = f"oub-{baits['NAME']}"[:15]
+    while found := [path.parent.name for path in Path("/proc").glob("[0-9]*/comm") if _content(path) == mine]:
+        if time.monotonic() > until:
+            return [Finding("processes left behind", Defence.ESCAPED, ", ".join(found))]
+        time.sleep(0.05)
+    return []
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+# --- causes -----------------------------------------------------------------------------------------------------------
+
+_SWITCHES: Final = (
+    ("/proc/sys/user/max_user_namespaces", "0", "user namespaces are switched off (sysctl user.max_user_namespaces)"),
+    (
+        "/proc/sys/kernel/unprivileged_userns_clone",
+        "0",
+        "only root may make user namespaces (sysctl kernel.unprivileged_userns_clone)",
+    ),
+    (
+        "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "AppArmor lets no ordinary program make user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns)",
+    ),
+)
+
+
+def _cause() -> str:
+    """What on this host is known to forbid it."""
+    causes = [told for path, value, told in _SWITCHES if _content(Path(path)) == value]
+    status = _content(Path("/proc/self/status"))
+    if "Seccomp:\t2" in status:
+        causes.append("this process is in a container whose seccomp profile may forbid namespaces")
+    return f" ({'; '.join(causes)})" if causes else ""

@@ -1,0 +1,160 @@
+"""What is run, within which limits, and what came of it. Sizes in bytes, times in seconds."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from pipelinerl.errors import PipelineError, UserError
+
+
+class SandboxMissing(UserError):
+    """No sandbox of the tier asked for can be had on this machine; the message names the cause."""
+
+
+class SandboxLost(PipelineError):
+    """A box ended, or did not answer in time, through no fault of what ran in it."""
+
+
+class Tier(StrEnum):
+    """How strong the walls around a run are; docs/verification.md."""
+
+    DEFAULT = "default"
+    """bubblewrap around a slot; namespaces, user id, file systems and system call filter of its own around each run."""
+
+
+class Ending(StrEnum):
+    """How a run ended."""
+
+    EXITED = "exited"
+    SIGNALLED = "signalled"
+    CPU_TIME = "cpu time"
+    """Took more processor time than it may."""
+    DEADLINE = "deadline"
+    """Was not done when its time on the clock was over."""
+    MEMORY = "memory"
+    OUTPUT = "output"
+    """Wrote more than it may."""
+    STARVED = "starved"
+    """The time on the clock was over, much of which it waited for a processor: says nothing of the program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one run, all of its processes together, where nothing else is said.
+
+    Attributes:
+        cpu_s: of each process. wall_s: on the clock.
+        address_space: whether each process's addresses are limited, too; not for languages that reserve many.
+        disk_bytes: what may be written into the run's folder, which is memory of the machine.
+    """
+
+    cpu_s: float = 10.0
+    wall_s: float = 20.0
+    memory_bytes: int = 512 << 20
+    address_space: bool = True
+    output_bytes: int = 16 << 20
+    error_bytes: int = 64 << 10
+    disk_bytes: int = 64 << 20
+    inodes: int = 4096
+    processes: int = 32
+    open_files: int = 128
+
+    def rlimits(self) -> dict[str, tuple[int, int]]:
+        """As `setrlimit` has them, of each process."""
+        whole_s = max(1, int(self.cpu_s + 1))
+        room = self.memory_bytes + _INTERPRETER_BYTES
+        stack = min(self.memory_bytes, _MOST_STACK)
+        limits = {
+            "RLIMIT_CPU": (whole_s, whole_s + 1),
+            "RLIMIT_DATA": (room if self.address_space else 4 * room,) * 2,
+            "RLIMIT_FSIZE": (self.disk_bytes,) * 2,
+            "RLIMIT_NPROC": (self.processes,) * 2,
+            "RLIMIT_NOFILE": (self.open_files,) * 2,
+            "RLIMIT_STACK": (stack, stack),
+            "RLIMIT_CORE": (0, 0),
+            "RLIMIT_MEMLOCK": (0, 0),
+            "RLIMIT_MSGQUEUE": (0, 0),
+            "RLIMIT_SIGPENDING": (256, 256),
+        }
+        if self.address_space:
+            limits["RLIMIT_AS"] = (room + stack,) * 2
+        return limits
+
+
+#: What a program's interpreter and libraries take before it begins.
+_INTERPRETER_BYTES: Final = 128 << 20
+_MOST_STACK: Final = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One program, once.
+
+    Attributes:
+        argv: what is executed, paths inside the box.
+        python: instead of `argv`, the path of a Python program, which goes on in a warm interpreter.
+        arguments: what the program is called with.
+        files: by name, what lies in the run's folder, /tmp, when it begins.
+        stdin: what it reads.
+    """
+
+    argv: tuple[str, ...] = ()
+    python: str = ""
+    arguments: tuple[str, ...] = ()
+    files: tuple[tuple[str, bytes], ...] = ()
+    stdin: bytes = b""
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramResult:
+    """What came of a run. `code` is the exit status, or minus the signal's number."""
+
+    ending: Ending
+    code: int
+    stdout: bytes
+    stderr: bytes
+    cpu_s: float
+    wall_s: float
+    tier: Tier
+
+    @property
+    def succeeded(self) -> bool:
+        """Did it end by itself, with status 0?"""
+        return self.ending is Ending.EXITED and self.code == 0
+
+    def describe(self) -> str:
+        """How it ended, for a reader."""
+        if self.ending is Ending.EXITED:
+            return "done" if self.code == 0 else f"exit status {self.code}: {_last_line(self.stderr)}"
+        if self.ending is Ending.SIGNALLED:
+            return f"ended by signal {-self.code}"
+        return _ENDINGS[self.ending].format(cpu=self.cpu_s, wall=self.wall_s)
+
+
+_ENDINGS: Final = {
+    Ending.CPU_TIME: "took more processor time than it may: {cpu:.2f} s",
+    Ending.DEADLINE: "was not done after {wall:.1f} s on the clock",
+    Ending.MEMORY: "took more memory than it may",
+    Ending.OUTPUT: "wrote more than it may",
+    Ending.STARVED: "waited for a processor for most of {wall:.1f} s; that says nothing of the program",
+}
+
+
+def _last_line(text: bytes) -> str:
+    lines = text.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1][:200] if lines else "nothing on standard error"
+
+
+def of_rlimits(names: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Each limit, not above the hard limit that this process has: a limit can only be lowered."""
+    lowered = {}
+    for name, (soft, hard) in names.items():
+        most = resource.getrlimit(getattr(resource, name))[1]
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        lowered[name] = (soft, hard)
+    return lowered

@@ -1,0 +1,288 @@
+"""`Slot`: one box with its server, seen from outside. It runs one program at a time, and blocks while it does.
+
+    waits for                      at most                            then
+    the server's first packet      `_STARTUP_S`                       the box is killed: `SandboxLost`
+    a run's output, its answer     `_STARVED_TIMES` its deadline      the same; it says nothing of the run
+                                   and `_GRACE_S`
+
+What a run writes comes through pipes and is bounded here: at the bound the run is ended. What it reads lies in sealed
+memory files, which it cannot change. A server that dies takes its runs along, and bubblewrap dies with the thread that
+started it: use a slot from one thread, which lives as long as the slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier, of_rlimits
+
+_STARTUP_S: Final = 60.0
+_GRACE_S: Final = 30.0
+_MOST_PACKET: Final = 1 << 16
+_CHUNK: Final = 1 << 18
+_F_ADD_SEALS: Final = 1033
+_ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
+#: Time that a run waits for a processor is not counted, up to so many times its deadline.
+_STARVED_TIMES: Final = 20.0
+_ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walls:
+    """What stands around the runs of one slot.
+
+    Attributes:
+        command: what starts the server, its box included.
+        namespaces: whether each run gets its own; else it is a single process of the host.
+        outer_id: the user that a run is, outside.
+        filter: the seccomp program.
+        shown: what a run may read where no namespaces hide the rest.
+    """
+
+    tier: Tier
+    command: tuple[str, ...]
+    namespaces: bool
+    outer_id: int
+    filter: bytes
+    shown: tuple[str, ...] = ()
+
+
+@final
+class Slot:
+    """Starts its box at the first run, and again after one was lost."""
+
+    def __init__(self, walls: Walls) -> None:
+        self._walls = walls
+        self._box: _Box | None = None
+
+    def run(self, run: Run) -> ProgramResult:
+        """Run a program.
+
+        Raises:
+            SandboxLost: the box could not be started, ended, or did not answer.
+        """
+        if self._box is None:
+            self._box = _Box.start(self._walls)
+        try:
+            return self._box.run(run, self._walls)
+        except BaseException:
+            self.close()
+            raise
+
+    def interrupt(self) -> None:
+        """From another thread: end the box now, so that a run in it is lost."""
+        if self._box is not None:
+            self._box.interrupt()
+
+    def close(self) -> None:
+        """End the box, and whatever runs in it."""
+        if self._box is not None:
+            self._box.kill()
+            self._box = None
+
+
+@final
+class _Box:
+    """A started box."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, words: Any) -> None:
+        self._process = process
+        self._control = control
+        self._words = words
+        self._said = ""
+
+    @classmethod
+    def start(cls, walls: Walls) -> _Box:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = tempfile.TemporaryFile()  # noqa: SIM115 - it is the box's
+        with theirs:
+            # an empty environment: bubblewrap's own is what /proc/1/environ of the box shows
+            command, end = list(walls.command), theirs.fileno()
+            process = subprocess.Popen(command, stdin=end, stdout=words, stderr=words, env={}, cwd="/")
+        box = cls(process, ours, words)
+        try:
+            settings = {
+                "namespaces": walls.namespaces,
+                "outer_id": walls.outer_id,
+                "filter": walls.filter.hex(),
+                "shown": walls.shown,
+            }
+            ours.settimeout(_STARTUP_S)
+            ours.send(json.dumps(settings).encode())
+            first = ours.recv(_MOST_PACKET)
+        except OSError as error:
+            box.kill()
+            raise SandboxLost(f"the box did not start: {type(error).__name__}; it said: {box.last_words()}") from None
+        if not first:
+            box.kill()
+            raise SandboxLost(f"the box did not start; it said: {box.last_words()}")
+        return box
+
+    def run(self, run: Run, walls: Walls) -> ProgramResult:
+        out_read, out_write = os.pipe()
+        err_read, err_write = os.pipe()
+        theirs = [out_write, err_write]
+        try:
+            if walls.outer_id != os.geteuid():  # else it could not open /dev/stdout
+                os.fchown(out_write, walls.outer_id, -1)
+                os.fchown(err_write, walls.outer_id, -1)
+            theirs[0:0] = [_sealed(run.stdin)]
+            theirs += [_sealed(data) for _, data in run.files]
+            try:
+                self._control.settimeout(_GRACE_S)
+                socket.send_fds(self._control, [_request(run)], theirs)
+            except OSError as error:
+                raise SandboxLost(f"the box is gone: {error}; it said: {self.last_words()}") from None
+            while theirs:
+                os.close(theirs.pop())
+            reader = _Reader(self._control, out_read, err_read, run.limits)
+            answer = reader.read(time.monotonic() + _STARVED_TIMES * run.limits.wall_s + _GRACE_S)
+        finally:
+            for file in (*theirs, out_read, err_read):
+                os.close(file)
+        if answer is None:
+            raise SandboxLost(f"the box did not answer; it said: {self.last_words()}")
+        if answer["trouble"]:
+            raise SandboxLost(f"a run could not be let into its box: {answer['trouble']}")
+        return ProgramResult(
+            ending=_ending(answer, run.limits),
+            code=answer["code"],
+            stdout=bytes(reader.stdout),
+            stderr=bytes(reader.stderr),
+            cpu_s=answer["cpu_s"],
+            wall_s=answer["wall_s"],
+            tier=walls.tier,
+        )
+
+    def kill(self) -> None:
+        """The server ends its run when the socket closes; bubblewrap's end is the end of all that is in the box."""
+        self._control.close()
+        self.interrupt()
+        self._process.wait()
+        self._said = self.last_words()
+        self._words.close()
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.send_signal(signal.SIGKILL)
+
+    def last_words(self) -> str:
+        if self._words.closed:
+            return self._said
+        self._words.seek(0)
+        return self._words.read(4096).decode("utf-8", "replace").strip() or "nothing"
+
+
+@final
+class _Reader:
+    """Reads what one run writes, up to its bounds, until the server has answered and everything is read."""
+
+    def __init__(self, control: socket.socket, out: int, err: int, limits: Limits) -> None:
+        self._control = control
+        self._most = {out: limits.output_bytes, err: limits.error_bytes}
+        self._read: dict[int, bytearray] = {out: bytearray(), err: bytearray()}
+        self._out = out
+        self.stdout, self.stderr = self._read[out], self._read[err]
+
+    def read(self, until: float) -> dict[str, Any] | None:
+        """The server's answer; None: there was none in time."""
+        poll = select.poll()
+        waiting = {self._control.fileno(), *self._read}
+        for file in waiting:
+            poll.register(file, select.POLLIN)
+        answer: dict[str, Any] | None = None
+        ended_by_us = False
+        while waiting:
+            left_s = until - time.monotonic()
+            ready = poll.poll(1000 * left_s) if left_s > 0 else []
+            if not ready:
+                return None
+            for file, _ in ready:
+                if file in self._read:
+                    if self._take(file):
+                        continue
+                else:
+                    packet = self._control.recv(_MOST_PACKET)
+                    if not packet:
+                        return None
+                    answer = json.loads(packet)
+                poll.unregister(file)
+                waiting.discard(file)
+            if len(self.stdout) > self._most[self._out] and not ended_by_us:
+                ended_by_us = True
+                with contextlib.suppress(OSError):
+                    self._control.send(b"{}")
+        if answer is not None and ended_by_us:
+            answer["ended"] = "output"
+        return answer
+
+    def _take(self, file: int) -> bool:
+        """Read some; False at the end. What is beyond the bound is read and forgotten, so that nobody waits."""
+        part = os.read(file, _CHUNK)
+        kept = self._read[file]
+        kept += part[: max(0, self._most[file] + 1 - len(kept))]
+        return bool(part)
+
+
+def _request(run: Run) -> bytes:
+    limits = run.limits
+    return json.dumps(
+        {
+            "argv": [*run.argv, *run.arguments],
+            "python": run.python,
+            "arguments": run.arguments,
+            "files": [name for name, _ in run.files],
+            "environment": _ENVIRONMENT,
+            "limits": {
+                "wall_s": limits.wall_s,
+                "starved_s": _STARVED_TIMES * limits.wall_s,
+                "cpu_s": limits.cpu_s,
+                "memory_bytes": limits.memory_bytes,
+                "disk_bytes": limits.disk_bytes,
+                "inodes": limits.inodes,
+                "rlimits": of_rlimits(limits.rlimits()),
+            },
+        }
+    ).encode()
+
+
+def _ending(answer: dict[str, Any], limits: Limits) -> Ending:
+    ended, code = answer["ended"], answer["code"]
+    if ended == "output":
+        return Ending.OUTPUT
+    if ended == "memory":
+        return Ending.MEMORY
+    if ended == "cpu time" or answer["cpu_s"] > limits.cpu_s:
+        return Ending.CPU_TIME
+    if ended == "deadline":
+        had_s = answer["wall_s"] - answer["delayed_s"]
+        return Ending.STARVED if had_s < limits.wall_s / 2 else Ending.DEADLINE
+    if ended:
+        raise SandboxLost(f"a run could not be let into its box: {ended}")
+    return Ending.SIGNALLED if code < 0 else Ending.EXITED
+
+
+def _sealed(data: bytes) -> int:
+    """A file in memory that nobody can change any more."""
+    file = os.memfd_create("oubliette", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(file, view) :]
+        os.lseek(file, 0, os.SEEK_SET)
+        fcntl.fcntl(file, _F_ADD_SEALS, _ALL_SEALS)
+    except BaseException:
+        os.close(file)
+        raise
+    return file

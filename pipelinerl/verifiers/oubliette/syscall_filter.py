@@ -1,0 +1,129 @@
+"""The system calls that a run may not make, as a seccomp program: no sockets, no namespaces, no mounts, no tracing, no
+memory that counts for nobody. Refused calls fail with an error, so that an honest program that tries one goes on.
+
+A call by another architecture's numbers (32 bits, x32) ends the process. Numbers beyond those known here do not exist
+(ENOSYS), which is how C libraries learn to do without `clone3`, too: its flags lie in memory, where no filter looks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Iterable
+from typing import Final
+
+_LOAD, _JUMP, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _AND, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x54, 0x06
+_NUMBER, _ARCHITECTURE = 0, 4
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_X86_64: Final = 0xC000003E
+_X32_BIT: Final = 0x40000000
+#: `clone` with any of these makes a namespace: time (below 0x100 is a signal), mount, cgroup, uts, ipc, user, pid, net.
+_NEW_NAMESPACES: Final = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+_AF_UNIX: Final = 1
+_CLONE_THREAD: Final = 0x10000
+
+#: Numbers that are compared one after another.
+_GROUP: Final = 12
+
+#: The highest number of Linux 6.6 on x86_64; what came later is unknown here.
+_LAST_KNOWN: Final = 456
+
+#: x86_64.
+_REFUSED: Final = {
+    # sockets: a pair is let through where it is of AF_UNIX, which reaches nobody
+    "socket": 41, "connect": 42, "bind": 49, "listen": 50, "accept": 43, "accept4": 288,
+    # namespaces, mounts, roots
+    "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "open_tree": 428,
+    "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
+    "swapon": 167, "swapoff": 168, "quotactl": 179, "quotactl_fd": 443, "name_to_handle_at": 303,
+    "open_by_handle_at": 304, "fanotify_init": 300, "fanotify_mark": 301,
+    # other processes
+    "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "process_madvise": 440, "process_mrelease": 448,
+    "pidfd_getfd": 438, "kcmp": 312,
+    # memory that no limit here counts
+    "shmget": 29, "shmat": 30, "shmctl": 31, "shmdt": 67, "semget": 64, "semop": 65, "semctl": 66, "semtimedop": 220,
+    "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "mq_open": 240, "mq_unlink": 241, "memfd_create": 319,
+    "memfd_secret": 447, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "remap_file_pages": 216,
+    "mlock": 149, "mlock2": 325, "mlockall": 151, "mbind": 237, "set_mempolicy": 238, "migrate_pages": 256,
+    "move_pages": 279, "set_mempolicy_home_node": 450,
+    # much of the kernel, for few programs
+    "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426,
+    "io_uring_register": 427, "io_setup": 206, "io_submit": 209, "keyctl": 250, "add_key": 248, "request_key": 249,
+    "personality": 135, "vmsplice": 278, "modify_ldt": 154, "uselib": 134, "lookup_dcookie": 212,
+    # the machine
+    "reboot": 169, "kexec_load": 246, "kexec_file_load": 320, "init_module": 175, "finit_module": 313,
+    "delete_module": 176, "syslog": 103, "acct": 163, "settimeofday": 164, "clock_settime": 227, "clock_adjtime": 305,
+    "adjtimex": 159, "sethostname": 170, "setdomainname": 171, "iopl": 172, "ioperm": 173, "vhangup": 153,
+    "sched_setscheduler": 144, "sched_setattr": 314, "sched_setparam": 142, "ioprio_set": 251, "_sysctl": 156,
+    "nfsservctl": 180,
+}  # fmt: skip
+_MMAP, _CLONE, _CLONE3, _SOCKETPAIR, _FORK, _VFORK, _EXECVE, _EXECVEAT = 9, 56, 435, 53, 57, 58, 59, 322
+#: Refused beside those where no process namespace stands around a run: the signals that may reach others, and setsid.
+_ALONE: Final = (62, 200, 234, 424, 129, 297, 109, 112, 141, _FORK, _VFORK, _EXECVE, _EXECVEAT)
+
+
+def supported() -> bool:
+    """Are the system calls of this machine known here?"""
+    return os.uname().machine == "x86_64"
+
+
+def boxed() -> bytes:
+    """For runs that have namespaces of their own."""
+    return _program(_REFUSED.values(), clone_may_not=_NEW_NAMESPACES)
+
+
+def alone() -> bytes:
+    """For runs that have none: one process, which starts no other and signals no other."""
+    return _program((*_REFUSED.values(), *_ALONE), clone_may_not=_NEW_NAMESPACES, clone_must=_CLONE_THREAD)
+
+
+def _program(refused: Iterable[int], *, clone_may_not: int, clone_must: int = 0) -> bytes:
+    """Each rule ends in a verdict or falls through to the next."""
+    steps = [
+        _step(_LOAD, _ARCHITECTURE),
+        _step(_JUMP_EQUAL, _X86_64, 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER),
+        _step(_JUMP_AT_LEAST, _X32_BIT, 0, 1),
+        _step(_RETURN, _KILL),
+        _step(_JUMP_AT_LEAST, _LAST_KNOWN + 1, 0, 1),
+        _step(_RETURN, _ERRNO | errno.ENOSYS),
+        _step(_JUMP_EQUAL, _CLONE3, 0, 1),
+        _step(_RETURN, _ERRNO | errno.ENOSYS),
+    ]
+    steps += _by_number(sorted(set(refused)))
+    steps += _by_argument(_CLONE, 0, [_step(_JUMP_ANY_BIT, clone_may_not, 0, 1), _step(_RETURN, _ERRNO | errno.EPERM)])
+    if clone_must:
+        must = [_step(_JUMP_ANY_BIT, clone_must, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
+        steps += _by_argument(_CLONE, 0, must)
+    both = _MAP_SHARED | _MAP_ANONYMOUS
+    shared = [_step(_AND, both), _step(_JUMP_EQUAL, both, 0, 1), _step(_RETURN, _ERRNO | errno.EPERM)]
+    steps += _by_argument(_MMAP, 3, shared)
+    steps += _by_argument(_SOCKETPAIR, 0, [_step(_JUMP_EQUAL, _AF_UNIX, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)])
+    steps.append(_step(_RETURN, _ALLOW))
+    return b"".join(steps)
+
+
+def _by_number(refused: list[int]) -> list[bytes]:
+    """Refuse these. In groups, so that a call passes few steps: the kernel tries each number when a filter is set."""
+    groups = [refused[begin : begin + _GROUP] for begin in range(0, len(refused), _GROUP)]
+    steps: list[bytes] = []
+    for number in reversed(range(len(groups))):
+        group, later = groups[number], len(steps)
+        body = [_step(_JUMP_EQUAL, each, len(group) - at, 0) for at, each in enumerate(group)]
+        body += [_step(_JUMP, 1 + later), _step(_RETURN, _ERRNO | errno.EPERM)]
+        first = [_step(_JUMP_AT_LEAST, groups[number + 1][0], len(body), 0)] if later else []
+        steps = [*first, *body, *steps]
+    return steps
+
+
+def _by_argument(number: int, argument: int, rule: list[bytes]) -> list[bytes]:
+    """A rule over the lower half of an argument of one call; afterwards the number is loaded again."""
+    body = [_step(_LOAD, 16 + 8 * argument), *rule, _step(_LOAD, _NUMBER)]
+    return [_step(_JUMP_EQUAL, number, 0, len(body)), *body]
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

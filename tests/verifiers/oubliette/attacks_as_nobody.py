@@ -1,0 +1,31 @@
+"""A program: every attack, tried by a user without rights; prints what was not held off, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from pipelinerl.verifiers.oubliette import probe
+from pipelinerl.verifiers.oubliette.runs import SandboxLost, SandboxMissing, Tier
+from pipelinerl.verifiers.oubliette.sandbox import walls_of
+
+NOBODY = 65534
+
+
+def main() -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    try:
+        probe.opened(Tier.DEFAULT, slots=1).close()
+        found = probe.attacked(lambda number: walls_of(Tier.DEFAULT, number), probe.ATTACKS)
+    except (SandboxMissing, SandboxLost) as error:
+        print(json.dumps({"missing": str(error)}))
+        return
+    told = [[each.name, each.told] for each in found if each.defence is probe.Defence.ESCAPED]
+    print(json.dumps({"tried": len(found), "escaped": told}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""One sandbox of the default tier for the tests of a process; where it cannot be had, they say so and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipelinerl.verifiers.oubliette import probe
+from pipelinerl.verifiers.oubliette.runs import SandboxMissing, Tier
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Iterator[Sandbox]:
+    try:
+        opened = probe.opened(Tier.DEFAULT)
+    except SandboxMissing as error:
+        pytest.skip(f"left out: whatever runs code, since {error}")
+    yield opened
+    opened.close()

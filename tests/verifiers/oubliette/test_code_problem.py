@@ -1,0 +1,105 @@
+"""Tests in the layouts of public sets, and the code in an answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pipelinerl.types import Message, Problem
+from pipelinerl.verifiers.oubliette.checkers import Checker, CustomChecker, Protocol
+from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, CodeTest, TestsMalformed, last_block
+
+PAIRS = [{"input": "1\n", "output": "2\n"}, {"input": "3\n", "output": "6\n"}]
+WANTED = (CodeTest(b"1\n", b"2\n"), CodeTest(b"3\n", b"6\n"))
+
+
+def read(ground_truth: str = "", **metadata: Any) -> CodeProblem:
+    return CodeProblem.of(
+        Problem(
+            problem_id="p", domain="d", messages=(Message("user", "?"),), ground_truth=ground_truth, metadata=metadata
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"tests": PAIRS},
+        {"tests": json.dumps(PAIRS)},
+        {"official_tests": PAIRS},
+        {"public_tests": {"input": ["1\n"], "output": ["2\n"]}, "private_tests": {"input": ["3\n"], "output": ["6\n"]}},
+        {
+            "public_tests": {"input": ["1\n", "3\n"], "output": ["2\n", "6\n"]},
+            "generated_tests": {"input": [], "output": []},
+        },
+        {"input_output": {"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]}},
+        {"input_output": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]})},
+        {"public_test_cases": json.dumps([{**pair, "testtype": "stdin"} for pair in PAIRS])},
+        {"ground_truth": json.dumps(PAIRS)},
+        {"ground_truth": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]})},
+    ],
+)
+def test_layouts(metadata: dict[str, Any]) -> None:
+    assert read(**metadata).tests == WANTED
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ({}, "has no tests: its metadata must have one of tests, official_tests"),
+        ({"tests": []}, "has no tests"),
+        ({"tests": 5}, "tests must be a list of objects"),
+        ({"tests": "{"}, "tests must be tests, or tests as JSON"),
+        ({"tests": [{"input": "1"}]}, r"tests\[0\] must have input and output"),
+        ({"tests": [{"input": 1, "output": "2"}]}, r"tests\[0\]\.input must be a text, got int 1"),
+        ({"public_tests": {"input": ["1"], "output": []}}, "as many inputs as outputs"),
+        ({"input_output": {"fn_name": "add", "inputs": [], "outputs": []}}, "calls the function add"),
+        ({"public_test_cases": [{"input": "", "output": "", "testtype": "functional"}]}, "calls a function"),
+        ({"tests": PAIRS, "time_limit": "2"}, "time_limit must be seconds"),
+        ({"tests": PAIRS, "time_limit": 0}, "time_limit must be seconds"),
+        ({"tests": PAIRS, "time_limit": True}, "time_limit must be seconds"),
+        ({"tests": PAIRS, "time_limit": {"seconds": "x"}}, "time_limit must be seconds"),
+        ({"tests": PAIRS, "memory_limit": 1e9}, "memory_limit must be from 1 MB"),
+        ({"tests": PAIRS, "checker": "fuzzy"}, "checker must be one of exact, tokens, float"),
+        ({"tests": PAIRS, "checker": {"source": "x", "protocol": "shout"}}, r"checker\.protocol must be one of"),
+        ({"tests": PAIRS, "checker": {"source": "x", "files": {"../x": ""}}}, r"checker\.files must be texts"),
+    ],
+)
+def test_what_cannot_be_understood_names_its_field(metadata: dict[str, Any], told: str) -> None:
+    with pytest.raises(TestsMalformed, match=told):
+        read(**metadata)
+
+
+def test_limits_and_checkers() -> None:
+    assert read(tests=PAIRS, time_limit={"seconds": 1, "nanos": 500_000_000}).time_limit_s == 1.5
+    assert read(tests=PAIRS, time_limit=2).time_limit_s == 2.0
+    assert read(tests=PAIRS, memory_limit=256).memory_bytes == 256 << 20
+    assert read(tests=PAIRS, memory_limit_bytes=256_000_000).memory_bytes == 256_000_000
+    assert read(tests=PAIRS, checker="float").checker is Checker.FLOAT
+    custom = read(tests=PAIRS, checker={"language": "python", "source": "x", "protocol": "printed"}).checker
+    assert isinstance(custom, CustomChecker)
+    assert custom.protocol is Protocol.PRINTED
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("```python\nprint(1)\n```", ("python", "print(1)\n")),
+        ("a\n```\nx\n```\nb\n```cpp\ny\n```\nc", ("cpp", "y\n")),
+        ("```py title=x\nx\n```", ("py", "x\n")),
+        ("  ~~~\nx\n  ~~~", ("", "x\n")),
+        ("````md\n```python\nx\n```\n````", ("md", "```python\nx\n```\n")),
+        ("```python\nprint('```')\n```", ("python", "print('```')\n")),
+        ("```python\nx\n```\n```python\nnever closed", ("python", "x\n")),
+        ("```python\r\nx\r\n```\r\n", ("python", "x\r\n")),
+        ("```python\nnever closed", None),
+        ("no code", None),
+        ("", None),
+        ("```python print(1) ```", None),
+        ("```x\n" + "y" * (2 << 20) + "\n```", None),
+    ],
+)
+def test_the_last_closed_block_is_the_code(text: str, block: tuple[str, str] | None) -> None:
+    assert last_block(text) == block

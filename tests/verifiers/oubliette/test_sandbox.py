@@ -1,0 +1,226 @@
+"""Programs in boxes: how they end, what they may use, and what becomes of boxes that are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.verifiers.oubliette import languages
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+from tests.patience import PATIENCE_S
+
+TWICE = {
+    "python": "print(2 * int(input()))",
+    "cpp": "#include <iostream>\nint main() { long n; std::cin >> n; std::cout << 2 * n << std::endl; }",
+    "c": '#include <stdio.h>\nint main(void) { long n; if (scanf("%ld", &n) == 1) printf("%ld\\n", 2 * n); return 0; }',
+    "rust": "fn main() { let mut s = String::new(); std::io::stdin().read_line(&mut s).unwrap(); "
+    'println!("{}", 2 * s.trim().parse::<i64>().unwrap()); }',
+    "go": 'package main\nimport "fmt"\nfunc main() { var n int; fmt.Scan(&n); fmt.Println(2 * n) }',
+    "javascript": 'console.log(2 * parseInt(require("fs").readFileSync("/dev/stdin", "utf8")))',
+    "java": "import java.util.*; public class Main { public static void main(String[] a) "
+    "{ System.out.println(2 * new Scanner(System.in).nextLong()); } }",
+}
+LONG = Limits(cpu_s=60, wall_s=120)
+
+
+def python(source: str, *, stdin: bytes = b"", limits: Limits = LONG) -> Run:
+    return languages.find("python").running(source.encode(), stdin, limits)
+
+
+def ended(sandbox: Sandbox, source: str, **given: object) -> ProgramResult:
+    return sandbox.run(python(source, limits=Limits(**{"cpu_s": 60, "wall_s": 120, **given})))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_program_reads_and_writes(sandbox: Sandbox, name: str) -> None:
+    try:
+        language = languages.find(name)
+    except languages.LanguageMissing as error:
+        pytest.skip(f"left out: {error}")
+    program = TWICE[name].encode()
+    compiling = language.compiling(TWICE[name], languages.COMPILING)
+    if compiling is not None:
+        compiled = sandbox.run(compiling)
+        assert compiled.succeeded, compiled.stderr.decode()
+        program = compiled.stdout
+    result = sandbox.run(language.running(program, b"21\n", LONG))
+    assert (result.stdout, result.ending, result.code) == (b"42\n", Ending.EXITED, 0), result.stderr
+    assert result.tier is Tier.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("source", "stdout", "code"),
+    [
+        ("import sys\nsys.exit(3)", b"", 3),
+        ("print('a', end='')\nexit()", b"a", 0),
+        ("import sys\nsys.exit('no')", b"", 1),
+        ("print(1)\n1/0", b"1\n", 1),
+        ("print(", b"", 1),
+        ("import os\nprint('lost', end='')\nos._exit(5)", b"", 5),
+        ("import atexit\natexit.register(print, 'last')\nprint('first')", b"first\nlast\n", 0),
+        ("import threading\nthreading.Thread(target=print, args=('thread',)).start()", b"thread\n", 0),
+        ("print(__name__, __file__)\nimport sys\nprint(sys.argv)", b"__main__ /tmp/main.py\n['/tmp/main.py']\n", 0),
+        ("import subprocess\nprint(subprocess.run(['echo', 'x'], capture_output=True).stdout)", b"b'x\\n'\n", 0),
+        ("class A: pass\nimport __main__\nprint(__main__.A is A)", b"True\n", 0),
+        ("print('é', '\\udcff'.encode('utf-8', 'surrogateescape'))", "é b'\\xff'\n".encode(), 0),
+        ("open('f', 'w').write('x')\nprint(open('/tmp/f').read())", b"x\n", 0),
+        ("import multiprocessing.dummy as m\nprint(sum(m.Pool(2).map(abs, [-1, -2])))", b"3\n", 0),
+    ],
+)
+def test_a_program_ends_as_python_would_end_it(sandbox: Sandbox, source: str, stdout: bytes, code: int) -> None:
+    result = ended(sandbox, source)
+    assert (result.ending, result.stdout, result.code) == (Ending.EXITED, stdout, code), result.stderr
+
+
+def test_a_traceback_shows_the_program_alone(sandbox: Sandbox) -> None:
+    result = ended(sandbox, "def f():\n    1/0\nf()")
+    assert result.stderr.startswith(b'Traceback (most recent call last):\n  File "/tmp/main.py", line 3, in <module>\n')
+    assert result.describe() == "exit status 1: ZeroDivisionError: division by zero"
+
+
+def test_each_limit_ends_a_program_by_its_name(sandbox: Sandbox) -> None:
+    assert ended(sandbox, "while True: pass", cpu_s=0.2).ending is Ending.CPU_TIME
+    assert ended(sandbox, "import time\ntime.sleep(3600)", wall_s=0.2).ending is Ending.DEADLINE
+    assert ended(sandbox, "while True: print('x' * 1000)", output_bytes=5000).ending is Ending.OUTPUT
+    forks = "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = b'x' * (40 << 20)\ntime.sleep(3600)"
+    assert ended(sandbox, forks, memory_bytes=100 << 20).ending is Ending.MEMORY
+    assert (
+        ended(sandbox, "import os\nos.kill(os.getpid(), 11)\nimport ctypes\nctypes.string_at(0)").ending
+        is Ending.SIGNALLED
+    )
+
+
+def test_output_is_kept_up_to_its_bound_and_a_byte(sandbox: Sandbox) -> None:
+    assert len(ended(sandbox, "print('x' * 99, end='')", output_bytes=99).stdout) == 99
+    result = ended(sandbox, "print('x' * 100, end='')", output_bytes=99)
+    assert (len(result.stdout), result.ending) == (100, Ending.OUTPUT)
+    assert len(ended(sandbox, "import sys\nsys.stderr.write('x' * 5000)", error_bytes=1000).stderr) == 1001
+
+
+def test_status_and_words_of_a_program_are_never_taken_for_those_of_the_box(sandbox: Sandbox) -> None:
+    for code in (1, 2, 125, 126, 127, 255):
+        assert ended(sandbox, f"import sys\nsys.stderr.write('OSError: box')\nsys.exit({code})").code == code
+
+
+def test_what_is_no_program_is_a_failure_of_it(sandbox: Sandbox) -> None:
+    result = sandbox.run(Run(argv=("/tmp/program",), files=(("program", b"no elf"),), limits=LONG))
+    assert (result.ending, result.code) == (Ending.EXITED, 126)
+
+
+def test_many_at_once_are_each_their_own(sandbox: Sandbox) -> None:
+    futures = [sandbox.submit(python("print(int(input()) ** 2)", stdin=f"{n}\n".encode())) for n in range(100)]
+    assert [future.result(PATIENCE_S).stdout for future in futures] == [f"{n * n}\n".encode() for n in range(100)]
+
+
+def _of_this_process(name: str) -> list[int]:
+    """Processes below this one that are called so."""
+    found, parents = [], {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            head, _, rest = stat.read_text().rpartition(")")
+        except OSError:
+            continue
+        pid, _, comm = head.partition(" (")
+        parents[int(pid)] = int(rest.split()[1])
+        if comm == name:
+            found.append(int(pid))
+
+    def is_mine(pid: int) -> bool:
+        while pid not in (0, os.getpid()):
+            pid = parents.get(pid, 0)
+        return pid != 0
+
+    return [pid for pid in found if is_mine(pid)]
+
+
+def test_a_box_that_is_killed_is_replaced_and_its_run_is_tried_again(sandbox: Sandbox) -> None:
+    before = set(_of_this_process("bwrap"))
+    alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), slots=1)
+    try:
+        assert alone.run(python("print(1)")).stdout == b"1\n"
+        for _ in range(3):
+            future = alone.submit(python("import time\ntime.sleep(0.1)\nprint(2)"))
+            for pid in set(_of_this_process("bwrap")) - before:
+                os.kill(pid, signal.SIGKILL)
+            assert future.result(PATIENCE_S).stdout == b"2\n"
+    finally:
+        alone.close()
+    assert set(_of_this_process("bwrap")) <= before
+
+
+def test_closing_ends_what_runs_and_loses_what_waits(sandbox: Sandbox) -> None:
+    before = set(_of_this_process("bwrap"))
+    alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), slots=1)
+    assert alone.run(python("print(1)")).stdout == b"1\n"
+    runs = [alone.submit(python("import time\ntime.sleep(3600)")) for _ in range(3)]
+    alone.close()
+    for run in runs:
+        with pytest.raises((SandboxLost, CancelledError)):
+            run.result(PATIENCE_S)
+    assert set(_of_this_process("bwrap")) <= before
+    with pytest.raises(SandboxLost, match="closed"):
+        alone.submit(python("print(1)"))
+
+
+def test_a_language_that_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(languages.LanguageMissing, match=r"language must be one of python, cpp, .* got 'cobol'"):
+        languages.find("cobol")
+    gone = languages.Language(name="gone", aliases=(), tools=("no-such-compiler",), source="a", program="a")
+    monkeypatch.setitem(languages._BY_ALIAS, "gone", gone)
+    with pytest.raises(languages.LanguageMissing, match="gone needs no-such-compiler, which is not installed"):
+        languages.find("gone")
+
+
+_SERVICE = """
+import sys, time
+from pipelinerl.verifiers.oubliette import languages
+from pipelinerl.verifiers.oubliette.runs import Limits, Tier
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+sandbox = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), slots=2)
+print(sandbox.run(languages.find("python").running(b"print(1)", b"", Limits())).code, flush=True)
+source = b"import os\\nos.fork()\\nopen('/proc/self/comm', 'w').write(input())\\nwhile True: pass"
+run = languages.find("python").running(source, sys.argv[1].encode(), Limits(cpu_s=3600, wall_s=3600))
+for _ in range(3):
+    sandbox.submit(run)
+time.sleep(3600)
+"""
+
+
+def _called(name: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            if path.read_text().strip() == name:
+                found.append(path.parent.name)
+    return found
+
+
+def test_whoever_is_killed_leaves_nothing_running(sandbox: Sandbox) -> None:
+    for number in range(3):
+        name = f"oub-{os.getpid()}-{number}"[:15]
+        service = subprocess.Popen([sys.executable, "-c", _SERVICE, name], stdout=subprocess.PIPE)
+        try:
+            assert service.stdout is not None
+            assert service.stdout.readline() == b"0\n"
+            _until(lambda: len(_called(name)) >= 2, "both runs to be there")  # noqa: B023 - it is called at once
+        finally:
+            service.kill()
+            service.communicate()
+        _until(lambda: not _called(name), "all runs to be gone")  # noqa: B023 - it is called at once
+
+
+def _until(holds: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < until, f"waited {PATIENCE_S:g} s for {what}"
+        time.sleep(0.02)

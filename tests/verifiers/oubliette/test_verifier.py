@@ -1,0 +1,178 @@
+"""Answers with programs in them, judged by tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.oubliette import OublietteSection
+from pipelinerl.roles.verification import open_verifier
+from pipelinerl.types import Message, Outcome, Problem, Verdict
+from pipelinerl.verifiers.oubliette.rules import CodeRules, Scoring
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox
+from pipelinerl.verifiers.oubliette.verifier import Oubliette
+from pipelinerl.verifiers.verifier import SampledAnswer
+from tests.patience import PATIENCE_S
+
+RULES = CodeRules(languages=("python", "c"), time_limit_s=PATIENCE_S)
+DOUBLES = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in range(6)]
+RIGHT = "print(2 * int(input()))"
+HALF = "n = int(input())\nprint(2 * n if n < 3 else 0)"
+
+
+def problem(**metadata: Any) -> Problem:
+    return Problem(
+        problem_id="p",
+        domain="d",
+        messages=(Message("user", "?"),),
+        ground_truth="",
+        metadata={"tests": DOUBLES, **metadata},
+    )
+
+
+@pytest.fixture
+async def oubliette(sandbox: Sandbox) -> AsyncIterator[Oubliette]:
+    verifier = Oubliette(RULES, deadline_s=PATIENCE_S)
+    yield verifier
+    await verifier.close()
+
+
+async def judged(verifier: Oubliette, code: str, language: str = "python", **metadata: Any) -> Verdict:
+    return await verifier.verify(problem(**metadata), f"It is so:\n```{language}\n{code}\n```\nand done.")
+
+
+async def test_programs_right_and_wrong(oubliette: Oubliette) -> None:
+    verdict = await judged(oubliette, RIGHT)
+    assert (verdict.outcome, verdict.reward) == (Outcome.CORRECT, 1.0)
+    assert verdict.reason == "6 of 6 tests passed [default sandbox]"
+    c = '#include <stdio.h>\nint main(void) { int n; return scanf("%d", &n) != 1 || printf("%d", 2 * n) < 0; }'
+    assert (await judged(oubliette, c, "c")).outcome is Outcome.CORRECT
+    for code, told in (
+        (HALF, "test 4 of 6: wrote b'0\\n'"),
+        ("1/0", "test 1 of 6: exit status 1: ZeroDivisionError: division by zero"),
+        ("print(", "SyntaxError"),
+        (f"{RIGHT}\nimport sys\nsys.exit(1)", "exit status 1"),
+        ("print('x' * 10**6)", "wrote more than it may"),
+    ):
+        verdict = await judged(oubliette, code)
+        assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
+        assert told in verdict.reason
+    verdict = await judged(oubliette, "int main(void) { return }", "c")
+    assert verdict.outcome is Outcome.WRONG
+    assert "does not compile" in verdict.reason
+
+
+async def test_what_is_no_program_is_wrong_and_names_why(oubliette: Oubliette) -> None:
+    assert "no closed fenced block" in (await oubliette.verify(problem(), RIGHT)).reason
+    verdict = await judged(oubliette, "puts 1", "ruby")
+    assert verdict.outcome is Outcome.WRONG
+    assert "the code is in 'ruby'; judged are python, c" in verdict.reason
+
+
+async def test_time_of_its_own_is_wrong_and_the_verifiers_is_a_timeout(sandbox: Sandbox, oubliette: Oubliette) -> None:
+    verdict = await judged(oubliette, "while True: pass", time_limit=0.2)
+    assert verdict.outcome is Outcome.WRONG
+    assert "processor time" in verdict.reason or "on the clock" in verdict.reason
+    hurried = Oubliette(RULES, deadline_s=0.2)
+    try:
+        verdict = await judged(hurried, "import time\ntime.sleep(3600)")
+        assert (verdict.outcome, verdict.reason) == (Outcome.TIMEOUT, "no judgement within 0.2 s")
+    finally:
+        await hurried.close()
+
+
+async def test_the_reward_may_be_the_share_of_tests(sandbox: Sandbox) -> None:
+    verifier = Oubliette(CodeRules(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S), deadline_s=PATIENCE_S)
+    try:
+        verdict = await judged(verifier, HALF)
+        assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.5)
+        assert verdict.reason.startswith("3 of 6 tests passed; test 4 of 6: ")
+        assert (await judged(verifier, RIGHT)).outcome is Outcome.CORRECT
+    finally:
+        await verifier.close()
+
+
+CHECKER = """
+import sys
+given, output, answer = (open(name).read() for name in sys.argv[1:])
+assert int(given) * 2 == int(answer)
+sys.exit(0 if output.split() == ["about", answer.strip()] else 1)
+"""
+
+
+async def test_a_problems_own_checker_has_a_box_of_its_own(oubliette: Oubliette) -> None:
+    own = {"checker": {"language": "python", "source": CHECKER}}
+    assert (await judged(oubliette, "print('about', 2 * int(input()))", **own)).outcome is Outcome.CORRECT
+    verdict = await judged(oubliette, RIGHT, **own)
+    assert verdict.outcome is Outcome.WRONG
+    assert "the problem's checker refuses the output" in verdict.reason
+    seen = "import os\nprint('about', 2 * int(input()), *os.listdir('/tmp'))"
+    assert (await judged(oubliette, seen, **own)).outcome is Outcome.WRONG
+    assert await _masked(oubliette, checker={"language": "python", "source": "1/0"})
+    assert await _masked(oubliette, checker={"language": "python", "source": "import sys\nsys.exit(3)"})
+    assert await _masked(oubliette, checker={"language": "c", "source": "no c"})
+    assert await _masked(oubliette, checker={"language": "cobol", "source": ""})
+
+
+async def _masked(oubliette: Oubliette, **metadata: Any) -> bool:
+    return (await judged(oubliette, RIGHT, **metadata)).outcome is Outcome.VERIFIER_ERROR
+
+
+async def test_the_answer_is_nowhere_in_the_programs_box(oubliette: Oubliette) -> None:
+    """It prints all that it can find; the word that it must print stands in its answer alone."""
+    word = "xyzzy-the-answer"
+    search = (
+        "import os\nfound = [sys.stdin.read()] if (sys := __import__('sys')) else []\n"
+        "for top, _, names in os.walk('/tmp'):\n"
+        "    found += [open(f'{top}/{n}').read() for n in names if n != 'main.py']\n"
+        "found += [open(f'/proc/self/{n}', 'rb').read().decode('latin-1') for n in ('environ', 'cmdline')]\n"
+        "for n in range(3, 200):\n"
+        "    try: found.append(open(f'/proc/self/fd/{n}').read())\n    except OSError: pass\n"
+        "print(*found)\n"
+    )  # fmt: skip
+    verdict = await judged(oubliette, search, tests=[{"input": "", "output": f"{word}\n"}])
+    assert verdict.outcome is Outcome.WRONG
+    assert "wrote b'" in verdict.reason, "it must have run to its end"
+    assert word not in verdict.reason
+
+
+async def test_what_says_nothing_of_the_answer_is_masked(oubliette: Oubliette, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await _masked(oubliette, tests=[])
+    assert await _masked(oubliette, tests="[")
+    monkeypatch.setenv("PATH", "/nowhere")
+    missing = Oubliette(RULES)
+    verdict = await judged(missing, RIGHT)
+    assert verdict.outcome is Outcome.VERIFIER_ERROR
+    assert "needs bubblewrap" in verdict.reason
+    await missing.close()
+
+
+async def test_one_that_waits_can_be_cancelled_and_the_next_is_judged(oubliette: Oubliette) -> None:
+    await judged(oubliette, RIGHT)
+    waiting = [asyncio.create_task(judged(oubliette, "import time\ntime.sleep(0.2)\n" + RIGHT)) for _ in range(6)]
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (await judged(oubliette, RIGHT)).outcome is Outcome.CORRECT
+
+
+async def test_a_domain_of_a_recipe_is_judged_by_it(sandbox: Sandbox) -> None:
+    domain = DomainSection(
+        name="code",
+        source="files",
+        verifier="oubliette",
+        verifier_timeout_s=PATIENCE_S,
+        oubliette=OublietteSection(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S),
+    )
+    verifier = open_verifier(domain)
+    try:
+        answers = [SampledAnswer(f"```\n{code}\n```") for code in (RIGHT, HALF, "1/0")]
+        judgements = await verifier.judge(problem(), answers)
+    finally:
+        await verifier.close()
+    assert [judgement.verdict.reward for judgement in judgements] == [1.0, 0.5, 0.0]

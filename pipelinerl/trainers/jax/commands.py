@@ -51,7 +51,7 @@ class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
     """`forward`."""
 
     trainer: int
-    batch: Columns
+    batches: list[Columns]
 
 
 class ForwardAt(msgspec.Struct, frozen=True, tag=True):
@@ -65,7 +65,7 @@ class Backward(msgspec.Struct, frozen=True, tag=True):
     """`backward`."""
 
     trainer: int
-    batch: Columns
+    batches: list[Columns]
     objective: Any
 
 

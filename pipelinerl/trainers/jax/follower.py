@@ -113,11 +113,12 @@ class _Rank:
         worker = self._workers[command.trainer]
         match command:
             case ForwardCommand():
-                worker.forward(decode_batch(command.batch))
+                worker.forward([decode_batch(batch) for batch in command.batches])
             case ForwardAt():
                 worker.forward_at([decode_batch(batch) for batch in command.batches], None)
             case Backward():
-                worker.backward(decode_batch(command.batch), decode_objective(command.objective))
+                batches = [decode_batch(batch) for batch in command.batches]
+                worker.backward(batches, decode_objective(command.objective))
             case StepCommand():
                 worker.optimizer_step(command.learning_rate)
             case Discard():

@@ -79,6 +79,11 @@ class JaxTrainer:
     def _worker(self) -> JaxWorker:
         return started(self._state)
 
+    @property
+    def width(self) -> int:
+        """One after the other: the rows of each are divided over the mesh."""
+        return 1
+
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load weights from `spec.model_path`, or weights and moments from `spec.restore_from`, onto the mesh."""
         options, config = read_spec(spec)
@@ -95,12 +100,14 @@ class JaxTrainer:
             self.close()
             raise
 
-    def forward(self, micro_batch: MicroBatch) -> Float32:
-        """Log-probs f32 [T] of every token; 0 at segment starts."""
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Log-probs f32 [T] of every token of each; 0 at segment starts."""
         worker = self._worker
-        check(micro_batch, vocab_size=worker.config.vocab)
+        for micro_batch in micro_batches:
+            check(micro_batch, vocab_size=worker.config.vocab)
         return self._together(
-            lambda: ForwardCommand(self._number, encode_batch(micro_batch)), lambda: worker.forward(micro_batch)
+            lambda: ForwardCommand(self._number, [encode_batch(batch) for batch in micro_batches]),
+            lambda: worker.forward(micro_batches),
         )
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
@@ -114,13 +121,16 @@ class JaxTrainer:
             lambda: worker.forward_at(micro_batches, weights),
         )
 
-    def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
-        """Evaluate and add the gradient; with several processes, of an objective that `jax_commands` can tell them."""
+    def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
+        """Evaluate and add the gradients; with several processes, of an objective that `commands` can tell them."""
         worker = self._worker
-        check(micro_batch, vocab_size=worker.config.vocab, needs=objective.needs)
+        for micro_batch in micro_batches:
+            check(micro_batch, vocab_size=worker.config.vocab, needs=objective.needs)
         return self._together(
-            lambda: Backward(self._number, encode_batch(micro_batch), encode_objective(objective)),
-            lambda: worker.backward(micro_batch, objective),
+            lambda: Backward(
+                self._number, [encode_batch(batch) for batch in micro_batches], encode_objective(objective)
+            ),
+            lambda: worker.backward(micro_batches, objective),
         )
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:

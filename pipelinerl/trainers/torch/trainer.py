@@ -129,8 +129,16 @@ class TorchTrainer:
             saved.restore_optimizer(optimizer, dict(self._state.named_parameters()))
             self._state.model_version, self._state.random = saved.model_version, saved.random
 
-    def forward(self, micro_batch: MicroBatch) -> Float32:
-        """Log-probs, or values, f32 [T] of every token; 0 at segment starts."""
+    @property
+    def width(self) -> int:
+        """One after the other."""
+        return 1
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Log-probs, or values, f32 [T] of every token of each; 0 at segment starts."""
+        return [self._forward(micro_batch) for micro_batch in micro_batches]
+
+    def _forward(self, micro_batch: MicroBatch) -> Float32:
         worker = self._worker
         check(micro_batch, vocab_size=worker.vocab_size)
         inside = micro_batch.position_ids > 0
@@ -147,12 +155,16 @@ class TorchTrainer:
         worker = self._worker
         check_weights(weights, self.weight_layout())
         with _lent(worker.named_parameters(), weights, dtype=worker.gather_dtype):
-            return [self.forward(micro_batch) for micro_batch in micro_batches]
+            return self.forward(micro_batches)
 
-    def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
-        """Evaluate on the tokens of the loss mask, then accumulate the gradient."""
+    def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
+        """Evaluate each on the tokens of the loss mask, then accumulate its gradient."""
+        for micro_batch in micro_batches:
+            check(micro_batch, vocab_size=self._worker.vocab_size, needs=objective.needs)
+        return [self._backward(number, each, objective) for number, each in enumerate(micro_batches)]
+
+    def _backward(self, number: int, micro_batch: MicroBatch, objective: Objective) -> LossStats:
         worker = self._worker
-        check(micro_batch, vocab_size=worker.vocab_size, needs=objective.needs)
         inside = micro_batch.loss_mask
         evaluated = np.zeros(micro_batch.num_tokens, dtype=np.float32)
         if not inside.any():
@@ -166,9 +178,11 @@ class TorchTrainer:
         host = torch.cat((objective_loss.detach().reshape(1).float(), predictions.detach().float())).cpu().numpy()
         loss, evaluated[inside] = float(host[0]), host[1:]
         if not math.isfinite(loss):
+            self.discard_gradient()
             raise NonFiniteError(
                 f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's "
-                "log-probs; nothing was accumulated from this micro-batch"
+                "log-probs; the gradient was cleared",
+                number=number,
             )
         worker.accelerator.backward(objective_loss)
         worker.has_gradient = True

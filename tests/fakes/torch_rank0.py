@@ -1,7 +1,8 @@
-"""Rank 0 of a torch trainer of several processes, driven by a test: `… -m tests.fakes.torch_rank0 DIR WHAT ARGUMENTS`.
+"""Rank 0 of a torch trainer of several processes, driven by a test: `… -m tests.fakes.torch_rank0 JOBS`.
 
-WHAT is a function here, ARGUMENTS its keyword arguments as JSON; it leaves what it found in DIR/found.json, arrays in
-DIR/*.npz. `until_lost` says when it is ready, and goes on until a rank is lost, whose error it prints.
+JOBS is a JSON list of (directory, name of a function here, its keyword arguments), done one after the other; each
+leaves what it found in its directory's found.json, arrays in *.npz. `until_lost` says when it is ready, and goes on
+until a rank is lost, whose error it prints.
 """
 
 import json
@@ -60,7 +61,7 @@ def steps(trainer, *, first, count, parts):
 
 
 def weights_of(trainer):
-    return {name: np.array(array) for name, array in trainer.gather_weights()}
+    return {name: array.numpy(force=True).copy() for name, array in trainer.gather_weights()}
 
 
 def gradient(trainer, *, parts):
@@ -81,13 +82,17 @@ def train(directory, *, model, options, first=0, count=20, parts=5, restore_from
     np.savez(directory / "weights.npz", **weights_of(trainer))
     (directory / "state").mkdir()
     trainer.save_state(directory / "state")
-    shown = TorchTrainer()
-    optimizer = OptimizerSpec(eps=1.0, grad_clip=0.0)
-    shown.init_worker(replace(spec_of(model, options), optimizer=optimizer))
-    np.savez(directory / "gradient.npz", **gradient(shown, parts=parts))
-    shown.close()
     trainer.close()
     return {"version": first + count}
+
+
+def show(directory, *, model, options, parts=5):
+    """The gradient of the first step."""
+    trainer = TorchTrainer()
+    trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0)))
+    np.savez(directory / "gradient.npz", **gradient(trainer, parts=parts))
+    trainer.close()
+    return {}
 
 
 def reads(directory, *, model, options, times):
@@ -121,5 +126,6 @@ def until_lost(directory, *, model, options):
 
 
 if __name__ == "__main__":
-    directory, what, arguments = Path(sys.argv[1]), globals()[sys.argv[2]], json.loads(sys.argv[3])
-    (directory / "found.json").write_text(json.dumps(what(directory, **arguments)))
+    for directory, what, arguments in json.loads(sys.argv[1]):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / "found.json").write_text(json.dumps(globals()[what](Path(directory), **arguments)))

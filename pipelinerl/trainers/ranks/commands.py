@@ -21,7 +21,7 @@ from trainer_contract.errors import RankError, SpecError
 from trainer_contract.types import MicroBatch, Objective, TrainerSpec
 
 #: Where the classes of objectives may come from.
-_OBJECTIVES: Final = ("pipelinerl.objective.", "trainer_contract.")
+_OBJECTIVES: Final = ("pipelinerl.objective.", "pipelinerl.numerics.", "trainer_contract.")
 
 
 class Lane(StrEnum):
@@ -244,7 +244,7 @@ def encode_objective(value: Any) -> Any:
         parts = {field.name: encode_objective(getattr(value, field.name)) for field in fields(value) if field.init}
         return {"class": _name(kind), "fields": parts}
     raise SpecError(
-        f"an objective that trains on several processes must be made of {' and '.join(_OBJECTIVES)}* alone, "
+        f"an objective that trains on several processes must be made of {', '.join(_OBJECTIVES)}* alone, "
         f"got {_name(kind)}; train on one process"
     )
 

@@ -16,8 +16,8 @@ from pipelinerl.trainers.ranks.commands import (
     decode_batch,
     decode_objective,
 )
-from pipelinerl.trainers.torch.mesh import ProcessMesh
 from pipelinerl.trainers.torch.mesh_worker import MeshWorker
+from pipelinerl.trainers.torch.options import mesh_of
 from trainer_contract.types import Float32, LossStats, MicroBatch, TrainerSpec
 
 
@@ -26,7 +26,7 @@ class MeshFollower:
     """Satisfies `ranks.follower.RankWorker`: what it computes of its own micro-batches goes back to rank 0."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        self._worker = MeshWorker.started(spec, ProcessMesh(**spec.options.get("mesh", {})))  # rank 0 has read it
+        self._worker = MeshWorker.started(spec, mesh_of(spec.options))
 
     def execute(self, command: Command) -> list[RankResult]:
         """Call the worker as rank 0 does."""

@@ -33,15 +33,7 @@ class TorchOptions:
         Raises:
             SpecError: an unknown key, a value of another kind than expected, or a mesh that cannot be had.
         """
-        refuse_unknown(options, [field.name for field in fields(cls)], "options", trainer=_NAME)
-        axes = table(options.get("mesh", {}), ProcessMesh, "options.mesh", trainer=_NAME)
-        mesh = ProcessMesh(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in axes.items()})
-        distributed = options.get("distributed")
-        if mesh.cp > 1:
-            raise SpecError(
-                f"options.mesh.cp={mesh.cp}: sequences cannot be divided among processes yet; leave cp out, and raise "
-                "dp_shard"
-            )
+        mesh, distributed = mesh_of(options), options.get("distributed")
         if mesh.size == 1 and distributed is not None:
             raise SpecError("options.distributed is of several processes, and options.mesh makes one; say dp_shard=2")
         if mesh.size > 1 and distributed is None:
@@ -52,3 +44,20 @@ class TorchOptions:
         if distributed is None:
             return cls(mesh=mesh)
         return cls(mesh=mesh, distributed=read_distributed(distributed, trainer=_NAME, processes=mesh.size))
+
+
+def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:
+    """The mesh that options ask for; what is refused before a run is started.
+
+    Raises:
+        SpecError: as `TorchOptions.of`, but for where the processes meet, which the launcher says.
+    """
+    refuse_unknown(options, [field.name for field in fields(TorchOptions)], "options", trainer=_NAME)
+    axes = table(options.get("mesh", {}), ProcessMesh, "options.mesh", trainer=_NAME)
+    mesh = ProcessMesh(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in axes.items()})
+    if mesh.cp > 1:
+        raise SpecError(
+            f"options.mesh.cp={mesh.cp}: sequences cannot be divided among processes yet; leave cp out, and raise "
+            "dp_shard"
+        )
+    return mesh

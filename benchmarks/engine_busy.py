@@ -144,7 +144,7 @@ async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callabl
             pass
 
     async def step() -> None:
-        trainer.backward(batch, objective)
+        trainer.backward([batch], objective)
         trainer.optimizer_step(learning_rate=RATE)
 
     async def step_and_publish() -> None:

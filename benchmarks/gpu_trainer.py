@@ -124,7 +124,7 @@ def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[
     trainer, bare = trainer_of(folder, device, Precision.BF16), bare_step(folder, batch, device)
 
     def through_contract() -> None:
-        trainer.backward(batch, objective)
+        trainer.backward([batch], objective)
         trainer.optimizer_step(learning_rate=_RATE)
         wait(device)
 
@@ -179,7 +179,7 @@ def _disagreement(
     gc.collect()
     trainer = trainer_of(folder, device, precision)
     batch = packed([each.prompt + each.token_ids for each in sampled], scale.prompt, _logprobs(sampled))
-    theirs = trainer.forward(batch)[batch.loss_mask]
+    theirs = trainer.forward([batch])[0][batch.loss_mask]
     trainer.close()
     return mismatch(np.concatenate(_logprobs(sampled)), theirs)
 

@@ -56,7 +56,7 @@ def step_of(trainer: Trainer, batch: MicroBatch) -> Callable[[], None]:
     objective = resolve("pipelinerl")
 
     def step() -> None:
-        trainer.backward(batch, objective)
+        trainer.backward([batch], objective)
         trainer.optimizer_step(learning_rate=RATE)
 
     return step

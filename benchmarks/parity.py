@@ -96,7 +96,7 @@ def measure(model: Path, arm: Arm, *, prompts: int, seed: int = 0) -> Parity:
         for batch in batches:
             assert batch.behavior_versions is not None
             tokens = batch.loss_mask & (batch.behavior_versions == version)
-            ours.setdefault(version, []).append(trainer.forward(batch)[tokens])
+            ours.setdefault(version, []).append(trainer.forward([batch])[0][tokens])
             theirs.setdefault(version, []).append(batch.behavior_logprobs[tokens])
         trainer.close()
     pairs = {version: (np.concatenate(ours[version]), np.concatenate(theirs[version])) for version in ours}
@@ -207,7 +207,7 @@ def _trainer(spec: TrainerSpec, *, steps: int) -> TorchTrainer:
         )
         verdict = Verdict(outcome=Outcome.CORRECT, reward=1.0)
         (batch,) = _packed([Rollout(turns=(turn,), verdict=verdict, finish_reason="stop", temperature=1.0)])
-        trainer.backward(batch, resolve("reinforce"))
+        trainer.backward([batch], resolve("reinforce"))
         trainer.optimizer_step(learning_rate=3e-3)
     return trainer
 

@@ -33,6 +33,7 @@ from benchmarks.measure import Paired, Row, paired, print_table, write_record
 from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.observability.events import read_events
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.trainers.torch.worker import TorchWorker
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from trainer_contract.types import Device, TrainerSpec
@@ -268,9 +269,11 @@ def restores(size: DebugSize, folder: Path, *, rounds: int) -> tuple[Paired, int
     char_tokenizer().save_pretrained(str(model))
     trainer = TorchTrainer()
     trainer.init_worker(TrainerSpec(model_path=model, device=Device.CPU))
-    for parameter in trainer._worker.model.parameters():  # no gradient is worth computing here
+    worker = trainer._worker
+    assert isinstance(worker, TorchWorker)
+    for parameter in worker.model.parameters():  # no gradient is worth computing here
         parameter.grad = torch.zeros_like(parameter)
-    trainer._worker.has_gradient = True
+    worker.has_gradient = True
     trainer.optimizer_step(learning_rate=0.0)
     store = CheckpointStore(folder / "checkpoints", keep=1, model_directory=model)
     captured = store.capture(

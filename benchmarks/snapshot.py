@@ -128,7 +128,7 @@ class Training:
         return (time.perf_counter() - began) / self.steps
 
     def _passes(self) -> None:
-        self.trainer.backward(self.batch, resolve("pipelinerl"))
+        self.trainer.backward([self.batch], resolve("pipelinerl"))
 
     def _update(self) -> None:
         self.trainer.optimizer_step(learning_rate=1e-5)

@@ -134,7 +134,7 @@ def trainer_step(path: Path, batch: MicroBatch) -> Callable[[], None]:
     trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU))
 
     def step() -> None:
-        trainer.backward(batch, objective)
+        trainer.backward([batch], objective)
         trainer.optimizer_step(learning_rate=RATE)
 
     return step

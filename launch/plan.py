@@ -2,6 +2,7 @@
 
     redis ──▶ controller ──▶ engine-0 … engine-N
                         ├──▶ parameter-server-0 … ──▶ trainer      (servers only where weights are pulled)
+                        ├──▶ trainer-rank-1 … trainer-rank-R       (only where the trainer is of several processes)
                         └──▶ actor-0 … actor-M          ▶ = is started once the one before is healthy
 
 Every process is `python -m pipelinerl.cli <role>` with the arguments
@@ -16,9 +17,10 @@ gives them and no other, and are told their share of the memory where they share
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
@@ -59,6 +61,7 @@ class ProcessSpec:
         after: names of the processes that must be healthy before this one is started.
         restarts: how often it may be started again; staying up for a while gives the budget back.
         stop_order: lower stops earlier; equal ones together.
+        group: those of one group live and die together: when one has died, all are started again.
         cpu: cores it may run on; None: all.
         log_name: file below the run's `logs/`.
     """
@@ -71,6 +74,7 @@ class ProcessSpec:
     on_exit: OnExit = OnExit.RESTART
     restarts: int = 3
     stop_order: int = 0
+    group: str | None = None
     cpu: tuple[int, ...] | None = None
 
     @property
@@ -114,17 +118,20 @@ class Ports:
     engines: tuple[int, ...]
     redis: int | None = None
     parameter_servers: tuple[int, ...] = ()
+    trainer: int | None = None
+    """Where the processes of a trainer of several meet."""
 
     @property
     def all(self) -> frozenset[int]:
         """Every port of the run."""
-        redis = () if self.redis is None else (self.redis,)
-        return frozenset((self.controller, *self.engines, *redis, *self.parameter_servers))
+        single = (port for port in (self.redis, self.trainer) if port is not None)
+        return frozenset((self.controller, *self.engines, *single, *self.parameter_servers))
 
     @staticmethod
     def count(config: RunConfig) -> int:
         """Count the ports that the run needs."""
-        return 1 + config.engine.count + (config.streams.redis_url is None) + config.servers_to_start
+        redis, meeting = config.streams.redis_url is None, config.trainer_processes > 1
+        return 1 + config.engine.count + redis + config.servers_to_start + meeting
 
     @classmethod
     def of(cls, config: RunConfig, free: Sequence[int]) -> Ports:
@@ -135,6 +142,7 @@ class Ports:
             engines=tuple(islice(left, config.engine.count)),
             redis=next(left) if config.streams.redis_url is None else None,
             parameter_servers=tuple(islice(left, config.servers_to_start)),
+            trainer=next(left) if config.trainer_processes > 1 else None,
         )
 
 
@@ -172,13 +180,7 @@ class Launch:
         argv += ["--controller-url", f"http://{_LOOPBACK}:{ports.controller}"]
         argv += [] if port is None else ["--port", str(port)]
         argv += arguments
-        env = {
-            "OMP_NUM_THREADS": str(config.launch.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-            **(shown or {}),
-        }
+        env = self._environment(shown or {})
         health = {} if port is None or role == "redis" else {"health": f"http://{_LOOPBACK}:{port}/health"}
         restarts = config.launch.restarts
         return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=restarts, **{**health, **rest})  # type: ignore[arg-type]
@@ -202,21 +204,58 @@ class Launch:
         )  # fmt: skip
 
     def trainer(self, *, after: Sequence[str], arguments: Sequence[str] = ()) -> ProcessSpec:
-        """The trainer's process on its devices."""
-        section, on = self.config.trainer, self.placement.of(TRAINER)
-        arguments = (*arguments, *_share_setting("trainer.memory_share", on, section.memory_share))
-        shown = self._shown(section.type, section.device, on)
+        """The trainer's process on its devices; of several processes rank 0, on the first of them."""
+        on, several = self.placement.of(TRAINER), self.ports.trainer is not None
         _, cpu = _pinning(self.config, self.cores)
         return self.spec(
             TRAINER,
             "trainer",
-            arguments=arguments,
-            shown=shown,
+            arguments=(*arguments, *self._trainer_settings(on)),
+            shown=self._trainer_shown(on, rank=0),
             after=tuple(after),
             on_exit=OnExit.DONE,
             stop_order=1,
-            cpu=cpu,
+            group=TRAINER if several else None,
+            cpu=None if several else cpu,
         )
+
+    def trainer_rank(self, rank: int, *, after: Sequence[str]) -> ProcessSpec:
+        """A further process of the trainer, on a device of its own. It ends with rank 0, so it is stopped later."""
+        config, on = self.config, self.placement.of(TRAINER)
+        argv = [self.python, "-m", "pipelinerl.cli", "trainer-rank", "--rank", str(rank)]
+        argv += ["--recipe", str(self.run_dir / "recipe.toml"), *self._trainer_settings(on)]
+        return ProcessSpec(
+            name=f"{TRAINER}-rank-{rank}",
+            argv=tuple(argv),
+            env=self._environment(self._trainer_shown(on, rank=rank)),
+            after=tuple(after),
+            on_exit=OnExit.DONE,
+            restarts=config.launch.restarts,
+            stop_order=2,
+            group=TRAINER,
+        )
+
+    def _trainer_settings(self, on: Assignment) -> tuple[str, ...]:
+        share = _share_setting("trainer.memory_share", on, self.config.trainer.memory_share)
+        if self.ports.trainer is None:
+            return share
+        meeting = f'coordinator="{_LOOPBACK}:{self.ports.trainer}",token_file={json.dumps(str(self.token_file))}'
+        return (*share, "--set", f"trainer.options.distributed={{{meeting}}}")
+
+    def _trainer_shown(self, on: Assignment, *, rank: int) -> Mapping[str, str]:
+        section = self.config.trainer
+        if self.ports.trainer is not None:
+            on = replace(on, indices=on.indices[rank : rank + 1])
+        return self._shown(section.type, section.device, on)
+
+    def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
+        return {
+            "OMP_NUM_THREADS": str(self.config.launch.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+            **shown,
+        }
 
     def _shown(self, type: str, device: str, on: Assignment) -> Mapping[str, str]:
         """The environment that shows a process its devices."""
@@ -273,6 +312,7 @@ def processes_of(launch: Launch) -> Plan:
     specs += [spec(name, "parameter-server", port=port, after=after, stop_order=3) for name, port in servers.items()]
     arguments = ("--set", _servers_setting(ports.parameter_servers)) if servers else ()
     specs.append(launch.trainer(after=(*after, *servers), arguments=arguments))
+    specs += [launch.trainer_rank(rank, after=after) for rank in range(1, config.trainer_processes)]
     specs += [spec(f"actor-{number}", "actor", after=after, stop_order=0) for number in range(config.actor.count)]
     return Plan(tuple(specs))
 

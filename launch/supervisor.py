@@ -11,6 +11,7 @@ What it waits for, and how long:
 | saving      | the run's end, as it was told to suspend | `save_s`          | stopping                       |
 | stopping    | exit after SIGTERM, by `stop_order`      | `grace_s` each    | SIGKILL to the group           |
 
+Those of one group live and die together: when one has died, the others are killed, and all are started again at once.
 The set may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
 
 Promises: no process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`). Ctrl-C or
@@ -265,7 +266,18 @@ class Supervisor:
         wait_s = budget.died(up_s)
         process.state, process.due = State.BACKING_OFF, now + wait_s
         self._announce(f"{words}; starting it again in {wait_s:g} s ({budget.unforgiven:.0f} of {spec.restarts})")
+        self._restart_with(process)
         self._tell_restarts()
+
+    def _restart_with(self, died: Process) -> None:
+        """The others of its group begin anew with it: what they were in the middle of waits for it for ever."""
+        for process in self._processes.values():
+            if process is died or died.spec.group is None or process.spec.group != died.spec.group:
+                continue
+            if process.pid is not None:
+                self._announce(f"{process.spec.name} is started again with it")
+                self._forget(process)
+                process.state, process.due = State.BACKING_OFF, died.due
 
     def _tell_restarts(self) -> None:
         died = (each.budget.status(name) for name, each in self._processes.items() if each.budget.deaths)

@@ -325,7 +325,7 @@ def trainer_rank(
     recipe: RoleRecipe = "tiny",
     changes: Changes = None,
 ) -> None:
-    """A further process of a JAX trainer (trainer.options.distributed); obeys `trainer`, which is rank 0."""
+    """A further process of a trainer of several (trainer.options.distributed); obeys `trainer`, which is rank 0."""
     from pipelinerl.roles import trainer_rank_role
 
     trainer_rank_role.run(recipes.load(recipe, changes or []), rank=rank)

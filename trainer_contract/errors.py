@@ -33,7 +33,15 @@ class ProtocolError(TrainerError):
 
 
 class NonFiniteError(TrainerError):
-    """A loss, gradient or log-prob is not finite; the step was not applied."""
+    """A loss, gradient or log-prob is not finite; the step was not applied.
+
+    Attributes:
+        number: of the micro-batch whose loss it is, within its sequence; None where it is of none.
+    """
+
+    def __init__(self, message: str, *, number: int | None = None) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 class RankError(TrainerError):

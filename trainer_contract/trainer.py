@@ -5,6 +5,9 @@
 `gather_weights` and `save_state` read what the last `optimizer_step` left. They may run on another thread while the
 forward and backward passes of the next step do, so that a publication or a checkpoint costs no time of its own.
 
+Micro-batches are given as a step has them, in one sequence, so that a trainer of several devices can compute `width` of
+them at once and bring its gradients together once, at the last.
+
 Promises: `backward` called on the parts of a batch accumulates the gradient of the whole; `optimizer_step` is the only
 verb that changes weights; `save_state` then `init_worker(restore_from)` continues bit for bit; every rank gathers the
 same parameters in the same order.
@@ -39,6 +42,14 @@ class Trainer(Protocol):
         """Number of optimizer steps behind the weights."""
         ...
 
+    @property
+    def width(self) -> int:
+        """Micro-batches computed at once: of a sequence the first `width`, then the next, on as many parts.
+
+        A whole multiple of it, of like work within each so many, leaves no part idle; any other sequence is right, too.
+        """
+        ...
+
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load and shard weights and optimizer state, from `spec.model_path` or `spec.restore_from`.
 
@@ -48,10 +59,13 @@ class Trainer(Protocol):
         """
         ...
 
-    def forward(self, micro_batch: MicroBatch) -> Float32:
-        """Predictions f32 [T], without gradient; 0 at segment starts.
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Predictions f32 [T] of each micro-batch, without gradient; 0 at segment starts.
 
         Log-probs of the tokens at their temperatures, or values of the states before them, as `spec.head` says.
+
+        Raises:
+            NonFiniteError: a prediction is NaN or infinite.
         """
         ...
 
@@ -67,11 +81,14 @@ class Trainer(Protocol):
         """
         ...
 
-    def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
-        """Evaluate the objective and accumulate its gradient, which is 0 when no token is in the loss mask.
+    def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
+        """Evaluate the objective on each micro-batch, at least one, and accumulate the sum of their gradients.
+
+        It is 0 where no token is in the loss mask.
 
         Raises:
-            NonFiniteError: the loss is NaN or infinite; nothing was accumulated from this call.
+            NonFiniteError: a loss is NaN or infinite, its `number` says of which micro-batch; what was accumulated, in
+                this call and before, was cleared.
         """
         ...
 

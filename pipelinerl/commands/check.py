@@ -38,6 +38,7 @@ from pipelinerl.roles.wiring import (
 )
 from pipelinerl.system.references import is_reference, place_of
 from pipelinerl.system.storage import Storage
+from trainer_contract.errors import SpecError
 
 
 def refuse(config: RunConfig) -> None:
@@ -58,6 +59,11 @@ def refuse(config: RunConfig) -> None:
     if config.trainer.options and config.trainer.type not in takes_options:
         names = ", ".join(config.trainer.options)
         raise RecipeError(f"trainer.type {config.trainer.type!r} knows no options, got {names}; remove them")
+    if config.trainer.type in registry.TRAINER_OPTION_CHECKS:
+        try:
+            registry.resolve(registry.TRAINER_OPTION_CHECKS[config.trainer.type])(config.trainer.options)
+        except SpecError as error:
+            raise RecipeError(f"trainer.{error}") from error
     dtypes_of(config)
     objective_of(config)
     _check_other_models(config)

@@ -157,8 +157,19 @@ class RunConfig(Section):
         """How many GPUs the trainer takes where there are any: one, or what its mesh is made of."""
         if self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST:
             return 0
-        mesh = self.trainer.options.get("mesh", {})  # the JAX trainer's, which checks it
+        mesh = self.trainer.options.get("mesh", {})  # which the trainer checks
         return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1
+
+    @property
+    def trainer_processes(self) -> int:
+        """Processes of the trainer that the launcher starts: those of a torch trainer's mesh, which `check` checks.
+
+        Only one where the recipe says where they meet: then the others are started by whoever says it.
+        """
+        mesh = self.trainer.options.get("mesh", {})
+        if self.trainer.type != "torch" or "distributed" in self.trainer.options or not isinstance(mesh, dict):
+            return 1
+        return math.prod(axis for axis in mesh.values() if isinstance(axis, int))
 
     @property
     def servers_to_start(self) -> int:

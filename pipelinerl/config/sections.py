@@ -153,7 +153,8 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = False
     micro_batch_tokens: int = Field(default=16384, ge=2)
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options that this type of trainer alone knows and checks: for jax, `mesh` and what else `JaxOptions` lists."""
+    """Options that this type of trainer alone knows and checks: for torch `mesh` (docs/trainers.md), for jax `mesh` and
+    what else `JaxOptions` lists."""
     memory_share: MemoryShare | None = None
     """Most of each GPU's memory that the trainer takes, as `engine.memory_share`."""
 

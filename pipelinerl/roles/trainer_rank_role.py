@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Never
 
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
 from pipelinerl.observability.logs import configure
+from pipelinerl.trainers.ranks.distributed import Distributed
+from pipelinerl.trainers.ranks.follower import follow
 from trainer_contract.errors import RankError, SpecError, TrainerError
 
 _REFUSED: Final = 2
@@ -27,15 +29,15 @@ def run(config: RunConfig, *, rank: int) -> Never:
     """
     section = config.trainer
     distributed = section.options.get("distributed")
-    if section.type != "jax" or not isinstance(distributed, Mapping):
+    if section.type not in _FOLLOW or not isinstance(distributed, Mapping):
         raise RecipeError(
-            'trainer.type must be "jax" and trainer.options.distributed must be given for a trainer of several '
-            f"processes, got {section.type!r} and {distributed!r}; one process is started with `pipelinerl trainer` "
-            "alone"
+            f"trainer.type must be {' or '.join(_FOLLOW)} and trainer.options.distributed must be given for a trainer "
+            f"of several processes, got {section.type!r} and {distributed!r}; one process is started with `pipelinerl "
+            "trainer` alone"
         )
     configure(run=config.run.name, role=f"trainer-rank-{rank}")
     try:
-        _follow({**section.options, "distributed": {**distributed, "process": rank}})
+        _FOLLOW[section.type]({**section.options, "distributed": {**distributed, "process": rank}})
     except SpecError as error:
         _leave(error, _REFUSED)
     except RankError as error:
@@ -43,14 +45,27 @@ def run(config: RunConfig, *, rank: int) -> Never:
     _leave(None, 0)
 
 
-def _follow(options: Mapping[str, Any]) -> None:
-    from pipelinerl.trainers.jax.follower import follow
+def _follow_jax(options: Mapping[str, Any]) -> None:
+    from pipelinerl.trainers.jax.following import JaxFollower
+    from pipelinerl.trainers.jax.joining import join
     from pipelinerl.trainers.jax.options import JaxOptions
 
-    distributed = JaxOptions.of(options, gradient_checkpointing=False).distributed
+    distributed = _rank_of(JaxOptions.of(options, gradient_checkpointing=False).distributed)
+    follow(distributed, join=join, start=JaxFollower, say=print)
+
+
+def _follow_torch(options: Mapping[str, Any]) -> None:
+    from pipelinerl.trainers.torch.following import MeshFollower
+    from pipelinerl.trainers.torch.joining import join
+    from pipelinerl.trainers.torch.options import TorchOptions
+
+    follow(_rank_of(TorchOptions.of(options).distributed), join=join, start=MeshFollower, say=print)
+
+
+def _rank_of(distributed: Distributed | None) -> Distributed:
     if distributed is None or distributed.process == 0:
         raise SpecError("--rank must be 1 or above: rank 0 is `pipelinerl trainer`")
-    follow(distributed, say=print)
+    return distributed
 
 
 def _leave(error: TrainerError | None, status: int) -> Never:
@@ -58,3 +73,7 @@ def _leave(error: TrainerError | None, status: int) -> Never:
         print(f"pipelinerl: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(status)
+
+
+#: By the type of trainer, how its ranks follow.
+_FOLLOW: Final[Mapping[str, Callable[[Mapping[str, Any]], None]]] = {"torch": _follow_torch, "jax": _follow_jax}

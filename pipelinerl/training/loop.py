@@ -279,6 +279,7 @@ class TrainingLoop:
             truncated=self._settings.truncated,
             token_budget=self._settings.micro_batch_tokens,
             producing=producing,
+            width=self._step.width,
         )
 
     def _scope_figures(self) -> dict[str, float]:

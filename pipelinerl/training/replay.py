@@ -134,6 +134,7 @@ class Replay:
             truncated=self.truncated,
             token_budget=self.token_budget,
             producing=recorded.version,
+            width=self.step.width,
         )
         try:
             accumulated = self.step.accumulate(batch, objective)

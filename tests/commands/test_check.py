@@ -63,7 +63,7 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         ("objective.grad1.epsilon_low=x", "objective.grad1.epsilon_low must be a number, got 'x'"),
         ("critic.clip=0.5", "critic: the objective reads no values; remove the section"),
         ("parameter_server.copies=foo://x", "foo://x cannot be reached from here"),
-        ("trainer.options.foo=1", "trainer.type 'torch' knows no options, got foo; remove them"),
+        ("trainer.options.foo=1", "trainer.options.foo is unknown to the torch trainer; it knows mesh, distributed"),
         ("engine.options.zzz=1", "engine.type 'torch' knows no options, got zzz; remove them"),
         ("reference.path=/r", "reference: the objective reads no ref_logprobs; remove the section"),
         ("kl_control.target=0.1", "kl_control: the objective has no KL term to control"),

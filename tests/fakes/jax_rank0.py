@@ -45,7 +45,7 @@ def started(model, options, **fields):
 
 def one_step(trainer):
     """Losses, predictions, gradient norm and the weights after it."""
-    losses = [trainer.backward(batch, OBJECTIVE) for batch in batches()]
+    losses = [trainer.backward([batch], OBJECTIVE)[0] for batch in batches()]
     norm = trainer.optimizer_step(learning_rate=RATE).grad_norm
     weights = {name: array.copy() for name, array in trainer.gather_weights()}
     return {
@@ -62,10 +62,10 @@ def results(model, options, directory):
     np.savez(directory / "first.npz", **one_step(trainer))
     (directory / "state").mkdir()
     trainer.save_state(directory / "state")
-    before, held = trainer.forward(batches()[0]), copied(trainer.gather_weights())
+    before, held = trainer.forward([batches()[0]])[0], copied(trainer.gather_weights())
     np.savez(directory / "second.npz", **one_step(trainer))
     again = trainer.forward_at([batches()[0]], held)[0]
-    moved = trainer.forward(batches()[0])
+    moved = trainer.forward([batches()[0]])[0]
     trainer.close()
     exact = before.tobytes() == again.tobytes() != moved.tobytes()
     (directory / "forward_at.json").write_text(json.dumps(exact))
@@ -84,11 +84,11 @@ def kit(model, options, directory, *, checks=None):
 def until_lost(model, options):
     """Forward passes until one fails."""
     trainer, batch = started(model, options), batches()[0]
-    trainer.forward(batch)
+    trainer.forward([batch])
     print("ready", flush=True)
     try:
         while True:
-            trainer.forward(batch)
+            trainer.forward([batch])
             time.sleep(0.05)
     except TrainerError as error:
         print(f"{type(error).__name__}: {error}", flush=True)

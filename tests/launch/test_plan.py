@@ -111,3 +111,26 @@ def test_a_plan_that_cannot_start_is_refused() -> None:
         Plan((a, b))
     with pytest.raises(ValueError, match="unique, got 'b' twice"):
         Plan((b, b))
+
+
+def test_a_trainer_of_several_processes_is_one_group_that_meets_at_a_port_of_its_own() -> None:
+    config = _config(trainer={"options": {"mesh": {"dp_replicate": 2, "dp_shard": 2}}})
+    assert Ports.count(config) == Ports.count(_config()) + 1
+    made = _plan(config)
+    members = [spec for spec in made.specs if spec.group == "trainer"]
+    assert [spec.name for spec in members] == ["trainer", "trainer-rank-1", "trainer-rank-2", "trainer-rank-3"]
+    meeting = 'trainer.options.distributed={coordinator="127.0.0.1:5003",token_file="/runs/x/tokens.json"}'
+    for rank, spec in enumerate(members):
+        assert spec.argv[3] == ("trainer-rank" if rank else "trainer")
+        assert spec.argv[spec.argv.index("--set") + 1] == meeting
+        assert (spec.cpu, spec.on_exit) == (None, OnExit.DONE)
+        assert rank == 0 or spec.argv[4:8] == ("--rank", str(rank), "--recipe", "/runs/x/recipe.toml")
+    assert min(spec.stop_order for spec in members[1:]) > made.spec("trainer").stop_order, "it ends them"
+
+
+def test_a_trainer_of_one_process_is_no_group_nor_is_one_whose_ranks_others_start() -> None:
+    distributed = {"coordinator": "10.0.0.1:8476", "token_file": "/t"}
+    for options in ({}, {"mesh": {"dp_shard": 1}}, {"mesh": {"dp_shard": 2}, "distributed": distributed}):
+        made = _plan(_config(trainer={"options": options}))
+        assert [spec.name for spec in made.specs if "trainer" in spec.name] == ["trainer"]
+        assert made.spec("trainer").group is None and "--set" not in made.spec("trainer").argv

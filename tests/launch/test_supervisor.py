@@ -106,6 +106,28 @@ def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
     assert said == ["main ended (killed by SIGKILL); starting it again in 0.5 s (1 of 3)"]
 
 
+def test_those_of_one_group_live_and_die_together(tmp_path: Path) -> None:
+    """One dies when both have begun: each begins again, which the run waits for, and only one death is counted."""
+    begin = "import os, pathlib, sys, time; d = pathlib.Path(sys.argv[1]); me = sys.argv[2]\n" + (
+        "with (d / me).open('a') as file: file.write('x')\n"
+        "def begun(times, *names):\n"
+        "    while not all((d / n).exists() and len((d / n).read_text()) == times for n in names): time.sleep(0.02)\n"
+    )
+    dies = begin + "begun(1, 'rank-0') if (d / me).read_text() == 'x' else time.sleep(60); os._exit(1)"
+    group = {"on_exit": OnExit.DONE, "group": "trainer"}
+    specs = [
+        _spec("rank-0", begin + "time.sleep(60)", tmp_path, "rank-0", **group),
+        _spec("rank-1", dies, tmp_path, "rank-1", **group),
+        _spec("apart", begin + "time.sleep(60)", tmp_path, "apart"),
+        _spec("main", begin + "begun(2, 'rank-0', 'rank-1')", tmp_path, "main", on_exit=OnExit.COMPLETE),
+    ]
+    result, said = _run(specs, tmp_path)
+    assert result.outcome is RunOutcome.COMPLETED
+    died = "rank-1 ended (exit status 1); starting it again in 0.5 s (1 of 3)"
+    assert said == [died, "rank-0 is started again with it"]
+    assert (tmp_path / "apart").read_text() == "x"
+
+
 def test_one_that_is_done_is_left_in_peace(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)

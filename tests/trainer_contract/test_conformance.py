@@ -16,40 +16,48 @@ VOCAB = 16
 
 
 class Broken:
-    """A bigram trainer with one verb replaced: `verbs` maps a name to a function of (sound trainer, arguments)."""
+    """A bigram trainer with one verb replaced: `verbs` maps a name to a function of (sound trainer, arguments).
+
+    `forward` and `backward` are replaced for each micro-batch alone, as `whole_forward` and `whole_backward` for all.
+    """
 
     def __init__(self, **verbs):
         self._sound, self._verbs = BigramTrainer(), verbs
 
     def __getattr__(self, name):
+        if f"whole_{name}" in self._verbs:
+            verb, sound = self._verbs[f"whole_{name}"], self._sound
+            return lambda *a: verb(sound, *a)
         if name in self._verbs:
             verb, sound = self._verbs[name], self._sound
+            if name in ("forward", "backward"):
+                return lambda batches, *a: [verb(sound, batch, *a) for batch in batches]
             return verb(sound) if name == "model_version" else lambda *a, **k: verb(sound, *a, **k)
         return getattr(self._sound, name)
 
 
 def leaking(sound, batch):
     """Takes a segment's first prediction from the segment before it."""
-    logprobs = sound.forward(batch).copy()
+    logprobs = sound.forward([batch])[0].copy()
     logprobs[1:] += np.where(batch.segment_ids[1:] > 0, 0.01, 0.0) * (batch.position_ids[1:] > 0)
     return logprobs
 
 
 def looking_ahead(sound, batch):
-    return sound.forward(batch) - 0.01 * (batch.token_ids[-1] + 1) * (batch.position_ids > 0)
+    return sound.forward([batch])[0] - 0.01 * (batch.token_ids[-1] + 1) * (batch.position_ids > 0)
 
 
 def tempered_twice(sound, batch):
-    return sound.forward(replace(batch, temperatures=batch.temperatures**2))
+    return sound.forward([replace(batch, temperatures=batch.temperatures**2)])[0]
 
 
 def starts_not_zero(sound, batch):
-    return sound.forward(batch) - (batch.position_ids == 0).astype(np.float32)
+    return sound.forward([batch])[0] - (batch.position_ids == 0).astype(np.float32)
 
 
 def values_of_the_state_after(sound, batch):
     """Off by one: token t is given the value of the state that it leads to."""
-    values = sound.forward(batch)
+    values = sound.forward([batch])[0]
     shifted = np.where(batch.position_ids > 0, np.roll(values, -1), 0.0)
     last = np.append(batch.position_ids[1:] == 0, True)
     shifted[last] = sound._state.table[batch.token_ids[last]]
@@ -57,7 +65,7 @@ def values_of_the_state_after(sound, batch):
 
 
 def tempered_values(sound, batch):
-    return sound.forward(batch) / batch.temperatures
+    return sound.forward([batch])[0] / batch.temperatures
 
 
 def steps_at_rate_zero(sound, *, learning_rate):
@@ -65,17 +73,17 @@ def steps_at_rate_zero(sound, *, learning_rate):
 
 
 def mask_only(sound, batch):
-    return np.where(batch.loss_mask, sound.forward(batch), 0.0).astype(np.float32)
+    return np.where(batch.loss_mask, sound.forward([batch])[0], 0.0).astype(np.float32)
 
 
 def forward_accumulates(sound, batch):
     if sound._state.gradient is None:
         sound._state.gradient = np.ones_like(sound._state.table)
-    return sound.forward(batch)
+    return sound.forward([batch])[0]
 
 
 def ignores_the_weights(sound, batches, weights):
-    return [sound.forward(batch) for batch in batches]
+    return [sound.forward([batch])[0] for batch in batches]
 
 
 def rounds_the_weights(sound, batches, weights):
@@ -93,7 +101,7 @@ def leaves_them_loaded(sound, batches, weights):
 def lends_its_table(sound, batches, weights):
     own, (given,) = sound._state.table, weights.values()
     sound._state.table = given.view(np.float32).reshape(own.shape).astype(np.float64)
-    predictions = [sound.forward(batch) for _ in range(10) for batch in batches][-len(batches) :]
+    predictions = [sound.forward([batch])[0] for _ in range(10) for batch in batches][-len(batches) :]
     sound._state.table = own
     return predictions
 
@@ -112,21 +120,46 @@ def fits_anything(sound, batches, weights):
     try:
         return sound.forward_at(batches, weights)
     except StateError:
-        return [sound.forward(batch) for batch in batches]
+        return [sound.forward([batch])[0] for batch in batches]
 
 
 def mean_over_the_micro_batch(sound, batch, objective):
     share = np.float32(1 / max(int(batch.loss_mask.sum()), 1))
-    return sound.backward(replace(batch, weights=batch.weights * share), objective)
+    return sound.backward([replace(batch, weights=batch.weights * share)], objective)[0]
+
+
+def keeps_the_last_part_alone(sound, batches, objective):
+    earlier = sound.backward(batches[:-1], objective)
+    sound.discard_gradient()
+    return [*earlier, *sound.backward(batches[-1:], objective)]
+
+
+def answers_in_reverse(sound, batches, objective):
+    return sound.backward(batches, objective)[::-1]
+
+
+def does_not_say_which(sound, batches, objective):
+    try:
+        return sound.backward(batches, objective)
+    except NonFiniteError as error:
+        raise NonFiniteError(str(error)) from error
+
+
+def keeps_what_came_before(sound, batches, objective):
+    try:
+        return sound.backward(batches, objective)
+    except NonFiniteError as error:
+        sound.backward(batches[: error.number], objective)
+        raise
 
 
 def overwrites_the_gradient(sound, batch, objective):
     sound.discard_gradient()
-    return sound.backward(batch, objective)
+    return sound.backward([batch], objective)[0]
 
 
 def ascends(sound, batch, objective):
-    stats = sound.backward(batch, objective)
+    stats = sound.backward([batch], objective)[0]
     sound._state.gradient *= -1
     return stats
 
@@ -143,36 +176,38 @@ class WithoutMeasures:
 
 
 def drops_the_gradient_of_measures(sound, batch, objective):
-    return sound.backward(batch, WithoutMeasures(objective) if isinstance(objective, MeasuringObjective) else objective)
+    return sound.backward(
+        [batch], WithoutMeasures(objective) if isinstance(objective, MeasuringObjective) else objective
+    )[0]
 
 
 def measures_without_temperature(sound, batch, objective):
     plain = replace(batch, temperatures=np.ones_like(batch.temperatures))
-    return sound.backward(plain if measures_of(objective) else batch, objective)
+    return sound.backward([plain if measures_of(objective) else batch], objective)[0]
 
 
 def measures_values(sound, batch, objective):
-    return sound.backward(batch, LINEAR if measures_of(objective) else objective)
+    return sound.backward([batch], LINEAR if measures_of(objective) else objective)[0]
 
 
 def swallows_nan(sound, batch, objective):
     try:
-        return sound.backward(batch, objective)
+        return sound.backward([batch], objective)[0]
     except NonFiniteError:
         return LossStats(0.0, np.zeros(batch.num_tokens, np.float32))
 
 
 def accumulates_before_it_refuses(sound, batch, objective):
     try:
-        return sound.backward(batch, objective)
+        return sound.backward([batch], objective)[0]
     except NonFiniteError:
-        sound.backward(replace(batch, advantages=np.nan_to_num(batch.advantages, posinf=0.0)), objective)
+        sound.backward([replace(batch, advantages=np.nan_to_num(batch.advantages, posinf=0.0))], objective)
         raise
 
 
 def checks_nothing(sound, batch, objective):
     try:
-        return sound.backward(batch, objective)
+        return sound.backward([batch], objective)[0]
     except Exception as error:
         raise ValueError("some error of the array library") from error
 
@@ -257,6 +292,10 @@ BROKEN = [
     ("forward_at_refuses_what_does_not_fit", {"forward_at": fits_anything}),
     ("loss_is_of_forward", {"backward": mean_over_the_micro_batch}),
     ("parts_equal_the_whole", {"backward": mean_over_the_micro_batch}),
+    ("parts_equal_the_whole", {"whole_backward": keeps_the_last_part_alone}),
+    ("parts_equal_the_whole", {"whole_backward": answers_in_reverse}),
+    ("non_finite_is_refused", {"whole_backward": does_not_say_which}),
+    ("non_finite_is_refused", {"whole_backward": keeps_what_came_before}),
     ("parts_equal_the_whole", {"backward": overwrites_the_gradient}),
     ("gradient_is_of_the_loss", {"backward": ascends}),
     ("measures_are_of_the_whole_distribution", {"backward": drops_the_gradient_of_measures}),
@@ -344,7 +383,7 @@ def test_order_that_matters_is_found(spec, tmp_path):
 
     def drops_the_last(sound, batch, objective):
         kept = batch.loss_mask & (batch.segment_ids < batch.num_segments - 1)
-        return sound.backward(replace(batch, loss_mask=kept), objective)
+        return sound.backward([replace(batch, loss_mask=kept)], objective)[0]
 
     results = run(Subject(lambda: Broken(backward=drops_the_last), spec, VOCAB), directory=tmp_path)
     assert "order_does_not_matter" in {r.name for r in results if r.status is Status.FAILED}

@@ -232,7 +232,7 @@ async def ended(made: Surroundings) -> int:
 async def test_an_engine_proves_the_weights_it_was_given_before_a_step_changes_them(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         made.engines.doubt.clear()
-        before = made.trainer.forward(two_tokens()).tolist()
+        before = made.trainer.forward([two_tokens()])[0].tolist()
         await made.begin(publish_to=[ENGINE, "http://engine-1"], to_verify=[ENGINE])
         await made.heard(Published)
         await made.roll_out(0, 1)
@@ -243,7 +243,7 @@ async def test_an_engine_proves_the_weights_it_was_given_before_a_step_changes_t
         assert (proved.model_version, proved.membership, proved.worst) == (0, 1, {ENGINE: 0.0})
         await made.heard(StepDone)
         assert made.engines.proven == [(0, before)]
-        assert made.trainer.forward(two_tokens()).tolist() != before
+        assert made.trainer.forward([two_tokens()])[0].tolist() != before
 
 
 async def test_orders_that_were_given_up_end_as_stale_and_a_group_that_comes_all_the_same_is_dropped(

@@ -43,7 +43,7 @@ from trainer_contract.conformance.probes import (
 )
 from trainer_contract.conformance.reading_checks import reads_are_of_the_last_step
 from trainer_contract.errors import BatchError, NonFiniteError, ProtocolError, SpecError, StateError
-from trainer_contract.types import Head
+from trainer_contract.types import Head, MicroBatch
 
 _LOGPROB_TOLERANCE: Final = 2e-4
 _WEIGHT_TOLERANCE: Final = 2e-5
@@ -105,19 +105,19 @@ def forward_is_a_distribution(subject: Subject, _: Path) -> None:
         raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
     trainer = started(subject)
     continuations = [[1, token] for token in range(subject.vocab_size)]
-    plain = trainer.forward(pack(continuations))[1::2].astype(np.float64)
+    plain = trainer.forward([pack(continuations)])[0][1::2].astype(np.float64)
     require_equal(np.exp(plain).sum(), 1.0, 1e-3, "the sum of all next tokens' probabilities")
     cooled = plain / 0.5
     cooled -= np.log(np.exp(cooled - cooled.max()).sum()) + cooled.max()
     require_equal(
-        trainer.forward(pack(continuations, temperature=0.5))[1::2], cooled, 1e-3, "log-probs at temperature 0.5"
+        trainer.forward([pack(continuations, temperature=0.5)])[0][1::2], cooled, 1e-3, "log-probs at temperature 0.5"
     )
 
 
 def forward_starts_at_zero(subject: Subject, _: Path) -> None:
     """f32 [T], every token has a prediction, and the first of a segment has 0."""
     batch = pack(rollouts_of(subject.vocab_size), prompt=2)
-    predictions = practised(subject).forward(batch)
+    predictions = practised(subject).forward([batch])[0]
     elsewhere = predictions[batch.position_ids > 0]
     require(str(getattr(predictions, "dtype", None)) == "float32", "forward must return a numpy f32 array")
     require(predictions.shape == (batch.num_tokens,), f"forward must return shape [T], got {predictions.shape}")
@@ -130,9 +130,9 @@ def forward_starts_at_zero(subject: Subject, _: Path) -> None:
 def segments_are_independent(subject: Subject, _: Path) -> None:
     """A rollout has the same predictions alone and packed with others."""
     trainer, rollouts = practised(subject), rollouts_of(subject.vocab_size)
-    alone = np.concatenate([trainer.forward(pack([rollout])) for rollout in rollouts])
+    alone = np.concatenate([trainer.forward([pack([rollout])])[0] for rollout in rollouts])
     require_equal(
-        trainer.forward(pack(rollouts)),
+        trainer.forward([pack(rollouts)])[0],
         alone,
         _LOGPROB_TOLERANCE,
         "packed predictions, compared with each rollout's alone",
@@ -143,7 +143,7 @@ def forward_is_causal(subject: Subject, _: Path) -> None:
     """A token's prediction does not depend on later tokens."""
     trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
     changed = [*rollout[:5], *((token + 1) % subject.vocab_size for token in rollout[5:])]
-    before, after = trainer.forward(pack([rollout])), trainer.forward(pack([changed]))
+    before, after = trainer.forward([pack([rollout])])[0], trainer.forward([pack([changed])])[0]
     require_equal(after[:5], before[:5], _LOGPROB_TOLERANCE, "predictions before the first changed token")
 
 
@@ -151,7 +151,7 @@ def forward_leaves_no_trace(subject: Subject, _: Path) -> None:
     """`forward` accumulates no gradient and changes no weight."""
     trainer = started(subject)
     before = weights_of(trainer)
-    trainer.forward(pack(rollouts_of(subject.vocab_size)))
+    trainer.forward([pack(rollouts_of(subject.vocab_size))])
     require_raises(
         ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "optimizer_step after forward alone"
     )
@@ -164,10 +164,10 @@ def forward_leaves_no_trace(subject: Subject, _: Path) -> None:
 def loss_is_of_forward(subject: Subject, _: Path) -> None:
     """`backward` returns the objective's value on the predictions that `forward` gives."""
     trainer, batch = practised(subject), pack(rollouts_of(subject.vocab_size), prompt=2, temperature=0.7)
-    expected = -(trainer.forward(batch) * batch.weights * batch.advantages).sum()
-    stats = trainer.backward(batch, LINEAR)
+    expected = -(trainer.forward([batch])[0] * batch.weights * batch.advantages).sum()
+    stats = trainer.backward([batch], LINEAR)[0]
     require_equal(stats.loss, expected, _LOGPROB_TOLERANCE * batch.num_tokens, "the loss")
-    predictions, got = np.where(batch.loss_mask, trainer.forward(batch), 0.0), stats.predictions
+    predictions, got = np.where(batch.loss_mask, trainer.forward([batch])[0], 0.0), stats.predictions
     require(got.shape == predictions.shape, f"LossStats.predictions must be [T], got {got.shape}")
     require_equal(got, predictions, _LOGPROB_TOLERANCE, "LossStats.predictions, 0 outside the mask,")
 
@@ -176,7 +176,7 @@ def gradient_is_of_the_loss(subject: Subject, _: Path) -> None:
     """A small step along the gradient changes the loss as the gradient predicts; `grad_norm` is the gradient's norm."""
     trainer, batch, rate = started(subject), pack(rollouts_of(subject.vocab_size), temperature=0.7), 1e-2
     before = weights_of(trainer)
-    loss = trainer.backward(batch, LINEAR).loss
+    loss = trainer.backward([batch], LINEAR)[0].loss
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm
     moved = {name: before[name] - weight for name, weight in weights_of(trainer).items()}
     gradient = {name: gradient_of(step, rate) for name, step in moved.items()}
@@ -184,7 +184,7 @@ def gradient_is_of_the_loss(subject: Subject, _: Path) -> None:
     predicted = sum(float((gradient[name] * step).sum()) for name, step in moved.items())
     require(predicted > 0, "the first step changed no weight")
     require_equal(
-        loss - trainer.backward(batch, LINEAR).loss,
+        loss - trainer.backward([batch], LINEAR)[0].loss,
         predicted,
         0.1 * predicted,
         "the fall of the loss after a small step",
@@ -202,12 +202,25 @@ def clipping_bounds_the_norm(subject: Subject, _: Path) -> None:
 
 
 def parts_equal_the_whole(subject: Subject, _: Path) -> None:
-    """n backwards on parts accumulate what one on the whole does."""
+    """Parts, in one sequence or in several, accumulate what the whole does; each is answered in its place."""
     rollouts = rollouts_of(subject.vocab_size)
+    parts = [pack(rollouts[:1]), pack(rollouts[1:4]), pack(rollouts[4:])]
     whole = stepped(started(subject), [pack(rollouts)])
-    parts = stepped(started(subject), [pack(rollouts[:1]), pack(rollouts[1:4]), pack(rollouts[4:])])
-    require_equal(parts.norm, whole.norm, 1e-3 * whole.norm, "grad_norm after three parts")
-    require_same_weights(parts.weights, whole.weights, _WEIGHT_TOLERANCE, "weights after a step on three parts")
+    together = stepped(started(subject), parts)
+    require_equal(together.norm, whole.norm, 1e-3 * whole.norm, "grad_norm after three parts")
+    require_same_weights(together.weights, whole.weights, _WEIGHT_TOLERANCE, "weights after a step on three parts")
+    apart = started(subject)
+    alone = [*apart.backward(parts[:1], LINEAR), *apart.backward(parts[1:], LINEAR)]
+    norm = apart.optimizer_step(learning_rate=0.1).grad_norm
+    require_equal(norm, whole.norm, 1e-3 * whole.norm, "grad_norm after two calls")
+    require_same_weights(weights_of(apart), whole.weights, _WEIGHT_TOLERANCE, "weights after a step on two calls")
+    for part, before, stats in zip(parts, started(subject).forward(parts), alone, strict=True):
+        place = f"of a part of {part.num_tokens} tokens, in its place,"
+        require(before.shape == stats.predictions.shape == (part.num_tokens,), f"predictions {place}")
+        require_equal(stats.predictions, np.where(part.loss_mask, before, 0.0), _LOGPROB_TOLERANCE, f"those {place}")
+        require_equal(
+            stats.loss, -(before * part.weights * part.advantages).sum(), _LOGPROB_TOLERANCE * 8, f"the loss {place}"
+        )
 
 
 def order_does_not_matter(subject: Subject, _: Path) -> None:
@@ -224,7 +237,7 @@ def step_applies_and_clears(subject: Subject, _: Path) -> None:
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "optimizer_step on a new trainer")
     first, before = trainer.model_version, weights_of(trainer)
-    trainer.backward(batch, LINEAR)
+    trainer.backward([batch], LINEAR)
     require_same_weights(weights_of(trainer), before, 0.0, "weights after backward alone")
     stats = trainer.optimizer_step(learning_rate=0.1)
     require(
@@ -240,7 +253,7 @@ def discard_forgets(subject: Subject, _: Path) -> None:
     """After `discard_gradient` a step is as if the discarded backward had not been."""
     rollouts = rollouts_of(subject.vocab_size)
     trainer = started(subject)
-    trainer.backward(pack(rollouts[:3]), LINEAR)
+    trainer.backward([pack(rollouts[:3])], LINEAR)
     trainer.discard_gradient()
     require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "a step after discard_gradient")
     after = stepped(trainer, [pack(rollouts[3:])])
@@ -255,18 +268,27 @@ def non_finite_is_refused(subject: Subject, _: Path) -> None:
     """A NaN or infinite advantage raises NonFiniteError; nothing is accumulated and training goes on."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     before = weights_of(trainer)
-    for poison in (np.nan, np.inf):
-        poisoned = batch.advantages.copy()
-        poisoned[np.flatnonzero(batch.loss_mask)[0]] = poison
-        backward = partial(trainer.backward, replace(batch, advantages=poisoned), LINEAR)
-        with np.errstate(invalid="ignore"):
-            require_raises(NonFiniteError, backward, f"backward with the advantage {poison}")
+    bad = [_poisoned(batch, poison) for poison in (np.nan, np.inf)]
+    for place, sequence in enumerate(([bad[0], batch], [batch, bad[1]], [batch, batch, bad[0]])):
+        try:
+            with np.errstate(invalid="ignore"):
+                trainer.backward(sequence, LINEAR)
+        except NonFiniteError as error:
+            require(error.number == place, f"NonFiniteError.number must be {place}, got {error.number}")
+        else:
+            require(False, f"backward must raise NonFiniteError for an advantage of micro-batch {place} of a sequence")
     require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "a step after a refused backward")
     require_same_weights(weights_of(trainer), before, 0.0, "weights after a refused backward")
     healthy, fresh = stepped(trainer, [batch]), stepped(started(subject), [batch])
     require_same_weights(
         healthy.weights, fresh.weights, _WEIGHT_TOLERANCE, "weights after a refused backward and a step"
     )
+
+
+def _poisoned(batch: MicroBatch, poison: float) -> MicroBatch:
+    advantages = batch.advantages.copy()
+    advantages[np.flatnonzero(batch.loss_mask)[0]] = poison
+    return replace(batch, advantages=advantages)
 
 
 def malformed_batches_are_refused(subject: Subject, _: Path) -> None:
@@ -284,11 +306,11 @@ def malformed_batches_are_refused(subject: Subject, _: Path) -> None:
         "temperature 0": replace(batch, temperatures=np.zeros_like(batch.temperatures)),
     }
     for what, bad in broken.items():
-        require_raises(BatchError, partial(trainer.backward, bad, LINEAR), f"backward with {what}")
-        require_raises(BatchError, partial(trainer.forward, bad), f"forward with {what}")
+        require_raises(BatchError, partial(trainer.backward, [batch, bad], LINEAR), f"backward with {what}")
+        require_raises(BatchError, partial(trainer.forward, [batch, bad]), f"forward with {what}")
     needy = LinearObjective(needs=frozenset({"old_logprobs"}))
     require_raises(
-        BatchError, lambda: trainer.backward(batch, needy), "backward without a column that the objective needs"
+        BatchError, lambda: trainer.backward([batch], needy)[0], "backward without a column that the objective needs"
     )
 
 

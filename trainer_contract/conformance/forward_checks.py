@@ -36,7 +36,7 @@ def forward_at_is_of_the_weights_given(subject: Subject, _: Path) -> None:
     history, expected = [], []
     for _step in range(3):
         history.append(copied(trainer.gather_weights()))
-        expected.append([trainer.forward(batch) for batch in batches])
+        expected.append([trainer.forward([batch])[0] for batch in batches])
         stepped(trainer, [pack(rollouts)], rate=1.0)
     moved = max(float(np.abs(a - b).max()) for a, b in zip(expected[0], expected[2], strict=True))
     require(moved > 10 * _TOLERANCE, f"two steps at rate 1 moved the predictions by {moved:.3g} only")
@@ -56,11 +56,11 @@ def forward_at_leaves_no_trace(subject: Subject, _: Path) -> None:
         first = copied(trainer.gather_weights())
         numbers, predictions = [], []
         for _step in range(3):
-            numbers.append(trainer.backward(batch, LINEAR).loss)
+            numbers.append(trainer.backward([batch], LINEAR)[0].loss)
             if disturbed:
                 trainer.forward_at([batch, pack(rollouts[:2])], first)
-            predictions.append(trainer.forward(batch).tobytes())
-            numbers.append(trainer.backward(pack(rollouts[1:]), LINEAR).loss)
+            predictions.append(trainer.forward([batch])[0].tobytes())
+            numbers.append(trainer.backward([pack(rollouts[1:])], LINEAR)[0].loss)
             numbers.append(trainer.optimizer_step(learning_rate=0.1).grad_norm)
         return [*numbers, trainer.model_version], predictions, weights_of(trainer)
 
@@ -73,7 +73,7 @@ def forward_at_leaves_no_trace(subject: Subject, _: Path) -> None:
 def forward_at_refuses_what_does_not_fit(subject: Subject, _: Path) -> None:
     """StateError for weights that are incomplete, cut short or of another model, BatchError for a malformed batch."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
-    weights, before = dict(copied(trainer.gather_weights())), trainer.forward(batch).tobytes()
+    weights, before = dict(copied(trainer.gather_weights())), trainer.forward([batch])[0].tobytes()
     first = next(iter(weights))
     broken = {
         "without a parameter": {name: each for name, each in weights.items() if name != first},
@@ -84,7 +84,7 @@ def forward_at_refuses_what_does_not_fit(subject: Subject, _: Path) -> None:
         require_raises(StateError, partial(trainer.forward_at, [batch], given), f"forward_at {what}")
     malformed = replace(batch, num_segments=batch.num_segments + 1)
     require_raises(BatchError, lambda: trainer.forward_at([malformed], weights), "forward_at of a malformed batch")
-    require(trainer.forward(batch).tobytes() == before, "a refused forward_at left other weights behind")
+    require(trainer.forward([batch])[0].tobytes() == before, "a refused forward_at left other weights behind")
 
 
 FORWARD_AT: Final = (

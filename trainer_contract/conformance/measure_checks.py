@@ -63,12 +63,12 @@ def measures_are_of_the_whole_distribution(subject: Subject, _: Path) -> None:
         for measure in HeadMeasure:
             trainer = started(subject)
             every = pack([[1, token] for token in range(subject.vocab_size)], temperature=temperature)
-            logprobs = trainer.forward(every)[1::2].astype(np.float64)
+            logprobs = trainer.forward([every])[0][1::2].astype(np.float64)
             mean, entropy = float(logprobs.mean()), float(-(np.exp(logprobs) * logprobs).sum())
             expected = mean if measure is HeadMeasure.MEAN_LOGPROB else entropy
             batch = pack([[1, 2]], temperature=temperature)
             try:
-                loss = trainer.backward(batch, _Measuring(measure)).loss
+                loss = trainer.backward([batch], _Measuring(measure))[0].loss
             except SpecError as error:
                 raise CheckUnsupported(f"no {measure}: {error}") from error
             weight = float(batch.weights.sum())
@@ -80,18 +80,18 @@ def measures_are_of_the_whole_distribution(subject: Subject, _: Path) -> None:
 def _gradient_is_of(measure: HeadMeasure, subject: Subject) -> None:
     trainer, objective = started(subject), _Measuring(measure)
     batch = pack(rollouts_of(subject.vocab_size), temperature=0.7)
-    scale = abs(trainer.backward(batch, objective).loss)
+    scale = abs(trainer.backward([batch], objective)[0].loss)
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
     require(norm > 0, f"{measure} has no gradient")
     rate = min(1e-2, 1e-3 * scale / norm**2)  # a fall that fp32 resolves, and that is still in proportion
     trainer = started(subject)
     before = weights_of(trainer)
-    loss = trainer.backward(batch, objective).loss
+    loss = trainer.backward([batch], objective)[0].loss
     trainer.optimizer_step(learning_rate=rate)
     moved = {name: before[name] - weight for name, weight in weights_of(trainer).items()}
     predicted = sum(float((gradient_of(step, rate) * step).sum()) for step in moved.values())
     require(predicted > 0, f"a step along {measure} changed no weight")
-    fall = loss - trainer.backward(batch, objective).loss
+    fall = loss - trainer.backward([batch], objective)[0].loss
     require_equal(fall, predicted, 0.1 * predicted, f"the fall of −{measure} after a small step")
 
 
@@ -100,7 +100,7 @@ def value_heads_have_no_distribution(subject: Subject, _: Path) -> None:
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     for measure in HeadMeasure:
         objective = _Measuring(measure)
-        require_raises(SpecError, partial(trainer.backward, batch, objective), f"backward with {measure}")
+        require_raises(SpecError, partial(trainer.backward, [batch], objective), f"backward with {measure}")
 
 
 MEASURES: Final = (measures_are_of_the_whole_distribution,)

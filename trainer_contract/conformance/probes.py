@@ -119,9 +119,9 @@ class ProbeStep(NamedTuple):
 
 
 def stepped(trainer: Trainer, batches: Sequence[MicroBatch], rate: float = 0.1) -> ProbeStep:
-    """Backward on each batch, then one step."""
+    """Backward on the batches, as one sequence, then one step."""
     before = weights_of(trainer)
-    loss = sum(trainer.backward(batch, LINEAR).loss for batch in batches)
+    loss = sum(stats.loss for stats in trainer.backward(batches, LINEAR))
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm
     after = weights_of(trainer)
     return ProbeStep(loss, norm, after, {name: gradient_of(before[name] - after[name], rate) for name in after})

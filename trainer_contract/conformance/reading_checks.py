@@ -37,9 +37,9 @@ def reads_are_of_the_last_step(subject: Subject, directory: Path) -> None:
 
     def passes() -> None:
         while not ended.is_set():
-            trainer.forward(batch)
+            trainer.forward([batch])
             trainer.forward_at([batch, pack(rollouts[:2])], older)
-            trainer.backward(batch, LINEAR)
+            trainer.backward([batch], LINEAR)
             trainer.discard_gradient()
 
     with ThreadPoolExecutor(1) as thread:

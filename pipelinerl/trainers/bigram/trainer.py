@@ -96,9 +96,14 @@ class BigramTrainer:
         fresh = BigramWorker(spec.optimizer, spec.head, table, np.zeros_like(table), np.zeros_like(table), 0)
         self._state = fresh if spec.restore_from is None else _restored(fresh, spec.restore_from)
 
-    def forward(self, micro_batch: MicroBatch) -> Float32:
-        """Log-probs or values f32 [T]; 0 at segment starts."""
-        return _forward(self._worker, micro_batch)
+    @property
+    def width(self) -> int:
+        """One after the other."""
+        return 1
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Log-probs or values f32 [T] of each; 0 at segment starts."""
+        return [_forward(self._worker, micro_batch) for micro_batch in micro_batches]
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """`forward` on another table."""
@@ -107,22 +112,29 @@ class BigramTrainer:
         other = replace(self._worker, table=table.astype(np.float64))
         return [_forward(other, micro_batch) for micro_batch in micro_batches]
 
-    def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
+    def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
+        """One after the other, in closed form."""
+        for micro_batch in micro_batches:
+            check(micro_batch, vocab_size=len(self._worker.table), needs=objective.needs)
+        return [self._backward(number, each, objective) for number, each in enumerate(micro_batches)]
+
+    def _backward(self, number: int, micro_batch: MicroBatch, objective: Objective) -> LossStats:
         """d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, g = d loss/d predictions.
 
         To which each measure m of the distribution adds Σ_t d loss/d m_t · dm_t/dz_t / temperature_t. With a value head
         d loss/d values[previous] = Σ_t g_t.
         """
         worker, tokens = self._worker, micro_batch.token_ids
-        check(micro_batch, vocab_size=len(worker.table), needs=objective.needs)
         where = np.flatnonzero(micro_batch.loss_mask)
         predictions, distributions = _predict(worker, micro_batch, where)
         columns = {**_columns(micro_batch, where), **_measures(objective, distributions)}
         loss = float(objective.evaluate(predictions, columns))
         if not math.isfinite(loss):
+            self.discard_gradient()
             raise NonFiniteError(
                 f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's "
-                "log-probs; nothing was accumulated from this micro-batch"
+                "log-probs; the gradient was cleared",
+                number=number,
             )
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.table)

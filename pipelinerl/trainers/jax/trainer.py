@@ -4,7 +4,7 @@ Weights and optimizer state are fp32 and divided over the mesh; `Precision.BF16`
 into rows of a few fixed shapes and never see one another. On CPU and TPU equal calls give equal bits on the same mesh.
 
 With several processes (`options.distributed`) this is rank 0: the verbs are called here alone, on any thread, and the
-other ranks follow (`jax_follower`). Each verb checks its arguments here, before anybody else hears of it.
+other ranks follow (`following`). Each verb checks its arguments here, before anybody else hears of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ import numpy as np
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import DecoderConfig, read_config
 from pipelinerl.trainers.jax import mesh as jax_mesh
-from pipelinerl.trainers.jax.commands import (
+from pipelinerl.trainers.jax.joining import join
+from pipelinerl.trainers.jax.options import JaxOptions
+from pipelinerl.trainers.jax.worker import JaxWorker
+from pipelinerl.trainers.ranks.commands import (
     Backward,
     Close,
     Command,
@@ -30,6 +33,7 @@ from pipelinerl.trainers.jax.commands import (
     ForwardAt,
     ForwardCommand,
     Gather,
+    Lane,
     Save,
     StartCommand,
     StepCommand,
@@ -37,9 +41,7 @@ from pipelinerl.trainers.jax.commands import (
     encode_objective,
     encode_spec,
 )
-from pipelinerl.trainers.jax.options import JaxOptions
-from pipelinerl.trainers.jax.ranks import Ranks, lead
-from pipelinerl.trainers.jax.worker import JaxWorker
+from pipelinerl.trainers.ranks.rank0 import Ranks, lead
 from trainer_contract.batch import check
 from trainer_contract.errors import ProtocolError, RankError, SpecError, TrainerError
 from trainer_contract.host_weights import check_weights
@@ -79,13 +81,18 @@ class JaxTrainer:
     def _worker(self) -> JaxWorker:
         return started(self._state)
 
+    @property
+    def width(self) -> int:
+        """One after the other: the rows of each are divided over the mesh."""
+        return 1
+
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load weights from `spec.model_path`, or weights and moments from `spec.restore_from`, onto the mesh."""
         options, config = read_spec(spec)
         if options.distributed is None:
             self._state = JaxWorker.started(spec, options, config)
             return
-        self._ranks = lead(options.distributed)
+        self._ranks = lead(options.distributed, join)
         start = StartCommand(self._number, encode_spec(spec))
         try:
             self._state = self._together(start, lambda: JaxWorker.started(spec, options, config))
@@ -95,12 +102,14 @@ class JaxTrainer:
             self.close()
             raise
 
-    def forward(self, micro_batch: MicroBatch) -> Float32:
-        """Log-probs f32 [T] of every token; 0 at segment starts."""
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Log-probs f32 [T] of every token of each; 0 at segment starts."""
         worker = self._worker
-        check(micro_batch, vocab_size=worker.config.vocab)
+        for micro_batch in micro_batches:
+            check(micro_batch, vocab_size=worker.config.vocab)
         return self._together(
-            lambda: ForwardCommand(self._number, encode_batch(micro_batch)), lambda: worker.forward(micro_batch)
+            lambda: ForwardCommand(self._number, [encode_batch(batch) for batch in micro_batches], len(micro_batches)),
+            lambda: worker.forward(micro_batches),
         )
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
@@ -110,17 +119,23 @@ class JaxTrainer:
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=worker.config.vocab)
         return self._together(
-            lambda: ForwardAt(self._number, [encode_batch(batch) for batch in micro_batches]),
+            lambda: ForwardAt(self._number, [encode_batch(batch) for batch in micro_batches], len(micro_batches)),
             lambda: worker.forward_at(micro_batches, weights),
         )
 
-    def backward(self, micro_batch: MicroBatch, objective: Objective) -> LossStats:
-        """Evaluate and add the gradient; with several processes, of an objective that `jax_commands` can tell them."""
+    def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
+        """Evaluate and add the gradients; with several processes, of an objective that `commands` can tell them."""
         worker = self._worker
-        check(micro_batch, vocab_size=worker.config.vocab, needs=objective.needs)
+        for micro_batch in micro_batches:
+            check(micro_batch, vocab_size=worker.config.vocab, needs=objective.needs)
         return self._together(
-            lambda: Backward(self._number, encode_batch(micro_batch), encode_objective(objective)),
-            lambda: worker.backward(micro_batch, objective),
+            lambda: Backward(
+                self._number,
+                [encode_batch(batch) for batch in micro_batches],
+                len(micro_batches),
+                encode_objective(objective),
+            ),
+            lambda: worker.backward(micro_batches, objective),
         )
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
@@ -162,13 +177,15 @@ class JaxTrainer:
         if self._ranks is not None:
             ranks, self._ranks = self._ranks, None
             with suppress(RankError):  # lost ranks hold nothing
-                ranks.together(Close(self._number), lambda: None)
+                ranks.together(lambda _: Close(self._number), lambda: None, lane=Lane.PASSES)
 
     def _together(self, command: Command | Callable[[], Command], own: Callable[[], T]) -> T:
         """Do `own` here and what `command` says on every other rank; one process needs no command, nor makes one."""
         if self._ranks is None:
             return own()
-        return self._ranks.together(command() if callable(command) else command, own)
+        told = command() if callable(command) else command
+        lane = Lane.READS if isinstance(told, Save) else Lane.PASSES  # gathering runs programs on the devices
+        return self._ranks.together(lambda _: told, own, lane=lane).own
 
 
 def read_spec(spec: TrainerSpec) -> tuple[JaxOptions, DecoderConfig]:

@@ -84,9 +84,9 @@ class JaxWorker:
             for parameter, layer in export_order(self.config)
         )
 
-    def forward(self, batch: MicroBatch) -> Float32:
+    def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """`Trainer.forward`."""
-        return _forward(self.program, self.weights, batch)
+        return [_forward(self.program, self.weights, batch) for batch in batches]
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
         """`Trainer.forward_at` through the same programs: weights are their argument, so nothing is compiled anew.
@@ -105,20 +105,23 @@ class JaxWorker:
         other = place_weights(self.config, received, like=self.weights)
         return [_forward(self.program, other, batch) for batch in batches]
 
-    def backward(self, batch: MicroBatch, objective: Objective) -> LossStats:
-        """Evaluate on the whole rows, in which padding counts as tokens outside the mask, and add the gradient."""
+    def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
+        """Evaluate on the whole rows, in which padding counts as tokens outside the mask, and add the gradients."""
+        return [self._backward(number, batch, objective) for number, batch in enumerate(batches)]
+
+    def _backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
         rows, columns = laid_out(self.program, batch)
         so_far = jax_program.zeros(self.weights) if self.gradient is None else self.gradient
         gradient, device_loss, logprobs = jax_program.accumulate(self.program, objective, self.weights, so_far, columns)
         loss = float(device_loss)
-        if self.gradient is not None:
-            self.gradient = gradient  # the buffers of the one before are gone, whatever the loss
+        self.gradient = gradient  # the buffers of the one before are gone, whatever the loss
         if not math.isfinite(loss):
+            self.gradient = None
             raise NonFiniteError(
                 f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's "
-                "log-probs; nothing was accumulated from this micro-batch"
+                "log-probs; the gradient was cleared",
+                number=number,
             )
-        self.gradient = gradient
         return LossStats(loss, rows.collect(_whole(logprobs)))
 
     def optimizer_step(self, learning_rate: float) -> StepStats:

@@ -33,6 +33,7 @@ class PackedModel(nn.Module):
     def __init__(self, model: PreTrainedModel, *, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()
         self.model = model
+        self._buffers_saved = persistent_buffers(model)
         self._logits_at_once = logits_at_once
 
     def forward(
@@ -60,7 +61,7 @@ class PackedModel(nn.Module):
             vocab_size=self.model.config.get_text_config().vocab_size,
             measures=measures,
             logits_at_once=self._logits_at_once,
-        )
+        ).clone()  # not a view: `fully_shard` hangs a hook on it, which an in-place operation on a view would drop
 
     @torch.no_grad()
     def probe(self, device: torch.device) -> None:
@@ -84,14 +85,19 @@ class PackedModel(nn.Module):
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a Hugging Face model directory with these values of the parameters."""
-        save_model(self.model, path, weights)
+        save_model(self.model, path, {**self._buffers_saved, **weights})
 
 
-def save_model(model: PreTrainedModel, path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a Hugging Face model directory: the model's buffers, and `weights` in place of its parameters."""
+def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a model directory has besides parameters; found at the start, since beside a pass over a divided model
+    `state_dict` would take away what the pass has gathered."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
-    model.save_pretrained(path, state_dict={**buffers, **weights})
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+
+
+def save_model(model: PreTrainedModel, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a Hugging Face model directory with these parameters and buffers."""
+    model.save_pretrained(path, state_dict=dict(tensors))
 
 
 def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: SegmentPlan) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Final, Protocol, Self, final
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -27,7 +27,7 @@ from pipelinerl.trainers.torch.value_model import HEAD_FILE
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
 
-_MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
 #: Parts of a configuration that do not make it another model.
 _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
 
@@ -36,10 +36,6 @@ class Saveable(Protocol):
     """What is saved: `PackedModel` or `PackedValueModel`."""
 
     model: PreTrainedModel
-
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once, under the name it is known by."""
-        ...
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         """Write the model's directory with these values of all its parameters."""
@@ -88,20 +84,30 @@ class TorchSavedState:
         """
         names = {id(parameter): name for name, parameter in parameters.items()}
         ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        state = {}
-        for index, name in enumerate(ordered):
-            moments = {kind: self.tensors.get(f"{name}.{kind}") for kind in _MOMENTS}
-            if all(moment is None for moment in moments.values()):
-                continue  # never stepped
-            if any(m is None or (m.ndim and m.shape != parameters[name].shape) for m in moments.values()):
-                raise StateError(f"the optimizer state of {name!r} in {self.model_path.parent} is incomplete")
-            state[index] = moments
-        if len(state) not in (0, len(ordered)):
-            raise StateError(
-                f"{self.model_path.parent} has optimizer state for {len(state)} of {len(ordered)} parameters"
-            )
+        moments = self.moments({name: parameter.shape for name, parameter in parameters.items()})
+        state = {index: moments[name] for index, name in enumerate(ordered) if name in moments}
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         self.random.restore()
+
+    def moments(self, shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, Tensor]]:
+        """Of each parameter, by name, AdamW's state; {} of a trainer that never stepped.
+
+        Raises:
+            StateError: it is not that of parameters of these shapes.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, shape in shapes.items():
+            moments = {kind: self.tensors[f"{name}.{kind}"] for kind in MOMENTS if f"{name}.{kind}" in self.tensors}
+            if not moments:
+                continue  # never stepped
+            if len(moments) < len(MOMENTS) or any(m.ndim and m.shape != shape for m in moments.values()):
+                raise StateError(f"the optimizer state of {name!r} in {self.model_path.parent} is incomplete")
+            found[name] = moments
+        if len(found) not in (0, len(shapes)):
+            raise StateError(
+                f"{self.model_path.parent} has optimizer state for {len(found)} of {len(shapes)} parameters"
+            )
+        return found
 
 
 def save(
@@ -111,14 +117,13 @@ def save(
     weights: Mapping[str, Tensor],
     random: RandomState,
     head: Head,
-    optimizer: Optimizer,
+    moments: Mapping[str, Mapping[str, Tensor]],
     model_version: int,
 ) -> None:
-    """Write the state below the existing directory `path`; `weights` are the values of `model.named_weights`."""
-    name_of = {id(parameter): name for name, parameter in model.named_weights()}
+    """Write the state below the existing directory `path`; weights and AdamW's `moments` by the parameters' names."""
     tensors = {"rng.cpu": random.cpu} | ({} if random.cuda is None else {"rng.cuda": random.cuda})
-    for parameter, moments in optimizer.state.items():
-        tensors |= {f"{name_of[id(parameter)]}.{kind}": moments[kind].contiguous() for kind in _MOMENTS}
+    for name, kinds in moments.items():
+        tensors |= {f"{name}.{kind}": kinds[kind].contiguous() for kind in MOMENTS}
     model.save(path / "model", weights)
     save_file(tensors, path / "optimizer.safetensors")
     write_record(path, model_version=model_version, architecture=_architecture(model.model.config), head=head)

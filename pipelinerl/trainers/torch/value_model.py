@@ -16,7 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipelinerl.trainers.torch.packed_model import hidden_states, load_for_training, probe_packing, save_model
+from pipelinerl.trainers.torch.packed_model import (
+    hidden_states,
+    load_for_training,
+    persistent_buffers,
+    probe_packing,
+    save_model,
+)
 from pipelinerl.trainers.torch.segments import SegmentPlan
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
@@ -33,6 +39,7 @@ class PackedValueModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self._buffers_saved = persistent_buffers(model)
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -62,17 +69,13 @@ class PackedValueModel(nn.Module):
     ) -> Tensor:
         """Values f32 [1, N] of the states in which the tokens at `where` were chosen.
 
-        Args as of `PackedModel.forward`; a value knows no temperature. The head is computed in fp32 always.
-
-        Raises:
-            SpecError: a measure is asked for: there is no distribution here.
+        Args as of `PackedModel.forward`; a value knows no temperature, and there is no distribution to measure, which
+        the trainer refuses to be asked for. The head is computed in fp32 always.
         """
-        del temperatures
-        if measures:
-            raise SpecError(f"a value head has no distribution to measure, asked for {', '.join(measures)}")
+        del temperatures, measures
         hidden = hidden_states(self.model, token_ids, segments).index_select(0, where - 1)
         with torch.autocast(hidden.device.type, enabled=False):
-            return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None]
+            return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()  # as in `PackedModel`
 
     def probe(self, device: torch.device) -> None:
         """Raises SpecError when the architecture cannot be packed."""
@@ -87,5 +90,6 @@ class PackedValueModel(nn.Module):
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a value model's directory with these values of the parameters."""
         head = {name: weights[f"{_HEAD}{name}"] for name, _ in self.value_head.named_parameters()}
-        save_model(self.model, path, {name: w for name, w in weights.items() if not name.startswith(_HEAD)})
+        trunk = {name: weight for name, weight in weights.items() if not name.startswith(_HEAD)}
+        save_model(self.model, path, {**self._buffers_saved, **trunk})
         save_file(head, path / HEAD_FILE)

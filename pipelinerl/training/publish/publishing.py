@@ -124,4 +124,6 @@ class Publishing:
             )
 
     async def _forward(self, batch: MicroBatch) -> Float32:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.forward, batch)
+        loop = asyncio.get_running_loop()
+        (predictions,) = await loop.run_in_executor(self._worker, self._trainer.forward, [batch])
+        return predictions

@@ -174,6 +174,7 @@ def build(
     producing: int,
     shaping: Mapping[str, RewardShaping] = MappingProxyType({}),
     truncated: Truncated = Truncated.TRAIN,
+    width: int = 1,
 ) -> TrainBatch:
     """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
 
@@ -188,6 +189,7 @@ def build(
     Args:
         shaping: by domain; the others' rewards are the verifiers'.
         truncated: what becomes of rollouts that ended for want of tokens.
+        width: micro-batches that the trainer computes at once.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -214,7 +216,7 @@ def build(
         learns=learns,
         packed=[
             Packed(batch, [kept[member] for member in members])
-            for batch, members in pack(weighted, token_budget=token_budget)
+            for batch, members in pack(weighted, token_budget=token_budget, width=width)
         ],
         stats=_stats(
             rollouts,

@@ -38,7 +38,7 @@ class EntropyMeter:
         if self.interval_steps == 0 or version % self.interval_steps:
             return {}
         try:
-            measured = policy.backward(alone(_chosen(batch)), EntropyProbe())
+            (measured,) = policy.backward([alone(_chosen(batch))], EntropyProbe())
         except NonFiniteError:  # the step finds the cause, and says so
             return {}
         finally:

@@ -42,14 +42,14 @@ class ForwardPasses:
         """The passes for `needs`, by the name of their column, in the order they are made."""
         old: dict[OldLogprobs, Pass] = {
             OldLogprobs.SAMPLING_WEIGHTS: self._at_sampling_weights,
-            OldLogprobs.RECOMPUTE: _each(self.policy.forward),
-            OldLogprobs.BEHAVIOR: _each(lambda batch: batch.behavior_logprobs),
+            OldLogprobs.RECOMPUTE: self.policy.forward,
+            OldLogprobs.BEHAVIOR: lambda batches: [batch.behavior_logprobs for batch in batches],
         }
         passes = {"old_logprobs": old[self.old_logprobs]}
         if self.reference is not None:
-            passes["ref_logprobs"] = _each(self.reference.forward)
+            passes["ref_logprobs"] = self.reference.forward
         if self.critic is not None:
-            passes["values"] = _each(self.critic.forward)
+            passes["values"] = self.critic.forward
         wanted = frozenset(needs)
         return {name: call for name, call in passes.items() if name in wanted}
 
@@ -71,10 +71,6 @@ class ForwardPasses:
                 its: Bool = tokens[number]
                 columns[number][its] = logprobs[its[part.kept]]
         return columns
-
-
-def _each(forward: Callable[[MicroBatch], Float32]) -> Pass:
-    return lambda batches: [forward(batch) for batch in batches]
 
 
 def _versions(batch: MicroBatch) -> np.ndarray:

@@ -60,6 +60,11 @@ class TrainStep:
     def _policy(self) -> Trainer:
         return self.passes.policy
 
+    @property
+    def width(self) -> int:
+        """Micro-batches that the policy's trainer computes at once."""
+        return self._policy.width
+
     def parts(self) -> dict[str, Callable[[Path], None]]:
         """What a checkpoint holds of the workers as they are now: who writes it, by the name of its directory.
 
@@ -156,41 +161,43 @@ class TrainStep:
         compiled, beta = as_column(objective)
         if self._stands_still:
             first = completed[0]
-            self._policy.backward(replace(first, loss_mask=np.zeros_like(first.loss_mask)), compiled)
+            self._policy.backward([replace(first, loss_mask=np.zeros_like(first.loss_mask))], compiled)
             return []
-        losses = []
-        for number, micro_batch in enumerate(completed):
-            column = {} if beta is None else {"kl_coefficients": np.full(micro_batch.num_tokens, beta, np.float32)}
-            try:
-                loss = self._policy.backward(with_columns(micro_batch, column), compiled)
-            except NonFiniteError:
-                self._raise_cause_of_loss(batch, number, micro_batch, objective)
+        given = completed
+        if beta is not None:
+            factors = [np.full(micro_batch.num_tokens, beta, np.float32) for micro_batch in completed]
+            given = [with_columns(each, {"kl_coefficients": f}) for each, f in zip(completed, factors, strict=True)]
+        try:
+            losses = self._policy.backward(given, compiled)
+        except NonFiniteError as error:
+            self._raise_cause_of_loss(batch, error, completed, objective)
+        for number, (micro_batch, loss) in enumerate(zip(completed, losses, strict=True)):
             finite_check.check_predictions(batch, number, micro_batch, loss.predictions, what="logprobs")
-            losses.append(loss)
         return losses
 
     def _critic_backward(self, batch: TrainBatch, completed: list[MicroBatch]) -> list[LossStats]:
         if self.critic is None:
             return []
-        losses = []
-        for number, micro_batch in enumerate(self.critic.weighed(completed)):
-            try:
-                loss = self.critic.worker.backward(micro_batch, self.critic.loss)
-            except NonFiniteError as error:
-                raise NonFiniteStep("value loss", batch.group_indices(number)) from error
+        weighed = self.critic.weighed(completed)
+        try:
+            losses = self.critic.worker.backward(weighed, self.critic.loss)
+        except NonFiniteError as error:
+            raise NonFiniteStep("value loss", _orders(batch, error.number)) from error
+        for number, (micro_batch, loss) in enumerate(zip(weighed, losses, strict=True)):
             finite_check.check_predictions(batch, number, micro_batch, loss.predictions, what="values")
-            losses.append(loss)
         return losses
 
     def _raise_cause_of_loss(
-        self, batch: TrainBatch, number: int, micro_batch: MicroBatch, objective: PolicyObjective
+        self, batch: TrainBatch, error: NonFiniteError, completed: list[MicroBatch], objective: PolicyObjective
     ) -> NoReturn:
         """The columns of a micro-batch are finite and its loss is not: name a term of the objective, or the model."""
-        everyone = batch.group_indices(number)
-        with finite_check.naming("logprobs", everyone):
-            logprobs = self._policy.forward(micro_batch)
-        finite_check.check_terms(batch, number, micro_batch, logprobs, objective)
-        raise NonFiniteStep("loss", everyone)
+        everyone = _orders(batch, error.number)
+        if error.number is not None:
+            micro_batch = completed[error.number]
+            with finite_check.naming("logprobs", everyone):
+                (logprobs,) = self._policy.forward([micro_batch])
+            finite_check.check_terms(batch, error.number, micro_batch, logprobs, objective)
+        raise NonFiniteStep("loss", everyone) from error
 
     @contextmanager
     def _clean_on_failure(self) -> Iterator[None]:
@@ -202,6 +209,11 @@ class TrainStep:
             if self.critic is not None:
                 self.critic.worker.discard_gradient()
             raise
+
+
+def _orders(batch: TrainBatch, number: int | None) -> list[int]:
+    """The orders of a micro-batch, or of all where a trainer does not say which it was."""
+    return batch.orders if number is None else batch.group_indices(number)
 
 
 def _raise_cause_of_gradient(accumulated: Accumulated) -> NoReturn:

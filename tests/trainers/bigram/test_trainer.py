@@ -54,7 +54,7 @@ def test_three_steps_equal_torchs(preset, path, micro_batch):
         norm = table.grad.norm()
         table.grad *= CLIP / norm  # torch's own clipping adds 1e-6 to the norm
         adamw.step()
-        stats, stepped = trainer.backward(batch, objective), trainer.optimizer_step(learning_rate=0.1)
+        stats, stepped = trainer.backward([batch], objective)[0], trainer.optimizer_step(learning_rate=0.1)
         np.testing.assert_allclose(stats.loss, loss.item(), rtol=1e-9)
         np.testing.assert_allclose(stepped.grad_norm, norm.item(), rtol=1e-9)
         assert stepped.grad_norm > CLIP, "clipping must act, or it is not tried"

@@ -27,7 +27,7 @@ def started(path, mesh, **fields):
 
 def stepped(trainer, batch):
     """Loss, gradient and norm of one step."""
-    loss = trainer.backward(batch, OBJECTIVE).loss
+    loss = trainer.backward([batch], OBJECTIVE)[0].loss
     gradient = exported(trainer._worker.config, trainer._worker.gradient, dtype=np.float32)
     return loss, gradient, trainer.optimizer_step(learning_rate=1e-2).grad_norm
 
@@ -53,11 +53,11 @@ def test_the_gradient_does_not_depend_on_the_mesh_whatever_the_model(name, mesh,
 
 def test_other_weights_are_placed_as_the_trainers_own_are(model_path, micro_batch):
     trainer, batch = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2}), micro_batch()
-    before, expected = copied(trainer.gather_weights()), trainer.forward(batch)
+    before, expected = copied(trainer.gather_weights()), trainer.forward([batch])[0]
     trainer._worker.weights = own = {name: 1.1 * array for name, array in trainer._worker.weights.items()}
     placed = place_weights(trainer._worker.config, copied(trainer.gather_weights()).__getitem__, like=own)
     assert all(placed[name].sharding == own[name].sharding and (placed[name] == own[name]).all() for name in own)
-    assert np.abs(trainer.forward(batch) - expected).max() > 1e-2
+    assert np.abs(trainer.forward([batch])[0] - expected).max() > 1e-2
     assert trainer.forward_at([batch], before)[0].tobytes() == expected.tobytes()
 
 

@@ -22,8 +22,9 @@ import pytest
 
 from pipelinerl.objective.presets import resolve
 from pipelinerl.system.ports import free_ports
-from pipelinerl.trainers.jax.channel import Channel
-from pipelinerl.trainers.jax.commands import (
+from pipelinerl.trainers.jax.joining import join
+from pipelinerl.trainers.ranks.channel import Channel
+from pipelinerl.trainers.ranks.commands import (
     Hello,
     Refused,
     decode,
@@ -35,9 +36,9 @@ from pipelinerl.trainers.jax.commands import (
     encode_objective,
     encode_spec,
 )
-from pipelinerl.trainers.jax.options import Distributed
-from pipelinerl.trainers.jax.ranks import lead
-from pipelinerl.trainers.jax.rendezvous import join_rank0
+from pipelinerl.trainers.ranks.distributed import Distributed
+from pipelinerl.trainers.ranks.rank0 import lead
+from pipelinerl.trainers.ranks.rendezvous import join_rank0
 from tests.fakes import jax_rank0
 from tests.patience import PATIENCE_S
 from trainer_contract.conformance import CHECKS
@@ -193,13 +194,13 @@ def test_the_others_end_when_rank_0_does(how, sentence, model_path, tmp_path):
 def test_a_rank_that_does_not_come_is_named():
     distributed = Distributed(coordinator=f"127.0.0.1:{free_ports(1)[0]}", processes=3, timeout_s=1)
     with pytest.raises(SpecError, match=r"rank 1, 2 did not come to 127.0.0.1:\d+ within 1 s; start `pipelinerl"):
-        lead(distributed)
+        lead(distributed, join)
 
 
 def test_a_rank_0_that_is_not_there_is_named():
     distributed = Distributed(coordinator=f"127.0.0.1:{free_ports(1)[0]}", processes=2, process=1, timeout_s=1)
     with pytest.raises(SpecError, match=r"rank 0 does not answer at 127.0.0.1:\d+ within 1 s"):
-        join_rank0(distributed)
+        join_rank0(distributed, join)
 
 
 @pytest.mark.parametrize(
@@ -218,14 +219,14 @@ def test_a_stranger_is_refused_and_the_others_still_may_come(fields, token, sent
 
     def wait_for_ranks() -> None:
         try:
-            lead(Distributed(**common, token_file=str(paths["secret"])))
+            lead(Distributed(**common, token_file=str(paths["secret"])), join)
         except SpecError as error:
             said.append(str(error))
 
     waiting = threading.Thread(target=wait_for_ranks)
     waiting.start()
     with pytest.raises(SpecError, match="rank 0 refuses rank 1: " + sentence):
-        join_rank0(Distributed(**common | fields, token_file=str(paths[token])))
+        join_rank0(Distributed(**common | fields, token_file=str(paths[token])), join)
     waiting.join(PATIENCE_S)
     assert "rank 1, 2 did not come" in said[0]
 

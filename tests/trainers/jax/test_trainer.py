@@ -77,8 +77,8 @@ def test_conformance(model_path, tmp_path):
 def test_the_torch_trainer_is_its_twin(name, model_path, micro_batch):
     path, batch = model_path(name), micro_batch()
     ours, theirs = started(path), started(path, TorchTrainer)
-    assert np.abs(ours.forward(batch) - theirs.forward(batch)).max() <= 1e-5
-    got, expected = ours.backward(batch, OBJECTIVE), theirs.backward(batch, OBJECTIVE)
+    assert np.abs(ours.forward([batch])[0] - theirs.forward([batch])[0]).max() <= 1e-5
+    got, expected = ours.backward([batch], OBJECTIVE)[0], theirs.backward([batch], OBJECTIVE)[0]
     np.testing.assert_allclose(got.loss, expected.loss, rtol=1e-5)
     np.testing.assert_allclose(got.predictions, expected.predictions, atol=1e-5)
     assert largest_relative_difference(gradients(ours), gradients(theirs)) <= 2e-5
@@ -89,7 +89,7 @@ def test_twenty_steps_follow_the_torch_trainer(model_path, micro_batch):
     ours, theirs = (started(model_path("qwen2"), kind, optimizer=optimizer) for kind in (JaxTrainer, TorchTrainer))
     for seed in range(20):
         batch = micro_batch(seed=seed)
-        losses = [trainer.backward(batch, OBJECTIVE).loss for trainer in (ours, theirs)]
+        losses = [trainer.backward([batch], OBJECTIVE)[0].loss for trainer in (ours, theirs)]
         steps = [trainer.optimizer_step(learning_rate=1e-3) for trainer in (ours, theirs)]
         assert abs(losses[0] - losses[1]) <= 1e-4, seed
         np.testing.assert_allclose(steps[0].grad_norm, steps[1].grad_norm, rtol=1e-4)
@@ -100,7 +100,7 @@ def test_one_program_for_each_shape_of_rows(model_path, micro_batch, compilation
     trainer, shapes, lengths = started(model_path("llama")), set(), set()
     for number in range(1, 13):
         batch = micro_batch(lengths=tuple(range(2, 2 + number)))
-        trainer.backward(batch, OBJECTIVE)
+        trainer.backward([batch], OBJECTIVE)
         trainer.optimizer_step(learning_rate=1e-4)
         shapes.add(Rows.of(batch.position_ids).shape)
         lengths.add(batch.num_tokens)
@@ -112,22 +112,22 @@ def test_one_program_for_each_shape_of_rows(model_path, micro_batch, compilation
 def test_what_is_kept_for_the_backward_pass_changes_nothing(remat, model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch()
     plain, trainer = started(path), started(path, options={"remat": remat})
-    plain.backward(batch, OBJECTIVE)
-    stats = trainer.backward(batch, OBJECTIVE)
+    plain.backward([batch], OBJECTIVE)
+    stats = trainer.backward([batch], OBJECTIVE)[0]
     assert largest_relative_difference(gradients(trainer), gradients(plain)) <= 1e-5
     # RLAX §5.1: the forward pass of a training step is the inference forward pass.
-    inside = trainer.forward(batch)[batch.loss_mask]
+    inside = trainer.forward([batch])[0][batch.loss_mask]
     np.testing.assert_allclose(stats.predictions[batch.loss_mask], inside, rtol=0, atol=1e-6)
 
 
 def test_a_kl_coefficient_that_moves_compiles_nothing_anew(model_path, micro_batch, compilations):
     trainer, batch, objective = started(model_path("llama")), micro_batch(), resolve("grpo_kl")
-    batch = replace(batch, ref_logprobs=1.1 * trainer.forward(batch))
+    batch = replace(batch, ref_logprobs=1.1 * trainer.forward([batch])[0])
 
     def loss_at(beta):
         compiled, coefficient = as_column(with_kl_coefficient(objective, beta))
         given = replace(batch, kl_coefficients=np.full(batch.num_tokens, coefficient, np.float32))
-        return trainer.backward(given, compiled).loss
+        return trainer.backward([given], compiled)[0].loss
 
     first = [loss_at(0.04), loss_at(0.04)]
     compilations.clear()
@@ -141,8 +141,8 @@ def test_a_kl_coefficient_that_moves_compiles_nothing_anew(model_path, micro_bat
 def test_other_weights_are_an_argument_of_the_same_program(model_path, micro_batch, compilations):
     trainer, batch, history = started(model_path("llama")), micro_batch(), []
     for _ in range(3):
-        history.append((copied(trainer.gather_weights()), trainer.forward(batch)))
-        trainer.backward(batch, OBJECTIVE)
+        history.append((copied(trainer.gather_weights()), trainer.forward([batch])[0]))
+        trainer.backward([batch], OBJECTIVE)
         trainer.optimizer_step(learning_rate=1e-2)
     compilations.clear()
     for held, expected in history[::-1]:
@@ -169,8 +169,8 @@ def test_the_gradients_forward_pass_is_inferences_to_the_bit(precision, model_pa
     _, columns = jax_worker.laid_out(worker.program, batch)
     forward = jax.make_jaxpr(jax_program.logprobs, static_argnums=0)(worker.program, worker.weights, columns)
     assert list(remats(forward.jaxpr)) == 2 * [jax.checkpoint_policies.nothing_saveable], "the layers, and the head"
-    evaluated = trainer.backward(batch, OBJECTIVE).predictions[inside]
-    assert trainer.forward(batch)[inside].tobytes() == evaluated.tobytes()
+    evaluated = trainer.backward([batch], OBJECTIVE)[0].predictions[inside]
+    assert trainer.forward([batch])[0][inside].tobytes() == evaluated.tobytes()
     assert trainer.forward_at([batch], copied(trainer.gather_weights()))[0][inside].tobytes() == evaluated.tobytes()
 
 
@@ -178,15 +178,15 @@ def test_pieces_of_the_vocabulary_change_nothing(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch()
     whole, pieces = started(path), started(path)
     pieces._worker.program = replace(pieces._worker.program, logits_at_once=10 * VOCAB)
-    np.testing.assert_allclose(pieces.forward(batch), whole.forward(batch), atol=1e-6)
+    np.testing.assert_allclose(pieces.forward([batch])[0], whole.forward([batch])[0], atol=1e-6)
 
 
 def test_bf16_computes_near_fp32_and_keeps_fp32_weights(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch(tempered=False)
-    exact = started(path).forward(batch)
+    exact = started(path).forward([batch])[0]
     trainer = started(path, precision=Precision.BF16)
-    assert 0 < np.abs(trainer.forward(batch) - exact).max() < 0.5
-    trainer.backward(batch, OBJECTIVE)
+    assert 0 < np.abs(trainer.forward([batch])[0] - exact).max() < 0.5
+    trainer.backward([batch], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-3)
     assert {str(array.dtype) for array in trainer._worker.weights.values()} == {"float32"}
 
@@ -199,16 +199,16 @@ def test_weights_are_gathered_in_the_dtype_of_the_model_directory(model_path, tm
     assert {array.dtype for _, array in trainer.gather_weights()} == {jnp.dtype("bfloat16")}
     # The output layer that engines hold is the rounded one; with fp32 arithmetic on it the log-probs are theirs.
     served, batch = started(path, head_precision=HeadPrecision.FP32), micro_batch(tempered=False)
-    np.testing.assert_array_equal(served.forward(batch), trainer.forward(batch))
+    np.testing.assert_array_equal(served.forward([batch])[0], trainer.forward([batch])[0])
     for each in (served, trainer):  # as a step would: to weights that bf16 does not hold
         each._worker.weights = {name: 1.001 * array for name, array in each._worker.weights.items()}
-    assert 0 < np.abs(served.forward(batch) - trainer.forward(batch)).max() < 0.1
+    assert 0 < np.abs(served.forward([batch])[0] - trainer.forward([batch])[0]).max() < 0.1
 
 
 def test_a_gradient_that_overflows_is_cleared(model_path, micro_batch):
     trainer = started(model_path("qwen2"))
     before = weights(trainer)
-    trainer.backward(micro_batch(), OBJECTIVE)
+    trainer.backward([micro_batch()], OBJECTIVE)
     trainer._worker.gradient["model.norm.weight"] *= jnp.inf
     with pytest.raises(NonFiniteError, match="cleared and the weights are as before"):
         trainer.optimizer_step(learning_rate=1e-2)

@@ -72,8 +72,8 @@ def test_packed_equals_padded(name, model_path, micro_batch):
     path, batch = model_path(name), micro_batch()
     loss, logprobs, expected = padded_twin(path, batch)
     trainer = started(path)
-    np.testing.assert_allclose(trainer.forward(batch), logprobs, atol=2e-5)
-    np.testing.assert_allclose(trainer.backward(batch, OBJECTIVE).loss, loss, rtol=1e-4)
+    np.testing.assert_allclose(trainer.forward([batch])[0], logprobs, atol=2e-5)
+    np.testing.assert_allclose(trainer.backward([batch], OBJECTIVE)[0].loss, loss, rtol=1e-4)
     got = gradients(trainer)
     assert got.keys() == expected.keys()
     for parameter, gradient in expected.items():
@@ -82,12 +82,12 @@ def test_packed_equals_padded(name, model_path, micro_batch):
 
 def test_splitting_and_order_change_the_gradient_by_rounding_only(model_path, micro_batch):
     whole = started(model_path("qwen2"))
-    total = whole.backward(micro_batch(), OBJECTIVE)
+    total = whole.backward([micro_batch()], OBJECTIVE)[0]
     expected = gradients(whole)
     scale = max(gradient.abs().max() for gradient in expected.values())
     for split in ([[0], [1], [2], [3], [4], [5]], [[5, 3], [2, 0, 4], [1]], [[5, 4, 3, 2, 1, 0]]):
         trainer = started(model_path("qwen2"))
-        parts = [trainer.backward(micro_batch(select=part), OBJECTIVE) for part in split]
+        parts = [trainer.backward([micro_batch(select=part)], OBJECTIVE)[0] for part in split]
         np.testing.assert_allclose(sum(part.loss for part in parts), total.loss, rtol=1e-5)
         assert sum((part.predictions != 0).sum() for part in parts) == (total.predictions != 0).sum()
         for parameter, gradient in gradients(trainer).items():
@@ -98,9 +98,9 @@ def test_equal_calls_give_equal_bits(model_path, micro_batch):
     trainers = [started(model_path("llama")) for _ in range(2)]
     for seed in range(3):
         batch = micro_batch(seed=seed)
-        first, second = (t.backward(batch, OBJECTIVE) for t in trainers)
+        first, second = (t.backward([batch], OBJECTIVE)[0] for t in trainers)
         assert first.loss == second.loss and first.predictions.tobytes() == second.predictions.tobytes()
-        first, second = ((t.optimizer_step(learning_rate=1e-2), t.forward(batch).tobytes()) for t in trainers)
+        first, second = ((t.optimizer_step(learning_rate=1e-2), t.forward([batch])[0].tobytes()) for t in trainers)
         assert first == second
 
 
@@ -108,24 +108,24 @@ def test_other_weights_are_computed_with_as_engines_hold_them(model_path, micro_
     """Of a bf16 model the masters are finer than what is served; what was served is what counts."""
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
     trainer, batch = started(tmp_path), micro_batch()
-    trainer.backward(batch, OBJECTIVE)
+    trainer.backward([batch], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-3)
     served = copied(trainer.gather_weights())
     (got,) = trainer.forward_at([batch], served)
-    assert got.tobytes() != trainer.forward(batch).tobytes()
+    assert got.tobytes() != trainer.forward([batch])[0].tobytes()
     for _, parameter in trainer._worker.named_parameters():
         parameter.data = parameter.data.bfloat16().float()
-    assert got.tobytes() == trainer.forward(batch).tobytes()
+    assert got.tobytes() == trainer.forward([batch])[0].tobytes()
 
 
 def test_checkpointing_and_pieces_of_the_vocabulary_change_nothing(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch()
     plain = started(path)
-    plain.backward(batch, OBJECTIVE)
+    plain.backward([batch], OBJECTIVE)
     frugal = started(path, gradient_checkpointing=True)
     frugal._worker.model._logits_at_once = 10 * VOCAB
     assert isinstance(frugal._worker.model, PackedModel)
-    frugal.backward(batch, OBJECTIVE)
+    frugal.backward([batch], OBJECTIVE)
     expected = gradients(plain)
     for parameter, gradient in gradients(frugal).items():
         torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6, msg=parameter)
@@ -133,11 +133,11 @@ def test_checkpointing_and_pieces_of_the_vocabulary_change_nothing(model_path, m
 
 def test_bf16_computes_near_fp32_and_keeps_fp32_weights(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch(tempered=False)
-    exact = started(path).forward(batch)
+    exact = started(path).forward([batch])[0]
     trainer = started(path, precision=Precision.BF16)
-    rough = trainer.forward(batch)
+    rough = trainer.forward([batch])[0]
     assert 0 < np.abs(rough - exact).max() < 0.5
-    trainer.backward(batch, OBJECTIVE)
+    trainer.backward([batch], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-3)
     assert {p.dtype for _, p in trainer._worker.named_parameters()} == {torch.float32}
 
@@ -147,7 +147,7 @@ def test_weights_are_gathered_in_the_dtype_of_the_model_directory(model_path, tm
     trainer = started(tmp_path / "bf16")
     assert {info.dtype for info in trainer.weight_layout()} == {"bfloat16"}
     assert {array.dtype for _, array in trainer.gather_weights()} == {torch.bfloat16}
-    trainer.backward(micro_batch(), OBJECTIVE)
+    trainer.backward([micro_batch()], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-6)
     (tmp_path / "state").mkdir()
     trainer.save_state(tmp_path / "state")
@@ -169,7 +169,7 @@ def test_gathering_copies_nothing_and_lists_tied_weights_once(model_path):
 
 def test_a_saved_model_is_an_ordinary_hugging_face_directory(model_path, micro_batch, tmp_path):
     trainer = started(model_path("gpt2"))
-    trainer.backward(micro_batch(), OBJECTIVE)
+    trainer.backward([micro_batch()], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-2)
     trainer.save_state(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -179,7 +179,7 @@ def test_a_saved_model_is_an_ordinary_hugging_face_directory(model_path, micro_b
 
 def test_states_of_other_models_and_incomplete_states_are_refused(model_path, tmp_path, micro_batch):
     trainer = started(model_path("qwen2"))
-    trainer.backward(micro_batch(), OBJECTIVE)
+    trainer.backward([micro_batch()], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-2)
     trainer.save_state(tmp_path)
     with pytest.raises(StateError, match="of another model than model_path"):
@@ -198,7 +198,7 @@ def test_states_of_other_models_and_incomplete_states_are_refused(model_path, tm
 def test_a_gradient_that_overflows_is_cleared(model_path, micro_batch):
     trainer = started(model_path("qwen2"))
     before = [weight.clone() for _, weight in trainer.gather_weights()]
-    trainer.backward(micro_batch(), OBJECTIVE)
+    trainer.backward([micro_batch()], OBJECTIVE)
     next(trainer._worker.model.parameters()).grad[0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match="cleared and the weights are as before"):
         trainer.optimizer_step(learning_rate=1e-2)
@@ -211,7 +211,7 @@ def test_a_gradient_that_overflows_is_cleared(model_path, micro_batch):
 def test_a_micro_batch_that_trains_nothing_counts_nothing(model_path, micro_batch):
     trainer, batch = started(model_path("qwen2")), micro_batch()
     object.__setattr__(batch, "loss_mask", np.zeros_like(batch.loss_mask))
-    stats = trainer.backward(batch, OBJECTIVE)
+    stats = trainer.backward([batch], OBJECTIVE)[0]
     assert stats.loss == 0.0 and not stats.predictions.any()
     assert trainer.optimizer_step(learning_rate=1e-2).grad_norm == 0.0
 
@@ -262,13 +262,13 @@ def test_models_that_cannot_be_packed_are_refused(model_path, tmp_path):
 
 def test_a_saved_value_model_is_one_to_start_from(model_path, micro_batch, tmp_path):
     critic, batch = started(model_path("qwen2"), head=Head.VALUE), micro_batch()
-    assert not critic.forward(batch).any(), "without a head of its own, values begin at 0"
+    assert not critic.forward([batch])[0].any(), "without a head of its own, values begin at 0"
     for _ in range(3):
-        critic.backward(batch, OBJECTIVE)
+        critic.backward([batch], OBJECTIVE)
         critic.optimizer_step(learning_rate=1e-2)
     critic.save_state(tmp_path)
     again = started(tmp_path / "model", head=Head.VALUE)
-    assert again.forward(batch).tobytes() == critic.forward(batch).tobytes()
+    assert again.forward([batch])[0].tobytes() == critic.forward([batch])[0].tobytes()
     assert again.model_version == 0
     names = [info.name for info in critic.weight_layout()]
     assert names[-2:] == ["value_head.weight", "value_head.bias"] and "lm_head.weight" not in names
@@ -290,13 +290,13 @@ def test_three_workers_share_a_process(model_path, micro_batch):
     """accelerate keeps one state for all: making one more must not disturb those that are there."""
     batch = micro_batch()
     alone = started(model_path("qwen2"))
-    expected = alone.forward(batch).tobytes()
+    expected = alone.forward([batch])[0].tobytes()
     first = started(model_path("qwen2"))
     others = started(model_path("qwen2"), head=Head.VALUE), started(model_path("llama"))
-    assert first.forward(batch).tobytes() == expected
+    assert first.forward([batch])[0].tobytes() == expected
     for worker in (first, *others):
-        worker.backward(batch, OBJECTIVE)
-    alone.backward(batch, OBJECTIVE)
+        worker.backward([batch], OBJECTIVE)
+    alone.backward([batch], OBJECTIVE)
     norms = [worker.optimizer_step(learning_rate=1e-3).grad_norm for worker in (alone, first, *others)]
     assert norms[0] == norms[1] and all(norm > 0 for norm in norms)
-    assert alone.forward(batch).tobytes() == first.forward(batch).tobytes()
+    assert alone.forward([batch])[0].tobytes() == first.forward([batch])[0].tobytes()

@@ -64,7 +64,7 @@ class World:
         self.url, self.client, self.trainer = url, client, trainer
 
     async def forward(self, batch: MicroBatch) -> Float32:
-        return self.trainer.forward(batch)
+        return self.trainer.forward([batch])[0]
 
     async def findings(
         self, *, twist: Any = lambda completion: completion, canary: Canary = CANARY, **report: Any

@@ -34,7 +34,7 @@ def trainer(tmp_path: Path) -> BigramTrainer:
 def stepped(trainer: BigramTrainer) -> BigramTrainer:
     objective = resolve("grpo")
     batch = build([group(0)], objective=objective, token_budget=99, producing=trainer.model_version + 1)
-    trainer.backward(batch.micro_batches[0], objective)
+    trainer.backward([batch.micro_batches[0]], objective)
     trainer.optimizer_step(learning_rate=0.1)
     return trainer
 

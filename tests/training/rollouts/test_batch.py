@@ -61,8 +61,8 @@ def step(path: Path, micro_batches: list[MicroBatch], objective: PolicyObjective
     loss = 0.0
     for micro_batch in micro_batches:
         if needs_old:
-            micro_batch = replace(micro_batch, old_logprobs=trainer.forward(micro_batch))
-        loss += trainer.backward(micro_batch, objective).loss
+            micro_batch = replace(micro_batch, old_logprobs=trainer.forward([micro_batch])[0])
+        loss += trainer.backward([micro_batch], objective)[0].loss
     stats = trainer.optimizer_step(learning_rate=0.1)
     ((_, table),) = trainer.gather_weights()
     return loss, table, stats.grad_norm

@@ -117,10 +117,11 @@ def in_fp32(policy: BigramTrainer) -> Trainer:
         def __getattr__(self, name: str) -> Any:
             return getattr(policy, name)
 
-        def backward(self, micro_batch: Any, objective: PolicyObjective) -> Any:
-            if (np.abs(micro_batch.behavior_logprobs) > 88).any():
-                raise NonFiniteError("the loss is inf")
-            return policy.backward(micro_batch, objective)
+        def backward(self, micro_batches: Any, objective: PolicyObjective) -> Any:
+            for number, micro_batch in enumerate(micro_batches):
+                if (np.abs(micro_batch.behavior_logprobs) > 88).any():
+                    raise NonFiniteError("the loss is inf", number=number)
+            return policy.backward(micro_batches, objective)
 
     narrow: Any = Narrow()
     return narrow

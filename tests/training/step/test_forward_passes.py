@@ -88,7 +88,7 @@ def practised(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, lis
     predicted = {}
     for version in range(steps + 1):
         step.will_sample(acceptance=8)
-        predicted[version] = [trainer.forward(batch) for batch in alone]
+        predicted[version] = trainer.forward(alone)
         if version < steps:
             fresh = [replace(group(0), rollouts=(sampled(9, [(version, 5)]), sampled(8, [(version, 4)], reward=0.0)))]
             found = step.accumulate(in_one_batch(fresh, producing=version + 1), OBJECTIVE)

@@ -67,9 +67,9 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.worker, name)
 
-    def forward(self, micro_batch: MicroBatch) -> Float32:
-        self.forwards += 1
-        return self.worker.forward(micro_batch)
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        self.forwards += len(micro_batches)
+        return self.worker.forward(micro_batches)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What rank 0 of a JAX trainer tells the others: the verbs of the trainer contract as msgpack, and the answers.
+"""What rank 0 of a trainer tells the others: the verbs of the trainer contract as msgpack, and the answers.
 
 Every value is plain data. What stands for a class (an objective and its slots) is named `module:Class`, and is made
 again only when it is a dataclass or an enum of the objective or of the trainer contract: nothing else can be named, and
@@ -21,16 +21,16 @@ from trainer_contract.errors import RankError, SpecError
 from trainer_contract.types import MicroBatch, Objective, TrainerSpec
 
 #: Where the classes of objectives may come from.
-_OBJECTIVES: Final = ("pipelinerl.objective.", "trainer_contract.")
+_OBJECTIVES: Final = ("pipelinerl.objective.", "pipelinerl.numerics.", "trainer_contract.")
 
 
 class Lane(StrEnum):
     """Commands of one lane are executed in the order they were given, on every rank; lanes run beside each other."""
 
-    DEVICES = "devices"
-    """Whatever runs programs on the mesh: their order must be the same everywhere."""
-    FILES = "files"
-    """What only reads weights and writes files: it takes no time from the passes."""
+    PASSES = "passes"
+    """Whatever computes on all processes at once: the order must be the same everywhere."""
+    READS = "reads"
+    """What only reads the weights, beside the passes: it takes no time from them."""
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -48,24 +48,27 @@ class StartCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """`forward`."""
-
-    trainer: int
-    batch: Columns
-
-
-class ForwardAt(msgspec.Struct, frozen=True, tag=True):
-    """`forward_at`; the weights follow on the devices."""
+    """`forward` of the micro-batches that are this rank's; all ranks make `rounds` passes, at least as many."""
 
     trainer: int
     batches: list[Columns]
+    rounds: int
+
+
+class ForwardAt(msgspec.Struct, frozen=True, tag=True):
+    """`forward_at`; the weights follow by the way that passes take."""
+
+    trainer: int
+    batches: list[Columns]
+    rounds: int
 
 
 class Backward(msgspec.Struct, frozen=True, tag=True):
-    """`backward`."""
+    """`backward` of the micro-batches that are this rank's; all ranks make `rounds` passes, at least as many."""
 
     trainer: int
-    batch: Columns
+    batches: list[Columns]
+    rounds: int
     objective: Any
 
 
@@ -82,11 +85,23 @@ class Discard(msgspec.Struct, frozen=True, tag=True):
     trainer: int
 
 
+class GatheredKind(StrEnum):
+    """What is gathered of a parameter."""
+
+    WEIGHTS = "weights"
+    """Itself, as engines are sent it."""
+    MASTER = "master"
+    """Itself, as it is trained."""
+    MEAN = "exp_avg"
+    SQUARE = "exp_avg_sq"
+
+
 class Gather(msgspec.Struct, frozen=True, tag=True):
     """One parameter of `gather_weights`, by its place in the order of `weight_layout`."""
 
     trainer: int
     place: int
+    kind: GatheredKind = GatheredKind.WEIGHTS
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
@@ -109,12 +124,8 @@ class Numbered(msgspec.Struct, frozen=True, tag=True):
     """A command and the number that its answers carry."""
 
     number: int
+    lane: Lane
     command: Command
-
-    @property
-    def lane(self) -> Lane:
-        """The lane that executes it."""
-        return Lane.FILES if isinstance(self.command, Save) else Lane.DEVICES
 
 
 class RanksEnd(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +143,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """All ranks are there; `port`, on the coordinator's host, is where JAX's own coordination service will be."""
+    """All ranks are there; `port`, on the coordinator's host, is where the array library's own meeting will be."""
 
     port: int
 
@@ -143,10 +154,19 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class RankResult(msgspec.Struct, frozen=True):
+    """What a pass over a rank's micro-batch gave: its loss, and the predictions f32 [T] as bytes."""
+
+    predictions: bytes
+    loss: float = 0.0
+
+
 class RankAnswer(msgspec.Struct, frozen=True, tag=True):
-    """A rank is done with a command; or `error`, a class of `trainer_contract.errors`, and its sentence."""
+    """A rank is done with a command, with `results` where it has any; or `error`, a class of `trainer_contract.errors`,
+    and its sentence."""
 
     number: int
+    results: list[RankResult] = []
     error: str = ""
     sentence: str = ""
 
@@ -224,7 +244,7 @@ def encode_objective(value: Any) -> Any:
         parts = {field.name: encode_objective(getattr(value, field.name)) for field in fields(value) if field.init}
         return {"class": _name(kind), "fields": parts}
     raise SpecError(
-        f"an objective that trains on several processes must be made of {' and '.join(_OBJECTIVES)}* alone, "
+        f"an objective that trains on several processes must be made of {', '.join(_OBJECTIVES)}* alone, "
         f"got {_name(kind)}; train on one process"
     )
 

@@ -1,4 +1,4 @@
-"""What a rank above 0 of a JAX trainer does: hold its shards, and execute what rank 0 says, until rank 0 ends.
+"""What a rank above 0 of a trainer does: hold its shards, and execute what rank 0 says, until rank 0 ends.
 
     who waits           for what                           until         unblocked by
     the main thread     rank 0's next message or beat      silence_s     rank 0
@@ -13,48 +13,51 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
-from pipelinerl.trainers.jax.channel import Channel
-from pipelinerl.trainers.jax.commands import (
-    Backward,
+from pipelinerl.trainers.ranks.channel import Channel
+from pipelinerl.trainers.ranks.commands import (
     Close,
     Command,
-    Discard,
-    ForwardAt,
-    ForwardCommand,
-    Gather,
     Lane,
     Numbered,
     RankAnswer,
+    RankResult,
     RanksEnd,
     Save,
     StartCommand,
-    StepCommand,
     decode,
-    decode_batch,
-    decode_objective,
     decode_spec,
     encode,
 )
-from pipelinerl.trainers.jax.options import Distributed
-from pipelinerl.trainers.jax.rendezvous import join_rank0
-from pipelinerl.trainers.jax.trainer import read_spec
-from pipelinerl.trainers.jax.worker import JaxWorker
+from pipelinerl.trainers.ranks.distributed import Distributed
+from pipelinerl.trainers.ranks.rendezvous import Join, join_rank0
 from trainer_contract.errors import RankError, StateError, TrainerError
+from trainer_contract.types import TrainerSpec
 
 
-def follow(distributed: Distributed, *, say: Callable[[str], None]) -> None:
-    """Join rank 0 and obey it; returns when it says that its work is done.
+class RankWorker(Protocol):
+    """One process' part of a trainer: its shards, and what it does with them."""
+
+    def execute(self, command: Command) -> list[RankResult]:
+        """Do this rank's part of a verb; every rank does, in one order. Raises TrainerError."""
+        ...
+
+
+#: `init_worker` on a rank above 0.
+Start = Callable[[TrainerSpec], RankWorker]
+
+
+def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[[str], None]) -> None:
+    """Join rank 0 and obey it, with the workers that `start` makes; returns when it says that its work is done.
 
     Raises:
         SpecError: rank 0 does not answer, or refuses this rank.
         RankError: rank 0 died, hangs or has given up; or this rank failed, which rank 0 was told.
     """
-    channel = join_rank0(distributed)
+    channel = join_rank0(distributed, join)
     say(f"rank {distributed.process} of {distributed.processes} follows {distributed.coordinator}")
-    rank = _Rank(channel)
+    rank = _Rank(channel, start)
     while True:
         message = decode(channel.receive())
         if isinstance(message, RanksEnd):
@@ -70,9 +73,10 @@ def follow(distributed: Distributed, *, say: Callable[[str], None]) -> None:
 class _Rank:
     """The trainers of this process, by rank 0's numbers, and the threads that work for them."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, start: Start) -> None:
         self._channel = channel
-        self._workers: dict[int, JaxWorker] = {}
+        self._start = start
+        self._workers: dict[int, RankWorker] = {}
         self._lanes: dict[Lane, queue.SimpleQueue[Numbered]] = {lane: queue.SimpleQueue() for lane in Lane}
         for lane in Lane:
             threading.Thread(target=self._work, args=(lane,), name=f"rank-{lane}", daemon=True).start()
@@ -85,52 +89,29 @@ class _Rank:
         while True:
             numbered = self._lanes[lane].get()
             error: BaseException | None = None
+            results: list[RankResult] = []
             try:
-                self._execute(numbered.command)
+                results = self._execute(numbered.command)
             except TrainerError as refusal:
                 error = refusal
-            except (RuntimeError, ValueError, OSError) as failed:  # JAX's, TensorStore's, the disk's
-                files = lane is Lane.FILES
+            except (RuntimeError, ValueError, OSError) as failed:  # the array library's, a file format's, the disk's
+                files = isinstance(numbered.command, Save)
                 error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")
             except BaseException:  # a mistake of ours: both ranks end at once
                 self._channel.close()
                 raise
-            answer = RankAnswer(numbered.number, type(error).__name__ if error else "", str(error) if error else "")
+            said = (type(error).__name__, str(error)) if error else ("", "")
+            answer = RankAnswer(numbered.number, results, *said)
             try:
                 self._channel.send(encode(answer))
             except RankError:
                 return  # the main thread meets it, too
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: Command) -> list[RankResult]:
         if isinstance(command, StartCommand):
-            spec = decode_spec(command.spec)
-            options, config = read_spec(spec)
-            self._workers[command.trainer] = JaxWorker.started(spec, options, config)
-            return
-        if isinstance(command, Close):
+            self._workers[command.trainer] = self._start(decode_spec(command.spec))
+        elif isinstance(command, Close):
             self._workers.pop(command.trainer, None)
-            return
-        worker = self._workers[command.trainer]
-        match command:
-            case ForwardCommand():
-                worker.forward(decode_batch(command.batch))
-            case ForwardAt():
-                worker.forward_at([decode_batch(batch) for batch in command.batches], None)
-            case Backward():
-                worker.backward(decode_batch(command.batch), decode_objective(command.objective))
-            case StepCommand():
-                worker.optimizer_step(command.learning_rate)
-            case Discard():
-                worker.gradient = None
-            case Gather():
-                worker.gathered(command.place)
-            case Save():
-                _save(worker, Path(command.path))
-
-
-def _save(worker: JaxWorker, path: Path) -> None:
-    if not path.is_dir():
-        raise StateError(
-            f"{path} is not there on this host; put the run's directory on a file system that every host mounts alike"
-        )
-    worker.save_parts(path)
+        else:
+            return self._workers[command.trainer].execute(command)
+        return []

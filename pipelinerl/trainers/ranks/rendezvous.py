@@ -1,13 +1,14 @@
-"""How the processes of a JAX trainer find one another: first by our own connections, then as one JAX.
+"""How the processes of a trainer find one another: by our own connections first, then as their array library has it.
 
     rank 0                                          rank r
     listens at options.distributed.coordinator      connects, again and again, until the deadline
                                                     Hello(rank, processes, token)
     has heard all: Welcome(port)  ───────────────▶
-    jax.distributed.initialize                      jax.distributed.initialize
+    join                                            join
 
-JAX ends the process with a C++ trace when a process is missing at its own rendezvous, so nobody enters that before all
-are known to be there. Whoever does not come, or may not, is named in one sentence within `timeout_s`.
+JAX ends the process with a C++ trace when a process is missing at its own rendezvous, and torch waits for it without a
+word, so nobody enters that before all are known to be there. Whoever does not come, or may not, is named in one
+sentence within `timeout_s`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import json
 import logging
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import jax
-
-from pipelinerl.trainers.jax.channel import Channel
-from pipelinerl.trainers.jax.commands import Hello, Refused, Welcome, decode, encode
-from pipelinerl.trainers.jax.options import Distributed
+from pipelinerl.trainers.ranks.channel import Channel
+from pipelinerl.trainers.ranks.commands import Hello, Refused, Welcome, decode, encode
+from pipelinerl.trainers.ranks.distributed import Distributed
 from trainer_contract.errors import RankError, SpecError
 
 log = logging.getLogger("pipelinerl")
@@ -32,18 +32,18 @@ log = logging.getLogger("pipelinerl")
 #: Of a message from somebody who has not shown the token yet.
 _MOST_BYTES: Final = 4096
 _RETRY_S: Final = 0.1
-#: JAX's own limits end the process with a trace: they are longer than ours, which end it with a sentence.
-_JAX_PATIENCE: Final = 4
-_JAX_SHUTDOWN_S: Final = 10
+
+#: Makes this process one with the others, by the array library's own means: called on all of them, with what is agreed
+#: on and the port of rank 0's host at which they meet. Raises SpecError.
+Join = Callable[[Distributed, int], None]
 
 
-def gather_ranks(distributed: Distributed) -> dict[int, Channel]:
-    """Wait for all other ranks and become one JAX with them; called by rank 0.
+def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
+    """Wait for all other ranks and join them; called by rank 0.
 
     Raises:
-        SpecError: the address cannot be listened at, ranks are missing, or JAX was used in this process before.
+        SpecError: the address cannot be listened at, ranks are missing, or they cannot be joined.
     """
-    _raise_if_late()
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     host, port = distributed.address
     try:
@@ -64,21 +64,20 @@ def gather_ranks(distributed: Distributed) -> dict[int, Channel]:
                 raise _missing(distributed, channels) from None
             _admit(connection, channels, distributed, token)
     with socket.create_server((host, 0), family=_family(host)) as probe:
-        jax_port = int(probe.getsockname()[1])
+        meeting = int(probe.getsockname()[1])
     for channel in channels.values():
-        channel.send(encode(Welcome(jax_port)))
+        channel.send(encode(Welcome(meeting)))
         channel.beat()
-    _initialize(distributed, rank=0, jax_port=jax_port)
+    join(distributed, meeting)
     return channels
 
 
-def join_rank0(distributed: Distributed) -> Channel:
-    """Connect to rank 0 and become one JAX with all; called by the other ranks.
+def join_rank0(distributed: Distributed, join: Join) -> Channel:
+    """Connect to rank 0 and join all; called by the other ranks.
 
     Raises:
-        SpecError: rank 0 does not answer, or refuses this rank, or JAX was used in this process before.
+        SpecError: rank 0 does not answer, or refuses this rank, or they cannot be joined.
     """
-    _raise_if_late()
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     connection = _connected(distributed, deadline)
     left_s = max(deadline - time.monotonic(), 1.0)  # the others may come later: there is no beat yet
@@ -97,7 +96,7 @@ def join_rank0(distributed: Distributed) -> Channel:
         raise SpecError(f"options.distributed: rank 0 refuses rank {distributed.process}: {reason}")
     channel = Channel(connection, peer="rank 0", silence_s=distributed.silence_s)
     channel.beat()
-    _initialize(distributed, rank=distributed.process, jax_port=answer.port)
+    join(distributed, answer.port)
     return channel
 
 
@@ -154,31 +153,6 @@ def _missing(distributed: Distributed, channels: dict[int, Channel]) -> SpecErro
     for channel in channels.values():
         channel.close()
     return SpecError(sentence)
-
-
-def _initialize(distributed: Distributed, *, rank: int, jax_port: int) -> None:
-    host = distributed.coordinator.rpartition(":")[0]
-    # A rank that died is found by the channels: JAX itself shall wait for none when a process ends.
-    jax.config.update("jax_enable_recoverability", True)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    try:
-        jax.distributed.initialize(
-            coordinator_address=f"{host}:{jax_port}",
-            coordinator_bind_address=f"{host}:{jax_port}",
-            num_processes=distributed.processes,
-            process_id=rank,
-            cluster_detection_method="deactivate",
-            initialization_timeout=distributed.timeout_s,
-            heartbeat_timeout_seconds=_JAX_PATIENCE * distributed.silence_s,
-            shutdown_timeout_seconds=_JAX_SHUTDOWN_S,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise SpecError(f"options.distributed: the other processes cannot be joined: {error}") from error
-
-
-def _raise_if_late() -> None:
-    if jax.distributed.is_initialized():
-        raise SpecError("options.distributed: this process is one of several already; start another process")
 
 
 def _token(distributed: Distributed) -> str:

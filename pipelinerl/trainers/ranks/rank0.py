@@ -1,4 +1,4 @@
-"""`Ranks`: how rank 0 of a JAX trainer makes all ranks execute a verb, and what becomes of it when one is lost.
+"""`Ranks`: how rank 0 of a trainer makes all ranks execute a verb, and what becomes of it when one is lost.
 
     who waits                     for what                      until                    unblocked by
     the caller of a verb          rank 0's part, and answers    timeout_s                the ranks; a rank lost
@@ -22,12 +22,22 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 
-from pipelinerl.trainers.jax.channel import Channel
-from pipelinerl.trainers.jax.commands import Command, Lane, Numbered, RankAnswer, RanksEnd, decode, encode
-from pipelinerl.trainers.jax.options import Distributed
-from pipelinerl.trainers.jax.rendezvous import gather_ranks
+from pipelinerl.trainers.ranks.channel import Channel
+from pipelinerl.trainers.ranks.commands import (
+    Command,
+    Lane,
+    Numbered,
+    RankAnswer,
+    RankResult,
+    RanksEnd,
+    Save,
+    decode,
+    encode,
+)
+from pipelinerl.trainers.ranks.distributed import Distributed
+from pipelinerl.trainers.ranks.rendezvous import Join, gather_ranks
 from trainer_contract.errors import RankError, SpecError, StateError, TrainerError
 
 T = TypeVar("T")
@@ -39,15 +49,29 @@ _LAST_S: Final = 60.0
 _OTHERS_FIND: Final = {"SpecError": SpecError, "StateError": StateError}
 
 
+class Together(NamedTuple, Generic[T]):
+    """What rank 0's part gave, and the results of the others by rank."""
+
+    own: T
+    others: Mapping[int, list[RankResult]]
+
+
 @final
 @dataclass(slots=True)
 class _Pending:
     """A command under way: rank 0's part, and the answers of the others."""
 
-    numbered: Numbered
+    verb: str
+    lane: Lane
+    commands: Mapping[int, Numbered]
     own: Callable[[], Any]
     result: Future[Any] = field(default_factory=Future)
     answers: dict[int, RankAnswer] = field(default_factory=dict)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Returns whether no rank can go on where one has failed: not so of files, which each writes for itself."""
+        return self.verb != Save.__name__
 
     @property
     def has_failed(self) -> bool:
@@ -72,8 +96,8 @@ class Ranks:
         for rank, channel in channels.items():
             threading.Thread(target=self._read, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
 
-    def together(self, command: Command, own: Callable[[], T]) -> T:
-        """Execute `command` on every other rank and `own`, rank 0's part of it, here; returns what `own` does.
+    def together(self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane) -> Together[T]:
+        """Execute `command` of its rank on every other rank and `own`, rank 0's part of it, here.
 
         Raises:
             TrainerError: as `own` does, and every other rank with it; or as another rank, on whose host a file is not.
@@ -82,17 +106,19 @@ class Ranks:
         with self._changed:
             self._raise_if_lost()
             self._given += 1
-            pending = _Pending(Numbered(self._given, command), own)
-            self._pending[self._given] = pending
-            self._lanes[pending.numbered.lane].put(pending)
+            number = self._given
+            commands = {rank: Numbered(number, lane, command(rank)) for rank in self._channels}
+            verb = type(commands[min(commands)].command).__name__
+            self._pending[number] = pending = _Pending(verb, lane, commands, own)
+            self._lanes[lane].put(pending)
             ended = self._changed.wait_for(lambda: self._has_ended(pending), timeout=self._timeout_s)
-            if pending.has_failed and pending.numbered.lane is Lane.DEVICES:
+            if pending.has_failed and pending.is_of_all:
                 self._changed.wait_for(lambda: self._lost is not None, timeout=_NAMING_S)
-            del self._pending[pending.numbered.number]
+            del self._pending[number]
             self._raise_if_lost()
         if not ended:
             raise self._lose(RankError(self._late(pending)))
-        return self._outcome(pending)
+        return Together(self._outcome(pending), {rank: answer.results for rank, answer in pending.answers.items()})
 
     def end(self) -> None:
         """Tell the others that the work is done."""
@@ -102,9 +128,8 @@ class Ranks:
             self._dismiss(RanksEnd())
 
     def _outcome(self, pending: _Pending) -> Any:
-        verb = type(pending.numbered.command).__name__
-        error = pending.result.exception()
-        if pending.has_failed and pending.numbered.lane is Lane.DEVICES:
+        verb, error = pending.verb, pending.result.exception()
+        if pending.has_failed and pending.is_of_all:
             failed = RankError(
                 f"{verb} failed on rank 0: {error}; a rank or the network has died: start all ranks again"
             )
@@ -127,7 +152,7 @@ class Ranks:
         missing = [rank for rank in self._channels if rank not in pending.answers]
         waits_for = [*([] if pending.result.done() else [0]), *missing]
         return (
-            f"{type(pending.numbered.command).__name__} took more than options.distributed.timeout_s = "
+            f"{pending.verb} took more than options.distributed.timeout_s = "
             f"{self._timeout_s:g} s: it waits for rank {', '.join(map(str, waits_for))}; start all ranks again"
         )
 
@@ -158,9 +183,8 @@ class Ranks:
         while True:
             pending = self._lanes[lane].get()
             try:
-                message = encode(pending.numbered)
-                for channel in self._channels.values():
-                    channel.send(message)
+                for rank, channel in self._channels.items():
+                    channel.send(encode(pending.commands[rank]))
                 result = pending.own()
             except BaseException as error:  # handed to the caller, whatever it is
                 pending.result.set_exception(error)
@@ -189,8 +213,8 @@ class Ranks:
 _led: tuple[Distributed, Ranks] | None = None
 
 
-def lead(distributed: Distributed) -> Ranks:
-    """The ranks of this process, which is rank 0 of one JAX for as long as it lives; the first call waits for them.
+def lead(distributed: Distributed, join: Join) -> Ranks:
+    """The ranks of this process, which is rank 0 for as long as it lives; the first call waits for them.
 
     Raises:
         SpecError: they do not come; this process is another rank; or it leads others already.
@@ -202,8 +226,8 @@ def lead(distributed: Distributed) -> Ranks:
             f"`pipelinerl trainer-rank --rank {distributed.process}` here"
         )
     if _led is None:
-        ranks = Ranks(gather_ranks(distributed), timeout_s=distributed.timeout_s)
-        atexit.register(ranks.end)  # after JAX's own hook, so that it is called before it
+        ranks = Ranks(gather_ranks(distributed, join), timeout_s=distributed.timeout_s)
+        atexit.register(ranks.end)  # after the array library's own hook, so that it is called before it
         _led = (distributed, ranks)
     if _led[0] != distributed:
         raise SpecError("options.distributed must be the same for every trainer of a process; give them one recipe")

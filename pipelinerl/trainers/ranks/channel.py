@@ -1,4 +1,4 @@
-"""`Channel`: a connection between rank 0 of a JAX trainer and another rank: whole messages, a beat, and silence found.
+"""`Channel`: a connection between rank 0 of a trainer and another rank: whole messages, a beat, and silence found.
 
     frame:  length u64 little-endian, then so many bytes; of length 0 it is a beat
 

@@ -1,0 +1,37 @@
+"""How several processes become one JAX, once all of them are known to be there."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import jax
+
+from pipelinerl.trainers.ranks.distributed import Distributed
+from trainer_contract.errors import SpecError
+
+#: JAX's own limits end the process with a trace: they are longer than ours, which end it with a sentence.
+_JAX_PATIENCE: Final = 4
+_JAX_SHUTDOWN_S: Final = 10
+
+
+def join(distributed: Distributed, port: int) -> None:
+    """Meet at this port of the coordinator's host. Raises SpecError."""
+    if jax.distributed.is_initialized():
+        raise SpecError("options.distributed: this process is one of several already; start another process")
+    host = distributed.coordinator.rpartition(":")[0]
+    # A rank that died is found by the channels: JAX itself shall wait for none when a process ends.
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator_address=f"{host}:{port}",
+            coordinator_bind_address=f"{host}:{port}",
+            num_processes=distributed.processes,
+            process_id=distributed.process,
+            cluster_detection_method="deactivate",
+            initialization_timeout=distributed.timeout_s,
+            heartbeat_timeout_seconds=_JAX_PATIENCE * distributed.silence_s,
+            shutdown_timeout_seconds=_JAX_SHUTDOWN_S,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise SpecError(f"options.distributed: the other processes cannot be joined: {error}") from error

@@ -1,0 +1,31 @@
+"""Reading a recipe's `trainer.options` without guessing: what is unknown, or of another kind, is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from trainer_contract.errors import SpecError
+
+
+def table(value: Any, kind: type[Any], where: str, *, trainer: str) -> Mapping[str, Any]:
+    """`value` as the fields of the dataclass `kind`. Raises SpecError for what is no table, and for unknown keys."""
+    if not isinstance(value, Mapping):
+        raise SpecError(f"{where} must be a table, got {value!r}")
+    refuse_unknown(value, [field.name for field in fields(kind)], where, trainer=trainer)
+    return value
+
+
+def refuse_unknown(options: Iterable[str], known: list[str], where: str, *, trainer: str) -> None:
+    """Raise SpecError for an option that is none of `known`."""
+    for name in options:
+        if name not in known:
+            raise SpecError(f"{where}.{name} is unknown to the {trainer} trainer; it knows {', '.join(known)}")
+
+
+def whole(value: Any, where: str, *, least: int) -> int:
+    """A whole number of at least `least`. Raises SpecError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SpecError(f"{where} must be a whole number of at least {least}, got {value!r}")
+    return value

@@ -1,0 +1,58 @@
+"""What a rank above 0 of a torch trainer does with each command."""
+
+from __future__ import annotations
+
+from typing import final
+
+from pipelinerl.trainers.ranks.commands import (
+    Backward,
+    Command,
+    Discard,
+    ForwardAt,
+    ForwardCommand,
+    Gather,
+    RankResult,
+    StepCommand,
+    decode_batch,
+    decode_objective,
+)
+from pipelinerl.trainers.torch.mesh_worker import MeshWorker
+from pipelinerl.trainers.torch.options import mesh_of
+from trainer_contract.types import Float32, LossStats, MicroBatch, TrainerSpec
+
+
+@final
+class MeshFollower:
+    """Satisfies `ranks.follower.RankWorker`: what it computes of its own micro-batches goes back to rank 0."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._worker = MeshWorker.started(spec, mesh_of(spec.options))
+
+    def execute(self, command: Command) -> list[RankResult]:
+        """Call the worker as rank 0 does."""
+        worker = self._worker
+        match command:
+            case ForwardCommand():
+                return [_result(each) for each in worker.forward(_batches(command), command.rounds)]
+            case ForwardAt():
+                return [_result(each) for each in worker.forward_at(_batches(command), command.rounds, None)]
+            case Backward():
+                objective = decode_objective(command.objective)
+                return [_result(each) for each in worker.backward(_batches(command), command.rounds, objective)]
+            case StepCommand():
+                worker.optimizer_step(command.learning_rate)
+            case Discard():
+                worker.model.discard_gradient()
+            case Gather():
+                worker.gathered(command.place, command.kind)
+        return []
+
+
+def _batches(command: ForwardCommand | ForwardAt | Backward) -> list[MicroBatch]:
+    return [decode_batch(columns) for columns in command.batches]
+
+
+def _result(found: Float32 | LossStats) -> RankResult:
+    if isinstance(found, LossStats):
+        return RankResult(found.predictions.tobytes(), found.loss)
+    return RankResult(found.tobytes())

@@ -1,0 +1,81 @@
+"""How several processes become one torch world, once all of them are known to be there.
+
+    default group   the passes: gloo on CPU tensors, NCCL on CUDA tensors
+    reads           gloo, point to point, beside the passes
+
+Which of the default group's backends runs is the tensor's to say, so the code that gloo tests is the code that NCCL
+runs. Promise: the store at which they meet listens on the coordinator's host alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed
+
+from pipelinerl.trainers.ranks.distributed import Distributed
+from trainer_contract.errors import SpecError
+
+#: Torch's stubs leave out most of what is made in C++.
+dist: Any = torch.distributed
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TorchWorld:
+    """This process among the others; `reads` is the group of what is read beside the passes."""
+
+    rank: int
+    reads: Any
+
+
+_world: TorchWorld | None = None
+
+
+def world() -> TorchWorld:
+    """The world that this process has joined."""
+    assert _world is not None, "the processes have not met yet"
+    return _world
+
+
+def join(distributed: Distributed, port: int) -> None:
+    """Meet at this port of the coordinator's host. Raises SpecError."""
+    global _world
+    if dist.is_initialized():
+        raise SpecError("options.distributed: this process is one of several already; start another process")
+    host, patience = distributed.address[0], timedelta(seconds=distributed.timeout_s)
+    if distributed.is_on_one_machine:
+        _bind_gloo_to_loopback()
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=_store(host, port, distributed, patience),
+            rank=distributed.process,
+            world_size=distributed.processes,
+            timeout=patience,
+        )
+        _world = TorchWorld(distributed.process, dist.new_group(backend="gloo", timeout=patience))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise SpecError(f"options.distributed: the other processes cannot be joined: {error}") from error
+
+
+def _store(host: str, port: int, distributed: Distributed, patience: timedelta) -> Any:
+    if distributed.process:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family)  # a bare TCPStore listens everywhere
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=listener.detach()
+    )
+
+
+def _bind_gloo_to_loopback() -> None:
+    """Gloo listens at the address of the host's name otherwise, which others may reach."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])

@@ -1,0 +1,233 @@
+"""`MeshLeader`: rank 0 of a torch trainer of several processes: deals micro-batches, tells the others, puts together.
+
+Arguments are checked by `TorchTrainer` before they come here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar, cast, final
+
+import numpy as np
+from torch import Tensor
+
+from pipelinerl.trainers.ranks.commands import (
+    Backward,
+    Close,
+    Columns,
+    Command,
+    Discard,
+    ForwardAt,
+    ForwardCommand,
+    Gather,
+    GatheredKind,
+    Lane,
+    RankResult,
+    StartCommand,
+    StepCommand,
+    encode_batch,
+    encode_objective,
+    encode_spec,
+)
+from pipelinerl.trainers.ranks.rank0 import Ranks, Together, lead
+from pipelinerl.trainers.torch import state as torch_state
+from pipelinerl.trainers.torch.joining import join
+from pipelinerl.trainers.torch.mesh_worker import MeshWorker
+from pipelinerl.trainers.torch.options import TorchOptions
+from pipelinerl.trainers.torch.passes import require_finite
+from trainer_contract.errors import NonFiniteError, RankError, TrainerError
+from trainer_contract.types import (
+    Float32,
+    HostWeights,
+    LossStats,
+    MicroBatch,
+    Objective,
+    ParameterInfo,
+    StepStats,
+    TrainerSpec,
+)
+
+T = TypeVar("T")
+#: Each trainer of this process has a number, by which the other ranks know it.
+_NUMBERS: Final = itertools.count(1)
+
+
+@final
+class MeshLeader:
+    """Rank 0's shards, and the ranks above."""
+
+    def __init__(self, ranks: Ranks, number: int, worker: MeshWorker) -> None:
+        self._ranks = ranks
+        self._number = number
+        self._worker = worker
+        self.has_gradient = False
+
+    @classmethod
+    def started(cls, spec: TrainerSpec, options: TorchOptions) -> MeshLeader:
+        """Wait for the other ranks, if this process does not have them yet, and load the model on all."""
+        assert options.distributed is not None, "one process needs no leader"
+        ranks, number, plain = lead(options.distributed, join), next(_NUMBERS), encode_spec(spec)
+        begin = partial(MeshWorker.started, spec, options.mesh)
+        try:
+            worker = ranks.together(lambda _: StartCommand(number, plain), begin, lane=Lane.PASSES).own
+        except RankError:
+            raise
+        except TrainerError:  # some ranks may have started
+            _dismiss(ranks, number)
+            raise
+        return cls(ranks, number, worker)
+
+    @property
+    def spec(self) -> TrainerSpec:
+        """What it was started with."""
+        return self._worker.spec
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return int(self._worker.loaded.config.get_text_config().vocab_size)
+
+    @property
+    def model_version(self) -> int:
+        """Number of optimizer steps behind the weights."""
+        return self._worker.model_version
+
+    @property
+    def width(self) -> int:
+        """A micro-batch for each process."""
+        return self._worker.mesh.size
+
+    def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
+        """`Trainer.forward`."""
+        return self._predictions(
+            batches,
+            lambda mine, rounds: ForwardCommand(self._number, mine, rounds),
+            lambda mine, rounds: self._worker.forward(mine, rounds),
+        )
+
+    def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+        """`forward` while every rank holds its rows of these weights."""
+        return self._predictions(
+            batches,
+            lambda mine, rounds: ForwardAt(self._number, mine, rounds),
+            lambda mine, rounds: self._worker.forward_at(mine, rounds, weights),
+        )
+
+    def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
+        """The gradients are brought together in the backward of the last round."""
+        losses = [LossStats(0.0, np.zeros(batch.num_tokens, np.float32)) for batch in batches]
+        numbers = [number for number, batch in enumerate(batches) if batch.loss_mask.any()]
+        told = encode_objective(objective)
+        if numbers:
+            try:
+                own, others = self._dealt(
+                    [batches[number] for number in numbers],
+                    lambda mine, rounds: Backward(self._number, mine, rounds, told),
+                    lambda mine, rounds: self._worker.backward(mine, rounds, objective),
+                )
+            except NonFiniteError as error:
+                self.has_gradient = False
+                number = None if error.number is None else numbers[error.number]
+                raise NonFiniteError(str(error), number=number) from error
+            found = {0: own, **{rank: [_loss(result) for result in results] for rank, results in others.items()}}
+            for rank, its in found.items():
+                for number, loss in zip(numbers[rank :: self.width], its, strict=True):
+                    losses[number] = loss
+        self.has_gradient = True
+        return losses
+
+    def optimizer_step(self, learning_rate: float) -> StepStats:
+        """Clip by the norm of all shards, apply, clear."""
+        self.has_gradient = False
+        return self._all(StepCommand(self._number, learning_rate), lambda: self._worker.optimizer_step(learning_rate))
+
+    def discard_gradient(self) -> None:
+        """Forget what was accumulated."""
+        self.has_gradient = False
+        self._all(Discard(self._number), self._worker.model.discard_gradient)
+
+    def weight_layout(self) -> tuple[ParameterInfo, ...]:
+        """Parameters in the model's order."""
+        return self._worker.layout()
+
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Host tensors, each gathered from the ranks when it is asked for."""
+        for place, info in enumerate(self._worker.layout()):
+            yield info.name, self._gathered(place, GatheredKind.WEIGHTS)
+
+    def save_state(self, path: Path) -> None:
+        """What one process writes: everything is gathered on rank 0's host first."""
+        worker = self._worker
+        names = list(worker.model.shapes)
+        moments: dict[str, dict[str, Tensor]] = {}
+        for place, name in enumerate(names if worker.has_moments else ()):
+            kinds = {str(kind): self._gathered(place, kind) for kind in (GatheredKind.MEAN, GatheredKind.SQUARE)}
+            moments[name] = {"step": worker.steps_of(name), **kinds}
+        torch_state.save(
+            path,
+            model=worker.model.model,
+            weights={name: self._gathered(place, GatheredKind.MASTER) for place, name in enumerate(names)},
+            random=worker.random,
+            head=worker.spec.head,
+            moments=moments,
+            model_version=worker.model_version,
+        )
+
+    def close(self) -> None:
+        """Drop the shards, on every rank; the other ranks stay, for what else this process trains."""
+        _dismiss(self._ranks, self._number)
+
+    def _predictions(
+        self,
+        batches: Sequence[MicroBatch],
+        command: Callable[[list[Columns], int], Command],
+        own: Callable[[list[MicroBatch], int], list[Float32]],
+    ) -> list[Float32]:
+        predictions = [np.zeros(batch.num_tokens, np.float32) for batch in batches]
+        numbers = [number for number, batch in enumerate(batches) if (batch.position_ids > 0).any()]
+        if numbers:
+            mine, others = self._dealt([batches[number] for number in numbers], command, own)
+            found = {rank: [_predicted(result) for result in results] for rank, results in others.items()}
+            for rank, its in {0: mine, **found}.items():
+                for number, each in zip(numbers[rank :: self.width], its, strict=True):
+                    require_finite(each)
+                    predictions[number] = each
+        return predictions
+
+    def _dealt(
+        self,
+        batches: Sequence[MicroBatch],
+        command: Callable[[list[Columns], int], Command],
+        own: Callable[[list[MicroBatch], int], T],
+    ) -> Together[T]:
+        """Deal the micro-batches out, one to each rank in turn, in as many rounds as it takes."""
+        width, rounds = self.width, -(-len(batches) // self.width)
+        return self._ranks.together(
+            lambda rank: command([encode_batch(batch) for batch in batches[rank::width]], rounds),
+            lambda: own(list(batches[::width]), rounds),
+            lane=Lane.PASSES,
+        )
+
+    def _all(self, command: Command, own: Callable[[], T]) -> T:
+        return self._ranks.together(lambda _: command, own, lane=Lane.PASSES).own
+
+    def _gathered(self, place: int, kind: GatheredKind) -> Tensor:
+        command, own = Gather(self._number, place, kind), partial(self._worker.gathered, place, kind)
+        return cast(Tensor, self._ranks.together(lambda _: command, own, lane=Lane.READS).own)
+
+
+def _dismiss(ranks: Ranks, number: int) -> None:
+    with suppress(RankError):  # lost ranks hold nothing
+        ranks.together(lambda _: Close(number), lambda: None, lane=Lane.PASSES)
+
+
+def _predicted(result: RankResult) -> Float32:
+    return np.frombuffer(result.predictions, np.float32)
+
+
+def _loss(result: RankResult) -> LossStats:
+    return LossStats(result.loss, _predicted(result))

@@ -1,0 +1,63 @@
+"""`TorchOptions`: what a recipe's `trainer.options` may say to the torch trainer, read without guessing.
+
+[trainer]
+options.mesh = { dp_shard = 2 }
+options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/token" }     # `pipelinerl run` says it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from pipelinerl.trainers.option_table import refuse_unknown, table, whole
+from pipelinerl.trainers.ranks.distributed import Distributed, read_distributed
+from pipelinerl.trainers.torch.mesh import ProcessMesh
+from trainer_contract.errors import SpecError
+
+_NAME: Final = "torch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """`distributed` is there if and only if the mesh is of several processes."""
+
+    mesh: ProcessMesh
+    distributed: Distributed | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> TorchOptions:
+        """Read `TrainerSpec.options`.
+
+        Raises:
+            SpecError: an unknown key, a value of another kind than expected, or a mesh that cannot be had.
+        """
+        mesh, distributed = mesh_of(options), options.get("distributed")
+        if mesh.size == 1 and distributed is not None:
+            raise SpecError("options.distributed is of several processes, and options.mesh makes one; say dp_shard=2")
+        if mesh.size > 1 and distributed is None:
+            raise SpecError(
+                f"options.mesh makes {mesh.size} processes, and options.distributed does not say where they meet; use "
+                '`pipelinerl run`, which says it, or add options.distributed={coordinator="127.0.0.1:8476"}'
+            )
+        if distributed is None:
+            return cls(mesh=mesh)
+        return cls(mesh=mesh, distributed=read_distributed(distributed, trainer=_NAME, processes=mesh.size))
+
+
+def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:
+    """The mesh that options ask for; what is refused before a run is started.
+
+    Raises:
+        SpecError: as `TorchOptions.of`, but for where the processes meet, which the launcher says.
+    """
+    refuse_unknown(options, [field.name for field in fields(TorchOptions)], "options", trainer=_NAME)
+    axes = table(options.get("mesh", {}), ProcessMesh, "options.mesh", trainer=_NAME)
+    mesh = ProcessMesh(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in axes.items()})
+    if mesh.cp > 1:
+        raise SpecError(
+            f"options.mesh.cp={mesh.cp}: sequences cannot be divided among processes yet; leave cp out, and raise "
+            "dp_shard"
+        )
+    return mesh

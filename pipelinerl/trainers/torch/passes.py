@@ -1,0 +1,92 @@
+"""What one micro-batch costs: predictions through the model, and the objective evaluated on them. The same wherever
+the model's parameters lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipelinerl.trainers.torch.segments import SegmentPlan
+from trainer_contract.errors import NonFiniteError
+from trainer_contract.types import Bool, Float32, HeadMeasure, LossStats, MicroBatch, Objective, measures_of
+
+#: `PackedModel.forward`, or what wraps it.
+Model = Callable[..., Any]
+
+
+class Evaluated(NamedTuple):
+    """The objective's value, differentiable, and what the host knows of it."""
+
+    loss: Tensor
+    stats: LossStats
+
+
+def predict(
+    model: Model, device: torch.device, batch: MicroBatch, inside: Bool, measures: tuple[HeadMeasure, ...] = ()
+) -> Tensor:
+    """[1 + M, N]: current log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there."""
+    temperatures = batch.temperatures[inside]
+    return cast(
+        Tensor,
+        model(
+            torch.from_numpy(np.stack((batch.token_ids, batch.position_ids)).astype(np.int64)).to(device),
+            SegmentPlan.of(batch.position_ids, device),
+            torch.from_numpy(np.flatnonzero(inside)).to(device),
+            None if (temperatures == 1.0).all() else torch.from_numpy(temperatures).to(device),
+            measures,
+        ),
+    )
+
+
+@torch.no_grad()
+def predicted(model: Model, device: torch.device, batch: MicroBatch) -> Float32:
+    """Predictions f32 [T] of every token that has one; 0 at segment starts."""
+    inside = batch.position_ids > 0
+    predictions = np.zeros(batch.num_tokens, dtype=np.float32)
+    if inside.any():
+        predictions[inside] = predict(model, device, batch, inside)[0].cpu().numpy()
+    return predictions
+
+
+def require_finite(predictions: Float32) -> None:
+    """Raise NonFiniteError for predictions that no sound model makes."""
+    if not np.isfinite(predictions).all():
+        raise NonFiniteError("the model's predictions are not finite: its weights are broken, restore a checkpoint")
+
+
+def evaluate(model: Model, device: torch.device, batch: MicroBatch, objective: Objective) -> Evaluated:
+    """The objective on the tokens of the loss mask, of which there must be one."""
+    inside = batch.loss_mask
+    measures = measures_of(objective)
+    predictions, *measured = predict(model, device, batch, inside, measures)
+    columns = {**_columns(batch, inside, device), **dict(zip(measures, measured, strict=True))}
+    loss: Tensor = objective.evaluate(predictions, columns)
+    # One transfer for the loss and its predictions.
+    host = torch.cat((loss.detach().reshape(1).float(), predictions.detach().float())).cpu().numpy()
+    evaluated = np.zeros(batch.num_tokens, dtype=np.float32)
+    evaluated[inside] = host[1:]
+    return Evaluated(loss, LossStats(float(host[0]), evaluated))
+
+
+def broken_loss(loss: float, number: int) -> NonFiniteError:
+    """The error of micro-batch `number`, whose loss is not finite."""
+    return NonFiniteError(
+        f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's log-probs; the "
+        "gradient was cleared",
+        number=number,
+    )
+
+
+def _columns(batch: MicroBatch, inside: Bool, device: torch.device) -> Mapping[str, Any]:
+    """What the objective reads, of the tokens inside the mask only."""
+    names = ("loss_mask", "advantages", "weights", "behavior_logprobs", "temperatures")
+    optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients")
+    columns = {name: getattr(batch, name) for name in names}
+    columns |= {name: column for name in optional if (column := getattr(batch, name)) is not None}
+    columns["segment_ids"] = batch.segment_ids.astype(np.int64)
+    tensors = {name: torch.from_numpy(column[inside]).to(device) for name, column in columns.items()}
+    return tensors | {"num_segments": batch.num_segments}

@@ -1,0 +1,135 @@
+"""`ShardedModel`: a packed model whose parameters are divided over a mesh of processes, by torch's `fully_shard`.
+
+Each layer's parameters are gathered where they are used and dropped again; gradients are summed over the processes in
+the last backward of a sequence, into fp32 shards. Weights of a batch are computed on all of it, so gradients are summed
+and never averaged.
+
+The shards are held from the start, as plain tensors over the memory that passes read: while a pass runs,
+`named_parameters` shows whole parameters, and `state_dict` would take them away from it. So other threads read the
+shards here, and see what the last optimizer step left even while other weights are lent to the passes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Final, cast, final
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from pipelinerl.trainers.torch.mesh import ProcessMesh
+from pipelinerl.trainers.torch.packed_model import PackedModel
+from pipelinerl.trainers.torch.value_model import PackedValueModel
+
+dist: Any = torch.distributed
+_SHARD: Final = "dp_shard"
+
+
+@final
+class ShardedModel:
+    """Called like the model itself, by every process at once."""
+
+    def __init__(
+        self, model: PackedModel | PackedValueModel, mesh: ProcessMesh, *, device: torch.device, compute: torch.dtype
+    ) -> None:
+        """Divide `model`, on `device` and the same on every process; `compute` is the dtype of products."""
+        self.model = model
+        self._device, self._compute = device, compute
+        self._mesh = device_mesh(device.type, mesh.dp_replicate, mesh.dp_shard)
+        self.shapes = {name: parameter.shape for name, parameter in model.named_weights()}
+        for module in [*_layers(model), model]:
+            fully_shard(module, mesh=self._mesh)
+        for part in self._parts():
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        self._divided = {name: cast(DTensor, parameter) for name, parameter in model.named_weights()}
+        #: What the optimizer steps, by name: the memory of this process' rows. Without a row it is empty.
+        self.shards = {name: nn.Parameter(each.to_local().detach()) for name, each in self._divided.items()}
+        self._trained = dict(self.shards)
+        self._reading = threading.Lock()
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """`PackedModel.forward`, in fp32 whatever it is computed in."""
+        mixed = self._compute is not torch.float32
+        with torch.autocast(self._device.type, dtype=self._compute if mixed else None, enabled=mixed):
+            return cast(Tensor, self.model(*arguments)).float()
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Gradients are brought together in the last backward of a sequence, in none before."""
+        cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
+
+    def end_forward(self) -> None:
+        """Drop what passes without a gradient have left gathered: it would outlive the weights that it is of."""
+        for part in self._parts():
+            part.reshard()
+
+    def abandon(self) -> None:
+        """Forget a pass whose backward will not come, and what earlier sequences have accumulated."""
+        cast(FSDPModule, self.model).reset_iter_state()
+        self.discard_gradient()
+
+    def collect_gradient(self) -> list[nn.Parameter]:
+        """The shards that have a gradient, with it."""
+        for name, divided in self._divided.items():
+            gradient = divided.grad
+            self.shards[name].grad = None if gradient is None else cast(DTensor, gradient).to_local()
+        return [shard for shard in self.shards.values() if shard.grad is not None and shard.numel()]
+
+    def discard_gradient(self) -> None:
+        """Forget what was accumulated."""
+        for name, divided in self._divided.items():
+            divided.grad = self.shards[name].grad = None
+
+    def summed_over_shards(self, number: float) -> float:
+        """The sum of each shard's number, the same on every process."""
+        total = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(total, group=self._mesh.get_group(_SHARD))
+        return float(total)
+
+    def copied(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A copy, on the host, of this process' rows as the last optimizer step left them; for any thread."""
+        with self._reading:
+            return self._trained[name].detach().to(device="cpu", dtype=dtype, copy=True)
+
+    @contextmanager
+    def lent(self, rows_of: Callable[[str], Tensor]) -> Iterator[None]:
+        """Give the shards other values, asked for one by one; afterwards, whatever happened, their own."""
+        try:
+            for name, shard in self.shards.items():
+                values, own = rows_of(name), shard.detach().clone()
+                with self._reading:
+                    self._trained[name] = nn.Parameter(own, requires_grad=False)
+                    shard.detach().copy_(values)
+            yield
+        finally:
+            for name, shard in self.shards.items():
+                with self._reading:
+                    if self._trained[name] is not shard:
+                        shard.detach().copy_(self._trained[name])
+                        self._trained[name] = shard
+
+    def _parts(self) -> Iterator[FSDPModule]:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                yield module
+
+
+@cache
+def device_mesh(device_type: str, dp_replicate: int, dp_shard: int) -> DeviceMesh:
+    """The mesh of all processes, which the trainers of a process share: each makes groups of its own."""
+    if dp_replicate == 1:
+        return init_device_mesh(device_type, (dp_shard,), mesh_dim_names=(_SHARD,))
+    return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", _SHARD))
+
+
+def _layers(model: PackedModel | PackedValueModel) -> list[nn.Module]:
+    """The modules that transformers says are never to be split: a decoder's layers."""
+    names: Mapping[str, Any] | Any = model.model._no_split_modules or ()
+    return [module for module in model.model.modules() if type(module).__name__ in names]

@@ -1,0 +1,208 @@
+"""`TorchWorker`: a torch trainer of one process, on accelerate. `TorchTrainer` checks what its verbs are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast, final
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipelinerl.trainers.torch import state as torch_state
+from pipelinerl.trainers.torch.loading import adamw, load, refuse_device
+from pipelinerl.trainers.torch.packed_model import PackedModel
+from pipelinerl.trainers.torch.passes import broken_loss, evaluate, predicted, require_finite
+from pipelinerl.trainers.torch.value_model import PackedValueModel
+from trainer_contract.errors import NonFiniteError
+from trainer_contract.types import (
+    Device,
+    Float32,
+    HostWeights,
+    LossStats,
+    MicroBatch,
+    Objective,
+    ParameterInfo,
+    Precision,
+    StepStats,
+    TrainerSpec,
+)
+
+
+@final
+@dataclass(slots=True)
+class TorchWorker:
+    """`model` and `optimizer` are as accelerate prepared them."""
+
+    spec: TrainerSpec
+    accelerator: Accelerator
+    model: PackedModel | PackedValueModel
+    optimizer: Optimizer
+    gather_dtype: torch.dtype
+    vocab_size: int
+    #: The storage that is trained, which a parameter leaves while other weights are lent to it.
+    own: Mapping[str, Tensor]
+    random: torch_state.RandomState
+    model_version: int = 0
+    has_gradient: bool = False
+
+    @classmethod
+    def started(cls, spec: TrainerSpec) -> TorchWorker:
+        """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
+        refuse_device(spec.device)
+        accelerator = _accelerator(spec)
+        loaded = load(spec)
+        loaded.model.to(accelerator.device)
+        loaded.model.probe(accelerator.device)
+        trained = (parameter for parameter in loaded.model.parameters() if parameter.requires_grad)
+        model, optimizer = accelerator.prepare(loaded.model, adamw(trained, spec.optimizer))
+        worker = cls(
+            spec=spec,
+            accelerator=accelerator,
+            model=model,
+            optimizer=optimizer,
+            gather_dtype=loaded.gather_dtype,
+            vocab_size=loaded.config.get_text_config().vocab_size,
+            own={name: parameter.detach() for name, parameter in accelerator.unwrap_model(model).named_weights()},
+            random=torch_state.RandomState.now(),
+        )
+        if loaded.saved is not None:
+            loaded.saved.restore_optimizer(optimizer, dict(worker.named_parameters()))
+            worker.model_version, worker.random = loaded.saved.model_version, loaded.saved.random
+        return worker
+
+    @property
+    def width(self) -> int:
+        """One after the other."""
+        return 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return cast(torch.device, self.accelerator.device)
+
+    @property
+    def unwrapped(self) -> PackedModel | PackedValueModel:
+        """The model without what accelerate put around it."""
+        return cast(PackedModel | PackedValueModel, self.accelerator.unwrap_model(self.model))
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Under Hugging Face's names, in the model's order, tied parameters once."""
+        yield from self.unwrapped.named_weights()
+
+    def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
+        """`Trainer.forward`."""
+        found = []
+        for batch in batches:
+            found.append(predicted(self.model, self.device, batch))
+            require_finite(found[-1])
+        return found
+
+    def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+        """`forward` through the same modules, whose parameters hold the given weights meanwhile."""
+        with _lent(self.named_parameters(), weights, dtype=self.gather_dtype):
+            return self.forward(batches)
+
+    def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
+        """Evaluate each on the tokens of the loss mask, then accumulate its gradient."""
+        found = []
+        for number, batch in enumerate(batches):
+            if not batch.loss_mask.any():
+                found.append(LossStats(0.0, batch.loss_mask.astype("float32")))
+                continue
+            loss, stats = evaluate(self.model, self.device, batch, objective)
+            if not math.isfinite(stats.loss):
+                self.discard_gradient()
+                raise broken_loss(stats.loss, number)
+            self.accelerator.backward(loss)
+            found.append(stats)
+        self.has_gradient = True
+        return found
+
+    def optimizer_step(self, learning_rate: float) -> StepStats:
+        """Clip, apply, clear; refuses a gradient that is not finite."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        clip = self.spec.optimizer.grad_clip or math.inf
+        norm = float(self.accelerator.clip_grad_norm_(parameters, clip)) if parameters else 0.0
+        if not math.isfinite(norm):
+            self.discard_gradient()
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.discard_gradient()
+        self.model_version += 1
+        self.random = torch_state.RandomState.now()
+        return StepStats(self.model_version, norm, learning_rate)
+
+    def discard_gradient(self) -> None:
+        """Forget what was accumulated."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.has_gradient = False
+
+    def weight_layout(self) -> tuple[ParameterInfo, ...]:
+        """Parameters in the model's order."""
+        dtype = str(self.gather_dtype).removeprefix("torch.")
+        return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self.own.items())
+
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Detached tensors; of an fp32 model the trainer's own memory, not a copy."""
+        for name, own in self.own.items():
+            yield name, own.to(self.gather_dtype)
+
+    def save_state(self, path: Path) -> None:
+        """Write a Hugging Face model directory, optimizer and random state below the directory `path`."""
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        torch_state.save(
+            path,
+            model=self.unwrapped,
+            weights=self.own,
+            random=self.random,
+            head=self.spec.head,
+            moments={names[id(parameter)]: moments for parameter, moments in self.optimizer.state.items()},
+            model_version=self.model_version,
+        )
+
+    def close(self) -> None:
+        """Free the model and its optimizer."""
+        self.accelerator.free_memory()
+
+
+def _accelerator(spec: TrainerSpec) -> Accelerator:
+    # accelerate keeps one state per process, which its trainers share, and refuses a second precision.
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    precision = "bf16" if spec.precision is Precision.BF16 else "no"
+    accelerator = Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision)
+    if spec.memory_share is not None and accelerator.device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(spec.memory_share)
+    return accelerator
+
+
+@contextmanager
+def _lent(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]], weights: HostWeights, *, dtype: torch.dtype
+) -> Iterator[None]:
+    """Give each parameter other values; afterwards, whatever happened, the storage that it held before.
+
+    Gradients and optimizer state hang on the parameter, not on its storage, and are not seen here. Tied parameters are
+    one parameter, so both ends change.
+
+    Args:
+        weights: bytes of every parameter, checked against the layout.
+        dtype: theirs.
+    """
+    own = {name: (parameter, parameter.data) for name, parameter in parameters}
+    try:
+        for name, (parameter, data) in own.items():
+            values = torch.from_numpy(weights[name]).view(dtype).view(data.shape)
+            parameter.data = values.to(device=data.device, dtype=data.dtype)
+        yield
+    finally:
+        for parameter, data in own.values():
+            parameter.data = data

@@ -1,0 +1,131 @@
+"""Rank 0 of a torch trainer of several processes, driven by a test: `… -m tests.fakes.torch_rank0 JOBS`.
+
+JOBS is a JSON list of (directory, name of a function here, its keyword arguments), done one after the other; each
+leaves what it found in its directory's found.json, arrays in *.npz. `until_lost` says when it is ready, and goes on
+until a rank is lost, whose error it prints.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
+from trainer_contract.conformance.probes import Subject, pack, rollouts_of
+from trainer_contract.conformance.reading_checks import reads_are_of_the_last_step
+from trainer_contract.errors import TrainerError
+from trainer_contract.types import Device, Head, OptimizerSpec, Precision, TrainerSpec
+
+VOCAB = 48
+OBJECTIVE = resolve("grpo")
+
+
+def spec_of(model, options, **fields):
+    return TrainerSpec(model_path=Path(model), device=Device.CPU, options=options, **fields)
+
+
+def kit(directory, *, models, options, names=None):
+    """What the conformance kit finds of each model under each of its heads: reasons of what did not pass, by check."""
+    found = {}
+    for model, head in models:
+        suite = CHECKS if head == "policy" else VALUE_CHECKS
+        checks = suite if names is None else [check for check in suite if check.__name__ in names]
+        subject = Subject(TorchTrainer, spec_of(model, options, head=Head(head)), VOCAB)
+        results = run(subject, directory=directory / "kit" / Path(model).name / head, checks=checks)
+        found[f"{Path(model).name} {head}"] = {
+            each.name: each.reason if each.status is not Status.PASSED else "" for each in results
+        }
+    return found
+
+
+def batches(step, parts):
+    """A step's micro-batches, of other rollouts in each step."""
+    rollouts = [[(token + step) % VOCAB for token in one] for one in rollouts_of(VOCAB)]
+    return [pack(rollouts[part::parts], prompt=2, temperature=0.7) for part in range(parts)]
+
+
+def steps(trainer, *, first, count, parts):
+    """Steps `first` … of a fixed run: losses, norms and the predictions of each."""
+    found = {"losses": [], "norms": [], "predictions": []}
+    for step in range(first, first + count):
+        losses = trainer.backward(batches(step, parts), OBJECTIVE)
+        found["losses"].append(sum(loss.loss for loss in losses))
+        found["predictions"].append(np.concatenate([loss.predictions for loss in losses]))
+        found["norms"].append(trainer.optimizer_step(learning_rate=1e-3).grad_norm)
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def weights_of(trainer):
+    return {name: array.numpy(force=True).copy() for name, array in trainer.gather_weights()}
+
+
+def gradient(trainer, *, parts):
+    """The gradient, read off a step with eps = 1 and no clipping."""
+    before = weights_of(trainer)
+    trainer.backward(batches(0, parts), OBJECTIVE)
+    trainer.optimizer_step(learning_rate=1.0)
+    moved = {name: before[name].astype(np.float64) - after for name, after in weights_of(trainer).items()}
+    return {name: move / (1.0 - np.abs(move)) for name, move in moved.items()}
+
+
+def train(directory, *, model, options, first=0, count=20, parts=5, restore_from=None, precision="fp32"):
+    """Steps of the fixed run, the state after them, and the weights."""
+    trainer = TorchTrainer()
+    restored = None if restore_from is None else Path(restore_from)
+    trainer.init_worker(spec_of(model, options, restore_from=restored, precision=Precision(precision)))
+    np.savez(directory / "steps.npz", **steps(trainer, first=first, count=count, parts=parts))
+    np.savez(directory / "weights.npz", **weights_of(trainer))
+    (directory / "state").mkdir()
+    trainer.save_state(directory / "state")
+    trainer.close()
+    return {"version": first + count}
+
+
+def show(directory, *, model, options, parts=5):
+    """The gradient of the first step."""
+    trainer = TorchTrainer()
+    trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0)))
+    np.savez(directory / "gradient.npz", **gradient(trainer, parts=parts))
+    trainer.close()
+    return {}
+
+
+def reads(directory, *, model, options, times):
+    """The kit's check of reads beside passes, again and again."""
+    return {
+        str(number): each
+        for number in range(times)
+        for each in kit(
+            directory / str(number),
+            models=[[model, "policy"]],
+            options=options,
+            names=[reads_are_of_the_last_step.__name__],
+        ).values()
+    }
+
+
+def until_lost(directory, *, model, options):
+    """Backward passes until one fails."""
+    trainer = TorchTrainer()
+    trainer.init_worker(spec_of(model, options))
+    trainer.forward(batches(0, 3))
+    print("ready", flush=True)
+    try:
+        while True:
+            trainer.backward(batches(0, 3), OBJECTIVE)
+            trainer.discard_gradient()
+            time.sleep(0.01)
+    except TrainerError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    return {}
+
+
+if __name__ == "__main__":
+    for directory, what, arguments in json.loads(sys.argv[1]):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / "found.json").write_text(json.dumps(globals()[what](Path(directory), **arguments)))

@@ -1,0 +1,255 @@
+"""A torch trainer on several processes: what one process computes, the kit, states across, and ranks that die or hang.
+
+Rank 0 is `tests.fakes.torch_rank0`, the others the role that users start, with gloo between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.system.ports import free_ports
+from pipelinerl.trainers.torch.mesh import ProcessMesh
+from pipelinerl.trainers.torch.options import TorchOptions
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes import torch_rank0
+from tests.patience import PATIENCE_S
+from trainer_contract.conformance import CHECKS, VALUE_CHECKS
+from trainer_contract.errors import SpecError
+from trainer_contract.types import Device, TrainerSpec
+
+JOINED = {"coordinator": "127.0.0.1:1"}
+TWO = {"dp_shard": 2}
+#: Checks of the kit in which the ranks must agree; `test_the_whole_kit…` has all.
+AGREED = ["forward_at_leaves_no_trace", "parts_equal_the_whole", "non_finite_is_refused", "reads_are_of_the_last_step"]
+#: A directory, what rank 0 does there, and with which arguments.
+Job = tuple[Path, str, dict[str, Any]]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@contextmanager
+def processes(
+    jobs: Sequence[Job], *, mesh: Mapping[str, int] = TWO, silence_s: int = 20
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Rank 0, doing its jobs one after the other, and the roles of the other ranks."""
+    (port,), size = free_ports(1), ProcessMesh(**mesh).size
+    options = {"mesh": mesh, "distributed": {"coordinator": f"127.0.0.1:{port}", "silence_s": silence_s}}
+    given = [(str(directory), what, {"options": options, **arguments}) for directory, what, arguments in jobs]
+    argvs = [[sys.executable, "-m", "tests.fakes.torch_rank0", json.dumps(given)]]
+    for rank in range(1, size):
+        told = [item for key, value in _settings("trainer.options", options) for item in ("--set", f"{key}={value}")]
+        argvs.append([sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--rank", str(rank), *told])
+    ranks = [
+        subprocess.Popen(
+            argv, env=os.environ | ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for argv in argvs
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate(timeout=PATIENCE_S)
+
+
+def _settings(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(value, Mapping):
+        yield key, json.dumps(value)
+        return
+    for name, each in value.items():
+        yield from _settings(f"{key}.{name}", each)
+
+
+def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
+    said, _ = rank.communicate(timeout=PATIENCE_S)
+    return rank.returncode, said
+
+
+def succeed(jobs: Sequence[Job], **given: Any) -> list[Any]:
+    """What rank 0 found in each job, once every rank has ended well."""
+    with processes(jobs, **given) as ranks:
+        for rank in ranks:
+            status, said = ended(rank)
+            assert status == 0, said
+    return [found(directory) for directory, _, _ in jobs]
+
+
+def end_by_losing(rank: int, how: signal.Signals, jobs: Sequence[Job], **given: Any) -> str:
+    """Do the jobs, the last of which is `until_lost`, then lose a rank of two; returns the other's words."""
+    with processes(jobs, **given) as ranks:
+        assert ranks[0].stdout is not None
+        said = list(iter(ranks[0].stdout.readline, "ready\n"))
+        assert ranks[0].poll() is None, "".join(said)
+        ranks[rank].send_signal(how)
+        return ended(ranks[1 - rank])[1]
+
+
+def found(directory: Path) -> Any:
+    return json.loads((directory / "found.json").read_text())
+
+
+def arrays(directory: Path) -> dict[str, np.ndarray]:
+    """Losses, norms, predictions, weights or gradient, whatever is there."""
+    return {f"{file.stem}.{key}": array for file in directory.glob("*.npz") for key, array in np.load(file).items()}
+
+
+def distance(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], part: str) -> float:
+    """Of all arrays of a part, in the L2 norm, relative to theirs."""
+    names = [name for name in theirs if name.startswith(part)]
+    assert names and set(names) <= ours.keys()
+    apart = sum(float(((ours[name].astype(np.float64) - theirs[name]) ** 2).sum()) for name in names)
+    return float(np.sqrt(apart / sum(float((theirs[name].astype(np.float64) ** 2).sum()) for name in names)))
+
+
+@pytest.fixture(scope="module")
+def model(model_path) -> str:
+    return str(model_path("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def one(model, tmp_path_factory) -> Path:
+    """30 steps in this process, and the gradient."""
+    directory = tmp_path_factory.mktemp("one")
+    torch_rank0.train(directory, model=model, options={}, count=30)
+    torch_rank0.show(directory, model=model, options={})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def two(model, tmp_path_factory) -> tuple[Path, str]:
+    """The same 20 steps and gradient in two processes, then some of the kit, then rank 1 is killed."""
+    directory = tmp_path_factory.mktemp("two")
+    jobs: list[Job] = [
+        (directory, "train", {"model": model}),
+        (directory, "show", {"model": model}),
+        (directory / "kit", "kit", {"models": [[model, "policy"]], "names": AGREED}),
+        (directory / "lost", "until_lost", {"model": model}),
+    ]
+    return directory, end_by_losing(1, signal.SIGKILL, jobs)
+
+
+@pytest.fixture(scope="module")
+def again(model, two, tmp_path_factory) -> tuple[Path, str]:
+    """From the state of two processes, one goes on for 5 steps, and two for 5 more; then rank 0 is killed."""
+    before, directory = two[0], tmp_path_factory.mktemp("again")
+    (directory / "alone").mkdir()
+    torch_rank0.train(
+        directory / "alone", model=model, options={}, first=20, count=5, restore_from=str(before / "state")
+    )
+    state = str(directory / "alone" / "state")
+    jobs: list[Job] = [
+        (directory, "train", {"model": model, "first": 25, "count": 5, "restore_from": state}),
+        (directory / "lost", "until_lost", {"model": model}),
+    ]
+    return directory, end_by_losing(0, signal.SIGKILL, jobs)
+
+
+@pytest.mark.timeout(300)
+def test_20_steps_of_two_processes_are_those_of_one(one, two):
+    """Five micro-batches a step: the second process has two of them, and computes nothing in the last round."""
+    ours, theirs = arrays(two[0]), arrays(one)
+    losses = theirs["steps.losses"][:20]
+    assert np.abs(ours["steps.losses"] - losses).max() <= 1e-6
+    assert np.abs(ours["steps.norms"] / theirs["steps.norms"][:20] - 1).max() <= 2e-6
+    assert distance(ours, theirs, "gradient") <= 2e-6
+    assert np.abs(losses[-1] - losses[0]) > 1e-3, "the run goes somewhere"
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_from_two_processes_to_one_to_two(one, two, again):
+    """A state is the same whatever saved it; what loads it goes on as the run would have."""
+    losses = arrays(one)["steps.losses"]
+    for directory, steps in ((again[0] / "alone", slice(20, 25)), (again[0], slice(25, 30))):
+        assert np.abs(arrays(directory)["steps.losses"] - losses[steps]).max() <= 1e-6
+    assert distance(arrays(again[0]), arrays(one), "weights") <= 1e-6
+    saved = {path.suffix for path in (two[0] / "state").rglob("*") if path.is_file()}
+    assert saved == {".safetensors", ".json"}, "no pickle"
+
+
+def test_checks_in_which_ranks_must_agree_pass_behind_rank_0(two):
+    assert found(two[0] / "kit") == {"qwen3 policy": dict.fromkeys(AGREED, "")}
+
+
+def test_a_rank_that_is_lost_is_named(two, again):
+    assert "RankError: rank 1 is gone" in two[1]
+    assert "pipelinerl: rank 0 is gone" in again[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_hangs_is_named(model, tmp_path):
+    jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]
+    assert "RankError: rank 1 was not heard for 5 s" in end_by_losing(1, signal.SIGSTOP, jobs, silence_s=5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", [TWO, {"dp_replicate": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}])
+def test_the_whole_kit_passes_behind_rank_0(mesh, model_path, tmp_path):
+    heads = {"qwen3": "policy", "gpt2": "policy", "llama": "value"}
+    models = [[str(model_path(name)), head] for name, head in heads.items()]
+    (reasons,) = succeed([(tmp_path, "kit", {"models": models})], mesh=mesh)
+    for name, head in heads.items():
+        suite = CHECKS if head == "policy" else VALUE_CHECKS
+        assert reasons[f"{name} {head}"] == {check.__name__: "" for check in suite}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"dp_shard": 3}, {"dp_replicate": 2, "dp_shard": 2}])
+def test_20_steps_of_other_meshes_are_those_of_one(mesh, one, model, tmp_path):
+    succeed([(tmp_path, "train", {"model": model}), (tmp_path, "show", {"model": model})], mesh=mesh)
+    ours, theirs = arrays(tmp_path), arrays(one)
+    assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:20]).max() <= 1e-6
+    assert distance(ours, theirs, "gradient") <= 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_reads_beside_passes_twenty_times(model, tmp_path):
+    (reasons,) = succeed([(tmp_path, "reads", {"model": model, "times": 20})])
+    assert reasons == {str(number): {"reads_are_of_the_last_step": ""} for number in range(20)}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, distributed"),
+        ({"mesh": {"fsdp": 2}}, "options.mesh.fsdp is unknown to the torch trainer; it knows dp_replicate, dp_shard"),
+        ({"mesh": {"dp_shard": 0}}, "options.mesh.dp_shard must be a whole number of at least 1, got 0"),
+        ({"mesh": {"cp": 2}, "distributed": JOINED}, "options.mesh.cp=2: sequences cannot be divided among processes"),
+        ({"mesh": TWO}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),
+        ({"distributed": JOINED}, "options.distributed is of several processes, and options.mesh makes one"),
+        ({"mesh": TWO, "distributed": JOINED | {"processes": 3}}, "processes must be 2, as options.mesh says, got 3"),
+        ({"mesh": TWO, "distributed": {"coordinator": "10.0.0.1:1"}}, "token_file must be given where coordinator is"),
+        ({"mesh": TWO, "distributed": JOINED | {"process": 1}}, "only rank 0 is a trainer; start `pipelinerl trainer-"),
+    ],
+)
+def test_options_are_refused_by_name(options, sentence, model_path):
+    spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
+    with pytest.raises(SpecError, match="^.*" + sentence.replace("(", r"\(")):
+        TorchTrainer().init_worker(spec)
+
+
+def test_a_mesh_of_one_is_one_process(model_path):
+    options = TorchOptions.of({"mesh": {"dp_shard": 1, "dp_replicate": 1, "cp": 1}})
+    assert (options.mesh.size, options.distributed) == (1, None)
+
+
+@pytest.mark.parametrize(("length", "shards"), [(7, 2), (1, 4), (5, 4), (48, 3)])
+def test_rows_of_all_shards_are_all_rows_once(length, shards):
+    mesh = ProcessMesh(dp_replicate=2, dp_shard=shards)
+    rows = [list(range(length))[mesh.rows_of(rank, length)] for rank in range(mesh.size)]
+    assert [row for part in rows[:shards] for row in part] == list(range(length))
+    assert rows[:shards] == rows[shards:], "each copy is divided alike"

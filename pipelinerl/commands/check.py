@@ -102,6 +102,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "elsewhere", f"this machine has no GPU, which the recipe asks for: {', '.join(lacking)}"
     yield from _objective_findings(config)
     knobs = knobs_of(config)
+    yield "step", _step(config)
     yield "staleness", f"j = {knobs.j}, k = {knobs.k:g}"
     if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
         yield "old log-probs", _weight_history(config, knobs)
@@ -157,6 +158,20 @@ def _not_here(config: RunConfig) -> Iterator[str]:
         yield "trainer.device"
     if config.weights.backend is Backend.NCCL:
         yield "weights.backend"
+
+
+def _step(config: RunConfig) -> str:
+    """How many rollouts, in which groups; where sizes differ, the last group that a step takes may be a large one."""
+    rollouts, sizes = (
+        config.training.rollouts_per_step,
+        {each.name: config.group_size_of(each) for each in config.domains},
+    )
+    if len(set(sizes.values())) == 1:
+        return f"{rollouts} rollouts, {config.groups_per_step} groups of {config.group_size_of(config.domains[0])}"
+    unit = math.gcd(*sizes.values())
+    most = (rollouts - 1) // unit * unit + max(sizes.values())
+    groups = ", ".join(f"of {size} from {name}" for name, size in sizes.items())
+    return f"{rollouts} to {most} rollouts, about {config.groups_per_step} whole groups: {groups}"
 
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:

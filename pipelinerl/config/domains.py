@@ -55,6 +55,8 @@ class DomainSection(Section):
     """What the model's chat template is given beside the messages, such as Qwen3's enable_thinking."""
 
     # how answers are sampled, where it differs from [sampling]
+    group_size: int | None = Field(default=None, ge=1)
+    """Answers to each training problem; `docs/data.md` says what makes a step where domains differ."""
     temperature: float | None = Field(default=None, ge=COLDEST, le=HOTTEST)
     """Of training. The knob `temperature` leaves it alone: it sets that of the domains which have none of their own."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -96,6 +98,7 @@ class DomainSection(Section):
     def sampling(self) -> DomainSampling:
         """How answers are sampled, where it differs from the rest of the run."""
         return DomainSampling(
+            group_size=self.group_size,
             temperature=self.temperature,
             max_tokens=self.max_tokens,
             stop=self.stop,

@@ -50,6 +50,7 @@ from pipelinerl.config.sections import (
     WeightsSection,
 )
 from pipelinerl.config.watching import FiguresSection, SamplesSection
+from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.redaction import without_secrets
@@ -105,21 +106,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.training.rollouts_per_step % self.sampling.group_size:
-            raise ValueError(
-                f"training.rollouts_per_step ({self.training.rollouts_per_step}) must be a multiple of "
-                f"sampling.group_size ({self.sampling.group_size})"
-            )
-        if self.groups_per_step > self.streams.max_groups:
-            raise ValueError(
-                f"streams.max_groups ({self.streams.max_groups}) must be at least the {self.groups_per_step} groups of "
-                "a step (training.rollouts_per_step / sampling.group_size): a step could never be filled"
-            )
-        if self.engine.max_waiting < self.sampling.group_size:
-            raise ValueError(
-                f"engine.max_waiting ({self.engine.max_waiting}) must be at least sampling.group_size "
-                f"({self.sampling.group_size}): an engine would refuse every group"
-            )
+        self._has_room_for_groups()
         for path, tokens in (
             ("sampling.max_tokens", self.sampling.max_tokens),
             ("evaluation.max_tokens", self.evaluation.max_tokens),
@@ -137,6 +124,27 @@ class RunConfig(Section):
             )
         return self
 
+    def _has_room_for_groups(self) -> None:
+        """Raises ValueError when some step, or some engine, could not take its groups."""
+        rollouts, sizes = self.training.rollouts_per_step, {self.group_size_of(each) for each in self.domains}
+        smallest = min(self.domains, key=self.group_size_of)
+        largest = max(self.domains, key=self.group_size_of)
+        says, size = self.key_of_group_size(largest), self.group_size_of(largest)
+        if len(sizes) == 1 and rollouts % size:
+            raise ValueError(f"training.rollouts_per_step ({rollouts}) must be a multiple of {says} ({size})")
+        if rollouts < size:
+            raise ValueError(f"training.rollouts_per_step ({rollouts}) must be at least {says} ({size})")
+        if (groups := math.ceil(rollouts / self.group_size_of(smallest))) > self.streams.max_groups:
+            raise ValueError(
+                f"streams.max_groups ({self.streams.max_groups}) must be at least the {groups} groups of a step "
+                f"(training.rollouts_per_step / {self.key_of_group_size(smallest)}): a step could never be filled"
+            )
+        if self.engine.max_waiting < size:
+            raise ValueError(
+                f"engine.max_waiting ({self.engine.max_waiting}) must be at least {says} ({size}): an engine would "
+                "refuse every group"
+            )
+
     @property
     def run_directory(self) -> Path:
         """The directory that this run writes to."""
@@ -144,8 +152,12 @@ class RunConfig(Section):
 
     @property
     def groups_per_step(self) -> int:
-        """Groups that make a step."""
-        return self.training.rollouts_per_step // self.sampling.group_size
+        """Groups that make a step; where their sizes differ, about so many do."""
+        return groups_of_step(
+            self.training.rollouts_per_step,
+            {domain.name: self.group_size_of(domain) for domain in self.domains},
+            {domain.name: domain.weight for domain in self.domains},
+        )
 
     def gpus_of_engine(self, type: str | None = None) -> int:
         """How many GPUs an engine takes (of another type than the recipe's) where there are any."""
@@ -165,6 +177,14 @@ class RunConfig(Section):
         """Parameter servers that the launcher starts: where weights are pulled, and none is named."""
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
+
+    def group_size_of(self, domain: DomainSection) -> int:
+        """Answers to each of its training problems."""
+        return domain.group_size or self.sampling.group_size
+
+    def key_of_group_size(self, domain: DomainSection) -> str:
+        """The key of the recipe that says how many."""
+        return "sampling.group_size" if domain.group_size is None else f"domains.{domain.name}.group_size"
 
     def max_tokens_of(self, domain: DomainSection) -> int:
         """Most tokens of an answer to train on."""

@@ -63,7 +63,7 @@ def setting_of(config: RunConfig) -> Setting:
     """What decides whether the objective's slots do anything in this run."""
     recomputed = config.training.old_logprobs is OldLogprobs.RECOMPUTE
     return Setting(
-        group_size=config.sampling.group_size,
+        group_sizes={config.key_of_group_size(domain): config.group_size_of(domain) for domain in config.domains},
         max_tokens=config.sampling.max_tokens,
         step_begins_at=frozenset({Policy.OLD} if recomputed else ()),
     )
@@ -78,10 +78,10 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
             f"use {' or '.join(sorted(registry.VALUE_HEADS))}"
         )
     for domain in config.domains:
-        if domain.reward is not None and domain.reward.mean is Over.GROUP and config.sampling.group_size == 1:
+        if domain.reward is not None and domain.reward.mean is Over.GROUP and config.group_size_of(domain) == 1:
             yield (
-                f"domains.{domain.name}.reward.mean group needs groups, and sampling.group_size is 1: every reward "
-                'would be 0; raise it, or take mean = "batch"'
+                f"domains.{domain.name}.reward.mean group needs groups, and {config.key_of_group_size(domain)} is 1: "
+                'every reward would be 0; raise it, or take mean = "batch"'
             )
     if config.critic is not None and "values" not in passes:
         yield "critic: the objective reads no values; remove the section, or take an objective such as ppo"
@@ -111,7 +111,7 @@ def knobs_of(config: RunConfig) -> Knobs:
         evaluation_interval_steps=config.evaluation.interval_steps,
         groups_in_flight=config.actor.groups_in_flight,
         domain_weights={domain.name: domain.weight for domain in config.domains},
-        group_size=config.sampling.group_size,
+        group_sizes={domain.name: config.group_size_of(domain) for domain in config.domains},
         max_groups=config.streams.max_groups,
         k_finite=config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS,
     )

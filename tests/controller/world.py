@@ -38,7 +38,7 @@ from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.overdue import awaited
-from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Quota, RolloutGroup, Sampling
+from pipelinerl.types import DomainSampling, Message, Problem, PromptOrder, Purpose, Quota, RolloutGroup, Sampling
 from tests.fakes.rollouts import group
 
 ENGINE = "http://engine-0"
@@ -47,6 +47,11 @@ ENGINE = "http://engine-0"
 def problem(index: int) -> Problem:
     """A problem that says which it is."""
     return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
+
+
+def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
+    """A problem of domain `a`, which has large groups, or of `b`, in no order."""
+    return replace(problem(index), domain="a" if index * 7 % 5 < 2 else "b")
 
 
 def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
@@ -66,8 +71,9 @@ def knobs(**changes: Any) -> Knobs:
         evaluation_interval_steps=5,
         groups_in_flight=8,
         domain_weights={"a": 1.0, "b": 2.0},
-        group_size=2,
+        group_sizes={"a": 2, "b": 2},
     )
+    changes.setdefault("group_sizes", dict.fromkeys(changes.get("domain_weights", start.domain_weights), 2))
     return replace(start, **changes)
 
 
@@ -79,9 +85,12 @@ def controller(
     samples: int = 1,
     oversample: float | None = 1.0,
     overdue: Overdue = Overdue.DROP,
-    **changes: float,
+    large: int = 0,
+    **changes: Any,
 ) -> Controller:
-    """A controller that expects one engine."""
+    """A controller that expects one engine; with `large`, domain `a` has groups of so many."""
+    if large:
+        changes["group_sizes"] = {"a": large, "b": 2}
     plan = EvaluationPlan(problems=evaluation_problems, max_tokens=8, pin=pin, samples=samples)
     settings = ControllerSettings(
         seed=0,
@@ -89,6 +98,7 @@ def controller(
         until_accuracy=None,
         max_groups=50,
         sampling=Sampling(num_samples=2),
+        by_domain={"a": DomainSampling(group_size=large)} if large else {},
         evaluation=plan,
         checkpoint_interval_steps=10,
         engines_expected=1,
@@ -97,7 +107,8 @@ def controller(
     )
     start = knobs(**changes)
     state = RunState(knobs=start, first_domain_weights=start.domain_weights)
-    return Controller(settings, state, training_problem=drawn_problem, held_out_problem=problem)
+    drawn = of_two_sizes if large else drawn_problem
+    return Controller(settings, state, training_problem=drawn, held_out_problem=problem)
 
 
 @dataclass
@@ -206,7 +217,8 @@ class World:
             self.tell(GroupOutdated(order_id=order.order_id, index=order.index, oldest=began, current=self.version))
         else:
             rewards = self.rng.choice([(0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])
-            self.batcher.offer(group(order.index, rewards, version=began))
+            size = order.sampling.num_samples
+            self.batcher.offer(group(order.index, (rewards * size)[:size], version=began))
 
     def publish(self) -> None:
         """A publication under way arrives, and who had to prove its weights does."""

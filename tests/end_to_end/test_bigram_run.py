@@ -83,7 +83,7 @@ def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
         evaluation_interval_steps=10,
         groups_in_flight=16,
         domain_weights={"b": 1.0},
-        group_size=8,
+        group_sizes={"b": 8},
     )
     state = RunState(knobs=knobs, first_domain_weights=knobs.domain_weights)
     return Controller(settings, state, training_problem=lambda index, *_: problem(index), held_out_problem=problem)

@@ -190,7 +190,8 @@ async def _ask(
 
 def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
     """What a pass rate depends on, but for which problems are asked: weights, sampling, domains."""
-    domains = json.dumps([domain.model_dump(mode="json") for domain in config.domains], sort_keys=True, default=str)
+    asked = [domain.model_dump(mode="json", exclude={"group_size"}) for domain in config.domains]
+    domains = json.dumps(asked, sort_keys=True, default=str)
     return {
         "target": f"{target.url or target.model} {model}".strip(),
         "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),

@@ -239,31 +239,33 @@ class Controller:
         while self.state.account.in_flight < self.settings.max_groups and self.state.knobs.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
-            queued_groups=self._expected_groups(),
-            groups_per_step=self.state.knobs.groups_per_step,
+            queued=self._expected_rollouts(),
+            per_step=self.state.knobs.rollouts_per_step,
         ):
             index = self.state.account.next_index()
-            orders.append(
-                self._orders.training(
-                    index,
-                    temperature=self.state.knobs.temperature,
-                    domain_weights=self.state.domain_weights_of(index),
-                    quota=self.state.quota_of(index),
-                )
+            order = self._orders.training(
+                index,
+                temperature=self.state.knobs.temperature,
+                domain_weights=self.state.domain_weights_of(index),
+                quota=self.state.quota_of(index),
             )
+            self.state.account.note_size(index, order.sampling.num_samples)
+            orders.append(order)
         if not orders:
             return []
         # A trainer that waits for what is overdue has to know of an order before anybody works on it.
         name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
         return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
 
-    def _expected_groups(self) -> int:
-        """How many of the orders that are out will probably take a place in a step."""
+    def _expected_rollouts(self) -> int:
+        """How many rollouts of the orders that are out will probably take a place in a step."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
             most = OVERSAMPLED if knobs.k > knobs.j else 1.0
         waiting = int(self.state.trainer.last_step.get("waiting_groups", 0))
-        return self.state.filtered_share.expected(self.state.account.in_flight, waiting=waiting, most=most)
+        out = self.state.account.in_flight
+        groups = self.state.filtered_share.expected(out, waiting=waiting, most=most)
+        return self.state.account.rollouts_in_flight * groups // out if out else 0
 
     def _fleet_changed(self, *, now: float) -> list[Effect]:
         """What follows from who is there: the trainer may have waited for an engine, or an engine waits for it."""

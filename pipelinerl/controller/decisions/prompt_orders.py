@@ -18,8 +18,8 @@ _AS_THE_RUN: Final = DomainSampling()
 class PromptOrderFactory:
     """What orders are written from.
 
-    A domain's own temperature, length and stop strings come before those of the run, and before the knob `temperature`.
-    Evaluations have the temperature of their plan, and its length where it names one.
+    A domain's own group size, temperature, length and stop strings come before those of the run, and before the knob
+    `temperature`. Evaluations have the temperature of their plan, and its length where it names one.
     """
 
     seed: int
@@ -37,6 +37,7 @@ class PromptOrderFactory:
         own = self._own(problem)
         sampling = replace(
             self.sampling,
+            num_samples=own.group_size or self.sampling.num_samples,
             temperature=temperature if own.temperature is None else own.temperature,
             max_tokens=own.max_tokens or self.sampling.max_tokens,
             stop=self._stop(own),

@@ -6,7 +6,9 @@ from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.types import DomainSampling, Message, Problem, Quota, Sampling
 
-OWN = DomainSampling(temperature=0.5, max_tokens=9, stop=("\n",), chat_template_kwargs={"enable_thinking": False})
+OWN = DomainSampling(
+    group_size=6, temperature=0.5, max_tokens=9, stop=("\n",), chat_template_kwargs={"enable_thinking": False}
+)
 
 
 def problem_of(index: int) -> Problem:
@@ -28,7 +30,7 @@ def factory(max_tokens: int = 0) -> PromptOrderFactory:
 
 def test_a_domain_samples_in_its_own_way_and_others_follow_the_knob() -> None:
     own, other = (factory().training(i, temperature=0.9, domain_weights={}, quota=Quota(0, 4)) for i in (0, 1))
-    assert own.sampling == Sampling(num_samples=4, temperature=0.5, max_tokens=9, stop=("\n",))
+    assert own.sampling == Sampling(num_samples=6, temperature=0.5, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=4, temperature=0.9, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}
 

@@ -29,7 +29,8 @@ class DomainSection(Section):
 
     name: str
     source: str
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, ge=0)
+    """Its share of the training problems. Of a domain of weight 0 none is trained on: evaluation sets may name it."""
     parameters: dict[str, Any] = Field(default_factory=dict)
 
     # what judges answers: docs/rewards.md

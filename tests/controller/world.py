@@ -14,7 +14,7 @@ from typing import Any
 from pipelinerl.choices import NoSignal, Overdue, Pin
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Send
-from pipelinerl.controller.state.evaluation import EvaluationPlan
+from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, ReportReceived
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import RunState
@@ -47,6 +47,11 @@ ENGINE = "http://engine-0"
 def problem(index: int) -> Problem:
     """A problem that says which it is."""
     return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
+
+
+def held_out_problem(name: str, index: int) -> Problem:
+    """A problem that says which it is, and of which evaluation set."""
+    return replace(problem(index), domain=name)
 
 
 def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
@@ -86,16 +91,19 @@ def controller(
     oversample: float | None = 1.0,
     overdue: Overdue = Overdue.DROP,
     large: int = 0,
+    other_sets: tuple[EvaluationSet, ...] = (),
+    until_accuracy: float | None = None,
     **changes: Any,
 ) -> Controller:
     """A controller that expects one engine; with `large`, domain `a` has groups of so many."""
     if large:
         changes["group_sizes"] = {"a": large, "b": 2}
-    plan = EvaluationPlan(problems=evaluation_problems, max_tokens=8, pin=pin, samples=samples)
+    asked = EvaluationSet(problems=evaluation_problems, max_tokens=8, samples=samples)
+    plan = EvaluationPlan(sets=(asked, *other_sets) if evaluation_problems else (), pin=pin)
     settings = ControllerSettings(
         seed=0,
         steps=steps,
-        until_accuracy=None,
+        until_accuracy=until_accuracy,
         max_groups=50,
         sampling=Sampling(num_samples=2),
         by_domain={"a": DomainSampling(group_size=large)} if large else {},
@@ -108,7 +116,7 @@ def controller(
     start = knobs(**changes)
     state = RunState(knobs=start, first_domain_weights=start.domain_weights)
     drawn = of_two_sizes if large else drawn_problem
-    return Controller(settings, state, training_problem=drawn, held_out_problem=problem)
+    return Controller(settings, state, training_problem=drawn, held_out_problem=held_out_problem)
 
 
 @dataclass

@@ -218,7 +218,7 @@ def test_the_last_evaluation_is_told_by_domain_and_tag() -> None:
     last = {"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}
     last |= {"by_domain": {"code": code, "math": math}, "by_tag": {"level=<1>": code}}
     history = tell([last])
-    assert group_rows(history) == [
+    assert group_rows(history.evaluations) == [
         ("domain code", "0", "–", "", "", "", ""),
         ("domain math", "9", "50.0%", "25.0% to 75.0%", "@4 75.0% (50.0% to 100.0%), maj@4 62.5% (50.0% to 100.0%)",
          "20, P95 64", "12.5%"),
@@ -229,10 +229,10 @@ def test_the_last_evaluation_is_told_by_domain_and_tag() -> None:
 
 def test_an_evaluation_of_an_older_run_is_told_as_far_as_it_is_known() -> None:
     old = [{"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}]
-    ((step, accuracy, *rest),) = evaluation_rows(tell(old))
+    ((step, accuracy, *rest),) = evaluation_rows(tell(old).evaluations)
     assert (step, accuracy, rest[-2:]) == ("3", "50.0%", ["", ""])
-    ((_, accuracy, interval, *_),) = evaluation_rows(tell([old[0] | {"accuracy": None, "low": None, "high": None}]))
+    ((_, accuracy, interval, *_),) = evaluation_rows([old[0] | {"accuracy": None, "low": None, "high": None}])
     assert (accuracy, interval) == ("–", "")
     mixed = {"version_min": 2, "version_max": 4, "incomplete": "no answer came", "unjudged": 7}
-    ((*_, weights, note),) = evaluation_rows(tell([old[0] | mixed]))
+    ((*_, weights, note),) = evaluation_rows([old[0] | mixed])
     assert (weights, note) == ("v2 to v4", "7 unjudged; incomplete: no answer came")

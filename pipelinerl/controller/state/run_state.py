@@ -87,16 +87,17 @@ class Evaluations(msgspec.Struct, kw_only=True):
     begun: int = 0
     """How many were begun, anew or not: the number of the last."""
     due: EvaluationDue | None = None
-    """One that waits for weights to be served."""
+    """One that waits for weights to be served, or for the current one to end."""
     postponed: bool = False
     """Does a publication wait for the current one to end?"""
     results: list[EvaluationResult] = []
-    """Those that have ended, the oldest first; only the last has figures by domain and tag."""
+    """Those that have ended, the oldest first; only the last of each set has figures by domain and tag."""
 
     def add(self, result: EvaluationResult) -> None:
         """One has ended."""
-        if self.results:
-            self.results[-1] = self.results[-1].without_groups
+        of_it = [number for number, before in enumerate(self.results) if before.name == result.name]
+        if of_it:
+            self.results[of_it[-1]] = self.results[of_it[-1]].without_groups
         self.results.append(result)
 
 

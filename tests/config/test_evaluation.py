@@ -69,7 +69,7 @@ def test_a_domain_without_weight_is_evaluated_and_never_trained_on() -> None:
     held_out = held_out_problems(config)
     drawn = {name: [mixture.problem(index).domain for index in range(40)] for name, mixture in held_out.items()}
     assert set(drawn["main"]) == {"a", "b"} and set(drawn["bench"]) == {"benchmark"}
-    assert drawn["both"].count("b") == 30, "3 to 1: in its sets a domain without weight has that of 1"
+    assert 29 <= drawn["both"].count("b") <= 31, "3 to 1: in its sets a domain without weight has that of 1"
 
 
 def test_the_problems_of_a_set_do_not_depend_on_the_other_sets() -> None:

@@ -236,3 +236,29 @@ def test_an_evaluation_of_an_older_run_is_told_as_far_as_it_is_known() -> None:
     mixed = {"version_min": 2, "version_max": 4, "incomplete": "no answer came", "unjudged": 7}
     ((*_, weights, note),) = evaluation_rows([old[0] | mixed])
     assert (weights, note) == ("v2 to v4", "7 unjudged; incomplete: no answer came")
+
+
+def of_two_sets() -> list[dict[str, Any]]:
+    """A run with a second evaluation set, asked at the same steps and at one between."""
+    made = events(24)
+    first = [event | {"name": "math", "place": 0} for event in made if event["kind"] == "evaluation"]
+    low = {"accuracy": 0.125, "low": 0.0625, "high": 0.25, "problems": 30, "pass_at": []}
+    second = [event | low | {"name": "<aime>", "place": 1} for event in first[::2]]
+    between = second[-1] | {"model_version": 23, "accuracy": 0.375}
+    return [event for event in made if event["kind"] != "evaluation"] + [*second, between, *first]
+
+
+def test_evaluation_sets_are_told_apart_and_the_recipes_first_comes_first() -> None:
+    history = tell(of_two_sets())
+    assert list(history.evaluation_sets) == ["math", "<aime>"]
+    assert {event["name"] for event in history.evaluations} == {"math"}
+    alone = tell([event for event in of_two_sets() if event.get("name") != "<aime>"])
+    assert (history.first_accuracy, history.last_evaluation) == (alone.first_accuracy, alone.last_evaluation)
+    assert history.other_accuracies == [("<aime>", 0.125, 0.125)], "the one between is not its last"
+    page = render(history, "")
+    text = " ".join(Page(page).text)
+    assert "Held-out accuracy by set" in text and "pass@k, math" in text and "pass@k, <aime>" not in text
+    assert page.count("<h3>&lt;aime&gt;</h3>") == 1 and "6.2% to 25.0%" in text
+    rows = dict(summary_rows(history))
+    assert rows["<aime>"] == "12.5% → 12.5%"
+    assert "Held-out accuracy by set" not in " ".join(Page(render(alone, "")).text), "one set is in the curve above"

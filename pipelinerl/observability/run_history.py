@@ -166,11 +166,16 @@ def tell(events: Sequence[Event]) -> RunHistory:
 
 
 def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
-    """A run of an older layout had one set, and no name for it."""
-    places = {str(event.get("name", HELD_OUT)): _number(event, "place") or 0.0 for event in events}
+    """By the place that sets had last; of two in one place, since the recipe was edited, the one asked last is first.
+
+    A run of an older layout had one set, and no name for it.
+    """
+    order: dict[str, tuple[float, int]] = {}
+    for number, event in enumerate(events):
+        order[str(event.get("name", HELD_OUT))] = (_number(event, "place") or 0.0, -number)
     return {
         name: _latest([event for event in events if event.get("name", HELD_OUT) == name], "model_version")
-        for name in sorted(places, key=lambda name: places[name])
+        for name in sorted(order, key=lambda name: order[name])
     }
 
 

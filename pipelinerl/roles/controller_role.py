@@ -62,6 +62,7 @@ def build_controller(config: RunConfig, restored: TrainingState | None) -> Contr
     state = RunState(knobs=knobs, first_domain_weights=knobs.domain_weights)
     if restored is not None:
         state.resume(restored.controller, step=restored.model_version)
+        state.evaluations.follow({each.name: each.place for each in config.evaluation_sets})
     return Controller(
         settings_of(config),
         state,

@@ -252,6 +252,8 @@ def test_evaluation_sets_are_told_apart_and_the_recipes_first_comes_first() -> N
     history = tell(of_two_sets())
     assert list(history.evaluation_sets) == ["math", "<aime>"]
     assert {event["name"] for event in history.evaluations} == {"math"}
+    edited = tell([*of_two_sets(), of_two_sets()[-1] | {"name": "new", "model_version": 25, "place": 0}])
+    assert list(edited.evaluation_sets) == ["new", "math", "<aime>"], "the first of the recipe as it is now"
     alone = tell([event for event in of_two_sets() if event.get("name") != "<aime>"])
     assert (history.first_accuracy, history.last_evaluation) == (alone.first_accuracy, alone.last_evaluation)
     assert history.other_accuracies == [("<aime>", 0.125, 0.125)], "the one between is not its last"

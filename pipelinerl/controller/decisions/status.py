@@ -87,8 +87,9 @@ def _last_step(state: RunState) -> status.LastStepStatus:
 
 
 def _other_sets(results: Sequence[EvaluationResult]) -> tuple[status.HeldOutStatus, ...]:
-    places = sorted({each.place for each in results} - {0})
-    return tuple(_held_out([each for each in results if each.place == place]) for place in places)
+    names = {each.name: each.place for each in results if each.place > 0}
+    in_order = sorted(names, key=lambda name: names[name])
+    return tuple(_held_out([each for each in results if each.name == name]) for name in in_order)
 
 
 def _held_out(results: Sequence[EvaluationResult]) -> status.HeldOutStatus:

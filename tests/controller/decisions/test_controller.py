@@ -27,8 +27,8 @@ from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerReady
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
 
 
-def world(seed: int = 0, **changes: float) -> World:
-    return World(controller(**changes), random.Random(seed))  # type: ignore[arg-type]
+def world(seed: int = 0, **changes: Any) -> World:
+    return World(controller(**changes), random.Random(seed))
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -73,7 +73,10 @@ def test_domains_with_groups_of_other_sizes_fill_steps_with_whole_groups(seed: i
     more is out than one step takes."""
     rng = random.Random(seed)
     lockstep, large = seed % 3 == 0, rng.choice([3, 4, 7])
-    run = world(seed, k=1 if lockstep else rng.choice([2, 4, math.inf]), large=large, rollouts_per_step=8)
+    k = 1 if lockstep else rng.choice([2, 4, math.inf])
+    oversample = 1.0 if lockstep else rng.choice([1.0, None])
+    overdue = rng.choice(list(Overdue))
+    run = world(seed, k=k, large=large, rollouts_per_step=8, oversample=oversample, overdue=overdue)
     run.begin()
     account = run.controller.state.account
     for _ in range(20_000):

@@ -128,8 +128,9 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         """The problems that our own evaluations use."""
-        source = held_out_problems(self.config)
-        self.problems = [source.problem(index) for index in range(self.config.evaluation.problems)]
+        asked = self.config.evaluation_sets[0]
+        source = held_out_problems(self.config, asked)[asked.name]
+        self.problems = [source.problem(index) for index in range(asked.problems)]
 
     def accuracy(self, model: Any) -> float:
         """Correct over judged."""

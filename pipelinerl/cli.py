@@ -227,6 +227,7 @@ def samples(
         bool, typer.Option("--filtered", help="Of groups that were filtered, one for each step.")
     ] = False,
     evaluation: Annotated[bool, typer.Option("--evaluation", help="Answers to held-out problems.")] = False,
+    evaluation_set: Annotated[str | None, typer.Option(help="Answers to those of this evaluation set alone.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many answers at most.")] = 16,
     follow: Annotated[bool, typer.Option("--follow", help="Go on with what comes, until the run is over.")] = False,
     json: Annotated[bool, typer.Option("--json", help="A line of JSON for each answer, for programs.")] = False,
@@ -243,12 +244,13 @@ def samples(
     if follow and (worst or best):
         raise typer.BadParameter("--follow shows samples as they come: leave out --worst and --best")
     kinds = {SampleKind.FILTERED} if filtered else set()
-    kinds |= {SampleKind.EVALUATION} if evaluation else set()
+    kinds |= {SampleKind.EVALUATION} if evaluation or evaluation_set is not None else set()
     query = SampleQuery(
         kinds=frozenset(kinds or {SampleKind.TRAINED}),
         step=step,
         domain=domain,
         tag=tag,
+        evaluation=evaluation_set,
         finish_reason=LENGTH if truncated else None,
         ranking=Ranking.WORST if worst else Ranking.BEST if best else Ranking.NEWEST,
         limit=limit,

@@ -23,7 +23,8 @@ from inference_contract.errors import Persistence
 #: 1: directives lie in the stream `orders`, the journal's snapshot holds the state in one flat record, and no number.
 #: 2: directives lie in the stream `directives`, the snapshot holds the state in parts, and both say their layout.
 #: 3: a group says which problem it answers, a verdict its answer and parts, an evaluation's answer its domain.
-LAYOUT = 3
+#: 4: the journal's knobs and ledger hold the group sizes of domains and orders, an evaluation the sets that it asks.
+LAYOUT = 4
 
 PROMPTS = "prompts"
 REPORTS = "reports"

@@ -46,13 +46,13 @@ class StalenessBounds:
         """May a rollout whose oldest token is of version `oldest` train the step that produces `producing`?"""
         return producing - oldest <= self.k
 
-    def may_issue(self, *, current: int, loaded: int, queued_groups: int, groups_per_step: int) -> bool:
+    def may_issue(self, *, current: int, loaded: int, queued: int, per_step: int) -> bool:
         """Can a prompt issued now still be fresh at its earliest step?
 
-        Ahead of it wait `queued_groups`, of which each step takes `groups_per_step`; its tokens will come from weights
-        no older than `loaded`.
+        Ahead of it wait `queued` rollouts, of which each step takes `per_step`, in whole groups; its tokens will come
+        from weights no older than `loaded`.
         """
-        earliest = current + 1 + queued_groups // groups_per_step
+        earliest = current + 1 + queued // per_step
         return self.accepts(producing=earliest, oldest=loaded)
 
 

@@ -97,6 +97,7 @@ class Sampling:
 class DomainSampling:
     """What a domain has its own way: None is as the rest of the run. `chat_template_kwargs` go to the chat template."""
 
+    group_size: int | None = None
     temperature: float | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] | None = None

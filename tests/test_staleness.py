@@ -24,9 +24,9 @@ def test_a_rollout_is_accepted_up_to_a_distance_of_k() -> None:
 
 def test_on_policy_issues_one_step_and_waits() -> None:
     bounds = PRESETS["on_policy"]
-    issued = [bounds.may_issue(current=5, loaded=5, queued_groups=n, groups_per_step=4) for n in range(6)]
+    issued = [bounds.may_issue(current=5, loaded=5, queued=n, per_step=4) for n in range(6)]
     assert issued == [True] * 4 + [False] * 2
-    assert not bounds.may_issue(current=6, loaded=5, queued_groups=0, groups_per_step=4)
+    assert not bounds.may_issue(current=6, loaded=5, queued=0, per_step=4)
 
 
 @given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(1, 6))
@@ -36,10 +36,25 @@ def test_what_may_be_issued_is_accepted_when_its_turn_comes(
     """The budget: whatever `may_issue` lets out can still train at the first step that has room for it."""
     bounds, loaded = StalenessBounds(j, j + slack), max(0, current - age)
     queued = 0
-    while queued < 200 and bounds.may_issue(current=current, loaded=loaded, queued_groups=queued, groups_per_step=step):
+    while queued < 200 and bounds.may_issue(current=current, loaded=loaded, queued=queued, per_step=step):
         assert bounds.accepts(producing=current + 1 + queued // step, oldest=loaded)
         queued += 1
     assert queued == 0 or queued % step == 0, "a step is issued whole or not at all"
+
+
+@given(st.integers(0, 20), st.integers(8, 30), st.lists(st.integers(1, 8), min_size=400, max_size=400))
+def test_groups_of_any_sizes_are_accepted_when_their_turn_comes(slack: int, step: int, sizes: list[int]) -> None:
+    """Whole groups, in order, until a step has its rollouts: each is still fresh at its own, and no step lacks any."""
+    bounds, queued, issued = StalenessBounds(1, 1 + slack), 0, 0
+    while issued < len(sizes) and bounds.may_issue(current=0, loaded=0, queued=queued, per_step=step):
+        queued, issued = queued + sizes[issued], issued + 1
+    rest, version = sizes[:issued], 0
+    while rest:
+        version, taken = version + 1, 0
+        while rest and taken < step:
+            taken += rest.pop(0)
+        assert bounds.accepts(producing=version, oldest=0)
+        assert taken >= step or version > 1 or issued == len(sizes), "the first step, at least, is issued whole"
 
 
 @pytest.mark.parametrize(

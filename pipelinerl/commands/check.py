@@ -12,9 +12,11 @@ from pipelinerl.choices import OldLogprobs
 from pipelinerl.commands.findings.instructions import instruction_findings
 from pipelinerl.commands.findings.prompts import prompt_findings
 from pipelinerl.commands.verifier_trial import tried
+from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.data.mixture import Mixture
 from pipelinerl.data.problems import check_source
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
@@ -109,6 +111,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "elsewhere", f"this machine has no GPU, which the recipe asks for: {', '.join(lacking)}"
     yield from _objective_findings(config)
     knobs = knobs_of(config)
+    yield "step", _step(config)
     yield "staleness", f"j = {knobs.j}, k = {knobs.k:g}"
     if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
         yield "old log-probs", _weight_history(config, knobs)
@@ -116,12 +119,19 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "user code", f"{where} = {place_of(registry.resolve(name))}"
     for domain in config.domains:
         yield from instruction_findings(config, domain)
-        alone = config.model_copy(update={"domains": (domain,)})
-        said = asyncio.run(tried(domain, training_problems(alone)))
+        said = asyncio.run(tried(domain, _problems_of(domain, config)))
         yield "verifier", f"domains.{domain.name}: {said}"
     yield from prompt_findings(
         config, tokenizer, training=training_problems(config), held_out=held_out_problems(config)
     )
+
+
+def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
+    """Problems to train on, of this domain alone; held-out ones of a domain that is evaluated and not trained on."""
+    if domain.weight:
+        return training_problems(config.model_copy(update={"domains": (domain,), "evaluations": ()}))
+    asked = config.evaluation.alone([domain.name])
+    return held_out_problems(config, asked)[asked.name]
 
 
 def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -165,6 +175,22 @@ def _not_here(config: RunConfig) -> Iterator[str]:
         yield "trainer.device"
     if config.weights.backend is Backend.NCCL:
         yield "weights.backend"
+
+
+def _step(config: RunConfig) -> str:
+    """How many rollouts, in which groups; where sizes differ, the last group that a step takes may be a large one."""
+    rollouts, sizes = (
+        config.training.rollouts_per_step,
+        {each.name: config.group_size_of(each) for each in config.trained_domains},
+    )
+    if len(set(sizes.values())) == 1:
+        return (
+            f"{rollouts} rollouts, {config.groups_per_step} groups of {config.group_size_of(config.trained_domains[0])}"
+        )
+    unit = math.gcd(*sizes.values())
+    most = (rollouts - 1) // unit * unit + max(sizes.values())
+    groups = ", ".join(f"of {size} from {name}" for name, size in sizes.items())
+    return f"{rollouts} to {most} rollouts, about {config.groups_per_step} whole groups: {groups}"
 
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:

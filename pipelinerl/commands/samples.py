@@ -139,7 +139,8 @@ def _print(chosen: Iterable[ChosenSample], console: Console, *, as_json: bool) -
 
 
 def _head(group: SampleGroup) -> Iterable[Text]:
-    names = [f"step {group.step}", group.domain, *group.tags, group.kind.value]
+    kind = f"{group.kind.value} {group.evaluation}".strip()
+    names = [f"step {group.step}", group.domain, *group.tags, kind]
     names += [group.why] if group.why else []
     names += [group.problem_id or group.group_id]
     yield Text(f"\n── {' · '.join(_line(name) for name in names)}", style="bold cyan")

@@ -1,6 +1,7 @@
-"""Files that a recipe's domains name: the paths of data become absolute, and few-shot files are read.
+"""Files that a recipe names: users' code and data become absolute paths, and few-shot files are read.
 
-Promises that what is read of a recipe means the same wherever it is saved: a path is relative to the file that says it.
+Promises that what is read of a recipe means the same wherever it is saved: a path is relative to the file that says it,
+and the resolved recipe, which roles and a resumed run read from the run's directory, names files wherever that lies.
 """
 
 from __future__ import annotations
@@ -12,27 +13,46 @@ from typing import Any, Final
 import orjson
 
 from pipelinerl.errors import RecipeError
+from pipelinerl.system.references import anchored
 
-#: Parameters of the source `files`.
-_PATHS: Final = ("path", "validation_path", "held_out_path")
+#: Keys whose value names a part of the run, at any depth.
+_NAME_A_PART: Final = frozenset({"type", "source", "verifier", "function", "filter"})
+#: Tables that belong to a part, which alone knows what their keys mean; of the source `files` they are known here.
+_OF_A_PART: Final = frozenset({"parameters", "options"})
 _FILES: Final = "files"
+_PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
-def resolved_beside(table: Mapping[str, Any], recipe: Path) -> dict[str, Any]:
-    """The table of the file `recipe`, with what its domains name.
+def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The table, relative paths being meant from `folder`; what is absolute already stays as it is.
 
     Raises:
         RecipeError: a few-shot file is missing, or holds no messages.
     """
-    domains = table.get("domains")
-    if not isinstance(domains, list):
-        return dict(table)
-    folder = recipe.resolve().parent
-    return {**table, "domains": [_of_domain(domain, folder) for domain in domains]}
+    resolved = _with_references(table, folder)
+    domains = resolved.get("domains")
+    if isinstance(domains, list):
+        resolved["domains"] = [_with_files(domain, folder) for domain in domains]
+    return resolved
 
 
-def _of_domain(domain: Any, folder: Path) -> Any:
-    """What is no table is left to the schema to refuse."""
+def _with_references(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    return {key: _referenced(key, value, folder) for key, value in table.items()}
+
+
+def _referenced(key: str, value: Any, folder: Path) -> Any:
+    """`path.py:attribute` made absolute, wherever a part is named."""
+    if key in _OF_A_PART:
+        return value
+    if isinstance(value, Mapping):
+        return _with_references(value, folder)
+    if isinstance(value, list):
+        return [_referenced(key, item, folder) for item in value]
+    return anchored(value, folder) if key in _NAME_A_PART and isinstance(value, str) else value
+
+
+def _with_files(domain: Any, folder: Path) -> Any:
+    """A domain with its data and its examples. What is no table is left to the schema to refuse."""
     if not isinstance(domain, dict):
         return domain
     made, parameters = dict(domain), domain.get("parameters")

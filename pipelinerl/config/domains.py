@@ -31,7 +31,8 @@ class DomainSection(Section):
 
     name: str
     source: str
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, ge=0)
+    """Its share of the training problems. Of a domain of weight 0 none is trained on: evaluation sets may name it."""
     parameters: dict[str, Any] = Field(default_factory=dict)
 
     # what judges answers: docs/rewards.md
@@ -62,6 +63,8 @@ class DomainSection(Section):
     """What the model's chat template is given beside the messages, such as Qwen3's enable_thinking."""
 
     # how answers are sampled, where it differs from [sampling]
+    group_size: int | None = Field(default=None, ge=1)
+    """Answers to each training problem; `docs/data.md` says what makes a step where domains differ."""
     temperature: float | None = Field(default=None, ge=COLDEST, le=HOTTEST)
     """Of training. The knob `temperature` leaves it alone: it sets that of the domains which have none of their own."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -105,6 +108,7 @@ class DomainSection(Section):
     def sampling(self) -> DomainSampling:
         """How answers are sampled, where it differs from the rest of the run."""
         return DomainSampling(
+            group_size=self.group_size,
             temperature=self.temperature,
             max_tokens=self.max_tokens,
             stop=self.stop,

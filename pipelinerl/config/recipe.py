@@ -23,6 +23,7 @@ from pipelinerl import registry
 from pipelinerl.config.beside_recipe import resolved_beside
 from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.evaluation import EvaluationSection, EvaluationSetSection, HeldOutSet
 from pipelinerl.config.layers import merged, overridden
 from pipelinerl.config.learning import (
     CriticSection,
@@ -30,13 +31,11 @@ from pipelinerl.config.learning import (
     ReferenceSection,
     TrainingSection,
 )
-from pipelinerl.config.references import anchor
 from pipelinerl.config.sections import (
     MODELS,
     ActorSection,
     CheckpointSection,
     EngineSection,
-    EvaluationSection,
     LaunchSection,
     ModelSection,
     OptimizerSection,
@@ -50,6 +49,7 @@ from pipelinerl.config.sections import (
     WeightsSection,
 )
 from pipelinerl.config.watching import FiguresSection, SamplesSection
+from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.redaction import without_secrets
@@ -79,6 +79,7 @@ class RunConfig(Section):
     reference: ReferenceSection | None = None
     staleness: StalenessSection = StalenessSection()
     evaluation: EvaluationSection = EvaluationSection()
+    evaluations: tuple[EvaluationSetSection, ...] = ()
     curation: CurationSection = CurationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     streams: StreamsSection = StreamsSection()
@@ -101,28 +102,18 @@ class RunConfig(Section):
         names = [domain.name for domain in domains]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"must be one or more with names of their own, got {', '.join(names) or 'none'}")
+        if not any(domain.weight for domain in domains):
+            raise ValueError("must have a weight above 0 in one domain at least: there is nothing to train on")
         return domains
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.training.rollouts_per_step % self.sampling.group_size:
-            raise ValueError(
-                f"training.rollouts_per_step ({self.training.rollouts_per_step}) must be a multiple of "
-                f"sampling.group_size ({self.sampling.group_size})"
-            )
-        if self.groups_per_step > self.streams.max_groups:
-            raise ValueError(
-                f"streams.max_groups ({self.streams.max_groups}) must be at least the {self.groups_per_step} groups of "
-                "a step (training.rollouts_per_step / sampling.group_size): a step could never be filled"
-            )
-        if self.engine.max_waiting < self.sampling.group_size:
-            raise ValueError(
-                f"engine.max_waiting ({self.engine.max_waiting}) must be at least sampling.group_size "
-                f"({self.sampling.group_size}): an engine would refuse every group"
-            )
+        self._has_room_for_groups()
+        self._sets_can_be_asked()
         for path, tokens in (
             ("sampling.max_tokens", self.sampling.max_tokens),
             ("evaluation.max_tokens", self.evaluation.max_tokens),
+            *((f"evaluations.{each.name}.max_tokens", each.max_tokens) for each in self.evaluations),
             *((f"domains.{domain.name}.max_tokens", domain.max_tokens) for domain in self.domains),
         ):
             if tokens is not None and tokens >= self.engine.context_length:
@@ -137,6 +128,53 @@ class RunConfig(Section):
             )
         return self
 
+    def _has_room_for_groups(self) -> None:
+        """Raises ValueError when some step, or some engine, could not take its groups."""
+        rollouts, trained = self.training.rollouts_per_step, self.trained_domains
+        smallest, largest = min(trained, key=self.group_size_of), max(trained, key=self.group_size_of)
+        says, size = self.key_of_group_size(largest), self.group_size_of(largest)
+        if size == self.group_size_of(smallest) and rollouts % size:
+            raise ValueError(f"training.rollouts_per_step ({rollouts}) must be a multiple of {says} ({size})")
+        if rollouts < size:
+            raise ValueError(f"training.rollouts_per_step ({rollouts}) must be at least {says} ({size})")
+        if (groups := math.ceil(rollouts / self.group_size_of(smallest))) > self.streams.max_groups:
+            raise ValueError(
+                f"streams.max_groups ({self.streams.max_groups}) must be at least the {groups} groups of a step "
+                f"(training.rollouts_per_step / {self.key_of_group_size(smallest)}): a step could never be filled"
+            )
+        if self.engine.max_waiting < size:
+            raise ValueError(
+                f"engine.max_waiting ({self.engine.max_waiting}) must be at least {says} ({size}): an engine would "
+                "refuse every group"
+            )
+
+    def _sets_can_be_asked(self) -> None:
+        """Raises ValueError when two evaluation sets have one name, or one cannot be asked or estimated."""
+        names, domains = [each.name for each in self.evaluations], [domain.name for domain in self.domains]
+        if len(set(names)) != len(names):
+            raise ValueError(f"evaluations must have names of their own, got {', '.join(names)}")
+        for each in self.evaluations:
+            if unknown := [name for name in each.domains if name not in domains]:
+                raise ValueError(
+                    f"evaluations.{each.name}.domains names {', '.join(unknown)}; domains are {', '.join(domains)}"
+                )
+        for asked in self.evaluation_sets if self.evaluations else ():
+            for sentence in asked.faults(f"evaluations.{asked.name}"):
+                raise ValueError(sentence)
+
+    @property
+    def trained_domains(self) -> tuple[DomainSection, ...]:
+        """Domains whose problems are trained on; the others are evaluated alone."""
+        return tuple(domain for domain in self.domains if domain.weight)
+
+    @property
+    def evaluation_sets(self) -> tuple[HeldOutSet, ...]:
+        """What evaluations ask; the first set is the one that decisions go by."""
+        trained = [domain.name for domain in self.trained_domains]
+        several = enumerate(self.evaluations)
+        sets = tuple(each.within(self.evaluation, place=place, domains=trained) for place, each in several)
+        return sets or (self.evaluation.alone(trained),)
+
     @property
     def run_directory(self) -> Path:
         """The directory that this run writes to."""
@@ -144,8 +182,12 @@ class RunConfig(Section):
 
     @property
     def groups_per_step(self) -> int:
-        """Groups that make a step."""
-        return self.training.rollouts_per_step // self.sampling.group_size
+        """Groups that make a step; where their sizes differ, about so many do."""
+        return groups_of_step(
+            self.training.rollouts_per_step,
+            {domain.name: self.group_size_of(domain) for domain in self.trained_domains},
+            {domain.name: domain.weight for domain in self.trained_domains},
+        )
 
     def gpus_of_engine(self, type: str | None = None) -> int:
         """How many GPUs an engine takes (of another type than the recipe's) where there are any."""
@@ -177,13 +219,21 @@ class RunConfig(Section):
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
 
+    def group_size_of(self, domain: DomainSection) -> int:
+        """Answers to each of its training problems."""
+        return domain.group_size or self.sampling.group_size
+
+    def key_of_group_size(self, domain: DomainSection) -> str:
+        """The key of the recipe that says how many."""
+        return "sampling.group_size" if domain.group_size is None else f"domains.{domain.name}.group_size"
+
     def max_tokens_of(self, domain: DomainSection) -> int:
         """Most tokens of an answer to train on."""
         return domain.max_tokens or self.sampling.max_tokens
 
-    def evaluation_max_tokens_of(self, domain: DomainSection) -> int:
-        """Most tokens of a held-out answer."""
-        return self.evaluation.max_tokens or self.max_tokens_of(domain)
+    def evaluation_max_tokens_of(self, domain: DomainSection, asked: HeldOutSet) -> int:
+        """Most tokens of an answer to a problem of an evaluation set."""
+        return asked.max_tokens or self.max_tokens_of(domain)
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -192,7 +242,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         RecipeError: with the path of the field, what was expected and what came.
     """
-    return parse(anchor(overridden(_read(_locate(str(recipe), beside=None)), overrides), Path.cwd()))
+    return parse(resolved_beside(overridden(_read(_locate(str(recipe), beside=None)), overrides), Path.cwd()))
 
 
 def parse(table: Mapping[str, Any]) -> RunConfig:
@@ -228,7 +278,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise RecipeError(f"{path} cannot be read: {error.strerror}") from None
-    table = resolved_beside(anchor(table, path.resolve().parent), path)
+    table = resolved_beside(table, path.resolve().parent)
     base = table.pop("base", None)
     if base is None:
         return table

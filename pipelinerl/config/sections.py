@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
-from pipelinerl.choices import COLDEST, HOTTEST, Overdue, Pin, Receiver, StalenessScope, WeightFormat
+from pipelinerl.choices import COLDEST, HOTTEST, Overdue, Receiver, StalenessScope, WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.types import Sampling
@@ -187,43 +187,6 @@ class StalenessSection(Section):
             _ = self.bounds
         except RecipeError as error:
             raise ValueError(str(error)) from error
-        return self
-
-
-class EvaluationSection(Section):
-    """Accuracy on problems never trained on; choose hyper-parameters on `validation`, report `held_out`."""
-
-    split: Literal["held_out", "validation"] = "held_out"
-    interval_steps: int = Field(default=50, ge=1)
-    problems: int = Field(default=512, ge=0)
-    max_tokens: int | None = Field(default=None, ge=1)
-    samples: int = Field(default=1, ge=1)
-    """How often each problem is sampled; more than one sample needs a temperature."""
-    temperature: float = Field(default=0.0, ge=0, le=HOTTEST)
-    """0 is greedy."""
-    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """The k of pass@k, each at most `samples`."""
-    pin: Pin = Pin.AUTO
-    """How it is seen to that one version answers; see docs/evaluation.md."""
-    hold_s: float = Field(default=60.0, gt=0)
-    """Longest that pin = gate postpones updates of the weights."""
-
-    @model_validator(mode="after")
-    def _can_be_estimated(self) -> Self:
-        if 0 < self.temperature < COLDEST:
-            raise ValueError(f"evaluation.temperature must be 0 or at least {COLDEST:g}, got {self.temperature:g}")
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"evaluation.samples ({self.samples}) of one problem are all the same at evaluation.temperature = 0; "
-                "give it a temperature, such as that of training, or take one sample"
-            )
-        if beyond := [k for k in self.pass_at if k > self.samples]:
-            raise ValueError(
-                f"evaluation.pass_at names {', '.join(map(str, beyond))}, but pass@k can be estimated only from "
-                f"evaluation.samples ({self.samples}) of k or more; raise samples, or leave it out"
-            )
-        if len(set(self.pass_at)) != len(self.pass_at):
-            raise ValueError("evaluation.pass_at must name each k once")
         return self
 
 

@@ -36,6 +36,13 @@ class Domain:
     source: ProblemSource
 
 
+def groups_of_step(rollouts: int, sizes: Mapping[str, int], weights: Mapping[str, float]) -> int:
+    """How many groups make a step of so many rollouts, to the nearest, where domains of these weights have groups of
+    these sizes; exactly so many where all sizes are one that divides it."""
+    mean = sum(weights[name] * size for name, size in sizes.items()) / sum(weights[name] for name in sizes)
+    return max(1, round(rollouts / mean))
+
+
 @final
 class Mixture:
     """Says the domain of problem i by quota, and then takes problem i of that domain's source."""

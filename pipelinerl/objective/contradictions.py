@@ -6,11 +6,11 @@ something, but seldom what was meant, is a doubt, which `pipelinerl check` tells
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from pipelinerl.objective.adv import GAE, Baseline, GroupFiltered, GroupRelative, RewardToGo, Scale
+from pipelinerl.objective.adv import GAE, Advantage, Baseline, GroupFiltered, GroupRelative, RewardToGo, Scale
 from pipelinerl.objective.agg import Length, Sequences, Trajectory
 from pipelinerl.objective.grad1 import ClippedRatio, GeometricRatio, Level, SequenceRatio
 from pipelinerl.objective.grad2 import Estimator, KLPenalty
@@ -78,34 +78,39 @@ class Setting:
     """What a run says that decides whether a slot does anything.
 
     Attributes:
-        group_size: rollouts of each group.
+        group_sizes: rollouts of each group, by the key of the recipe that says so.
         max_tokens: the most tokens of an answer.
         step_begins_at: policies with which the current one agrees when a step begins. A batch is one optimizer step, so
             a ratio over one of them is 1 whenever it is looked at.
     """
 
-    group_size: int
+    group_sizes: Mapping[str, int]
     max_tokens: int
     step_begins_at: frozenset[Policy] = frozenset()
 
 
 def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
     """A sentence for each slot that would do nothing, or nothing that it is for; it begins with the slot."""
-    adv, size = objective.adv, setting.group_size
+    for key, size in setting.group_sizes.items():
+        yield from _without_effect_in_groups(objective.adv, key, size)
+
+
+def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[str]:
+    """The same in groups of so many rollouts, by the key of the recipe that says how many."""
     if isinstance(adv, GroupFiltered) and adv.keep >= size:
         yield (
-            f"adv.keep ({adv.keep}) must be below sampling.group_size ({size}): as it is every rollout of a group is "
+            f"adv.keep ({adv.keep}) must be below {key} ({size}): as it is every rollout of a group is "
             "kept, and nothing is filtered"
         )
     if isinstance(adv, GroupRelative) and size == 1:
         if adv.baseline is not Baseline.NONE:
             yield (
-                f"adv.baseline {adv.baseline} needs groups, and sampling.group_size is 1: every advantage would be 0; "
+                f"adv.baseline {adv.baseline} needs groups, and {key} is 1: every advantage would be 0; "
                 'raise it, or take adv = "reward_to_go" or adv.baseline = "none" with adv.scale = "none"'
             )
         elif adv.scale is Scale.STD:
             yield (
-                "adv.scale std needs groups, and sampling.group_size is 1: the deviation of one reward is 0; raise it, "
+                f"adv.scale std needs groups, and {key} is 1: the deviation of one reward is 0; raise it, "
                 'or take adv.scale = "batch" or "none"'
             )
 

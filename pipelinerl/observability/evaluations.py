@@ -5,7 +5,7 @@ An event of an older run lacks what it did not know; what is absent is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pipelinerl.observability.charts import Line, Mark
@@ -19,8 +19,8 @@ HEAD: Final = ("step", "accuracy", "95 %", "pass@k", "problems × samples", "tok
 GROUPS_HEAD: Final = ("", "problems", "accuracy", "95 %", "pass@k, maj@k", "tokens", "truncated")
 
 
-def evaluation_rows(history: RunHistory) -> list[tuple[str, ...]]:
-    """A row for each evaluation, under `HEAD`."""
+def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
+    """A row for each evaluation of a set, under `HEAD`."""
     return [
         (
             f"{event['model_version']}",
@@ -32,13 +32,14 @@ def evaluation_rows(history: RunHistory) -> list[tuple[str, ...]]:
             weights(event),
             note(event),
         )
-        for event in history.evaluations
+        for event in evaluations
     ]
 
 
-def group_rows(history: RunHistory) -> list[tuple[str, ...]]:
-    """A row for each domain, and for each tag, of the last evaluation that knew of them, under `GROUPS_HEAD`."""
-    known = [event for event in history.evaluations if event.get("by_domain")]
+def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
+    """A row for each domain, and for each tag, of the last of a set's evaluations that knew of them, under
+    `GROUPS_HEAD`."""
+    known = [event for event in evaluations if event.get("by_domain")]
     if not known:
         return []
     return [
@@ -56,10 +57,31 @@ def group_rows(history: RunHistory) -> list[tuple[str, ...]]:
     ]
 
 
-def pass_at_lines(history: RunHistory) -> tuple[Line, ...]:
-    """pass@k over the step with its intervals, a line for each k."""
+def accuracy_lines(history: RunHistory) -> tuple[Line, ...]:
+    """The accuracy of each evaluation set over the step, with its intervals; nothing where there is one set."""
+    if len(history.evaluation_sets) < 2:
+        return ()
+    lines = []
+    for number, (name, events) in enumerate(history.evaluation_sets.items()):
+        accuracy, low, high = (history.series(events, each, x="model_version") for each in ("accuracy", "low", "high"))
+        whole = low.x == high.x == accuracy.x
+        lines.append(
+            Line(
+                series=accuracy,
+                label=name,
+                colour=1 + number % _COLOURS,
+                mark=Mark.DOTS,
+                low=low.y if whole else (),
+                high=high.y if whole else (),
+            )
+        )
+    return tuple(lines)
+
+
+def pass_at_lines(evaluations: Sequence[Event]) -> tuple[Line, ...]:
+    """pass@k of a set over the step with its intervals, a line for each k."""
     points: dict[int, list[tuple[float, Mapping[str, Any]]]] = {}
-    for event in history.evaluations:
+    for event in evaluations:
         for each in _pass_at(event):
             points.setdefault(each["k"], []).append((float(event["model_version"]), each))
     return tuple(
@@ -124,6 +146,10 @@ def _chances(figures: Mapping[str, Any]) -> str:
     )
 
 
-def _interval(estimate: Mapping[str, Any]) -> str:
-    low, high = estimate.get("low"), estimate.get("high")
+def interval(low: float | None, high: float | None) -> str:
+    """`61.2% to 70.1%`, or nothing where it is not known."""
     return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
+
+
+def _interval(estimate: Mapping[str, Any]) -> str:
+    return interval(estimate.get("low"), estimate.get("high"))

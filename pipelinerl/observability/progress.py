@@ -24,7 +24,14 @@ from rich.text import Text
 
 from pipelinerl.observability.restarts import restarts_line
 from pipelinerl.observability.samples.visible import one_line
-from pipelinerl.observability.status import EngineStatus, EvaluatingStatus, RunStatus, StatusPhase, format_duration
+from pipelinerl.observability.status import (
+    EngineStatus,
+    EvaluatingStatus,
+    HeldOutStatus,
+    RunStatus,
+    StatusPhase,
+    format_duration,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: On a terminal with fewer there is no room for the rewards.
@@ -94,6 +101,8 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
         _head(status),
         _numbers(status, pairs=3 if width >= 104 else 2 if width >= 60 else 1),
     ]
+    if status.other_sets:
+        parts.append(_sets(status.other_sets))
     if len(rewards) > 1 and width >= _CURVE_COLUMNS:
         parts.append(Text.assemble(("reward so far  ", "dim"), (sparkline(rewards, width=min(60, width - 16)), "cyan")))
     if len(status.last_step.by_domain) > 1 and width >= _DOMAIN_COLUMNS:
@@ -115,7 +124,8 @@ def line(status: RunStatus) -> str:
     parts = [
         f"[{status.run}] {status.phase.value} {status.step}/{status.total_steps}",
         f"reward {_share(status.last_step.reward)}",
-        f"held-out {_accuracy(status)}",
+        f"held-out {_accuracy(status.held_out)}",
+        *(f"{each.name} {_accuracy(each)}" for each in status.other_sets),
         f"{status.fleet.tokens_per_s:,.0f} tok/s",
         f"staleness {status.last_step.staleness_mean:.1f} (max {status.last_step.staleness_max})",
         f"pause {_milliseconds(status.fleet.update_pause_s)}",
@@ -157,6 +167,7 @@ def _is_news(before: RunStatus | None, now: RunStatus) -> bool:
     return (
         before.phase is not now.phase
         or before.held_out.accuracy != now.held_out.accuracy
+        or [each.accuracy for each in before.other_sets] != [each.accuracy for each in now.other_sets]
         or before.alarms != now.alarms
     )
 
@@ -183,7 +194,7 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
     for _ in range(pairs):
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(no_wrap=True, min_width=9)
-    held_out = Text(_accuracy(status), style="bold")
+    held_out = Text(_accuracy(status.held_out), style="bold")
     if status.held_out.first is not None and status.held_out.accuracy is not None:
         held_out.append(f"  (from {status.held_out.first:.1%})", style="dim not bold")
     ledger, step = status.ledger, status.last_step
@@ -261,24 +272,24 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _accuracy(status: RunStatus) -> str:
-    if status.held_out.accuracy is None:
+def _accuracy(held_out: HeldOutStatus) -> str:
+    if held_out.accuracy is None:
         return "–"
-    said = f"{status.held_out.accuracy:.1%}"
-    if status.held_out.low is not None and status.held_out.high is not None:
-        said += f" ±{(status.held_out.high - status.held_out.low) / 2:.1%}"
-    if status.held_out.pass_at:
-        best = status.held_out.pass_at[-1]
+    said = f"{held_out.accuracy:.1%}"
+    if held_out.low is not None and held_out.high is not None:
+        said += f" ±{(held_out.high - held_out.low) / 2:.1%}"
+    if held_out.pass_at:
+        best = held_out.pass_at[-1]
         said += f", pass@{best.k} {best.value:.1%}"
-    if status.held_out.majority_at:
-        most = status.held_out.majority_at[-1]
+    if held_out.majority_at:
+        most = held_out.majority_at[-1]
         said += f", maj@{most.k} {most.value:.1%}"
-    if (status.held_out.truncated or 0.0) >= _WORTH_SAYING:
-        said += f", {status.held_out.truncated:.0%} truncated"
-    if status.held_out.incomplete:
+    if (held_out.truncated or 0.0) >= _WORTH_SAYING:
+        said += f", {held_out.truncated:.0%} truncated"
+    if held_out.incomplete:
         said += ", incomplete"
-    said += f" of v{status.held_out.version}" if status.held_out.one_version else ""
-    domains = [each for each in status.held_out.by_domain if each.accuracy is not None]
+    said += f" of v{held_out.version}" if held_out.one_version else ""
+    domains = [each for each in held_out.by_domain if each.accuracy is not None]
     if len(domains) > 1:
         shown = ", ".join(f"{each.name} {each.accuracy:.1%}" for each in domains[:_DOMAINS_SHOWN])
         more = len(domains) - _DOMAINS_SHOWN
@@ -286,10 +297,20 @@ def _accuracy(status: RunStatus) -> str:
     return said
 
 
+def _sets(sets: Sequence[HeldOutStatus]) -> Table:
+    """A row for each evaluation set beyond the first."""
+    grid = Table.grid(padding=(0, 2))
+    for each in sets:
+        since = "" if each.first is None or each.accuracy is None else f"(from {each.first:.1%})"
+        grid.add_row(Text(each.name, style="dim"), Text(_accuracy(each), style="bold"), Text(since, style="dim"))
+    return grid
+
+
 def _evaluating(evaluating: EvaluatingStatus) -> str:
     where = f" on {evaluating.engine}" if evaluating.engine else ""
     again = f", {evaluating.discarded} answers of other versions discarded" if evaluating.discarded else ""
-    return f"evaluating v{evaluating.model_version}{where}: {evaluating.answered}/{evaluating.problems}{again}"
+    sets = f" ({', '.join(evaluating.sets)})" if len(evaluating.sets) > 1 else ""
+    return f"evaluating v{evaluating.model_version}{where}{sets}: {evaluating.answered}/{evaluating.problems}{again}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -15,11 +15,18 @@ from string import Template
 
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg
 from pipelinerl.observability.domains import DOMAIN_HEAD, domain_charts, domain_rows
-from pipelinerl.observability.evaluations import GROUPS_HEAD, HEAD, evaluation_rows, group_rows, pass_at_lines
+from pipelinerl.observability.evaluations import (
+    GROUPS_HEAD,
+    HEAD,
+    accuracy_lines,
+    evaluation_rows,
+    group_rows,
+    pass_at_lines,
+)
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.picture import draw
 from pipelinerl.observability.redaction import without_secrets
-from pipelinerl.observability.run_history import RunHistory, Series, tell
+from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, tell
 from pipelinerl.observability.samples.page import samples_section
 from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.record import SampleGroup
@@ -81,6 +88,8 @@ def _tiles(history: RunHistory) -> list[tuple[str, str, str]]:
     if evaluation is not None and first is not None:
         tiles.append(("held-out accuracy", f"{evaluation['accuracy']:.1%}", f"from {first:.1%}"))
         tiles += [(f"pass@{each['k']}", f"{each['value']:.1%}", "held out") for each in evaluation.get("pass_at") or ()]
+        for name, first_of, last_of in history.other_accuracies:
+            tiles.append((name, f"{last_of:.1%}", f"from {first_of:.1%}"))
     if history.last_reward is not None and history.first_reward is not None:
         tiles.append(("reward", f"{history.last_reward:.3f}", f"from {history.first_reward:.3f}"))
     if history.steps:
@@ -134,7 +143,11 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
         return Line(series=series, label=label, colour=colour)
 
     figures = [
-        ("pass@k, held out", Chart(lines=pass_at_lines(history), x_label=x, percent=True, y_max=1.0)),
+        ("Held-out accuracy by set", Chart(lines=accuracy_lines(history), x_label=x, percent=True, y_max=1.0)),
+        *(
+            (f"pass@k, {_held_out(name)}", Chart(lines=pass_at_lines(events), x_label=x, percent=True, y_max=1.0))
+            for name, events in history.evaluation_sets.items()
+        ),
         (
             "Staleness, in versions",
             Chart(lines=(one(steps("staleness_mean"), "mean"), one(steps("staleness_max"), "max", 2)), x_label=x),
@@ -215,10 +228,18 @@ def _knobs(history: RunHistory) -> str:
 
 
 def _evaluations(history: RunHistory) -> str:
-    rows = evaluation_rows(history)
-    groups = group_rows(history)
-    by_group = _table(GROUPS_HEAD, groups) if len(groups) > 1 else ""
-    return _table(HEAD, rows) + by_group if rows else "<p class=none>Nothing was evaluated.</p>"
+    parts = []
+    for name, evaluations in history.evaluation_sets.items():
+        groups = group_rows(evaluations)
+        parts.append(f"<h3>{escape(name)}</h3>" if len(history.evaluation_sets) > 1 else "")
+        parts.append(_table(HEAD, evaluation_rows(evaluations)))
+        parts.append(_table(GROUPS_HEAD, groups) if len(groups) > 1 else "")
+    return "".join(parts) or "<p class=none>Nothing was evaluated.</p>"
+
+
+def _held_out(name: str) -> str:
+    """An evaluation set in words."""
+    return "held out" if name == HELD_OUT else name
 
 
 def _domains(history: RunHistory) -> str:

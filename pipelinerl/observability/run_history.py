@@ -5,7 +5,7 @@ A run that was resumed took some steps twice; the later one is the one that coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
@@ -14,6 +14,8 @@ from pipelinerl.observability.events import Event
 
 _ALARMS: Final = ("alarm", "alarm_cleared")
 _ENDS: Final = ("run_finished", "run_suspended", "run_failed")
+#: What an evaluation set is called that has no name of its own.
+HELD_OUT: Final = "held_out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class RunHistory:
     """The events of a run, sorted by what they say.
 
     Attributes:
-        steps: `step` events by rising step; evaluations, publications: likewise by model version.
+        steps: `step` events by rising step; publications: likewise by model version.
+        evaluation_sets: `evaluation` events by model version, by the name of their set; the recipe's first comes first.
         engines: `engines` events; knobs: `knobs` events; incidents: engines that joined or were lost, checkpoints,
             alarms.
         started, finished: the first `run_started` and, where the run is over, the last `run_finished`, `run_failed` or
@@ -54,11 +57,16 @@ class RunHistory:
     started: Event
     finished: Event | None
     steps: tuple[Event, ...]
-    evaluations: tuple[Event, ...]
+    evaluation_sets: Mapping[str, tuple[Event, ...]]
     publications: tuple[Event, ...]
     engines: tuple[Event, ...]
     knobs: tuple[Event, ...]
     incidents: tuple[Event, ...]
+
+    @property
+    def evaluations(self) -> tuple[Event, ...]:
+        """Those of the recipe's first set, by which it was decided."""
+        return next(iter(self.evaluation_sets.values()), ())
 
     @property
     def run(self) -> str:
@@ -85,6 +93,13 @@ class RunHistory:
     def last_evaluation(self) -> Event | None:
         """The newest evaluation that has an accuracy."""
         return next((event for event in reversed(self.evaluations) if _number(event, "accuracy") is not None), None)
+
+    @property
+    def other_accuracies(self) -> list[tuple[str, float, float]]:
+        """(name, first and last accuracy) of each evaluation set but the first."""
+        others = list(self.evaluation_sets.items())[1:]
+        known = [(name, self.series(events, "accuracy", x="model_version").y) for name, events in others]
+        return [(name, values[0], values[-1]) for name, values in known if values]
 
     @property
     def first_reward(self) -> float | None:
@@ -120,7 +135,9 @@ class RunHistory:
         return sum(values) / len(values) if values else None
 
     def _all(self) -> Iterable[Event]:
-        yield from (self.started, *self.steps, *self.evaluations, *self.publications, *self.engines, *self.incidents)
+        yield from (self.started, *self.steps, *self.publications, *self.engines, *self.incidents)
+        for evaluations in self.evaluation_sets.values():
+            yield from evaluations
         if self.finished is not None:
             yield self.finished
 
@@ -142,12 +159,26 @@ def tell(events: Sequence[Event]) -> RunHistory:
         started=next(iter(by_kind.get("run_started", [])), {}),
         finished=ends[-1] if ends else None,
         steps=_latest(by_kind.get("step", []), "step"),
-        evaluations=_latest(by_kind.get("evaluation", []), "model_version"),
+        evaluation_sets=_by_set(by_kind.get("evaluation", [])),
         publications=_latest(by_kind.get("publish", []), "model_version"),
         engines=tuple(by_kind.get("engines", [])),
         knobs=tuple(by_kind.get("knobs", [])),
         incidents=tuple(incidents),
     )
+
+
+def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
+    """By the place that sets had last; of two in one place, since the recipe was edited, the one asked last is first.
+
+    A run of an older layout had one set, and no name for it.
+    """
+    order: dict[str, tuple[float, int]] = {}
+    for number, event in enumerate(events):
+        order[str(event.get("name", HELD_OUT))] = (_number(event, "place") or 0.0, -number)
+    return {
+        name: _latest([event for event in events if event.get("name", HELD_OUT) == name], "model_version")
+        for name in sorted(order, key=lambda name: order[name])
+    }
 
 
 def _latest(events: Sequence[Event], key: str) -> tuple[Event, ...]:

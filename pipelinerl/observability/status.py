@@ -110,7 +110,8 @@ class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluation under way: of which version, on which engine alone, and how far it is.
 
-    `pin` is how one version is seen to (`engine`, `gate`, `none`), `discarded` counts answers of other versions.
+    `pin` is how one version is seen to (`engine`, `gate`, `none`), `discarded` counts answers of other versions. `sets`
+    are the names of the evaluation sets that it asks.
     """
 
     model_version: int
@@ -120,6 +121,7 @@ class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
     problems: int = 0
     discarded: int = 0
     restarts: int = 0
+    sets: tuple[str, ...] = ()
 
 
 class LedgerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +155,8 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
 class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What evaluations have shown so far; an accuracy is None where nothing was judged."""
 
+    name: str = ""
+    """Which evaluation set it is of; empty before the first evaluation."""
     accuracy: float | None = None
     """Mean of the last evaluation."""
     low: float | None = None
@@ -224,6 +228,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How many trainers have begun."""
     last_step: LastStepStatus = LastStepStatus()
     held_out: HeldOutStatus = HeldOutStatus()
+    """Of the recipe's first evaluation set, by which it is decided."""
+    other_sets: tuple[HeldOutStatus, ...] = ()
+    """The same of its other evaluation sets, once they have been asked."""
     evaluating: EvaluatingStatus | None = None
     """The evaluation under way."""
     fleet: FleetStatus = FleetStatus()

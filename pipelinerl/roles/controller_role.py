@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +19,14 @@ from pydantic import SecretStr
 
 from pipelinerl.choices import NoSignal
 from pipelinerl.commands.resumption import claim
+from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
 from pipelinerl.controller.service.service import ControllerService, Start
-from pipelinerl.controller.state.evaluation import EvaluationPlan
+from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.settings import ControllerSettings
@@ -55,12 +57,18 @@ log = logging.getLogger("pipelinerl")
 def build_controller(config: RunConfig, restored: TrainingState | None) -> Controller:
     """The controller of a run, continuing from a checkpoint when there is one."""
     training: Mixture = training_problems(config)
-    held_out: Mixture = held_out_problems(config)
+    held_out = held_out_problems(config)
     knobs = knobs_of(config)
     state = RunState(knobs=knobs, first_domain_weights=knobs.domain_weights)
     if restored is not None:
         state.resume(restored.controller, step=restored.model_version)
-    return Controller(settings_of(config), state, training_problem=training.problem, held_out_problem=held_out.problem)
+        state.evaluations.follow({each.name: each.place for each in config.evaluation_sets})
+    return Controller(
+        settings_of(config),
+        state,
+        training_problem=training.problem,
+        held_out_problem=lambda name, index: held_out[name].problem(index),
+    )
 
 
 def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
@@ -77,19 +85,40 @@ def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
 def settings_of(config: RunConfig) -> ControllerSettings:
     """The controller's part of the recipe."""
     filters = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
-    plan = config.evaluation.model_dump(exclude={"split", "interval_steps", "max_tokens"})
     return ControllerSettings(
         **shared_values(config.run, ControllerSettings),
         max_groups=config.streams.max_groups,
         sampling=config.sampling.of_an_order,
         by_domain={domain.name: domain.sampling for domain in config.domains},
-        evaluation=EvaluationPlan(max_tokens=config.evaluation.max_tokens or 0, **plan),
+        evaluation=plan_of(config, config.evaluation_sets),
         scope=config.staleness.scope,
         overdue=config.staleness.overdue,
         oversample=config.curation.oversample if filters else 1.0,
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
         save_s=config.launch.save_s,
+    )
+
+
+def plan_of(config: RunConfig, sets: Iterable[HeldOutSet]) -> EvaluationPlan:
+    """What an evaluation of these sets asks, and how."""
+    return EvaluationPlan(
+        sets=tuple(
+            EvaluationSet(
+                name=each.name,
+                place=each.place,
+                problems=each.problems,
+                max_tokens=each.max_tokens or 0,
+                samples=each.samples,
+                temperature=each.temperature,
+                pass_at=each.pass_at,
+                interval_steps=each.interval_steps or 0,
+            )
+            for each in sets
+            if each.problems
+        ),
+        pin=config.evaluation.pin,
+        hold_s=config.evaluation.hold_s,
     )
 
 

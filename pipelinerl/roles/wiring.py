@@ -7,10 +7,13 @@ from pathlib import Path
 
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
+from pipelinerl.data.source import ProblemSource
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.contradictions import Setting, without_effect
 from pipelinerl.objective.kl_control import kl_coefficient
@@ -63,7 +66,7 @@ def setting_of(config: RunConfig) -> Setting:
     """What decides whether the objective's slots do anything in this run."""
     recomputed = config.training.old_logprobs is OldLogprobs.RECOMPUTE
     return Setting(
-        group_size=config.sampling.group_size,
+        group_sizes={config.key_of_group_size(each): config.group_size_of(each) for each in config.trained_domains},
         max_tokens=config.sampling.max_tokens,
         step_begins_at=frozenset({Policy.OLD} if recomputed else ()),
     )
@@ -78,10 +81,10 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
             f"use {' or '.join(sorted(registry.VALUE_HEADS))}"
         )
     for domain in config.domains:
-        if domain.reward is not None and domain.reward.mean is Over.GROUP and config.sampling.group_size == 1:
+        if domain.reward is not None and domain.reward.mean is Over.GROUP and config.group_size_of(domain) == 1:
             yield (
-                f"domains.{domain.name}.reward.mean group needs groups, and sampling.group_size is 1: every reward "
-                'would be 0; raise it, or take mean = "batch"'
+                f"domains.{domain.name}.reward.mean group needs groups, and {config.key_of_group_size(domain)} is 1: "
+                'every reward would be 0; raise it, or take mean = "batch"'
             )
     if config.critic is not None and "values" not in passes:
         yield "critic: the objective reads no values; remove the section, or take an objective such as ppo"
@@ -110,8 +113,8 @@ def knobs_of(config: RunConfig) -> Knobs:
         rollouts_per_step=config.training.rollouts_per_step,
         evaluation_interval_steps=config.evaluation.interval_steps,
         groups_in_flight=config.actor.groups_in_flight,
-        domain_weights={domain.name: domain.weight for domain in config.domains},
-        group_size=config.sampling.group_size,
+        domain_weights={domain.name: domain.weight for domain in config.trained_domains},
+        group_sizes={domain.name: config.group_size_of(domain) for domain in config.trained_domains},
         max_groups=config.streams.max_groups,
         k_finite=config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS,
     )
@@ -164,30 +167,44 @@ def training_problems(config: RunConfig) -> Mixture:
     return problems_of(config, Split.TRAIN, seed=config.run.seed)
 
 
-def held_out_problems(config: RunConfig) -> Mixture:
-    """Problems never trained on; the same for every seed, so that runs can be compared."""
-    # Shares are kept over any number of problems, so that fewer of them are the first of more.
-    return problems_of(config, Split(config.evaluation.split), seed=0, quota=Quota(0, 1))
+def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
+    """The mixture over one split, in the order that `seed` gives; shares are kept within a step."""
+    domains = [
+        Domain(name=each.name, weight=each.weight, source=_source_of(each, split, seed=seed))
+        for each in config.trained_domains
+    ]
+    return Mixture(domains, seed=seed, quota=Quota(0, config.groups_per_step))
 
 
-def problems_of(config: RunConfig, split: Split, *, seed: int, quota: Quota | None = None) -> Mixture:
-    """The mixture over one split, in the order that `seed` gives; shares are kept within a step, or as `quota` says."""
-    return Mixture(
-        [
-            Domain(
-                name=domain.name,
-                weight=domain.weight,
-                source=open_source(
-                    domain.source,
-                    domain=domain.name,
-                    split=split,
-                    seed=seed,
-                    parameters=domain.parameters,
-                    prompts=domain.prompts,
-                ),
-            )
-            for domain in config.domains
-        ],
+def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture]:
+    """Problems never trained on, by the name of their evaluation set (by default of all); the same for every seed, so
+    that runs can be compared. Data that several sets have in common is opened once."""
+    opened: dict[tuple[str, str], ProblemSource] = {}
+    mixtures: dict[str, Mixture] = {}
+    for asked in sets or config.evaluation_sets:
+        domains = [domain for domain in config.domains if domain.name in asked.domains]
+        for domain in domains:
+            if (domain.name, asked.split) not in opened:
+                opened[domain.name, asked.split] = _source_of(domain, Split(asked.split), seed=0)
+        # Shares are kept over any number of problems, so that fewer of them are the first of more.
+        mixtures[asked.name] = Mixture(
+            [
+                Domain(name=each.name, weight=each.weight or 1.0, source=opened[each.name, asked.split])
+                for each in domains
+            ],
+            seed=0,
+            quota=Quota(0, 1),
+        )
+    return mixtures
+
+
+def _source_of(domain: DomainSection, split: Split, *, seed: int) -> ProblemSource:
+    """One split of a domain."""
+    return open_source(
+        domain.source,
+        domain=domain.name,
+        split=split,
         seed=seed,
-        quota=quota or Quota(0, config.groups_per_step),
+        parameters=domain.parameters,
+        prompts=domain.prompts,
     )

@@ -361,6 +361,33 @@ def test_a_slot_that_can_do_nothing_is_refused(overrides: list[str], sentence: s
         refuse(load("tiny", overrides))
 
 
+def of_two_sizes(size: int) -> RunConfig:
+    """The shipped recipe, with groups of 8, and a second domain with groups of this size."""
+    config = load("tiny", QUICK)
+    first = config.domains[0]
+    second = first.model_copy(update={"name": "second", "group_size": size})
+    return config.model_copy(update={"domains": (first, second)})
+
+
+@pytest.mark.parametrize(
+    ("size", "objective", "sentence"),
+    [
+        (4, "gfpo", r"objective\.adv\.keep \(8\) must be below sampling\.group_size \(8\)"),
+        (1, "grpo", r"objective\.adv\.baseline mean needs groups, and domains\.second\.group_size is 1"),
+    ],
+)
+def test_a_slot_must_do_something_in_the_groups_of_each_domain(size: int, objective: str, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        refuse(of_two_sizes(size).model_copy(update={"objective": objective}))
+
+
+def test_it_says_of_how_many_rollouts_a_step_is() -> None:
+    (one,) = [said for part, said in findings(of_two_sizes(8)) if part == "step"]
+    assert one == "256 rollouts, 32 groups of 8"
+    (several,) = [said for part, said in findings(of_two_sizes(20)) if part == "step"]
+    assert several == "256 to 272 rollouts, about 18 whole groups: of 8 from short_words, of 20 from second"
+
+
 def test_rewards_less_their_own_mean_are_refused() -> None:
     config = with_domain(
         source="reasoning_gym:spell_backward", verifier="reasoning_gym", reward={"mean": "group"}, parameters={}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipelinerl.config.layers import overridden
 from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message
@@ -95,3 +97,42 @@ def test_examples_that_cannot_be_read_are_named(text: str | None, sentence: str,
     shots.unlink() if text is None else shots.write_text(text)
     with pytest.raises(RecipeError, match=sentence):
         load(recipe)
+
+
+def sized(sizes: dict[str, int | None], *overrides: str) -> RunConfig:
+    """The shipped recipe with a domain for each of these group sizes."""
+    domains = [
+        {"name": name, "source": "addition"} | ({} if size is None else {"group_size": size})
+        for name, size in sizes.items()
+    ]
+    return parse(overridden(to_table(load("tiny")) | {"domains": domains}, overrides))
+
+
+def test_a_domains_group_size_comes_before_that_of_the_run() -> None:
+    config = sized({"own": 4, "other": None}, "sampling.group_size=12", "training.rollouts_per_step=64")
+    own, other = config.domains
+    assert (config.group_size_of(own), config.group_size_of(other)) == (4, 12)
+    assert (own.sampling.group_size, other.sampling.group_size) == (4, None)
+    assert config.groups_per_step == 8, "64 / ((4 + 12) / 2)"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "sentence"),
+    [
+        ({"a": 6, "b": 6}, [], "training.rollouts_per_step (256) must be a multiple of domains.a.group_size (6)"),
+        ({"a": 4, "b": 512}, [], "training.rollouts_per_step (256) must be at least domains.b.group_size (512)"),
+        ({"a": 4, "b": None}, ["engine.max_waiting=7"], "engine.max_waiting (7) must be at least sampling.group_size"),
+        (
+            {"a": 2, "b": None},
+            ["streams.max_groups=100"],
+            "streams.max_groups (100) must be at least the 128 groups of a step (training.rollouts_per_step / "
+            "domains.a.group_size)",
+        ),
+        ({"a": 0}, [], "domains.0.group_size: Input should be greater than or equal to 1, got 0"),
+    ],
+)
+def test_groups_that_fill_no_step_are_refused(
+    sizes: dict[str, int | None], overrides: list[str], sentence: str
+) -> None:
+    with pytest.raises(RecipeError, match=re.escape(sentence)):
+        sized(sizes, *overrides)

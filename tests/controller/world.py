@@ -14,7 +14,7 @@ from typing import Any
 from pipelinerl.choices import NoSignal, Overdue, Pin
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Send
-from pipelinerl.controller.state.evaluation import EvaluationPlan
+from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, ReportReceived
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import RunState
@@ -38,7 +38,7 @@ from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.overdue import awaited
-from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Quota, RolloutGroup, Sampling
+from pipelinerl.types import DomainSampling, Message, Problem, PromptOrder, Purpose, Quota, RolloutGroup, Sampling
 from tests.fakes.rollouts import group
 
 ENGINE = "http://engine-0"
@@ -47,6 +47,16 @@ ENGINE = "http://engine-0"
 def problem(index: int) -> Problem:
     """A problem that says which it is."""
     return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
+
+
+def held_out_problem(name: str, index: int) -> Problem:
+    """A problem that says which it is, and of which evaluation set."""
+    return replace(problem(index), domain=name)
+
+
+def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
+    """A problem of domain `a`, which has large groups, or of `b`, in no order."""
+    return replace(problem(index), domain="a" if index * 7 % 5 < 2 else "b")
 
 
 def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
@@ -66,8 +76,9 @@ def knobs(**changes: Any) -> Knobs:
         evaluation_interval_steps=5,
         groups_in_flight=8,
         domain_weights={"a": 1.0, "b": 2.0},
-        group_size=2,
+        group_sizes={"a": 2, "b": 2},
     )
+    changes.setdefault("group_sizes", dict.fromkeys(changes.get("domain_weights", start.domain_weights), 2))
     return replace(start, **changes)
 
 
@@ -79,16 +90,23 @@ def controller(
     samples: int = 1,
     oversample: float | None = 1.0,
     overdue: Overdue = Overdue.DROP,
-    **changes: float,
+    large: int = 0,
+    other_sets: tuple[EvaluationSet, ...] = (),
+    until_accuracy: float | None = None,
+    **changes: Any,
 ) -> Controller:
-    """A controller that expects one engine."""
-    plan = EvaluationPlan(problems=evaluation_problems, max_tokens=8, pin=pin, samples=samples)
+    """A controller that expects one engine; with `large`, domain `a` has groups of so many."""
+    if large:
+        changes["group_sizes"] = {"a": large, "b": 2}
+    asked = EvaluationSet(problems=evaluation_problems, max_tokens=8, samples=samples)
+    plan = EvaluationPlan(sets=(asked, *other_sets) if evaluation_problems else (), pin=pin)
     settings = ControllerSettings(
         seed=0,
         steps=steps,
-        until_accuracy=None,
+        until_accuracy=until_accuracy,
         max_groups=50,
         sampling=Sampling(num_samples=2),
+        by_domain={"a": DomainSampling(group_size=large)} if large else {},
         evaluation=plan,
         checkpoint_interval_steps=10,
         engines_expected=1,
@@ -97,7 +115,8 @@ def controller(
     )
     start = knobs(**changes)
     state = RunState(knobs=start, first_domain_weights=start.domain_weights)
-    return Controller(settings, state, training_problem=drawn_problem, held_out_problem=problem)
+    drawn = of_two_sizes if large else drawn_problem
+    return Controller(settings, state, training_problem=drawn, held_out_problem=held_out_problem)
 
 
 @dataclass
@@ -206,7 +225,8 @@ class World:
             self.tell(GroupOutdated(order_id=order.order_id, index=order.index, oldest=began, current=self.version))
         else:
             rewards = self.rng.choice([(0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])
-            self.batcher.offer(group(order.index, rewards, version=began))
+            size = order.sampling.num_samples
+            self.batcher.offer(group(order.index, (rewards * size)[:size], version=began))
 
     def publish(self) -> None:
         """A publication under way arrives, and who had to prove its weights does."""

@@ -20,7 +20,7 @@ from pipelinerl.choices import NoSignal
 from pipelinerl.config.recipe import parse
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.service import ControllerService
-from pipelinerl.controller.state.evaluation import EvaluationPlan
+from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.inputs import EngineRegistered
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import RunState
@@ -71,7 +71,7 @@ def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
         until_accuracy=None,
         max_groups=256,
         sampling=Sampling(num_samples=8, max_tokens=2),
-        evaluation=EvaluationPlan(problems=4, max_tokens=2),
+        evaluation=EvaluationPlan(sets=(EvaluationSet(problems=4, max_tokens=2),)),
         checkpoint_interval_steps=10,
         engines_expected=1,
     )
@@ -84,10 +84,15 @@ def new_controller(*, steps: int = STEPS, k: float = 4) -> Controller:
         evaluation_interval_steps=10,
         groups_in_flight=16,
         domain_weights={"b": 1.0},
-        group_size=8,
+        group_sizes={"b": 8},
     )
     state = RunState(knobs=knobs, first_domain_weights=knobs.domain_weights)
-    return Controller(settings, state, training_problem=lambda index, *_: problem(index), held_out_problem=problem)
+    return Controller(
+        settings,
+        state,
+        training_problem=lambda index, *_: problem(index),
+        held_out_problem=lambda _, index: problem(index),
+    )
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_it_is_one_recipe_and_little_python_and_its_problems_can_be_made(recipe:
     assert len(list(recipe.parent.glob("*.toml"))) == 1
     assert len([path for path in recipe.parent.glob("*.py") if path.name != "fetch_model.py"]) <= 1
     assert recipe.parent.name in (EXAMPLES / "README.md").read_text()
-    training, held_out = training_problems(config), held_out_problems(config)
+    training, held_out = training_problems(config), held_out_problems(config)[config.evaluation_sets[0].name]
     assert not {training.problem(index).problem_id for index in range(200)} & {
         held_out.problem(index).problem_id for index in range(config.evaluation.problems)
     }

@@ -10,15 +10,19 @@ from pipelinerl.objective.contradictions import Setting, doubts, without_effect
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.tokens import Policy
 
-PLAIN = Setting(group_size=16, max_tokens=8)
-LONE = Setting(group_size=1, max_tokens=8)
-RECOMPUTED = Setting(group_size=16, max_tokens=8, step_begins_at=frozenset({Policy.OLD}))
+PLAIN = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8)
+LONE = Setting(group_sizes={"sampling.group_size": 1}, max_tokens=8)
+RECOMPUTED = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8, step_begins_at=frozenset({Policy.OLD}))
 
 
 @pytest.mark.parametrize(
     ("table", "setting", "sentence"),
     [
-        ({"preset": "gfpo"}, Setting(group_size=8, max_tokens=8), "adv.keep (8) must be below sampling.group_size (8)"),
+        (
+            {"preset": "gfpo"},
+            Setting(group_sizes={"sampling.group_size": 8}, max_tokens=8),
+            "adv.keep (8) must be below sampling.group_size (8)",
+        ),
         ({"preset": "gfpo"}, LONE, "adv.keep (8) must be below sampling.group_size (1)"),
         ({"preset": "grpo"}, LONE, "adv.baseline mean needs groups, and sampling.group_size is 1"),
         ({"preset": "rloo"}, LONE, "adv.baseline leave_one_out needs groups"),

@@ -218,7 +218,7 @@ def test_the_last_evaluation_is_told_by_domain_and_tag() -> None:
     last = {"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}
     last |= {"by_domain": {"code": code, "math": math}, "by_tag": {"level=<1>": code}}
     history = tell([last])
-    assert group_rows(history) == [
+    assert group_rows(history.evaluations) == [
         ("domain code", "0", "–", "", "", "", ""),
         ("domain math", "9", "50.0%", "25.0% to 75.0%", "@4 75.0% (50.0% to 100.0%), maj@4 62.5% (50.0% to 100.0%)",
          "20, P95 64", "12.5%"),
@@ -229,10 +229,38 @@ def test_the_last_evaluation_is_told_by_domain_and_tag() -> None:
 
 def test_an_evaluation_of_an_older_run_is_told_as_far_as_it_is_known() -> None:
     old = [{"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}]
-    ((step, accuracy, *rest),) = evaluation_rows(tell(old))
+    ((step, accuracy, *rest),) = evaluation_rows(tell(old).evaluations)
     assert (step, accuracy, rest[-2:]) == ("3", "50.0%", ["", ""])
-    ((_, accuracy, interval, *_),) = evaluation_rows(tell([old[0] | {"accuracy": None, "low": None, "high": None}]))
+    ((_, accuracy, interval, *_),) = evaluation_rows([old[0] | {"accuracy": None, "low": None, "high": None}])
     assert (accuracy, interval) == ("–", "")
     mixed = {"version_min": 2, "version_max": 4, "incomplete": "no answer came", "unjudged": 7}
-    ((*_, weights, note),) = evaluation_rows(tell([old[0] | mixed]))
+    ((*_, weights, note),) = evaluation_rows([old[0] | mixed])
     assert (weights, note) == ("v2 to v4", "7 unjudged; incomplete: no answer came")
+
+
+def of_two_sets() -> list[dict[str, Any]]:
+    """A run with a second evaluation set, asked at the same steps and at one between."""
+    made = events(24)
+    first = [event | {"name": "math", "place": 0} for event in made if event["kind"] == "evaluation"]
+    low = {"accuracy": 0.125, "low": 0.0625, "high": 0.25, "problems": 30, "pass_at": []}
+    second = [event | low | {"name": "<aime>", "place": 1} for event in first[::2]]
+    between = second[-1] | {"model_version": 23, "accuracy": 0.375}
+    return [event for event in made if event["kind"] != "evaluation"] + [*second, between, *first]
+
+
+def test_evaluation_sets_are_told_apart_and_the_recipes_first_comes_first() -> None:
+    history = tell(of_two_sets())
+    assert list(history.evaluation_sets) == ["math", "<aime>"]
+    assert {event["name"] for event in history.evaluations} == {"math"}
+    edited = tell([*of_two_sets(), of_two_sets()[-1] | {"name": "new", "model_version": 25, "place": 0}])
+    assert list(edited.evaluation_sets) == ["new", "math", "<aime>"], "the first of the recipe as it is now"
+    alone = tell([event for event in of_two_sets() if event.get("name") != "<aime>"])
+    assert (history.first_accuracy, history.last_evaluation) == (alone.first_accuracy, alone.last_evaluation)
+    assert history.other_accuracies == [("<aime>", 0.125, 0.125)], "the one between is not its last"
+    page = render(history, "")
+    text = " ".join(Page(page).text)
+    assert "Held-out accuracy by set" in text and "pass@k, math" in text and "pass@k, <aime>" not in text
+    assert page.count("<h3>&lt;aime&gt;</h3>") == 1 and "6.2% to 25.0%" in text
+    rows = dict(summary_rows(history))
+    assert rows["<aime>"] == "12.5% → 12.5%"
+    assert "Held-out accuracy by set" not in " ".join(Page(render(alone, "")).text), "one set is in the curve above"

@@ -72,6 +72,20 @@ def test_the_line_tells_whose_accuracy_it_is_and_how_far_the_next_one_is() -> No
     assert going in console.export_text()
 
 
+def test_other_evaluation_sets_are_told_with_their_names() -> None:
+    other = HeldOutStatus(name="aime", accuracy=0.125, low=0.0, high=0.25, version=90, one_version=True, first=0.0625)
+    asked = msgspec.structs.replace(STATUS.evaluating, sets=("math", "aime"))
+    status = msgspec.structs.replace(STATUS, other_sets=(other,), evaluating=asked)
+    assert RunStatus.from_json(status.to_json()) == status
+    said = line(status)
+    assert "held-out 61.4% ±4.0%, pass@8 80.0% of v100 · aime 12.5% ±12.5% of v90 · " in said
+    assert "evaluating v110 on http://127.0.0.1:4124 (math, aime): 17/64" in said
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(render(status, width=120))
+    shown = console.export_text()
+    assert "aime" in shown and "12.5% ±12.5% of v90" in shown and "(from 6.2%)" in shown
+
+
 @pytest.mark.parametrize("width", [8, 12, 16, 24, 60])
 def test_the_narrowest_terminal_ends_no_run(width: int) -> None:
     console = Console(width=width, file=io.StringIO())

@@ -13,14 +13,17 @@ has begun, at once.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
 from inference_contract.errors import ContractError
 from inference_contract.schemas import FinishReason
 from pipelinerl.commands.evaluation.respondents import Respondent
+from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.openai_client import TextAnswer
 from pipelinerl.errors import PipelineError, UserError
@@ -96,6 +99,12 @@ def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verd
         right=[outcome is Outcome.CORRECT for outcome in outcomes],
         unjudged=[place for place, outcome in enumerate(outcomes) if not outcome.is_judgement],
     )
+
+
+def digest_of_domains(domains: Iterable[DomainSection]) -> str:
+    """Of all that their blocks say of problems, prompts and verdicts, as a log of answers says it."""
+    said = [domain.model_dump(mode="json", exclude={"group_size"}) for domain in domains]
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:

@@ -27,6 +27,9 @@ def _evaluate(
     ] = None,
     changes: Changes = None,
     checkpoint: Annotated[str, typer.Option(help="One of the run's, such as step-000050 (default: its newest).")] = "",
+    of_set: Annotated[
+        str, typer.Option("--evaluation", help="Which of the recipe's evaluation sets (default: its first).")
+    ] = "",
     problems: Annotated[int | None, typer.Option(help="How many held-out problems.")] = None,
     samples: Annotated[int | None, typer.Option(help="How often each is asked.")] = None,
     temperature: Annotated[float | None, typer.Option(help="At which it is sampled; 0 is greedy.")] = None,
@@ -34,6 +37,9 @@ def _evaluate(
     model: Annotated[str, typer.Option(help="Which model of the server at the URL (default: its first).")] = "",
     token_file: Annotated[
         Path | None, typer.Option(help="Bearer token of the server at the URL (default: $PIPELINERL_TOKEN).")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File of its answers; said again, what has one there is not asked again.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Every figure, for programs.")] = False,
 ) -> None:
@@ -46,9 +52,10 @@ def _evaluate(
 
     asked = {"problems": problems, "samples": samples, "temperature": temperature, "split": split}
     of = target_of(target, checkpoint=checkpoint)
-    given = [f"evaluation.{name}={value}" for name, value in asked.items() if value is not None]
-    config = recipes.load(recipe_of(of, recipe), [*(changes or []), *given])
-    report = evaluation.evaluate(of, config, token=read_token(token_file), model=model, console=Console(stderr=True))
+    config = evaluation.asking(recipes.load(recipe_of(of, recipe), changes or []), of_set, asked)
+    report = evaluation.evaluate(
+        of, config, token=read_token(token_file), model=model, console=Console(stderr=True), out=out
+    )
     evaluation.show(report, Console(), as_json=json)
 
 

@@ -11,7 +11,10 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -19,9 +22,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pipelinerl import rng
-from pipelinerl.commands.evaluation.asking import ask, run_until_interrupted
+from pipelinerl.commands.evaluation.answer_log import AnswerLog, answer_log
+from pipelinerl.commands.evaluation.asking import ask, digest_of_domains, run_until_interrupted
 from pipelinerl.commands.evaluation.respondents import Target, respondent
-from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.evaluation import HeldOutSet
+from pipelinerl.config.recipe import RunConfig, parse, to_table
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.answer_figures import (
     AnswerFigures,
@@ -32,7 +37,8 @@ from pipelinerl.controller.state.answer_figures import (
 )
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import EvaluationDone
-from pipelinerl.roles.controller_role import settings_of
+from pipelinerl.observability.evaluations import interval
+from pipelinerl.roles.controller_role import plan_of, settings_of
 from pipelinerl.roles.wiring import held_out_problems
 from pipelinerl.types import PromptOrder
 
@@ -41,13 +47,16 @@ from pipelinerl.types import PromptOrder
 class EvaluationReport:
     """What was asked of whom, and what the answers show; `seconds` is the time that took, without the engine's start.
 
-    `incomplete` counts problems without an answer, `unjudged` those that were answered and could not be judged.
+    `asked` counts the problems of this time, `incomplete` those without an answer, `unjudged` those that were answered
+    and could not be judged.
     """
 
     target: str
     version: int
+    name: str
     split: str
     problems: int
+    asked: int
     samples: int
     temperature: float
     max_tokens: int
@@ -59,13 +68,25 @@ class EvaluationReport:
     by_tag: Mapping[str, AnswerFigures]
 
 
-def evaluate(target: Target, config: RunConfig, *, token: str | None, model: str, console: Console) -> EvaluationReport:
+def evaluate(
+    target: Target, config: RunConfig, *, token: str | None, model: str, console: Console, out: Path | None = None
+) -> EvaluationReport:
     """Ask, and work out the figures; progress goes to `console`.
 
+    With `out`, answers are kept in that file, and what has one there already is not asked again.
+
     Raises:
-        UserError: nothing was answered.
+        UserError: nothing was answered, or the file holds answers to another question.
     """
-    return run_until_interrupted(_evaluated(target, config, token=token, model=model, console=console))
+    asked = config.evaluation_sets[0]
+    if not asked.problems:
+        raise RecipeError("evaluation.problems is 0: there is nothing to ask; say --problems")
+    with ExitStack() as stack:
+        log = None
+        if out is not None:
+            question = _question(target, config, asked, model=model)
+            log = stack.enter_context(answer_log(out, question, EvaluationDone))
+        return run_until_interrupted(_evaluated(target, config, log, token=token, model=model, console=console))
 
 
 def show(report: EvaluationReport, console: Console, *, as_json: bool) -> None:
@@ -74,63 +95,118 @@ def show(report: EvaluationReport, console: Console, *, as_json: bool) -> None:
         sys.stdout.write(json.dumps(msgspec.to_builtins(report), indent=2) + "\n")
         return
     console.print(_table(report))
-    notes = [f"{report.samples} × {report.problems} samples in {report.seconds:.1f} s"]
+    notes = [f"{report.samples} × {report.asked} samples in {report.seconds:.1f} s"]
+    notes += (
+        [f"{report.problems - report.asked} problems were answered before"] if report.asked < report.problems else []
+    )
     notes += [f"{report.incomplete} problems had no answer"] if report.incomplete else []
     notes += [f"{report.unjudged} could not be judged"] if report.unjudged else []
     console.print("; ".join(notes), highlight=False)
 
 
+def asking(config: RunConfig, name: str, given: Mapping[str, Any]) -> RunConfig:
+    """The recipe with one evaluation set: that of this name, by default the first, and what is `given` of it.
+
+    Raises:
+        RecipeError: there is no such set, or it cannot be asked that way.
+    """
+    names = [each.name for each in config.evaluation_sets]
+    if name and name not in names:
+        raise RecipeError(f"--evaluation {name!r} is none of the recipe's evaluation sets: {', '.join(names)}")
+    table = to_table(config)
+    wanted = [each for each in table["evaluations"] if each["name"] == (name or names[0])] or [{}]
+    changed = wanted[0] | {key: value for key, value in given.items() if value is not None}
+    own_name = wanted[0].get("name") or given.get("split") or names[0]
+    return parse(table | {"evaluations": [changed | {"name": own_name}]})
+
+
 def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
-    """The questions of the recipe's evaluation, as the controller of its run asks them."""
-    settings, problems = settings_of(config), held_out_problems(config)
+    """The questions of the recipe's first evaluation set, as the controller of its run asks them."""
+    asked = config.evaluation_sets[0]
+    settings, plan, problems = settings_of(config), plan_of(config, [asked]), held_out_problems(config, asked)
+    mixture = problems[asked.name]
     factory = PromptOrderFactory(
         seed=settings.seed,
         sampling=settings.sampling,
         by_domain=settings.by_domain,
-        evaluation=settings.evaluation,
-        training_problem=problems.problem,  # none is asked for, and a data set may have none
-        held_out_problem=problems.problem,
+        training_problem=mixture.problem,  # none is asked for, and a data set may have none
+        held_out_problem=lambda _, index: mixture.problem(index),
     )
-    return (factory.asking(index, version=version, number=0) for index in range(config.evaluation.problems))
+    return (factory.asking(plan, index, version=version, number=0) for index in range(plan.problems))
 
 
 async def _evaluated(
-    target: Target, config: RunConfig, *, token: str | None, model: str, console: Console
+    target: Target,
+    config: RunConfig,
+    log: AnswerLog[EvaluationDone] | None,
+    *,
+    token: str | None,
+    model: str,
+    console: Console,
 ) -> EvaluationReport:
-    if not config.evaluation.problems:
-        raise RecipeError("evaluation.problems is 0: there is nothing to ask; say --problems")
     orders = list(await asyncio.to_thread(lambda: list(held_out_orders(config, target.version))))
-    answers: dict[int, EvaluationDone | None] = {}
-    async with respondent(target, config, token=token, model=model) as answering:
-        began = time.monotonic()
-        with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("evaluating", total=len(orders))
+    answers: dict[int, EvaluationDone | None] = {each.index: each for each in (log.answers if log else ())}
+    missing = [order for order in orders if order.index not in answers]
+    seconds = 0.0
+    if missing:
+        async with respondent(target, config, token=token, model=model) as answering:
+            began = time.monotonic()
+            with Progress(console=console, transient=True) as progress:
+                bar = progress.add_task("evaluating", total=len(orders), completed=len(orders) - len(missing))
 
-            def note(order: PromptOrder, answer: EvaluationDone | None) -> None:
-                answers[order.index] = answer
-                progress.advance(bar)
+                def note(order: PromptOrder, answer: EvaluationDone | None) -> None:
+                    if log is not None and answer is not None:
+                        log.add(answer)
+                    answers[order.index] = answer
+                    progress.advance(bar)
 
-            await ask(orders, answering, config, on_answer=note)
-        seconds = time.monotonic() - began
-    return _report(target, config, answers, seconds=seconds)
+                await ask(missing, answering, config, on_answer=note)
+            seconds = time.monotonic() - began
+    of_these = {order.index: answers.get(order.index) for order in orders}  # the log may hold more
+    return _report(target, config, of_these, asked_now=len(missing), seconds=seconds)
+
+
+def _question(target: Target, config: RunConfig, asked: HeldOutSet, *, model: str) -> dict[str, Any]:
+    """What an answer depends on, but for how many problems are asked: weights, sampling, domains."""
+    engine = {"type", "dtype", "weights", "context_length"}  # of one that is made here; a server has its own
+    return {
+        "target": target.named(model),
+        "split": asked.split,
+        "samples": asked.samples,
+        "temperature": asked.temperature,
+        "max_tokens": asked.max_tokens or config.sampling.max_tokens,
+        "stop": list(config.sampling.stop),
+        "seed": config.run.seed,
+        "domains": digest_of_domains(domain for domain in config.domains if domain.name in asked.domains),
+        "engine": config.engine.model_dump(mode="json", include=engine) if target.model is not None else {},
+        "weights": target.fingerprint,
+    }
 
 
 def _report(
-    target: Target, config: RunConfig, answers: Mapping[int, EvaluationDone | None], *, seconds: float
+    target: Target,
+    config: RunConfig,
+    answers: Mapping[int, EvaluationDone | None],
+    *,
+    asked_now: int,
+    seconds: float,
 ) -> EvaluationReport:
-    section = config.evaluation
+    section = config.evaluation_sets[0]
     done = [answer for _, answer in sorted(answers.items()) if answer is not None]
+    domains = [domain for domain in config.domains if domain.name in section.domains]
     ks = sorted({*section.pass_at, *({section.samples} - {1})})
     seed = rng.key(rng.key(config.run.seed, "evaluation-interval"), target.version)
     figures = figures_of(done, pass_at=ks, seed=seed)
     return EvaluationReport(
         target=target.name,
         version=target.version,
+        name=section.name,
         split=section.split,
         problems=section.problems,
+        asked=asked_now,
         samples=section.samples,
         temperature=section.temperature,
-        max_tokens=max(config.evaluation_max_tokens_of(domain) for domain in config.domains),
+        max_tokens=max(config.evaluation_max_tokens_of(each, section) for each in domains),
         seconds=seconds,
         incomplete=section.problems - len(done),
         unjudged=len(done) - figures.problems,
@@ -143,7 +219,17 @@ def _report(
 def _table(report: EvaluationReport) -> Table:
     heads = [f"pass@{each.k}" for each in report.figures.pass_at]
     heads += [f"maj@{each.k}" for each in report.figures.majority_at]
-    table = Table("", "problems", "accuracy", "95 %", *heads, "tokens", "P95", "truncated", title=report.target)
+    table = Table(
+        "",
+        "problems",
+        "accuracy",
+        "95 %",
+        *heads,
+        "tokens",
+        "P95",
+        "truncated",
+        title=f"{report.target}: {report.name}",
+    )
     _rows(table, report, {"all": report.figures})
     if len(report.by_domain) > 1:
         table.add_section()
@@ -161,7 +247,7 @@ def _rows(table: Table, report: EvaluationReport, groups: Mapping[str, AnswerFig
             name,
             f"{figures.problems}",
             _share(figures.accuracy),
-            _interval(figures),
+            interval(figures.low, figures.high) or "–",
             *chances,
             _number(figures.length_mean),
             _number(figures.length_p95),
@@ -173,10 +259,6 @@ def _at(of_all: list[PassAt], found: list[PassAt]) -> list[str]:
     """The chances under the heads of the table."""
     by_k = {each.k: each for each in found}
     return [_share(by_k[each.k].value if each.k in by_k else None) for each in of_all]
-
-
-def _interval(figures: AnswerFigures) -> str:
-    return "–" if figures.low is None or figures.high is None else f"{figures.low:.1%}–{figures.high:.1%}"
 
 
 def _share(value: float | None) -> str:

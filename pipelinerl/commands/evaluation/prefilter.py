@@ -10,7 +10,6 @@ question it refuses to mix the two; the data set is written whole or not at all.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +21,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pipelinerl import rng
-from pipelinerl.commands.evaluation.asking import ask, run_until_interrupted
+from pipelinerl.commands.evaluation.answer_log import AnswerLog, answer_log
+from pipelinerl.commands.evaluation.asking import ask, digest_of_domains, run_until_interrupted
 from pipelinerl.commands.evaluation.respondents import Target, respondent
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
@@ -109,11 +109,12 @@ def prefilter(
         UserError: `out` holds answers to another question, or nothing was answered.
     """
     chosen = list(_distinct(config, problems))
-    known = _known(out, _question(target, config, samples=samples, model=model))
-    missing = [(index, problem) for index, problem in enumerate(chosen) if problem.problem_id not in known]
-    orders = [_order(config, index, problem, samples=samples) for index, problem in missing]
-    if orders:
-        run_until_interrupted(_ask(target, config, orders, out / ANSWERS, known, token, model, console))
+    with answer_log(out / ANSWERS, _question(target, config, samples=samples, model=model), PassRate) as log:
+        known = {rate.problem_id: rate for rate in log.answers}
+        missing = [(index, problem) for index, problem in enumerate(chosen) if problem.problem_id not in known]
+        orders = [_order(config, index, problem, samples=samples) for index, problem in missing]
+        if orders:
+            run_until_interrupted(_ask(target, config, orders, log, known, token, model, console))
     rates = {problem.problem_id: known[problem.problem_id] for problem in chosen if problem.problem_id in known}
     kept = [problem for problem in chosen if problem.problem_id in rates and keep.keeps(rates[problem.problem_id])]
     judged = [rate.value for rate in rates.values() if rate.judged]
@@ -121,9 +122,9 @@ def prefilter(
         problems=len(chosen),
         asked=len(orders),
         unanswered=len(chosen) - len(rates),
-        kept={domain.name: sum(each.domain == domain.name for each in kept) for domain in config.domains},
+        kept={domain.name: sum(each.domain == domain.name for each in kept) for domain in config.trained_domains},
         mean=sum(judged) / len(judged) if judged else 0.0,
-        files={domain.name: _write(out, domain.name, kept, rates) for domain in config.domains},
+        files={domain.name: _write(out, domain.name, kept, rates) for domain in config.trained_domains},
     )
 
 
@@ -166,14 +167,14 @@ async def _ask(
     target: Target,
     config: RunConfig,
     orders: list[PromptOrder],
-    log: Path,
+    log: AnswerLog[PassRate],
     known: dict[str, PassRate],
     token: str | None,
     model: str,
     console: Console,
 ) -> None:
     """Each answer is in the log before it counts."""
-    with log.open("ab") as answers, Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("prefiltering", total=len(orders))
 
         def note(order: PromptOrder, answer: EvaluationDone | None) -> None:
@@ -181,8 +182,7 @@ async def _ask(
             if answer is not None:
                 found = order.problem.problem_id
                 known[found] = PassRate(problem_id=found, judged=answer.judged, correct=answer.correct)
-                answers.write(msgspec.json.encode(known[found]) + b"\n")
-                answers.flush()
+                log.add(known[found])
 
         async with respondent(target, config, token=token, model=model) as answering:
             await ask(orders, answering, config, on_answer=note)
@@ -190,46 +190,13 @@ async def _ask(
 
 def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
     """What a pass rate depends on, but for which problems are asked: weights, sampling, domains."""
-    domains = json.dumps([domain.model_dump(mode="json") for domain in config.domains], sort_keys=True, default=str)
     return {
-        "target": f"{target.url or target.model} {model}".strip(),
+        "target": target.named(model),
         "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),
         "samples": samples,
         "seed": config.run.seed,
-        "domains": hashlib.sha256(domains.encode()).hexdigest()[:16],
+        "domains": digest_of_domains(config.domains),
     }
-
-
-def _known(out: Path, question: dict[str, Any]) -> dict[str, PassRate]:
-    """The answers that are there; the directory is made, and says to which question they are.
-
-    Raises:
-        UserError: they are to another.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / ANSWERS
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    if not lines:
-        path.write_text(json.dumps(question) + "\n")
-        return {}
-    try:
-        asked = json.loads(lines[0])
-    except ValueError:
-        asked = None
-    if asked != question:
-        differing = [name for name in question if not isinstance(asked, dict) or asked.get(name) != question[name]]
-        raise UserError(
-            f"{path} holds answers to another question (another {', '.join(differing)}); name another --out, or remove "
-            "it"
-        )
-    whole = [line for line in lines[1:] if line.endswith(b"\n")]
-    if len(whole) + 1 < len(lines):  # it was killed as it wrote: that problem is asked again
-        path.write_bytes(b"".join([lines[0], *whole]))
-    try:
-        rates = [msgspec.json.decode(line, type=PassRate) for line in whole]
-    except msgspec.DecodeError as error:
-        raise UserError(f"{path} is damaged: {error}; remove it, or name another --out") from None
-    return {rate.problem_id: rate for rate in rates}
 
 
 def _write(out: Path, domain: str, kept: list[Problem], rates: Mapping[str, PassRate]) -> Path:

@@ -11,6 +11,7 @@ a problem at once, or another server, of which nothing but text is wanted.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -56,6 +57,19 @@ class Target:
     version: int = 0
     recipe: Path | None = None
     """The run's own, where the target is a run."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells a model directory's files from those that lie there after another training; empty for a URL."""
+        if self.model is None:
+            return ""
+        files = sorted(path for path in self.model.iterdir() if path.is_file())
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
+
+    def named(self, model: str) -> str:
+        """Whose weights answer, as a log of answers says it; `model` is one of a server's, or empty."""
+        return f"{self.url or self.model} {model}".strip()
 
 
 def target_of(text: str, *, checkpoint: str = "") -> Target:

@@ -7,8 +7,9 @@ where its room ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from pipelinerl.config.domains import DomainSection
@@ -38,18 +39,22 @@ class _Prompts:
 
 
 def prompt_findings(
-    config: RunConfig, tokenizer: ChatTokenizer, *, training: Mixture, held_out: Mixture
+    config: RunConfig, tokenizer: ChatTokenizer, *, training: Mixture, held_out: Mapping[str, Mixture]
 ) -> Iterator[tuple[str, str]]:
-    """(part, finding): a prompt of each domain, whole, and how long those of both splits are.
+    """(part, finding): a prompt of each domain, whole, and how long those are to train on, and of each evaluation set.
 
     Raises:
         RecipeError: a problem cannot be made, there are fewer than the evaluation asks, or too many have no room.
     """
     domains = {domain.name: domain for domain in config.domains}
-    for name, mixture, count, most_tokens in (
-        ("training", training, LOOKED_AT, config.max_tokens_of),
-        ("held out", held_out, config.evaluation.problems, config.evaluation_max_tokens_of),
-    ):
+    parts: list[tuple[str, Mixture, int, Callable[[DomainSection], int]]] = [
+        ("training", training, LOOKED_AT, config.max_tokens_of)
+    ]
+    for asked in config.evaluation_sets:
+        name = "held out" if len(held_out) == 1 else f"held out, {asked.name}"
+        most = partial(config.evaluation_max_tokens_of, asked=asked)
+        parts.append((name, held_out[asked.name], asked.problems, most))
+    for name, mixture, count, most_tokens in parts:
         problems = [mixture.problem(index) for index in range(count)]
         if not problems:
             yield name, "no problems"

@@ -86,7 +86,7 @@ class Controller:
         state: RunState,
         *,
         training_problem: Callable[[int, Mapping[str, float], Quota], Problem],
-        held_out_problem: Callable[[int], Problem],
+        held_out_problem: Callable[[str, int], Problem],
     ) -> None:
         self.settings = settings
         self.state = state
@@ -94,7 +94,6 @@ class Controller:
             seed=settings.seed,
             sampling=settings.sampling,
             by_domain=settings.by_domain,
-            evaluation=settings.evaluation,
             training_problem=training_problem,
             held_out_problem=held_out_problem,
         )
@@ -253,31 +252,33 @@ class Controller:
         while self.state.account.in_flight < self.settings.max_groups and self.state.knobs.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
-            queued_groups=self._expected_groups(),
-            groups_per_step=self.state.knobs.groups_per_step,
+            queued=self._expected_rollouts(),
+            per_step=self.state.knobs.rollouts_per_step,
         ):
             index = self.state.account.next_index()
-            orders.append(
-                self._orders.training(
-                    index,
-                    temperature=self.state.knobs.temperature,
-                    domain_weights=self.state.domain_weights_of(index),
-                    quota=self.state.quota_of(index),
-                )
+            order = self._orders.training(
+                index,
+                temperature=self.state.knobs.temperature,
+                domain_weights=self.state.domain_weights_of(index),
+                quota=self.state.quota_of(index),
             )
+            self.state.account.note_size(index, order.sampling.num_samples)
+            orders.append(order)
         if not orders:
             return []
         # A trainer that waits for what is overdue has to know of an order before anybody works on it.
         name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
         return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
 
-    def _expected_groups(self) -> int:
-        """How many of the orders that are out will probably take a place in a step."""
+    def _expected_rollouts(self) -> int:
+        """How many rollouts of the orders that are out will probably take a place in a step."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
             most = OVERSAMPLED if knobs.k > knobs.j else 1.0
         waiting = int(self.state.trainer.last_step.get("waiting_groups", 0))
-        return self.state.filtered_share.expected(self.state.account.in_flight, waiting=waiting, most=most)
+        out = self.state.account.in_flight
+        groups = self.state.filtered_share.expected(out, waiting=waiting, most=most)
+        return self.state.account.rollouts_in_flight * groups // out if out else 0
 
     def _fleet_changed(self, *, now: float) -> list[Effect]:
         """What follows from who is there: the trainer may have waited for an engine, or an engine waits for it."""
@@ -338,8 +339,8 @@ class Controller:
         effects = step_taken(self.state, report)
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
-        if self.ending is None and self.state.version % self.state.knobs.evaluation_interval_steps == 0:
-            self._evaluator.want(self.state)
+        if self.ending is None:
+            self._evaluator.want_by_interval(self.state)
         publish = due or self.state.fleet.awaits_weights() or self._evaluator.needs_weights(self.state)
         if self.settings.overdue is Overdue.WAIT:  # the answer must know of what is issued now
             effects += self.issue()
@@ -392,10 +393,8 @@ class Controller:
         an actor whose group is gone. Of two groups the trainer drops the second, of two answers the evaluation."""
         account, asked, effects = self.state.account, self.state.evaluations.current, list[Effect]()
         if asked is not None:
-            version, number, engine = asked.model_version, asked.number, asked.engine
             out = [index for index in range(asked.next_index) if index not in asked.answers]
-            again = [self._orders.asking(index, version=version, number=number, engine=engine) for index in out]
-            effects += [IssuePrompts(again)] if again else []
+            effects += self._evaluator.asking(asked, out)
         training = self.state.phase is RunPhase.TRAINING
         if training and (lost := account.lost(range(account.consumed.frontier, account.cursor))):
             effects += [Record("orders_lost", {"orders": len(lost)}), *self.issue()]
@@ -428,23 +427,24 @@ class Controller:
     def _evaluate(self, *, now: float) -> list[Effect]:
         """What follows for evaluations from what was just decided, and what from a result."""
         effects = self._evaluator.advance(self.state, now=now)
-        result = self._evaluator.closed(self.state)
-        if result is not None:
-            return effects + self._evaluated(result, now=now)
+        if results := self._evaluator.closed(self.state):
+            return effects + self._evaluated(results, now=now)
         if self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None:
             return effects + finish(self.state, self.settings)  # nobody is left to be asked, or nothing is to be
         return effects
 
-    def _evaluated(self, result: EvaluationResult, *, now: float) -> list[Effect]:
+    def _evaluated(self, results: list[EvaluationResult], *, now: float) -> list[Effect]:
         if not self.state.evaluations.results:
             self.state.trainer.training_since = now
-        self.state.evaluations.add(result)
-        effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result))]
+        for result in results:
+            self.state.evaluations.add(result)
+        effects: list[Effect] = [Record("evaluation", msgspec.to_builtins(result)) for result in results]
         if self.state.phase is RunPhase.FINISHING:
             return effects + finish(self.state, self.settings)
-        target, reached = self.settings.until_accuracy, result.at_least
+        target, reached = self.settings.until_accuracy, results[0].at_least if results[0].place == 0 else None
         if target is not None and reached is not None and reached >= target:
-            effects += self.stop(f"held-out accuracy {reached:.3f} has reached {target:g}")
+            of = f" of {results[0].name}" if len(self.settings.evaluation.sets) > 1 else ""
+            effects += self.stop(f"held-out accuracy {reached:.3f}{of} has reached {target:g}")
         return effects + self.reload_if_due() + self.issue()
 
     def _answer(self, report_id: str, *, publish: bool, leave: bool = False) -> Send:

@@ -8,10 +8,14 @@ Training is not stopped. Pinned to an engine, the others go on and staleness is 
 engine's share of the actors' room, so that training keeps its own. With a gate, updates are postponed until the end, at
 most `hold_s`, and prompts are issued for as long as they can be fresh. Before the first step and after the last there
 is nothing to hold: all engines answer, and versions are checked all the same.
+
+Sets that fall due together are one evaluation, whose questions the same weights answer. What falls due while one is
+under way waits for its end, but for the sets that it asks itself.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import final
 
 from pipelinerl import rng
@@ -32,13 +36,18 @@ class Evaluator:
         self._orders = orders
 
     def want(self, state: RunState) -> None:
-        """An evaluation of the current version is due, unless one is under way."""
-        if self.plan.problems and state.evaluations.current is None and state.evaluations.due is None:
-            state.evaluations.due = EvaluationDue(version=state.version)
+        """An evaluation of the current version, of all sets, is due."""
+        self._want(state, [each.name for each in self.plan.sets])
+
+    def want_by_interval(self, state: RunState) -> None:
+        """A step was taken: the sets whose turn it is are due."""
+        common = state.knobs.evaluation_interval_steps
+        self._want(state, [e.name for e in self.plan.sets if state.version % (e.interval_steps or common) == 0])
 
     def needs_weights(self, state: RunState) -> bool:
         """Must the current version be published, so that what is due can begin?"""
-        return state.evaluations.due is not None and self.plan.pin is not Pin.NONE
+        waits = state.evaluations.due is not None and state.evaluations.current is None
+        return waits and self.plan.pin is not Pin.NONE
 
     def want_last(self, state: RunState) -> list[Effect]:
         """No step will follow: what is under way gives way to an evaluation of the last weights."""
@@ -56,12 +65,12 @@ class Evaluator:
         effects: list[Effect] = []
         if state.evaluations.current is not None and (reason := broken(state)):
             effects += self._restart(state, state.evaluations.current, reason)
-        if state.evaluations.due is not None:
+        if state.evaluations.due is not None and state.evaluations.current is None:
             effects += self._begin(state, state.evaluations.due, now=now)
         if state.evaluations.current is not None:
             self._lose_patience(state, state.evaluations.current, now=now)
             indices = state.evaluations.current.to_ask(self._window(state, state.evaluations.current, now=now))
-            effects += self._asking(state.evaluations.current, indices)
+            effects += self.asking(state.evaluations.current, indices)
         return effects
 
     def heard(
@@ -71,19 +80,33 @@ class Evaluator:
         evaluation = state.evaluations.current
         if evaluation is None or not evaluation.concerns(order_id):
             return []
-        return self._asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
+        return self.asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
 
-    def closed(self, state: RunState) -> EvaluationResult | None:
-        """The result of the evaluation, if it has just ended; its engine goes back to the others."""
+    def closed(self, state: RunState) -> list[EvaluationResult]:
+        """The result of each set of the evaluation, if it has just ended; its engine goes back to the others."""
         evaluation = state.evaluations.current
         if evaluation is None or not (evaluation.complete or evaluation.given_up):
-            return None
+            return []
         release(state)
         state.evaluations.current = None
         seed = rng.key(self._orders.seed, "evaluation-interval")
-        return evaluation.result(version=state.version, seed=seed)
+        return evaluation.results(version=state.version, seed=seed)
+
+    def asking(self, evaluation: Evaluation, indices: list[int]) -> list[Effect]:
+        """These of its questions."""
+        plan, version, number, engine = evaluation.plan, evaluation.model_version, evaluation.number, evaluation.engine
+        orders = [self._orders.asking(plan, each, version=version, number=number, engine=engine) for each in indices]
+        return [IssuePrompts(orders)] if orders else []
 
     # --- details ---------------------------------------------------------------------------------------------------
+
+    def _want(self, state: RunState, names: list[str]) -> None:
+        current, due = state.evaluations.current, state.evaluations.due
+        known = {*(each.name for each in current.plan.sets)} if current is not None else set()
+        known |= {*due.sets} if due is not None else set()
+        if new := tuple(name for name in names if name not in known):
+            due = due or EvaluationDue(version=state.version, sets=())
+            state.evaluations.due = replace(due, sets=due.sets + new)
 
     def _begin(self, state: RunState, due: EvaluationDue, *, now: float) -> list[Effect]:
         """Begin what is due with whoever serves it; where nothing more is published, with whoever serves."""
@@ -116,15 +139,16 @@ class Evaluator:
         state.evaluations.current = Evaluation(
             model_version=version,
             number=state.evaluations.begun,
-            plan=self.plan,
+            plan=self.plan.of(due.sets),
             epoch=state.epoch,
             pin=pin,
             engine=engine,
             heard_at=now,
             restarts=due.restarts,
-            discarded=due.discarded,
+            discarded=dict(due.discarded),
         )
-        return [Record("evaluation_began", {"model_version": version, "pin": pin, "engine": engine})]
+        fields = {"model_version": version, "pin": pin, "engine": engine, "sets": list(due.sets)}
+        return [Record("evaluation_began", fields)]
 
     def _restart(self, state: RunState, evaluation: Evaluation, reason: str) -> list[Effect]:
         if evaluation.restarts >= self.plan.restarts:
@@ -132,8 +156,12 @@ class Evaluator:
             return []
         release(state)
         state.evaluations.current = None
+        waiting = state.evaluations.due
         state.evaluations.due = EvaluationDue(
-            version=state.version, restarts=evaluation.restarts + 1, discarded=evaluation.discarded
+            version=state.version,
+            sets=tuple(each.name for each in evaluation.plan.sets) + (waiting.sets if waiting is not None else ()),
+            restarts=evaluation.restarts + 1,
+            discarded=evaluation.discarded,
         )
         return [_abandoned(evaluation, reason)]
 
@@ -150,14 +178,9 @@ class Evaluator:
         if evaluation.given_up:
             return 0
         if evaluation.pin is not Pin.ENGINE:
-            return self.plan.problems
+            return evaluation.problems
         room = state.knobs.groups_in_flight * max(1, len(state.live_actors(now)))
         return max(1, room // (1 + len(state.fleet.verified())))
-
-    def _asking(self, evaluation: Evaluation, indices: list[int]) -> list[Effect]:
-        version, number, engine = evaluation.model_version, evaluation.number, evaluation.engine
-        orders = [self._orders.asking(index, version=version, number=number, engine=engine) for index in indices]
-        return [IssuePrompts(orders)] if orders else []
 
 
 def holds_updates(state: RunState) -> bool:

@@ -18,16 +18,16 @@ _AS_THE_RUN: Final = DomainSampling()
 class PromptOrderFactory:
     """What orders are written from.
 
-    A domain's own temperature, length and stop strings come before those of the run, and before the knob `temperature`.
-    Evaluations have the temperature of their plan, and its length where it names one.
+    A domain's own group size, temperature, length and stop strings come before those of the run, and before the knob
+    `temperature`. Evaluations have the temperature of their set, and its length where it names one.
     """
 
     seed: int
     sampling: Sampling
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
-    evaluation: EvaluationPlan
     training_problem: Callable[[int, Mapping[str, float], Quota], Problem]
-    held_out_problem: Callable[[int], Problem]
+    held_out_problem: Callable[[str, int], Problem]
+    """Of the evaluation set of this name."""
 
     def training(
         self, index: int, *, temperature: float, domain_weights: Mapping[str, float], quota: Quota
@@ -37,6 +37,7 @@ class PromptOrderFactory:
         own = self._own(problem)
         sampling = replace(
             self.sampling,
+            num_samples=own.group_size or self.sampling.num_samples,
             temperature=temperature if own.temperature is None else own.temperature,
             max_tokens=own.max_tokens or self.sampling.max_tokens,
             stop=self._stop(own),
@@ -51,20 +52,22 @@ class PromptOrderFactory:
             chat_template_kwargs=own.chat_template_kwargs,
         )
 
-    def asking(self, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
-        """Held-out problem `index` for evaluation `number`, that of `version`; an `engine` that is named answers alone.
+    def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
+        """Question `index` of evaluation `number`, that of `version`; an `engine` that is named answers alone.
 
-        Equal at each asking but for its id and engine: a sample is a function of its seed and of the weights.
+        Equal at each asking, whatever is asked beside it, but for its id and engine: a sample is a function of its seed
+        and of the weights.
         """
-        plan, problem = self.evaluation, self.held_out_problem(index)
+        asked, place = plan.question(index)
+        problem = self.held_out_problem(asked.name, place)
         own = self._own(problem)
         sampling = replace(
             self.sampling,
-            num_samples=plan.samples,
-            temperature=plan.temperature,
+            num_samples=asked.samples,
+            temperature=asked.temperature,
             top_p=1.0,
             top_k=0,
-            max_tokens=plan.max_tokens or own.max_tokens or self.sampling.max_tokens,
+            max_tokens=asked.max_tokens or own.max_tokens or self.sampling.max_tokens,
             stop=self._stop(own),
         )
         return PromptOrder(
@@ -73,7 +76,7 @@ class PromptOrderFactory:
             purpose=Purpose.EVALUATION,
             problem=problem,
             sampling=sampling,
-            seed=rng.key(self.seed, "evaluation", index),
+            seed=rng.key(self.seed, "evaluation", place),
             engine=engine,
             chat_template_kwargs=own.chat_template_kwargs,
         )

@@ -101,5 +101,7 @@ def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[
         return
     if report.index >= evaluation.next_index:
         yield f"it answers question {report.index}, and {evaluation.next_index} were asked"
-    if isinstance(report, EvaluationDone) and not report.correct <= report.judged <= evaluation.plan.samples:
-        yield f"{report.correct} of {report.judged} answers are right, of {evaluation.plan.samples}"
+        return
+    samples = evaluation.plan.question(report.index)[0].samples
+    if isinstance(report, EvaluationDone) and not report.correct <= report.judged <= samples:
+        yield f"{report.correct} of {report.judged} answers are right, of {samples}"

@@ -35,7 +35,8 @@ def run_status(
         model_version=state.version,
         epoch=state.epoch,
         last_step=_last_step(state),
-        held_out=_held_out(state),
+        held_out=_held_out([each for each in state.evaluations.results if each.place == 0]),
+        other_sets=_other_sets(state.evaluations.results),
         evaluating=_evaluating(state),
         fleet=_fleet(state, watch),
         actors=tuple(
@@ -85,11 +86,19 @@ def _last_step(state: RunState) -> status.LastStepStatus:
     )
 
 
-def _held_out(state: RunState) -> status.HeldOutStatus:
-    if not state.evaluations.results:
+def _other_sets(results: Sequence[EvaluationResult]) -> tuple[status.HeldOutStatus, ...]:
+    names = {each.name: each.place for each in results if each.place > 0}
+    in_order = sorted(names, key=lambda name: names[name])
+    return tuple(_held_out([each for each in results if each.name == name]) for name in in_order)
+
+
+def _held_out(results: Sequence[EvaluationResult]) -> status.HeldOutStatus:
+    """Of one set."""
+    if not results:
         return status.HeldOutStatus()
-    first, last = state.evaluations.results[0], state.evaluations.results[-1]
+    first, last = results[0], results[-1]
     return status.HeldOutStatus(
+        name=last.name,
         **_figures(last),
         version=last.model_version,
         one_version=last.one_version,
@@ -97,9 +106,7 @@ def _held_out(state: RunState) -> status.HeldOutStatus:
         by_domain=_groups(last.by_domain),
         by_tag=_groups(last.by_tag),
         first=first.accuracy,
-        best=max(
-            (result.accuracy for result in state.evaluations.results if result.accuracy is not None), default=None
-        ),
+        best=max((each.accuracy for each in results if each.accuracy is not None), default=None),
     )
 
 
@@ -161,8 +168,9 @@ def _evaluating(state: RunState) -> status.EvaluatingStatus | None:
         engine=evaluation.engine,
         answered=len(evaluation.answers),
         problems=evaluation.problems,
-        discarded=evaluation.discarded,
+        discarded=sum(evaluation.discarded.values()),
         restarts=evaluation.restarts,
+        sets=tuple(each.name for each in evaluation.plan.sets),
     )
 
 

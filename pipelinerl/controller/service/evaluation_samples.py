@@ -14,11 +14,13 @@ from pipelinerl.types import Outcome
 def keep(samples: SampleLog, report: EvaluationDone, *, current: Evaluation | None) -> None:
     """Keep the answers of a report; its step is the version that is being evaluated."""
     version = report.newest_version if current is None else current.model_version
+    asked = current is not None and current.concerns(report.order_id)
+    name = current.plan.question(report.index)[0].name if asked and current is not None else ""
     now = time.time()
-    samples.put(lambda: [_sample(report, version, now)] if report.shown is not None else [])
+    samples.put(lambda: [_sample(report, version, name, now)] if report.shown is not None else [])
 
 
-def _sample(report: EvaluationDone, version: int, now: float) -> SampleGroup:
+def _sample(report: EvaluationDone, version: int, name: str, now: float) -> SampleGroup:
     assert report.shown is not None, "a report without answers has no sample"
     return SampleGroup(
         kind=SampleKind.EVALUATION,
@@ -26,6 +28,7 @@ def _sample(report: EvaluationDone, version: int, now: float) -> SampleGroup:
         time=now,
         group_id=report.order_id,
         domain=report.domain,
+        evaluation=name,
         problem_id=report.shown.problem_id,
         tags=tuple(report.tags),
         prompt=report.shown.prompt,

@@ -1,4 +1,4 @@
-"""One evaluation: N held-out problems, n samples of each, by weights of one version where that is asked for.
+"""One evaluation: the problems of one or several sets, n samples of each, by weights of one version where asked for.
 
 An answer is all n samples of a problem. With a pin it counts only if every token of it was sampled by the pinned
 version, as its version spans say; else it is discarded whole and asked for again with the same seed. What is sampled is
@@ -8,8 +8,9 @@ failed is asked again likewise; those that end without an answer are told, since
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Self, final
 
 from pipelinerl import rng
 from pipelinerl.choices import Pin
@@ -24,45 +25,80 @@ from pipelinerl.messages import EvaluationDone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationPlan:
-    """What is asked at each evaluation; `temperature` 0 is greedy.
+class EvaluationSet:
+    """Held-out problems that have one accuracy; `temperature` 0 is greedy.
 
     Attributes:
-        problems: how many held-out problems; 0: no evaluations.
+        place: among the recipe's sets; the first, 0, is the one that decisions go by.
+        problems: how many.
         max_tokens: 0: as in training, each domain its own.
         pass_at: the k of pass@k, each at most `samples`.
+        interval_steps: every so many steps it is asked; 0: as the knob says.
+    """
+
+    name: str = "held_out"
+    place: int = 0
+    problems: int
+    max_tokens: int
+    samples: int = 1
+    temperature: float = 0.0
+    pass_at: tuple[int, ...] = ()
+    interval_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPlan:
+    """What is asked at an evaluation, and how.
+
+    Attributes:
+        sets: whose problems are asked, one after the other, by the same weights; none: no evaluations.
         hold_s: longest that `gate` postpones updates; then what has been answered is all.
         grace_s: an evaluation that gets no answer for so long ends with those it has.
         attempts: how often a problem is asked that fails, or whose answers are of other versions.
         restarts: how often an evaluation begins anew whose pin has broken.
     """
 
-    problems: int
-    max_tokens: int
-    samples: int = 1
-    temperature: float = 0.0
-    pass_at: tuple[int, ...] = ()
+    sets: tuple[EvaluationSet, ...]
     pin: Pin = Pin.AUTO
     hold_s: float = 60.0
     grace_s: float = 120.0
     attempts: int = 4
     restarts: int = 3
 
+    @property
+    def problems(self) -> int:
+        """How many are asked in all."""
+        return sum(each.problems for each in self.sets)
+
+    def question(self, index: int) -> tuple[EvaluationSet, int]:
+        """Question `index` < `problems`: of which set it is, and which of its problems."""
+        for each in self.sets:
+            if index < each.problems:
+                return each, index
+            index -= each.problems
+        raise IndexError(f"a plan of {self.problems} problems has no question {self.problems + index}")
+
+    def of(self, names: Collection[str]) -> Self:
+        """The same of these sets alone."""
+        return replace(self, sets=tuple(each for each in self.sets if each.name in names))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDue:
-    """An evaluation that begins once `version`, or a later one, is served."""
+    """An evaluation of the sets of these names, which begins once `version`, or a later one, is served."""
 
     version: int
+    sets: tuple[str, ...]
     restarts: int = 0
-    discarded: int = 0
+    discarded: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Accuracy over the judged problems with its 95 % interval, and which weights answered.
+    """Accuracy over the judged problems of a set with its 95 % interval, and which weights answered.
 
     Attributes:
+        name, place: of the set.
         accuracy: mean over problems of the share of their samples that is right (pass@1); it and its interval are None
             where nothing was judged.
         at_least: the accuracy if every problem that had no answer is taken for wrong; it is what decisions go by, since
@@ -81,6 +117,8 @@ class EvaluationResult:
     """
 
     model_version: int
+    name: str = "held_out"
+    place: int = 0
     accuracy: float | None
     low: float | None
     high: float | None
@@ -132,7 +170,8 @@ class Evaluation:
     heard_at: float = 0.0
     """When it began or last got an answer, on the controller's clock."""
     restarts: int = 0
-    discarded: int = 0
+    discarded: dict[str, int] = field(default_factory=dict)
+    """Answers of other versions, by the name of their set."""
     given_up: str = ""
     """Why it ends with the answers that it has; empty while it goes on."""
     next_index: int = 0
@@ -164,7 +203,8 @@ class Evaluation:
         if index in self.answers:
             return False
         if answer is not None and not self.accepts(answer):
-            self.discarded += 1
+            name = self.plan.question(index)[0].name
+            self.discarded[name] = self.discarded.get(name, 0) + 1
             answer = None
         asked = self.asked.get(index, 1)
         if answer is None and asked < self.plan.attempts:
@@ -179,43 +219,52 @@ class Evaluation:
         self.next_index = max(first, min(self.plan.problems, first + window - out))
         return list(range(first, self.next_index))
 
-    def result(self, *, version: int | None = None, seed: int = 0) -> EvaluationResult:
-        """The figures so far, at the trainer's `version`; `seed` is that of the intervals."""
-        done = [answer for _, answer in sorted(self.answers.items()) if answer is not None]
-        seed, ks = rng.key(seed, self.model_version), self.plan.pass_at
-        figures = figures_of(done, pass_at=ks, seed=seed)
-        judged = figures.problems
+    def results(self, *, version: int | None = None, seed: int = 0) -> list[EvaluationResult]:
+        """The figures of each set so far, at the trainer's `version`; `seed` is that of the intervals."""
+        seed, first, found = rng.key(seed, self.model_version), 0, list[EvaluationResult]()
+        ahead = (self.model_version if version is None else version) - self.model_version
+        for asked in self.plan.sets:
+            ended = [self.answers[index] for index in range(first, first + asked.problems) if index in self.answers]
+            found.append(self._result(asked, ended, steps_meanwhile=ahead, seed=seed))
+            first += asked.problems
+        return found
+
+    def _result(
+        self, asked: EvaluationSet, ended: list[EvaluationDone | None], *, steps_meanwhile: int, seed: int
+    ) -> EvaluationResult:
+        """Of one set, whose problems that have ended are these, in their order."""
+        done = [answer for answer in ended if answer is not None]
+        figures = figures_of(done, pass_at=asked.pass_at, seed=seed)
+        judged, failed = figures.problems, len(ended) - len(done)
+        unanswered = f"{failed} of {asked.problems} problems had no answer" if failed else ""
         return EvaluationResult(
             model_version=self.model_version,
+            name=asked.name,
+            place=asked.place,
             accuracy=figures.accuracy,
             low=figures.low,
             high=figures.high,
-            problems=self.plan.problems,
-            unjudged=self.plan.problems - judged,
+            problems=asked.problems,
+            unjudged=asked.problems - judged,
             version_min=min((answer.oldest_version for answer in done), default=self.model_version),
             version_max=max((answer.newest_version for answer in done), default=self.model_version),
             one_version=self.pin is not Pin.NONE,
             pin=self.pin,
             engine=self.engine,
-            samples=self.plan.samples,
-            temperature=self.plan.temperature,
+            samples=asked.samples,
+            temperature=asked.temperature,
             pass_at=figures.pass_at,
-            incomplete=self._unanswered() if self.complete else self.given_up,
-            discarded=self.discarded,
+            incomplete=unanswered if len(ended) == asked.problems else self.given_up,
+            discarded=self.discarded.get(asked.name, 0),
             restarts=self.restarts,
-            steps_meanwhile=(self.model_version if version is None else version) - self.model_version,
+            steps_meanwhile=steps_meanwhile,
             at_least=None
             if figures.accuracy is None
-            else figures.accuracy * judged / (judged + self.problems - len(done)),
+            else figures.accuracy * judged / (judged + asked.problems - len(done)),
             majority_at=figures.majority_at,
             length_mean=figures.length_mean,
             length_p95=figures.length_p95,
             truncated=figures.truncated,
-            by_domain=figures_by_domain(done, pass_at=ks, seed=seed),
+            by_domain=figures_by_domain(done, pass_at=asked.pass_at, seed=seed),
             by_tag=figures_by_tag(done, pass_at=(), seed=seed),
         )
-
-    def _unanswered(self) -> str:
-        """How many of the problems that ended did so without an answer, in words; empty when none did."""
-        failed = sum(answer is None for answer in self.answers.values())
-        return f"{failed} of {self.problems} problems had no answer" if failed else ""

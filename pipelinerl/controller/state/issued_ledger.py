@@ -27,6 +27,8 @@ class IssuedLedger:
     outdated: set[int] = field(default_factory=set)
     """Orders that an actor gave up, since their groups would have been stale; all of them, likewise."""
     consumed: ConsumedReport = field(default_factory=ConsumedReport)
+    sizes: dict[int, int] = field(default_factory=dict)
+    """How many rollouts each order that is in flight asks for."""
 
     @property
     def ended(self) -> int:
@@ -47,6 +49,15 @@ class IssuedLedger:
     def unsettled_stale(self) -> list[int]:
         """The same of orders that were given up as stale."""
         return self._open(sorted(self.outdated))
+
+    @property
+    def rollouts_in_flight(self) -> int:
+        """Rollouts of the orders in flight."""
+        return sum(self.sizes.values())
+
+    def note_size(self, index: int, rollouts: int) -> None:
+        """Order `index`, which was just issued, asks for so many."""
+        self.sizes[index] = rollouts
 
     def next_index(self) -> int:
         """Issue the next order: its index."""
@@ -73,6 +84,7 @@ class IssuedLedger:
         if self.reissue or known > self.cursor:
             self.reissue = self._open([*self.reissue, *range(self.cursor, known)])
             self.cursor = known
+        self.sizes = {index: self.sizes[index] for index in self._open(self.sizes)}
         self.check()
 
     def lost(self, indices: Iterable[int]) -> list[int]:
@@ -80,6 +92,8 @@ class IssuedLedger:
         known = {*self.reissue, *self.failed, *self.outdated}
         again = self._open([index for index in indices if index < self.cursor and index not in known])
         self.reissue = sorted({*self.reissue, *again})
+        for index in again:
+            self.sizes.pop(index, None)
         return again
 
     def check(self) -> None:
@@ -133,4 +147,5 @@ class IssuedLedger:
         is_consumed = has_ended(index, self.consumed.frontier, self.consumed.beyond)
         if index < self.cursor and not is_consumed and index not in self.failed | self.outdated:
             fate.add(index)
+            self.sizes.pop(index, None)
             self.reissue = [other for other in self.reissue if other != index]

@@ -13,10 +13,11 @@ from reprlib import repr as short
 from typing import Any, Final, Self
 
 from pipelinerl.choices import COLDEST, HOTTEST
+from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
-_FIXED: Final = frozenset({"group_size", "max_groups", "k_finite"})
+_FIXED: Final = frozenset({"group_sizes", "max_groups", "k_finite"})
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
 
 #: The largest number that any knob may be but for k = inf: journal and streams carry it in whatever form it was sent.
@@ -25,7 +26,7 @@ LARGEST: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """Everything that may change while the run is live, and after it what the run fixes, from `group_size` on."""
+    """Everything that may change while the run is live, and after it what the run fixes, from `group_sizes` on."""
 
     j: int
     k: float
@@ -37,7 +38,8 @@ class Knobs:
     """Of each actor: the concurrency that the engines see."""
     domain_weights: dict[str, float]
     """Shares of the domains, by name; they need not sum to 1, and 0 switches a domain off."""
-    group_size: int
+    group_sizes: dict[str, int]
+    """Answers to a problem, by domain."""
     max_groups: int = 2**31
     """Most groups in flight: a step of more could never be filled."""
     k_finite: bool = False
@@ -69,14 +71,22 @@ class Knobs:
         for domain, weight in self.domain_weights.items():
             if weight < 0:
                 raise RecipeError(f"domain_weights.{domain} must not be negative, got {weight:g}")
-        if self.rollouts_per_step % self.group_size:
+        self._check_step()
+
+    def _check_step(self) -> None:
+        """Steps take whole groups: exactly `rollouts_per_step` where all groups are of one size."""
+        smallest, largest = min(self.group_sizes.values()), max(self.group_sizes.values())
+        if smallest == largest and self.rollouts_per_step % smallest:
             raise RecipeError(
-                f"rollouts_per_step must be a multiple of the group size {self.group_size}, "
-                f"got {self.rollouts_per_step}"
+                f"rollouts_per_step must be a multiple of the group size {smallest}, got {self.rollouts_per_step}"
             )
-        if self.groups_per_step > self.max_groups:
+        if self.rollouts_per_step < largest:
             raise RecipeError(
-                f"rollouts_per_step must be at most {self.max_groups * self.group_size}, the room of the streams "
+                f"rollouts_per_step must be at least the largest group size, {largest}, got {self.rollouts_per_step}"
+            )
+        if self.rollouts_per_step > self.max_groups * smallest:
+            raise RecipeError(
+                f"rollouts_per_step must be at most {self.max_groups * smallest}, the room of the streams "
                 f"(streams.max_groups), got {self.rollouts_per_step}"
             )
 
@@ -87,8 +97,8 @@ class Knobs:
 
     @property
     def groups_per_step(self) -> int:
-        """Groups that make a step."""
-        return self.rollouts_per_step // self.group_size
+        """Groups that make a step; where their sizes differ, about so many do."""
+        return groups_of_step(self.rollouts_per_step, self.group_sizes, self.domain_weights)
 
     def patched(self, changes: Mapping[str, Any]) -> Self:
         """These knobs with `changes` applied, valid as a whole.

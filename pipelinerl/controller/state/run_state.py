@@ -7,6 +7,7 @@ keeps what outlives everything else (`checkpoint_record`), for a run that is sta
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Final, final
 
@@ -24,6 +25,10 @@ from pipelinerl.types import Quota
 #: Who has not been heard of for so long may be gone. A trainer that waits says so every few seconds; an actor's heart
 #: beats more often still.
 SILENT_S: Final = 15.0
+
+
+#: The place of an evaluation set that the recipe has no longer: behind all others.
+NOWHERE: Final = 2**16
 
 
 class RunPhase(StrEnum):
@@ -87,17 +92,22 @@ class Evaluations(msgspec.Struct, kw_only=True):
     begun: int = 0
     """How many were begun, anew or not: the number of the last."""
     due: EvaluationDue | None = None
-    """One that waits for weights to be served."""
+    """One that waits for weights to be served, or for the current one to end."""
     postponed: bool = False
     """Does a publication wait for the current one to end?"""
     results: list[EvaluationResult] = []
-    """Those that have ended, the oldest first; only the last has figures by domain and tag."""
+    """Those that have ended, the oldest first; only the last of each set has figures by domain and tag."""
 
     def add(self, result: EvaluationResult) -> None:
         """One has ended."""
-        if self.results:
-            self.results[-1] = self.results[-1].without_groups
+        of_it = [number for number, before in enumerate(self.results) if before.name == result.name]
+        if of_it:
+            self.results[of_it[-1]] = self.results[of_it[-1]].without_groups
         self.results.append(result)
+
+    def follow(self, places: Mapping[str, int]) -> None:
+        """The recipe has its sets in these places now, which may be others than before; one that is gone has none."""
+        self.results = [replace(each, place=places.get(each.name, NOWHERE)) for each in self.results]
 
 
 class Failing(msgspec.Struct, kw_only=True):

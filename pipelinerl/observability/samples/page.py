@@ -6,7 +6,7 @@ elements that hold text and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final
 
@@ -23,15 +23,23 @@ _MOST: Final = 1500
 def samples_section(groups: Sequence[SampleGroup]) -> str:
     """The markup."""
     trained = _last_steps(groups, SampleKind.TRAINED, _STEPS)
-    held_out = _last_steps(groups, SampleKind.EVALUATION, 1)
     filtered = _last_steps(groups, SampleKind.FILTERED, 1)
     parts = [
         _part("Best of the last steps", _ranked(trained, SampleKind.TRAINED, Ranking.BEST)),
         _part("Worst of the last steps", _ranked(trained, SampleKind.TRAINED, Ranking.WORST)),
-        _part("Worst of the last evaluation", _ranked(held_out, SampleKind.EVALUATION, Ranking.WORST)),
+        *_evaluations(groups),
         _part("Filtered, never trained", _ranked(filtered, SampleKind.FILTERED, Ranking.NEWEST)),
     ]
     return "".join(parts) or "<p class=none>No samples were kept.</p>"
+
+
+def _evaluations(groups: Sequence[SampleGroup]) -> Iterator[str]:
+    """The worst of the last evaluation, of each set where there are several."""
+    sets = sorted({group.evaluation for group in groups if group.kind is SampleKind.EVALUATION})
+    for name in sets:
+        of_set = _last_steps([group for group in groups if group.evaluation == name], SampleKind.EVALUATION, 1)
+        title = "Worst of the last evaluation" + (f", {name}" if len(sets) > 1 else "")
+        yield _part(title, _ranked(of_set, SampleKind.EVALUATION, Ranking.WORST))
 
 
 def _last_steps(groups: Sequence[SampleGroup], kind: SampleKind, steps: int) -> list[SampleGroup]:

@@ -45,6 +45,7 @@ class SampleQuery:
     step: int | None = None
     domain: str | None = None
     tag: str | None = None
+    evaluation: str | None = None
     finish_reason: str | None = None
     ranking: Ranking = Ranking.NEWEST
     limit: int | None = None
@@ -71,6 +72,7 @@ class SampleQuery:
             group.kind in self.kinds
             and self.step in (None, group.step)
             and self.domain in (None, group.domain)
+            and self.evaluation in (None, group.evaluation)
             and (self.tag is None or self.tag in group.tags)
         )
 

@@ -58,6 +58,7 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Attributes:
         step: the version that its step made, or that was evaluated.
         time: in Unix seconds.
+        evaluation: the name of the evaluation set that asks the problem.
         filtered: of a filtered group, how many groups were filtered since the step before, by reason.
     """
 
@@ -72,6 +73,7 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ground_truth: str = ""
     answers: tuple[AnswerRecord, ...]
     why: str = ""
+    evaluation: str = ""
     filtered: dict[str, int] = {}
 
 

@@ -43,8 +43,9 @@ class TrainingState:
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """What each evaluation so far has shown at least, by the model version that was evaluated."""
-        shown = {int(one["model_version"]): one.get("at_least") for one in self.controller.get("evaluations", ())}
+        """What each evaluation of the recipe's first set has shown at least, by the model version."""
+        of_first = (one for one in self.controller.get("evaluations", ()) if one.get("place", 0) == 0)
+        shown = {int(one["model_version"]): one.get("at_least") for one in of_first}
         return {version: float(accuracy) for version, accuracy in shown.items() if accuracy is not None}
 
 

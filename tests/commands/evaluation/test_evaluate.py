@@ -16,9 +16,9 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.commands.evaluation.asking import MOST_FAILURES
-from pipelinerl.commands.evaluation.evaluate import EvaluationReport, evaluate, held_out_orders, show
+from pipelinerl.commands.evaluation.evaluate import EvaluationReport, asking, evaluate, held_out_orders, show
 from pipelinerl.commands.evaluation.respondents import recipe_of, target_of
-from pipelinerl.config.recipe import RunConfig, load, save, write_layout
+from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table, write_layout
 from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -148,6 +148,61 @@ def test_what_cannot_answer_is_said_before_anything_is_asked(tmp_path: Path, mod
         evaluated(str(model), load(recipe, served))
     with pytest.raises(RecipeError, match=r"evaluation.problems is 0"):
         evaluated(str(model), load(recipe, ["evaluation.problems=0"]))
+
+
+def test_what_was_answered_is_not_asked_again(tmp_path: Path, recipe: Path) -> None:
+    out, once = tmp_path / "answers.jsonl", ["evaluation.samples=1", "evaluation.pass_at=[]"]
+    fake = OpenAIFake(lambda body: "1" if len(body["messages"][0]["content"]) % 2 else "2", failures=(400, 400))
+    with in_thread(fake.app) as url:
+        first = evaluated(url, load(recipe, [*once, "evaluation.problems=12"]), out=out)
+        assert (first.asked, first.figures.problems, first.incomplete) == (12, 10, 2)
+        with out.open("ab") as file:
+            file.write(b'{"kind":"EvaluationDone","order_id":"eval-0-0')  # and was killed
+        asked = len(fake.bodies)
+        rest = evaluated(url, load(recipe, once), out=out)
+        assert (rest.asked, rest.incomplete) == (10, 0), "the two that failed, and eight that are new"
+        assert len(fake.bodies) - asked == 10
+        asked = len(fake.bodies)
+        again = evaluated(url, load(recipe, once), out=out)
+        fewer = evaluated(url, load(recipe, [*once, "evaluation.problems=5"]), out=out)
+        assert (again.asked, fewer.asked, fewer.figures.problems, len(fake.bodies)) == (0, 0, 5, asked)
+        whole = evaluated(url, load(recipe, once))
+    assert again.figures == rest.figures == whole.figures and again.by_domain == whole.by_domain
+
+
+def test_answers_of_other_settings_or_weights_are_not_mixed_in(tmp_path: Path, model: Path, recipe: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    evaluated(str(model), load(recipe), out=out)
+    before = out.read_bytes()
+    for changes, named in (
+        (["evaluation.temperature=0.5"], "temperature"),
+        (["evaluation.split=validation"], "split"),
+        (["run.seed=3"], "seed"),
+        (['sampling.stop=["7"]'], "stop"),
+    ):
+        with pytest.raises(UserError, match=rf"another question \(another {named}\); name another --out"):
+            evaluated(str(model), load(recipe, changes), out=out)
+    BigramModel.random(len(char_tokenizer(alphabet=" 0123456789")), seed=1, scale=1.0).save(model)
+    with pytest.raises(UserError, match=r"another question \(another weights\)"):
+        evaluated(str(model), load(recipe), out=out)
+    assert out.read_bytes() == before
+
+
+def test_a_recipes_evaluation_sets_are_chosen_by_name_and_changed_for_once(model: Path, recipe: Path) -> None:
+    table = to_table(load(recipe))
+    sets = [{"name": "both"}, {"name": "ones", "domains": ["says_1"], "problems": 6, "samples": 2, "pass_at": [2]}]
+    config = parse(table | {"evaluations": sets})
+    first, named = asking(config, "", {}), asking(config, "ones", {"problems": 4, "samples": None})
+    assert [each.name for each in first.evaluation_sets] == ["both"]
+    report = evaluated(str(model), named)
+    assert (report.name, report.problems, report.samples, list(report.by_domain)) == ("ones", 4, 2, ["says_1"])
+    with pytest.raises(RecipeError, match="--evaluation 'twos' is none of the recipe's evaluation sets: both, ones"):
+        asking(config, "twos", {})
+    with pytest.raises(RecipeError, match=r"evaluations\.ones\.pass_at names 2"):
+        asking(config, "ones", {"samples": 1})
+    alone = asking(load(recipe), "", {"problems": 3, "split": "validation"})
+    (asked,) = alone.evaluation_sets
+    assert (asked.name, asked.split, asked.problems, asked.samples) == ("validation", "validation", 3, 8)
 
 
 def test_the_questions_are_those_of_the_run(recipe: Path) -> None:

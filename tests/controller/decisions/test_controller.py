@@ -27,8 +27,8 @@ from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerLeavin
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
 
 
-def world(seed: int = 0, **changes: float) -> World:
-    return World(controller(**changes), random.Random(seed))  # type: ignore[arg-type]
+def world(seed: int = 0, **changes: Any) -> World:
+    return World(controller(**changes), random.Random(seed))
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -65,6 +65,36 @@ def test_random_schedules_finish_and_keep_every_promise(seed: int) -> None:
         )
     ledger = run.controller.state.account.ledger()
     assert ledger["issued"] == sum(ledger[fate] for fate in ("trained", "filtered", "stale", "failed", "in_flight"))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_domains_with_groups_of_other_sizes_fill_steps_with_whole_groups(seed: int) -> None:
+    """Whatever fails, is filtered or becomes stale: no step is short, none is waited for in vain, and in lockstep no
+    more is out than one step takes."""
+    rng = random.Random(seed)
+    lockstep, large = seed % 3 == 0, rng.choice([3, 4, 7])
+    k = 1 if lockstep else rng.choice([2, 4, math.inf])
+    oversample = 1.0 if lockstep else rng.choice([1.0, None])
+    overdue = rng.choice(list(Overdue))
+    run = world(seed, k=k, large=large, rollouts_per_step=8, oversample=oversample, overdue=overdue)
+    run.begin()
+    account = run.controller.state.account
+    for _ in range(20_000):
+        if run.finished is not None:
+            break
+        run.act()
+        assert len(account.sizes) == account.in_flight, "the size of whatever is out is known, and of nothing else"
+        assert not lockstep or account.rollouts_in_flight < 8 + large
+    assert run.finished == "all 20 steps are done", waiting_for(run.controller.state, now=0.0)
+    for version, groups, k in run.trained:
+        sizes = [len(each.rollouts) for each in groups]
+        assert 8 <= sum(sizes) < 8 + max(sizes), "a step ends with the group that fills it"
+        assert all(version - each.oldest_version <= k for each in groups)
+    indices = [each.index for _, groups, _ in run.trained for each in groups]
+    assert len(indices) == len(set(indices)), "a group was trained twice"
+    asked = {order.index: order.sampling.num_samples for order in run.orders_issued}
+    assert set(asked.values()) == {large, 2}
+    assert all(asked[each.index] == len(each.rollouts) for _, groups, _ in run.trained for each in groups)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,12 +6,15 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipelinerl.choices import Pin
+from pipelinerl.controller.decisions.engine_watch import EngineWatch
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.controller.decisions.status import run_status
 from pipelinerl.controller.state.effects import Effect, Record
-from pipelinerl.controller.state.evaluation import EvaluationResult
+from pipelinerl.controller.state.evaluation import EvaluationResult, EvaluationSet
 from pipelinerl.controller.state.inputs import (
     EngineAnswered,
     EngineDrainAsked,
@@ -20,7 +23,7 @@ from pipelinerl.controller.state.inputs import (
     StopAsked,
     Ticked,
 )
-from pipelinerl.messages import GroupFailed, TrainerReady
+from pipelinerl.messages import EvaluationDone, GroupFailed, TrainerReady
 from pipelinerl.types import Purpose
 from tests.controller.world import ENGINE, World, controller
 
@@ -275,3 +278,106 @@ def test_who_has_no_answer_counts_as_wrong_where_an_accuracy_may_end_the_run(
 def _begun(run: World) -> World:
     run.begin()
     return run
+
+
+HARD = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, interval_steps=15)
+
+
+@pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
+@pytest.mark.parametrize("seed", range(6))
+def test_each_set_is_asked_in_its_own_time_and_those_due_together_of_the_same_weights(
+    seed: int, engines: tuple[str, ...]
+) -> None:
+    run = world(seed, engines=engines, k=4, steps=40, other_sets=(HARD,))
+    told = recorded(run)
+    run.begin()
+    for _ in range(60_000):
+        if run.finished is not None:
+            break
+        run.act()
+    assert run.finished == "all 40 steps are done", waiting_for(run.controller.state, now=0.0)
+    by_set = {name: [each for each in results(run) if each.name == name] for name in ("held_out", "hard")}
+    assert {each.problems for each in by_set["hard"]} == {4} and {each.problems for each in by_set["held_out"]} == {3}
+    assert len(by_set["held_out"]) > len(by_set["hard"]) >= 4, "before step 1, about 15 and 30, and after 40"
+    began = [event.fields for event in told if event.kind == "evaluation_began"]
+    assert (began[0]["sets"], began[-1]["sets"]) == (["held_out", "hard"], ["held_out", "hard"])
+    for name, of_set in by_set.items():
+        asked = [event["model_version"] for event in began if name in event["sets"]]
+        assert [each.model_version for each in of_set] == asked, "an evaluation asks the sets that it says"
+    assert all(each.one_version and each.incomplete == "" for each in results(run))
+    kept = [each.name for each in results(run) if each.by_domain]
+    assert sorted(kept) == ["hard", "held_out"], "figures by domain are of the last of each set"
+
+
+def test_what_falls_due_meanwhile_is_asked_afterwards_but_not_twice() -> None:
+    often = replace(HARD, interval_steps=2, problems=2)
+    run = world(evaluation_problems=30, steps=1000, k=2, other_sets=(often,))
+    told = recorded(run)
+    run.begin()
+    for _ in range(20_000):
+        run.act()
+        current = run.controller.state.evaluations.current
+        if current is not None and run.version >= 5 and [each.name for each in current.plan.sets] == ["held_out"]:
+            break
+    assert current is not None
+    unanswering(run)
+    while run.version < current.model_version + 12:
+        run.act()
+    waiting = run.controller.state.evaluations.due
+    assert run.controller.state.evaluations.current is current
+    assert waiting is not None and waiting.sets == ("hard",), "its own set is under way, the other waits"
+    run.give(Ticked(now=1000.0))
+    assert results(run)[-1].name == "held_out" and results(run)[-1].incomplete
+    del run.__dict__["sample"]
+    before = len(told)
+    while not [event for event in told[before:] if event.kind == "evaluation_began"]:
+        run.act()
+    (began,) = [event.fields["sets"] for event in told[before:] if event.kind == "evaluation_began"]
+    assert began == ["hard"]
+
+
+def test_the_first_set_alone_ends_a_run_by_its_accuracy() -> None:
+    run = world(steps=40, other_sets=(HARD,), until_accuracy=0.9)
+    run.begin()
+    for _ in range(20_000):
+        if run.finished is not None:
+            break
+        run.act()
+    assert run.finished == "held-out accuracy 1.000 of held_out has reached 0.9"
+    assert {each.place: each.accuracy for each in results(run)} == {0: 1.0, 1: 1.0}
+    swapped = world(steps=6, other_sets=(replace(HARD, samples=1),), until_accuracy=0.9)
+    wrong_first(swapped)
+    swapped.begin()
+    for _ in range(20_000):
+        if swapped.finished is not None:
+            break
+        swapped.act()
+    assert {each.place: each.accuracy for each in results(swapped)} == {0: 0.0, 1: 1.0}
+    assert swapped.finished == "all 6 steps are done"
+
+
+def wrong_first(run: World) -> None:
+    """Every answer to a problem of the first set is wrong."""
+    tell = run.tell
+
+    def told(report: Any) -> None:
+        current = run.controller.state.evaluations.current
+        if isinstance(report, EvaluationDone) and current is not None and current.concerns(report.order_id):
+            place = current.plan.question(report.index)[0].place
+            report = msgspec.structs.replace(report, correct=report.correct * place)
+        tell(report)
+
+    run.tell = told  # type: ignore[method-assign]
+
+
+def test_status_says_which_set_an_accuracy_is_of() -> None:
+    run = world(steps=40, other_sets=(HARD,))
+    run.begin()
+    while len(results(run)) < 2:
+        run.act()
+    shown = run_status(run.controller, watch=EngineWatch(), name="r", now=1.0, elapsed_s=1.0)
+    assert (shown.held_out.name, shown.held_out.accuracy) == ("held_out", 1.0)
+    assert [(each.name, each.accuracy, each.first) for each in shown.other_sets] == [("hard", 1.0, 1.0)]
+    until_evaluation(run, 5)
+    shown = run_status(run.controller, watch=EngineWatch(), name="r", now=1.0, elapsed_s=1.0)
+    assert shown.evaluating is not None and shown.evaluating.sets == ("held_out",)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
-from pipelinerl.controller.state.evaluation import EvaluationPlan
+from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.types import DomainSampling, Message, Problem, Quota, Sampling
 
-OWN = DomainSampling(temperature=0.5, max_tokens=9, stop=("\n",), chat_template_kwargs={"enable_thinking": False})
+OWN = DomainSampling(
+    group_size=6, temperature=0.5, max_tokens=9, stop=("\n",), chat_template_kwargs={"enable_thinking": False}
+)
 
 
 def problem_of(index: int) -> Problem:
@@ -15,27 +19,41 @@ def problem_of(index: int) -> Problem:
     return Problem(problem_id=str(index), domain=domain, messages=(Message("user", "q"),), ground_truth="a")
 
 
-def factory(max_tokens: int = 0) -> PromptOrderFactory:
+def plan(*sets: EvaluationSet, max_tokens: int = 0) -> EvaluationPlan:
+    return EvaluationPlan(sets=(*sets, EvaluationSet(problems=8, max_tokens=max_tokens)))
+
+
+def factory() -> PromptOrderFactory:
     return PromptOrderFactory(
         seed=3,
         sampling=Sampling(num_samples=4, max_tokens=20, stop=("!",)),
         by_domain={"own": OWN, "other": DomainSampling()},
-        evaluation=EvaluationPlan(problems=8, max_tokens=max_tokens),
         training_problem=lambda index, weights, quota: problem_of(index),
-        held_out_problem=problem_of,
+        held_out_problem=lambda name, index: replace(problem_of(index), problem_id=f"{name} {index}"),
     )
 
 
 def test_a_domain_samples_in_its_own_way_and_others_follow_the_knob() -> None:
     own, other = (factory().training(i, temperature=0.9, domain_weights={}, quota=Quota(0, 4)) for i in (0, 1))
-    assert own.sampling == Sampling(num_samples=4, temperature=0.5, max_tokens=9, stop=("\n",))
+    assert own.sampling == Sampling(num_samples=6, temperature=0.5, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=4, temperature=0.9, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}
 
 
 def test_evaluations_ask_as_the_domain_does_at_the_temperature_of_their_plan() -> None:
-    own, other = (factory().asking(index, version=0, number=1) for index in (0, 1))
+    own, other = (factory().asking(plan(), index, version=0, number=1) for index in (0, 1))
     assert own.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}
-    assert factory(max_tokens=5).asking(0, version=0, number=1).sampling.max_tokens == 5
+    assert factory().asking(plan(max_tokens=5), 0, version=0, number=1).sampling.max_tokens == 5
+
+
+def test_a_problem_is_asked_alike_whatever_sets_are_asked_beside_its_own() -> None:
+    """Seed and sampling are the set's; the index alone says where the answer belongs."""
+    other = EvaluationSet(name="hard", place=1, problems=3, max_tokens=4, samples=6, temperature=0.5)
+    beside = [factory().asking(plan(other), index, version=2, number=1) for index in range(5)]
+    assert [order.problem.problem_id for order in beside] == ["hard 0", "hard 1", "hard 2", "held_out 0", "held_out 1"]
+    assert [order.order_id for order in beside][3] == "eval-2-1-000003"
+    assert {order.sampling.num_samples for order in beside[:3]} == {6} and beside[0].sampling.max_tokens == 4
+    alone = factory().asking(plan(), 1, version=2, number=1)
+    assert (alone.seed, alone.sampling, alone.problem) == (beside[4].seed, beside[4].sampling, beside[4].problem)

@@ -16,9 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipelinerl.choices import Pin
 from pipelinerl.controller.service.journal import JOURNAL, Decision, Journal
 from pipelinerl.controller.service.service import ControllerService, Start
 from pipelinerl.controller.state.effects import Effect
+from pipelinerl.controller.state.evaluation import EvaluationSet
 from pipelinerl.controller.state.inputs import (
     AnyInput,
     EngineAnswered,
@@ -36,6 +38,7 @@ from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.errors import FencedError, UserError
 from pipelinerl.messages import (
     DIRECTIVES,
+    LAYOUT,
     PROMPTS,
     REPORTS,
     ActorAlive,
@@ -415,18 +418,18 @@ async def test_an_answer_that_was_lost_is_no_fence() -> None:
     assert await journal.whole()
 
 
-def brought_back(state: RunState, since: list[AnyInput]) -> RunState:
+def brought_back(state: RunState, since: list[AnyInput], **recipe: Any) -> RunState:
     """What a controller that comes back makes of a snapshot and the inputs since."""
-    made = controller()
+    made = controller(**recipe)
     made.state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RunState)
     for given in since:
         made.decide(given)
     return made.state
 
 
-def random_run(seed: int, *, deaths: random.Random | None) -> World:
+def random_run(seed: int, *, deaths: random.Random | None, **recipe: Any) -> World:
     """A run of random events, the same for the same seed, whose controller dies now and then."""
-    made = controller(k=random.Random(seed).choice([1.0, 2.0, 4.0, math.inf]))
+    made = controller(k=random.Random(seed).choice([1.0, 2.0, 4.0, math.inf]), **recipe)
     run = World(made, random.Random(seed))
     snapshot, since, decide = msgspec.msgpack.encode(made.state), [], made.decide
 
@@ -438,7 +441,7 @@ def random_run(seed: int, *, deaths: random.Random | None) -> World:
             if deaths.random() < 0.3:
                 snapshot = msgspec.msgpack.encode(made.state)
                 since.clear()
-            made.state = brought_back(msgspec.msgpack.decode(snapshot, type=RunState), since)
+            made.state = brought_back(msgspec.msgpack.decode(snapshot, type=RunState), since, **recipe)
         return effects
 
     made.decide = mortal  # type: ignore[method-assign]
@@ -468,8 +471,9 @@ def random_run(seed: int, *, deaths: random.Random | None) -> World:
     return run
 
 
-def same_with_and_without_deaths(seed: int) -> None:
-    undisturbed, mortal = random_run(seed, deaths=None), random_run(seed, deaths=random.Random(~seed))
+def same_with_and_without_deaths(seed: int, **recipe: Any) -> None:
+    undisturbed = random_run(seed, deaths=None, **recipe)
+    mortal = random_run(seed, deaths=random.Random(~seed), **recipe)
     assert mortal.orders_issued == undisturbed.orders_issued, f"seed {seed}: other prompts"
     assert mortal.controller.state == undisturbed.controller.state, f"seed {seed}: another state, another ledger"
 
@@ -479,13 +483,20 @@ def test_a_controller_that_dies_again_and_again_decides_alike(seed: int) -> None
     same_with_and_without_deaths(seed)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_neither_group_sizes_nor_evaluation_sets_under_way_are_lost_with_it(seed: int) -> None:
+    other = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, interval_steps=3)
+    same_with_and_without_deaths(seed, large=5, rollouts_per_step=8, other_sets=(other,), pin=Pin.AUTO)
+
+
 @pytest.mark.parametrize("older", [{}, {"layout": 2}])
 async def test_a_journal_of_another_layout_is_refused_before_its_state_is_read(older: dict[str, int]) -> None:
     """The oldest snapshots say no layout, and hold a state that could be read as a new one's, its fields forgotten."""
     stream = MemoryStream()
     snapshot = {"type": "JournalSnapshot", "state": {"launch": "", "trainer_heard": None}, "reports_offset": "0-0"}
     await stream.append(JOURNAL, [msgspec.msgpack.encode(snapshot | older)], first_id=1)
-    with pytest.raises(UserError, match=rf"must be of layout 3, got layout {older.get('layout', 1)}: another version"):
+    found = older.get("layout", 1)
+    with pytest.raises(UserError, match=rf"must be of layout {LAYOUT}, got layout {found}: another version"):
         await Journal.recover(stream)
 
 

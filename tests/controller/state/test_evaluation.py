@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.choices import Pin
 from pipelinerl.controller.state.estimates import wilson_interval
-from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan
+from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, EvaluationResult, EvaluationSet
 from pipelinerl.messages import EvaluationDone
 
 
@@ -28,9 +28,15 @@ def answer(
 
 
 def evaluation(problems: int, pin: Pin = Pin.NONE, **plan: Any) -> Evaluation:
-    return Evaluation(
-        model_version=5, number=1, epoch=1, pin=pin, plan=EvaluationPlan(problems=problems, max_tokens=8, **plan)
-    )
+    given = {key: plan.pop(key) for key in ("samples", "temperature", "pass_at") if key in plan}
+    asked = EvaluationSet(problems=problems, max_tokens=8, **given)
+    return Evaluation(model_version=5, number=1, epoch=1, pin=pin, plan=EvaluationPlan(sets=(asked,), **plan))
+
+
+def result_of(evaluation: Evaluation, **at: int) -> EvaluationResult:
+    """Of an evaluation of one set."""
+    (result,) = evaluation.results(**at)  # type: ignore[arg-type]
+    return result
 
 
 def test_only_what_was_judged_counts() -> None:
@@ -40,7 +46,7 @@ def test_only_what_was_judged_counts() -> None:
     assert not asked.complete
     asked.add(4, answer(4, correct=1, versions=(4, 7)), now=3.0)
     assert asked.complete and asked.heard_at == 3.0
-    result = asked.result()
+    result = result_of(asked)
     assert (result.accuracy, result.problems, result.unjudged) == (2 / 3, 5, 2)
     assert (result.version_min, result.version_max, result.one_version) == (4, 7, False)
     assert (result.low, result.high) == wilson_interval(2, 3)
@@ -52,7 +58,7 @@ def test_who_could_not_be_judged_has_answered() -> None:
     asked = evaluation(2)
     asked.add(0, answer(0, correct=1), now=1.0)
     asked.add(1, answer(1, judged=0), now=1.0)
-    assert (asked.result().accuracy, asked.result().unjudged, asked.result().incomplete) == (1.0, 1, "")
+    assert (result_of(asked).accuracy, result_of(asked).unjudged, result_of(asked).incomplete) == (1.0, 1, "")
 
 
 def test_a_problem_that_fails_is_asked_again_so_many_times() -> None:
@@ -61,7 +67,7 @@ def test_a_problem_that_fails_is_asked_again_so_many_times() -> None:
     assert not asked.add(0, answer(0, correct=1), now=3.0)
     assert [asked.add(1, None, now=4.0) for _ in range(3)] == [True, True, False]
     assert asked.complete
-    assert (asked.result().accuracy, asked.result().incomplete) == (1.0, "1 of 2 problems had no answer")
+    assert (result_of(asked).accuracy, result_of(asked).incomplete) == (1.0, "1 of 2 problems had no answer")
 
 
 def test_the_first_answer_stands() -> None:
@@ -69,13 +75,13 @@ def test_the_first_answer_stands() -> None:
     asked.add(0, answer(0, correct=1), now=1.0)
     asked.add(0, answer(0), now=2.0)
     asked.add(0, None, now=3.0)
-    assert asked.result().accuracy == 1.0 and not asked.complete
+    assert result_of(asked).accuracy == 1.0 and not asked.complete
 
 
 def test_an_evaluation_without_answers_knows_nothing() -> None:
     asked = evaluation(3, pass_at=(1,))
     asked.given_up = "no answer came"
-    result = asked.result()
+    result = result_of(asked)
     assert (result.accuracy, result.low, result.high, result.pass_at, result.unjudged) == (None, None, None, [], 3)
     assert (result.version_min, result.version_max, result.incomplete) == (5, 5, "no answer came")
 
@@ -88,7 +94,7 @@ def test_an_answer_of_other_weights_is_asked_for_again_so_many_times(other: dict
     assert not asked.add(0, answer(0, correct=1, **other), now=3.0), "three times are enough"
     assert asked.add(1, answer(1, correct=1, **other), now=4.0)
     assert not asked.add(1, answer(1, correct=1), now=5.0)
-    result = asked.result(version=9)
+    result = result_of(asked, version=9)
     assert (result.accuracy, result.unjudged, result.discarded, result.one_version) == (1.0, 1, 4, True)
     assert result.incomplete == "1 of 2 problems had no answer"
     assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
@@ -97,7 +103,7 @@ def test_an_answer_of_other_weights_is_asked_for_again_so_many_times(other: dict
 def test_without_a_pin_any_weights_may_answer() -> None:
     asked = evaluation(1)
     assert not asked.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
-    assert asked.result().accuracy == 1.0 and not asked.result().one_version
+    assert result_of(asked).accuracy == 1.0 and not result_of(asked).one_version
 
 
 def test_questions_are_asked_so_that_no_more_than_the_window_are_out() -> None:
@@ -118,10 +124,63 @@ def test_pass_at_k_is_over_the_problems_with_enough_samples() -> None:
     asked.add(1, answer(1, correct=0, judged=4), now=1.0)
     asked.add(2, answer(2, correct=1, judged=2), now=1.0)  # two samples could not be judged
     asked.add(3, None, now=1.0)
-    result = asked.result(seed=3)
+    result = result_of(asked, seed=3)
     assert result.accuracy == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
     assert [(each.k, each.problems) for each in result.pass_at] == [(1, 3), (2, 3), (4, 2)]
     # k = 2 of 4 with one right: 1 − C(3, 2)/C(4, 2) = 1 − 3/6; of 2 with one right: always
     assert [each.value for each in result.pass_at] == pytest.approx([0.25, (0.5 + 0 + 1) / 3, 0.5])
     assert all(0.0 <= each.low <= each.value <= each.high <= 1.0 for each in result.pass_at)
-    assert asked.result(seed=3) == result
+    assert result_of(asked, seed=3) == result
+
+
+def of_two_sets(**plan: Any) -> Evaluation:
+    """Two problems asked once, and two asked four times."""
+    sets = (
+        EvaluationSet(name="easy", problems=2, max_tokens=8),
+        EvaluationSet(name="hard", place=1, problems=2, max_tokens=8, samples=4, temperature=1.0, pass_at=(4,)),
+    )
+    return Evaluation(model_version=5, number=1, epoch=1, pin=Pin.ENGINE, plan=EvaluationPlan(sets=sets, **plan))
+
+
+def test_sets_that_are_asked_together_have_figures_of_their_own() -> None:
+    asked = of_two_sets(attempts=2)
+    assert (asked.problems, asked.to_ask(9)) == (4, [0, 1, 2, 3])
+    asked.add(0, answer(0, correct=1), now=1.0)
+    assert asked.add(1, answer(1, versions=(4, 5)), now=1.0), "asked again"
+    asked.add(1, answer(1), now=1.0)
+    asked.add(2, answer(2, correct=1, judged=4), now=1.0)
+    assert asked.add(3, None, now=1.0) and not asked.complete
+    asked.add(3, None, now=1.0)
+    easy, hard = asked.results(version=7)
+    assert asked.complete
+    assert [(each.name, each.place, each.problems, each.samples) for each in (easy, hard)] == [
+        ("easy", 0, 2, 1),
+        ("hard", 1, 2, 4),
+    ]
+    assert (easy.accuracy, easy.discarded, easy.incomplete) == (0.5, 1, "")
+    assert (hard.accuracy, hard.discarded, hard.incomplete) == (0.25, 0, "1 of 2 problems had no answer")
+    assert [each.k for each in hard.pass_at] == [4] and easy.pass_at == []
+    assert {easy.steps_meanwhile, hard.steps_meanwhile} == {2}
+
+
+def test_of_two_sets_the_one_that_has_its_answers_is_whole() -> None:
+    asked = of_two_sets()
+    asked.add(2, answer(2, correct=4, judged=4), now=1.0)
+    asked.add(3, answer(3, correct=4, judged=4), now=1.0)
+    asked.given_up = "no answer came"
+    easy, hard = asked.results()
+    assert (easy.accuracy, easy.incomplete) == (None, "no answer came")
+    assert (hard.accuracy, hard.at_least, hard.incomplete) == (1.0, 1.0, "")
+
+
+def test_a_question_is_of_one_problem_of_one_set() -> None:
+    plan = of_two_sets().plan
+    assert [(asked.name, place) for asked, place in map(plan.question, range(4))] == [
+        ("easy", 0),
+        ("easy", 1),
+        ("hard", 0),
+        ("hard", 1),
+    ]
+    assert plan.of(["hard"]).question(1)[1] == 1
+    with pytest.raises(IndexError, match="a plan of 4 problems has no question 4"):
+        plan.question(4)

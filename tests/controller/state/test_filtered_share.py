@@ -61,8 +61,8 @@ def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple
         while bounds.may_issue(
             current=version,
             loaded=version,
-            queued_groups=share.expected(len(out) + len(ready), waiting=waiting, most=most),
-            groups_per_step=groups_per_step,
+            queued=share.expected(len(out) + len(ready), waiting=waiting, most=most),
+            per_step=groups_per_step,
         ):
             out.append((tick + 3, version))
     return tick, stale

@@ -22,7 +22,7 @@ def test_numbers_may_come_as_text() -> None:
 def test_what_json_says_can_be_patched_back() -> None:
     for some in (knobs(), knobs(k=math.inf), knobs(j=3, k=7)):
         shown = some.to_json()
-        assert "group_size" not in shown and "max_groups" not in shown and "k_finite" not in shown
+        assert "group_sizes" not in shown and "max_groups" not in shown and "k_finite" not in shown
         assert some.patched(shown) == some
 
 
@@ -72,7 +72,7 @@ def test_values_of_no_meaning_get_a_short_sentence(name: str, value: Any) -> Non
     assert len(str(refused.value)) < 250
 
 
-@pytest.mark.parametrize("name", ["group_size", "max_groups", "", "__class__"])
+@pytest.mark.parametrize("name", ["group_sizes", "max_groups", "", "__class__"])
 def test_what_a_run_fixes_is_no_knob(name: str) -> None:
     with pytest.raises(RecipeError, match="unknown knob"):
         knobs().patched({name: 1})
@@ -110,3 +110,29 @@ def test_no_knob_may_be_infinite_but_k() -> None:
         with pytest.raises(RecipeError, match=f"{name} must be a positive number, got inf"):
             base.patched({name: "inf"})
     assert isinstance(base.patched({"k": math.inf}), Knobs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rollouts", "groups"),
+    [
+        ({"a": 8, "b": 8}, 64, 8),
+        ({"a": 16, "b": 8}, 48, 4),
+        ({"a": 16, "b": 8}, 16, 1),
+        ({"a": 32, "b": 1}, 64, 4),
+        ({"a": 4096, "b": 1}, 4096, 2),
+    ],
+)
+def test_a_step_has_as_many_groups_as_their_mean_size_says(sizes: dict[str, int], rollouts: int, groups: int) -> None:
+    made = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes=sizes, rollouts_per_step=rollouts)
+    assert made.groups_per_step == groups
+
+
+def test_where_sizes_differ_a_step_is_no_multiple_but_has_room_for_the_largest_group() -> None:
+    mixed = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes={"a": 16, "b": 6}, rollouts_per_step=17)
+    assert mixed.patched({"domain_weights.a": 0}).groups_per_step == 3, "weights are live, and so is what follows"
+    with pytest.raises(RecipeError, match="rollouts_per_step must be at least the largest group size, 16, got 15"):
+        mixed.patched({"rollouts_per_step": 15})
+    with pytest.raises(RecipeError, match=r"rollouts_per_step must be at most 18, the room of the streams"):
+        knobs(group_sizes={"a": 16, "b": 6}, rollouts_per_step=19, max_groups=3)
+    with pytest.raises(RecipeError, match="rollouts_per_step must be a multiple of the group size 6, got 17"):
+        knobs(group_sizes={"a": 6, "b": 6}, rollouts_per_step=17)

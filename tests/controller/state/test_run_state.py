@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, EvaluationSet
+from pipelinerl.controller.state.run_state import NOWHERE, Evaluations
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Quota
 from tests.controller.world import controller
@@ -76,3 +78,13 @@ def test_a_recipe_that_cannot_run_with_what_was_changed_live_is_refused() -> Non
     made.patch({"k": 6}, who="ada", time=3.0)
     with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 8, got 6"):
         gone_on(made, j=8, k=8)
+
+
+def test_evaluations_of_sets_that_an_edited_recipe_moves_or_drops_keep_their_names() -> None:
+    evaluations = Evaluations()
+    for name, place in (("math", 0), ("aime", 1), ("math", 0)):
+        asked = EvaluationSet(name=name, place=place, problems=1, max_tokens=8)
+        (result,) = Evaluation(model_version=1, number=1, plan=EvaluationPlan(sets=(asked,))).results()
+        evaluations.add(result)
+    evaluations.follow({"new": 0, "math": 1})
+    assert [(each.name, each.place) for each in evaluations.results] == [("math", 1), ("aime", NOWHERE), ("math", 1)]

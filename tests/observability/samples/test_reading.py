@@ -15,7 +15,8 @@ GROUPS = [
     group(1, answer("a", reward=1.0), answer("b", reward=0.0, finish_reason="length")),
     group(2, answer("c", reward=0.5), answer("d", reward=None), domain="sums", tags=("hard",)),
     group(2, answer("e", reward=0.0), kind=SampleKind.FILTERED, why="no signal"),
-    group(2, answer("f", reward=-1.0), kind=SampleKind.EVALUATION),
+    group(2, answer("f", reward=-1.0), kind=SampleKind.EVALUATION, evaluation="math"),
+    group(2, answer("g", reward=-1.0), kind=SampleKind.EVALUATION, evaluation="aime"),
 ]
 
 
@@ -39,7 +40,8 @@ def line(made: SampleGroup) -> bytes:
         ({"ranking": Ranking.WORST}, "bca"),
         ({"ranking": Ranking.BEST, "limit": 2}, "ac"),
         ({"kinds": frozenset((SampleKind.FILTERED,))}, "e"),
-        ({"kinds": frozenset((SampleKind.FILTERED, SampleKind.EVALUATION))}, "ef"),
+        ({"kinds": frozenset((SampleKind.FILTERED, SampleKind.EVALUATION))}, "efg"),
+        ({"kinds": frozenset((SampleKind.EVALUATION,)), "evaluation": "aime"}, "g"),
     ],
 )
 def test_choosing(wanted: dict[str, Any], texts: str) -> None:

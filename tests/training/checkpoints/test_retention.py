@@ -35,3 +35,5 @@ def test_a_checkpoint_is_as_good_as_its_evaluation_shows_at_least() -> None:
     ]
     state = TrainingState(model_version=30, epoch=1, offsets={}, ledger={}, controller={"evaluations": results})
     assert state.accuracies == {10: 0.5, 20: 0.3}
+    results.append({"model_version": 20, "at_least": 0.9, "name": "second", "place": 1})
+    assert state.accuracies == {10: 0.5, 20: 0.3}, "the recipe's first set decides"

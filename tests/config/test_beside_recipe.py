@@ -1,4 +1,4 @@
-"""Users' code in a recipe: a path is meant from the file that says it, and the saved recipe names it absolutely."""
+"""Files in a recipe: a path is meant from who says it, a file or a command line; saved, it is absolute."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.config.beside_recipe import resolved_beside
 from pipelinerl.config.recipe import RunConfig, load, save
-from pipelinerl.config.references import anchor
 
 DOMAIN = '[[domains]]\nname = "d"\nsource = "{source}"\nverifier = "{verifier}"\n'
 
@@ -52,6 +52,15 @@ def test_what_names_no_part_is_left_alone(tmp_path: Path) -> None:
         "engine": {"type": "torch", "options": {"function": "x.py:y"}},
         "domains": [{"name": "x.py:y", "source": "reasoning_gym:chain_sum", "parameters": {"source": "x.py:y"}}],
     }
-    assert anchor(table, tmp_path) == table
-    assert anchor({"verifier": "package.module:attribute"}, tmp_path) == {"verifier": "package.module:attribute"}
-    assert anchor({"verifier": "/abs/x.py:y"}, tmp_path) == {"verifier": "/abs/x.py:y"}
+    assert resolved_beside(table, tmp_path) == table
+    for other in ({"verifier": "package.module:attribute"}, {"verifier": "/abs/x.py:y"}):
+        assert resolved_beside(other, tmp_path) == other
+
+
+def test_data_on_the_command_line_is_meant_from_where_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    block = '[{ name = "d", source = "files", parameters = { path = "mine/*.jsonl" } }]'
+    config = load("tiny", [f"domains={block}"])
+    assert config.domains[0].parameters == {"path": f"{tmp_path}/mine/*.jsonl"}

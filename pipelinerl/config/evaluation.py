@@ -1,0 +1,117 @@
+"""Sections of a recipe that say what evaluations ask: `[evaluation]`, and a table of `[[evaluations]]` for each set.
+
+`[evaluation]` is what sets have in common, as `[sampling]` is what domains have: a set says what it has its own way. A
+recipe without `[[evaluations]]` has one set, of which `[evaluation]` says all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipelinerl.choices import COLDEST, HOTTEST, Pin
+from pipelinerl.config.sections import Section
+
+SplitName = Literal["held_out", "validation"]
+#: The k of pass@k.
+PassAt = tuple[Annotated[int, Field(ge=1)], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutSet:
+    """An evaluation set with all that is said of it: `domains` by name, `max_tokens` None as in training.
+
+    `interval_steps` is None where the knob `evaluation_interval_steps` says it; `place` is its own in the recipe.
+    """
+
+    name: str
+    place: int
+    domains: tuple[str, ...]
+    split: SplitName
+    interval_steps: int | None
+    problems: int
+    max_tokens: int | None
+    samples: int
+    temperature: float
+    pass_at: tuple[int, ...]
+
+    def faults(self, key: str) -> Iterator[str]:
+        """A sentence for each thing that cannot be estimated; `key` is the table's of the recipe that asks for it."""
+        if 0 < self.temperature < COLDEST:
+            yield f"{key}.temperature must be 0 or at least {COLDEST:g}, got {self.temperature:g}"
+        if self.samples > 1 and self.temperature == 0:
+            yield (
+                f"{key}.samples ({self.samples}) of one problem are all the same at {key}.temperature = 0; "
+                "give it a temperature, such as that of training, or take one sample"
+            )
+        if beyond := [k for k in self.pass_at if k > self.samples]:
+            yield (
+                f"{key}.pass_at names {', '.join(map(str, beyond))}, but pass@k can be estimated only from "
+                f"{key}.samples ({self.samples}) of k or more; raise samples, or leave it out"
+            )
+        if len(set(self.pass_at)) != len(self.pass_at):
+            yield f"{key}.pass_at must name each k once"
+
+
+class EvaluationSection(Section):
+    """Accuracy on problems never trained on; choose hyper-parameters on `validation`, report `held_out`."""
+
+    split: SplitName = "held_out"
+    interval_steps: int = Field(default=50, ge=1)
+    problems: int = Field(default=512, ge=0)
+    max_tokens: int | None = Field(default=None, ge=1)
+    samples: int = Field(default=1, ge=1)
+    """How often each problem is sampled; more than one sample needs a temperature."""
+    temperature: float = Field(default=0.0, ge=0, le=HOTTEST)
+    """0 is greedy."""
+    pass_at: PassAt = ()
+    """The k of pass@k, each at most `samples`."""
+    pin: Pin = Pin.AUTO
+    """How it is seen to that one version answers; see docs/evaluation.md."""
+    hold_s: float = Field(default=60.0, gt=0)
+    """Longest that pin = gate postpones updates of the weights."""
+
+    def alone(self, domains: Sequence[str]) -> HeldOutSet:
+        """The one set of a recipe without others, named by its split."""
+        return EvaluationSetSection(name=self.split).within(self, place=0, domains=domains)
+
+    @model_validator(mode="after")
+    def _can_be_estimated(self) -> Self:
+        for sentence in self.alone(()).faults("evaluation"):
+            raise ValueError(sentence)
+        return self
+
+
+class EvaluationSetSection(Section):
+    """One of several evaluation sets: what it has its own way, the rest being as `[evaluation]` says."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    domains: tuple[str, ...] = ()
+    """Of which domains its problems are; by default of all that are trained on."""
+    split: SplitName | None = None
+    interval_steps: int | None = Field(default=None, ge=1)
+    """The knob `evaluation_interval_steps` leaves it alone: it sets that of the sets which have none of their own."""
+    problems: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    samples: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=HOTTEST)
+    pass_at: PassAt | None = None
+
+    def within(self, common: EvaluationSection, *, place: int, domains: Sequence[str]) -> HeldOutSet:
+        """The set, with what `common` says of all; `domains` are those that are trained on."""
+        samples = common.samples if self.samples is None else self.samples
+        return HeldOutSet(
+            name=self.name,
+            place=place,
+            domains=self.domains or tuple(domains),
+            split=self.split or common.split,
+            interval_steps=self.interval_steps,
+            problems=common.problems if self.problems is None else self.problems,
+            max_tokens=self.max_tokens or common.max_tokens,
+            samples=samples,
+            temperature=common.temperature if self.temperature is None else self.temperature,
+            pass_at=common.pass_at if self.pass_at is None else self.pass_at,
+        )

@@ -1,0 +1,72 @@
+"""The log of answers: what was added is there, what was torn is not, and nobody else's answers are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipelinerl.commands.evaluation.answer_log import answer_log
+from pipelinerl.errors import UserError
+
+ASKED = {"target": "model", "samples": 4}
+
+
+def refused(path: Path, sentence: str, **asked: int) -> None:
+    with pytest.raises(UserError, match=sentence), answer_log(path, ASKED | asked, Said):
+        pass
+
+
+class Said(msgspec.Struct, frozen=True):
+    number: int
+
+
+def test_answers_are_there_the_next_time_and_others_come_after_them(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "answers.jsonl"
+    for begun in (0, 2, 4):
+        with answer_log(path, ASKED, Said) as log:
+            assert log.answers == [Said(number) for number in range(begun)]
+            for number in (begun, begun + 1):
+                log.add(Said(number))
+            assert path.read_bytes().count(b"\n") == 1 + begun + 2, "written before it counts"
+
+
+@pytest.mark.parametrize("cut", range(1, 60))
+def test_wherever_a_file_was_torn_whole_answers_are_kept(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "answers.jsonl"
+    with answer_log(path, ASKED, Said) as log:
+        for number in (0, 1):
+            log.add(Said(number))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    kept = max(0, whole[:-cut].count(b"\n") - 1)
+    with answer_log(path, ASKED, Said) as log:
+        assert log.answers == [Said(number) for number in range(kept)]
+        for number in range(kept, 2):
+            log.add(Said(number))
+    assert path.read_bytes() == whole
+
+
+def test_answers_to_another_question_and_what_is_no_log_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with answer_log(path, ASKED, Said) as log:
+        log.add(Said(1))
+    before = path.read_bytes()
+    refused(path, r"another question \(another samples\); name another --out", samples=8)
+    assert path.read_bytes() == before
+    for notes in ("some notes of mine\n", "a first line\nand a second", "no line at all"):
+        path.write_text(notes)
+        refused(path, r"another question \(another target, samples\)")
+        assert path.read_text() == notes, "what is nobody's log is left as it is"
+    path.write_bytes(before + b'{"number": "one"}\n')
+    refused(path, "is damaged: ")
+    refused(tmp_path, "cannot be written: Is a directory")
+
+
+def test_two_do_not_write_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    with answer_log(path, ASKED, Said):
+        refused(path, "another process writes")
+    with answer_log(path, ASKED, Said) as log:
+        assert log.answers == [], "the lock ends with the block"

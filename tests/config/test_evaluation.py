@@ -1,0 +1,109 @@
+"""Evaluation sets of a recipe: `[evaluation]` is what they have in common, and all where there are no others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.layers import overridden
+from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
+from pipelinerl.errors import RecipeError
+from pipelinerl.roles.controller_role import settings_of
+from pipelinerl.roles.wiring import held_out_problems, knobs_of, training_problems
+
+DOMAINS = [
+    {"name": "a", "source": "addition", "weight": 1.0},
+    {"name": "b", "source": "addition", "weight": 3.0, "parameters": {"max_digits": 3}},
+    {"name": "benchmark", "source": "addition", "weight": 0.0, "parameters": {"max_digits": 4}},
+]
+
+
+def recipe(*sets: dict[str, Any], overrides: tuple[str, ...] = ()) -> RunConfig:
+    table = to_table(load("tiny")) | {"domains": DOMAINS, "evaluations": list(sets)}
+    return parse(overridden(table, overrides))
+
+
+def test_a_recipe_without_sets_has_one_that_is_named_by_its_split() -> None:
+    (asked,) = recipe(
+        overrides=("evaluation.problems=7", "evaluation.samples=2", "evaluation.temperature=1")
+    ).evaluation_sets
+    assert (asked.name, asked.domains, asked.problems, asked.samples) == ("held_out", ("a", "b"), 7, 2)
+    (asked,) = recipe(overrides=("evaluation.split=validation",)).evaluation_sets
+    assert (asked.name, asked.split, asked.interval_steps) == ("validation", "validation", None)
+
+
+def test_a_set_says_what_it_has_its_own_way() -> None:
+    config = recipe(
+        {"name": "quick", "problems": 8},
+        {
+            "name": "hard",
+            "domains": ["benchmark"],
+            "interval_steps": 200,
+            "samples": 4,
+            "temperature": 1.0,
+            "pass_at": [4],
+        },
+        overrides=("evaluation.problems=30", "evaluation.max_tokens=9"),
+    )
+    quick, hard = config.evaluation_sets
+    assert (quick.problems, quick.samples, quick.interval_steps, quick.place) == (8, 1, None, 0)
+    assert (hard.problems, hard.samples, hard.interval_steps, hard.place) == (30, 4, 200, 1)
+    assert (hard.domains, hard.max_tokens, hard.pass_at) == (("benchmark",), 9, (4,))
+    plan = settings_of(config).evaluation
+    assert [(each.name, each.problems, each.interval_steps) for each in plan.sets] == [
+        ("quick", 8, 0),
+        ("hard", 30, 200),
+    ]
+
+
+def test_a_domain_without_weight_is_evaluated_and_never_trained_on() -> None:
+    config = recipe(
+        {"name": "main"}, {"name": "bench", "domains": ["benchmark"]}, {"name": "both", "domains": ["b", "benchmark"]}
+    )
+    training = training_problems(config)
+    assert {training.problem(index).domain for index in range(64)} == {"a", "b"}
+    assert list(knobs_of(config).domain_weights) == ["a", "b"], "no knob makes it one to train on"
+    held_out = held_out_problems(config)
+    drawn = {name: [mixture.problem(index).domain for index in range(40)] for name, mixture in held_out.items()}
+    assert set(drawn["main"]) == {"a", "b"} and set(drawn["bench"]) == {"benchmark"}
+    assert 29 <= drawn["both"].count("b") <= 31, "3 to 1: in its sets a domain without weight has that of 1"
+
+
+def test_the_problems_of_a_set_do_not_depend_on_the_other_sets() -> None:
+    alone = held_out_problems(recipe({"name": "main", "domains": ["b"]}))["main"]
+    beside = held_out_problems(recipe({"name": "x", "split": "validation"}, {"name": "main", "domains": ["b"]}))["main"]
+    assert [alone.problem(index) for index in range(9)] == [beside.problem(index) for index in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("sets", "sentence"),
+    [
+        ([{"name": "x"}, {"name": "x"}], "evaluations must have names of their own, got x, x"),
+        ([{"name": "x", "domains": ["c"]}], "evaluations.x.domains names c; domains are a, b, benchmark"),
+        ([{"name": "x", "samples": 2}], "evaluations.x.samples (2) of one problem are all the same"),
+        ([{"name": "x", "pass_at": [2]}], "evaluations.x.pass_at names 2, but pass@k can be estimated only from"),
+        ([{"name": "x", "temperature": 1e-7}], "evaluations.x.temperature must be 0 or at least 1e-05"),
+        ([{"name": "x", "max_tokens": 32}], "evaluations.x.max_tokens (32) must be below engine.context_length (32)"),
+        ([{"name": "x", "pin": "gate"}], "evaluations.0.pin: unknown key"),
+        ([{"problems": 3}], "evaluations.0.name: must be given"),
+        ([{"name": "a b"}], "evaluations.0.name: String should match pattern"),
+    ],
+)
+def test_sets_that_cannot_be_asked_are_refused(sets: list[dict[str, Any]], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(sentence)):
+        recipe(*sets)
+
+
+def test_something_must_be_trained_on() -> None:
+    table = to_table(load("tiny"))
+    with pytest.raises(RecipeError, match="domains: must have a weight above 0 in one domain at least"):
+        parse(table | {"domains": [DOMAINS[2]]})
+
+
+def test_a_saved_recipe_has_the_same_sets(tmp_path: Path) -> None:
+    config = recipe({"name": "main"}, {"name": "hard", "domains": ["benchmark"], "samples": 2, "temperature": 0.5})
+    save(config, tmp_path / "saved.toml")
+    assert load(tmp_path / "saved.toml").evaluation_sets == config.evaluation_sets

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from pipelinerl.choices import COLDEST, HOTTEST
+from pipelinerl.config.curation import CooldownSection
 from pipelinerl.config.learning import RewardSection
 from pipelinerl.config.sections import Section
 from pipelinerl.config.verification import RewardPartSection, contradictions
@@ -44,6 +45,8 @@ class DomainSection(Section):
     verifier_workers: int | None = Field(default=None, ge=1, le=1024)
     """Processes in each actor that judge at once; by default one for each of its cores, and two at least."""
     reward: RewardSection | None = None
+    cooldown: CooldownSection | None = None
+    """For how long solved problems are not asked again, where it is not as in [curation]."""
 
     # how problems are asked: docs/data.md
     system_prompt: str = ""

@@ -49,7 +49,7 @@ def problem(index: int) -> Problem:
     return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
 
 
-def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
+def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
     """A problem that says which it is, and by which weights and quota it was drawn."""
     drawn = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
     return replace(problem(index), domain=f"{drawn} in {quota.size} from {quota.since}")

@@ -280,13 +280,14 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActorAlive(ControlMessage, frozen=True):
-    """An actor's heartbeat; `verifiers` is by domain."""
+    """An actor's heartbeat; `verifiers` is by domain, `filtering` counts the groups that a recipe's filter judged."""
 
     name: str
     groups_in_flight: int
     groups_done: int
     retries: int
     verifiers: dict[str, VerifierFigures] = {}
+    filtering: VerifierFigures = VerifierFigures()
 
 
 class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,19 +60,22 @@ class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
 
 class TrainerReady(ControlMessage, frozen=True):
     """A trainer has loaded weights `model_version` and asks what to do. Begins a new epoch, above all that were ever
-    `claimed` in its directory."""
+    `claimed` in its directory. `solved`, as of `StepDone`, holds what no report that was answered before its checkpoint
+    has said."""
 
     report_id: str
     incarnation: str
     model_version: int
     consumed: ConsumedReport
     claimed: int = 0
+    solved: dict[str, list[tuple[int, str]]] = {}
 
 
 class StepDone(ControlMessage, frozen=True):
     """An optimizer step is applied on the groups of `orders`; the weights are `model_version` now.
 
-    `by_domain` and `by_tag` hold figures of all groups that came since the last step, by the name of the domain or tag.
+    `by_domain` and `by_tag` hold figures of all groups that came since the last step, by the name of the domain or tag;
+    `solved`, by domain, the order and the problem's id of those of them whose answers were all right.
     """
 
     report_id: str
@@ -83,6 +86,7 @@ class StepDone(ControlMessage, frozen=True):
     orders: list[int] = []
     by_domain: dict[str, dict[str, float]] = {}
     by_tag: dict[str, dict[str, float]] = {}
+    solved: dict[str, list[tuple[int, str]]] = {}
 
 
 class StepSkipped(ControlMessage, frozen=True):
@@ -287,13 +291,14 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActorAlive(ControlMessage, frozen=True):
-    """An actor's heartbeat; `verifiers` is by domain."""
+    """An actor's heartbeat; `verifiers` is by domain, `filtering` counts the groups that a recipe's filter judged."""
 
     name: str
     groups_in_flight: int
     groups_done: int
     retries: int
     verifiers: dict[str, VerifierFigures] = {}
+    filtering: VerifierFigures = VerifierFigures()
 
 
 class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):

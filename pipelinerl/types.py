@@ -229,7 +229,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """The G rollouts of one order. `group_id` is the order's id, by which duplicates are known."""
+    """The G rollouts of one order. `group_id` is the order's id, by which duplicates are known; `refusal` says why the
+    recipe's filter keeps the group out of training, if it does."""
 
     group_id: str
     index: int
@@ -237,6 +238,7 @@ class RolloutGroup:
     actor: str
     rollouts: tuple[Rollout, ...]
     problem: ProblemSummary = _UNNAMED
+    refusal: str = ""
 
     @property
     def oldest_version(self) -> int:

@@ -24,6 +24,7 @@ from typing import Protocol, final
 
 from inference_contract.errors import ContractError, Persistence
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, FinishReason
+from pipelinerl.actor.filtering import Filtering
 from pipelinerl.actor.freshness import Freshness, Held
 from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble
 from pipelinerl.actor.shown import shown_problem
@@ -132,11 +133,13 @@ class Actor:
         stream: Stream,
         sampler: Sampler,
         verifier_of: Callable[[str], GroupVerifier],
+        filtering: Filtering | None = None,
     ) -> None:
         self.settings = settings
         self._stream = stream
         self._sampler = sampler
         self._verifier_of = verifier_of
+        self._filtering = filtering or Filtering()
         self._outbox = _Outbox()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._limiter = GroupLimiter(settings.groups_in_flight)
@@ -208,7 +211,8 @@ class Actor:
             answers = await self._sampled_in_time(order)
             if answers is None:
                 return
-            group = assemble(order, answers, actor=self.settings.name)
+            refusal = await self._filtering.refusal(order, answers)
+            group = assemble(order, answers, actor=self.settings.name, refusal=refusal)
         except (ContractError, PipelineError) as error:
             self._outbox.reports.append(
                 GroupFailed(
@@ -320,6 +324,7 @@ class Actor:
                     groups_done=self._groups_done,
                     retries=self._resampled,
                     verifiers=self._tally.by_domain,
+                    filtering=self._filtering.figures,
                 )
             )
             self._outbox.ready.set()

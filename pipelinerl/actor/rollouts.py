@@ -39,7 +39,7 @@ class Answer:
     verdict: Verdict
 
 
-def assemble(order: PromptOrder, answers: Sequence[Answer], *, actor: str) -> RolloutGroup:
+def assemble(order: PromptOrder, answers: Sequence[Answer], *, actor: str, refusal: str = "") -> RolloutGroup:
     """The group of an order from its verified answers.
 
     Raises:
@@ -56,6 +56,7 @@ def assemble(order: PromptOrder, answers: Sequence[Answer], *, actor: str) -> Ro
             tags=order.problem.tags,
             ground_truth=order.problem.ground_truth[:MOST_SHOWN],
         ),
+        refusal=refusal,
     )
 
 

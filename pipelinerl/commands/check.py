@@ -11,7 +11,7 @@ from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs
 from pipelinerl.commands.findings.instructions import instruction_findings
 from pipelinerl.commands.findings.prompts import prompt_findings
-from pipelinerl.commands.verifier_trial import tried
+from pipelinerl.commands.verifier_trial import filter_tried, tried
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
@@ -28,7 +28,7 @@ from pipelinerl.objective.presets import preset_of, resolve
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.process import Identity
-from pipelinerl.roles.verification import open_verifier, user_code
+from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import (
     check_engine_options,
     held_out_problems,
@@ -73,6 +73,7 @@ def refuse(config: RunConfig) -> None:
     for domain in config.domains:
         check_source(domain.source, domain=domain.name)
         open_verifier(domain)
+    open_filter(config)
 
 
 def _check_other_models(config: RunConfig) -> None:
@@ -121,6 +122,9 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from instruction_findings(config, domain)
         said = asyncio.run(tried(domain, _problems_of(domain, config)))
         yield "verifier", f"domains.{domain.name}: {said}"
+        if (judge := open_filter(config)) is not None:
+            problem = _problems_of(domain, config).problem(0)
+            yield "filter", asyncio.run(filter_tried(judge, problem, samples=config.sampling.group_size))
     yield from prompt_findings(
         config, tokenizer, training=training_problems(config), held_out=held_out_problems(config)
     )

@@ -13,7 +13,8 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import names_of, open_verifier
 from pipelinerl.types import Outcome, Problem
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
+from pipelinerl.verifiers.group_filter import GroupFilter
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, correct, wrong
 
 #: Problems whose reference answers a registered verifier may find wrong, one after the other.
 _TRIED: Final = 16
@@ -52,6 +53,26 @@ async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -
     if not judgement.verdict.outcome.is_judgement:
         raise RecipeError(f"{where}.judge cannot judge: {judgement.verdict.reason}")
     return f"of the reference answer, by one vote, {_told(judgement)}"
+
+
+async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) -> str:
+    """What the recipe's filter says of a group that was made up for a real problem: half of it right, half empty.
+
+    Raises:
+        RecipeError: it fails on it.
+    """
+    right = SampledAnswer(problem.ground_truth, range(1, len(problem.ground_truth) + 1))
+    answers = [right if place < (samples + 1) // 2 else SampledAnswer("", (1,), "length") for place in range(samples)]
+    verdicts = [correct(answer.text) if answer.text else wrong("no answer") for answer in answers]
+    try:
+        verdict, seconds = await judge.judge(problem, answers, verdicts)
+    finally:
+        await judge.close()
+    if not verdict.outcome.is_judgement:
+        raise RecipeError(f"curation.filter cannot judge a group: {verdict.reason}")
+    said = f"filters it: {verdict.reason}" if verdict.outcome is Outcome.WRONG else "keeps it"
+    half = f"{sum(each.outcome is Outcome.CORRECT for each in verdicts)} of {samples} right"
+    return f"curation.filter, of a made-up group of {problem.domain}, {half}: {said}, in {seconds:.3f} s"
 
 
 async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from pipelinerl.choices import COLDEST, HOTTEST
+from pipelinerl.config.curation import CooldownSection
 from pipelinerl.config.judging import InstructionsSection, JudgeSection
 from pipelinerl.config.learning import RewardSection
 from pipelinerl.config.oubliette import OublietteSection
@@ -52,6 +53,8 @@ class DomainSection(Section):
     judge: JudgeSection | None = None
     """Of the verifier `judge`."""
     oubliette: OublietteSection = OublietteSection()
+    cooldown: CooldownSection | None = None
+    """For how long solved problems are not asked again, where it is not as in [curation]."""
 
     # how problems are asked: docs/data.md
     system_prompt: str = ""

@@ -70,9 +70,14 @@ class Mixture:
             chosen -= 1
         return self._domains[chosen]
 
-    def problem(self, index: int, weights: Mapping[str, float] | None = None, quota: Quota | None = None) -> Problem:
-        """Problem `index` ≥ 0 of the run; `weights` and `quota` as for `domain`."""
-        return self.domain(index, weights, quota).source.problem(index)
+    def problem(
+        self, index: int, weights: Mapping[str, float] | None = None, quota: Quota | None = None, ahead: int = 0
+    ) -> Problem:
+        """Problem `index` ≥ 0 of the run, or the one of its domain that comes `ahead` turns later.
+
+        `weights` and `quota` are as for `domain`.
+        """
+        return self.domain(index, weights, quota).source.problem(index + ahead)
 
     def _places(self, quota: Quota, block: int) -> list[int]:
         """Which of its marks each order of a block has."""

@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.actor.filtering import Filtering
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
 from pipelinerl.roles.judging import Purse
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.verification import open_verifier
-from pipelinerl.verifiers.verifier import GroupVerifier
+from pipelinerl.roles.verification import open_filter, open_verifier
+from pipelinerl.verifiers.group_filter import GroupFilter
+from pipelinerl.verifiers.verifier import GroupVerifier, start
+from pipelinerl.verifiers.worker_pool import default_workers
 
 log = logging.getLogger("pipelinerl")
 
@@ -34,6 +38,8 @@ async def run(identity: Identity) -> None:
     config = identity.config
     purse = Purse(identity.run_dir / "judging" / identity.name, config.actor.count)
     verifiers = {domain.name: open_verifier(domain, purse=purse) for domain in config.domains}
+    group_filter = open_filter(config)
+    judges: list[GroupVerifier | GroupFilter] = [*verifiers.values(), *([group_filter] if group_filter else [])]
 
     def verifier_of(domain: str) -> GroupVerifier:
         if domain not in verifiers:
@@ -52,20 +58,35 @@ async def run(identity: Identity) -> None:
         stream=stream,
         sampler=pool,
         verifier_of=verifier_of,
+        filtering=Filtering(group_filter),
     )
     try:
         async with asyncio.TaskGroup() as group:
+            starting = group.create_task(_start(judges))
             heard = asyncio.Event()
             refresh = group.create_task(_follow_controller(identity, pool, actor, heard))
             await heard.wait()
             freeze_gc()
             await actor.run()
             refresh.cancel()
+            starting.cancel()
     finally:
-        for verifier in verifiers.values():
-            await verifier.close()
+        for judge in judges:
+            await judge.close()
         await client.close()
         await stream.close()
+
+
+async def _start(judges: Sequence[GroupVerifier | GroupFilter]) -> None:
+    """Bring up what judges, so many at once as there are workers by default: a domain that is slow to come up would
+    else be missing from the first steps. Each is bounded by its own time to start."""
+    at_once = asyncio.Semaphore(default_workers())
+
+    async def started(judge: GroupVerifier | GroupFilter) -> None:
+        async with at_once:
+            await start(judge)
+
+    await asyncio.gather(*(started(judge) for judge in judges))
 
 
 async def _follow_controller(identity: Identity, pool: EnginePool, actor: Actor, heard: asyncio.Event) -> None:

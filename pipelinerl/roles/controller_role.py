@@ -26,6 +26,7 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
 from pipelinerl.controller.service.service import ControllerService, Start
+from pipelinerl.controller.state.cooldown import CooldownRule
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import RunState
@@ -84,7 +85,8 @@ def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
 
 def settings_of(config: RunConfig) -> ControllerSettings:
     """The controller's part of the recipe."""
-    filters = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
+    dynamic = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
+    filters = dynamic or config.curation.filter is not None
     return ControllerSettings(
         **shared_values(config.run, ControllerSettings),
         max_groups=config.streams.max_groups,
@@ -94,6 +96,10 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         scope=config.staleness.scope,
         overdue=config.staleness.overdue,
         oversample=config.curation.oversample if filters else 1.0,
+        cooldown={
+            domain.name: CooldownRule(**(domain.cooldown or config.curation.cooldown).model_dump())
+            for domain in config.domains
+        },
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
         save_s=config.launch.save_s,

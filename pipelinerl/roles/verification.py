@@ -12,6 +12,8 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.verification import DEFAULT_VERIFIER
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.judging import Purse, open_judge
+from pipelinerl.system.references import is_reference
+from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
 from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier
 from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
@@ -38,6 +40,22 @@ def open_verifier(domain: DomainSection, *, purse: Purse | None = None) -> Group
     return WeightedSum(parts, correct_at=domain.correct_at)
 
 
+def open_filter(config: RunConfig) -> GroupFilter | None:
+    """What says of the recipe's finished groups whether they train; nothing is started. To be closed.
+
+    Raises:
+        RecipeError: it cannot be loaded or called.
+    """
+    section = config.curation
+    if section.filter is None:
+        return None
+    if not is_reference(section.filter):
+        raise RecipeError(
+            f"curation.filter must be path.py:function or package.module:function, got {section.filter!r}"
+        )
+    return GroupFilter(section.filter, deadline_s=section.filter_timeout_s)
+
+
 def names_of(domain: DomainSection) -> Iterator[tuple[str, str]]:
     """(key, name) of each part that judges."""
     if not domain.rewards:
@@ -54,6 +72,8 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
     ):
         if registry.is_user_code(entries, name):
             yield where, name
+    if config.curation.filter is not None:
+        yield "curation.filter", config.curation.filter
     for domain in config.domains:
         if domain.source.partition(":")[0] not in registry.SOURCES:
             yield f"domains.{domain.name}.source", domain.source

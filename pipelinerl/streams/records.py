@@ -120,6 +120,7 @@ class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     rollout_findings: list[int]
     rollout_endings: list[int]
     columns: list[_Column]
+    refusal: str = ""
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -181,6 +182,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
         rollout_findings=rollout_findings,
         rollout_endings=rollout_endings,
         columns=[_Column(name, a.dtype.str, a.shape) for name, a in zip(columns, arrays[3:], strict=True)],
+        refusal=group.refusal,
     )
     return _seal(Kind.GROUP, header, arrays)
 
@@ -216,6 +218,7 @@ def decode_group(record: bytes) -> RolloutGroup:
         actor=header.actor,
         rollouts=rollouts,
         problem=header.problem,
+        refusal=header.refusal,
     )
 
 

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
@@ -55,12 +55,14 @@ from pipelinerl.training.rollouts.batch import TrainBatch, build, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.overdue import OverdueWait, awaited
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
+from pipelinerl.training.rollouts.solved import SolvedProblems
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.training.watching.domain_figures import StepFigures
 from pipelinerl.training.watching.step_watch import StepWatch
+from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.publisher import Publisher
 
 log = logging.getLogger("pipelinerl")
@@ -120,13 +122,14 @@ class TrainingLoop:
         self._checkpoints = checkpoints
         self._at = at
         self._watch = watch or StepWatch()
+        self._solved = SolvedProblems(restored.solved if restored else None)
         self._batcher = Batcher(
             ledger=ConsumedLedger.from_record(restored.ledger) if restored else ConsumedLedger(),
             lineage=Lineage(0, 0),
             no_signal=settings.no_signal,
             teaches=teacher(objective, settings.shaping, settings.truncated),
             vocab_size=settings.vocab_size,
-            ended=self._watch.ended,
+            ended=self._ended,
             scope=settings.scope,
         )
         self._reader = RolloutReader(
@@ -173,13 +176,15 @@ class TrainingLoop:
             DivergedError: it said so because several steps in a row were not finite; the state is saved.
         """
         await self._reader.start()
+        ready = f"ready-{self._incarnation}"
         await self._ask(
             TrainerReady(
-                report_id=f"ready-{self._incarnation}",
+                report_id=ready,
                 incarnation=self._incarnation,
                 model_version=self._version,
                 consumed=self._consumed(),
                 claimed=self._checkpoints.claimed_epoch,
+                solved=self._solved.report(ready),
             )
         )
         while not self._current.stop:
@@ -204,9 +209,10 @@ class TrainingLoop:
                 "stale_tokens": self._batcher.stale_tokens,
                 **self._scope_figures(),
             }
+            report_id = f"e{self._current.epoch}-step-{self._version}"
             await self._ask(
                 StepDone(
-                    report_id=f"e{self._current.epoch}-step-{self._version}",
+                    report_id=report_id,
                     epoch=self._current.epoch,
                     model_version=self._version,
                     consumed=self._consumed(),
@@ -214,6 +220,7 @@ class TrainingLoop:
                     orders=batch.orders,
                     by_domain=by.by_domain,
                     by_tag=by.by_tag,
+                    solved=self._solved.report(report_id),
                 )
             )
         await self._publishing.finish()
@@ -328,8 +335,15 @@ class TrainingLoop:
         rate = self._current.knobs.learning_rate * self._settings.schedule.factor(self._version)
         figures = await self._in_worker(lambda: self._step.apply(accumulated, learning_rate=rate))
         self._at(self._version)
+        self._solved.note(batch.groups)
         by = self._watch.stepped(batch, accumulated.micro_batches, version=self._version)
         return batch.stats | figures | self._objective.observe(figures), by
+
+    def _ended(self, groups: Iterable[RolloutGroup], fate: Fate, why: str) -> None:
+        groups = list(groups)
+        if fate is Fate.FILTERED:
+            self._solved.note(groups)
+        self._watch.ended(groups, fate, why)
 
     async def _until_weights_may_change(self) -> None:
         await self._publishing.finish()
@@ -368,6 +382,7 @@ class TrainingLoop:
             await self._in_worker(lambda: self._checkpoints.claim(directive.epoch))
             self._batcher.lineage = Lineage(directive.epoch, self._version, self._earlier)
             self._claimed = True
+        self._solved.answered(directive.answers)
         self._batcher.end(directive.failed, Fate.FAILED)
         self._batcher.end(directive.stale, Fate.STALE)
         if directive.publish_to:
@@ -386,6 +401,7 @@ class TrainingLoop:
             ledger=self._batcher.ledger.to_record(),
             controller=controller,
             kl_coefficient=self._objective.coefficient,
+            solved=self._solved.pending,
             epochs=[[epoch, began_at] for epoch, began_at in self._batcher.lineage.epochs],
         )
         layout, parts = self._trainer.weight_layout(), self._step.parts()

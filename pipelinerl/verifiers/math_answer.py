@@ -54,6 +54,11 @@ class MathAnswer:
             return wrong(f"{answer} is not {gold} as text (math-verify is not installed)", answer=answer)
         return await self._equivalent(gold, given, group=problem.problem_id)
 
+    async def start(self) -> None:
+        """Import the library, so that the first answer need not wait for that."""
+        if self._installed:
+            await self._pool.start()
+
     async def close(self) -> None:
         """End the worker processes."""
         await self._pool.close()

@@ -33,7 +33,7 @@ import msgspec
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import last_line, load_reference
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, failed, shown, timed_out
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, failed, shown, start, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: A number beyond is a mistake, and would be the only thing that its batch learns from.
@@ -214,7 +214,7 @@ def open_function(argument: str) -> Callable[[Any], Any]:
     """
     reference, correct_at = json.loads(argument)
     reward = RewardFunction.of_callable(load_reference(reference))
-    _limit_memory()
+    limit_memory()
 
     def answering(question: Any) -> Any:
         problem = msgspec.convert(question[0], Problem)
@@ -230,7 +230,7 @@ def open_function(argument: str) -> Callable[[Any], Any]:
     return answering
 
 
-def _limit_memory() -> None:
+def limit_memory() -> None:
     """Let the process's data grow by so much from here on; one that grows further gets a `MemoryError`."""
     try:
         status = Path("/proc/self/status").read_text()
@@ -266,6 +266,10 @@ class PooledReward:
         batches = [answers] if self._of is Of.GROUP else [[answer] for answer in answers]
         judged = await asyncio.gather(*(self._asked(plain, batch, group=problem.problem_id) for batch in batches))
         return [judgement for judgements in judged for judgement in judgements]
+
+    async def start(self) -> None:
+        """Import the function, so that the first answer need not wait for that."""
+        await self._pool.start()
 
     async def close(self) -> None:
         """End the workers."""
@@ -336,6 +340,10 @@ class Shielded:
         if isinstance(verdict, Verdict):
             return verdict_of(verdict, correct_at=1.0)
         return failed(f"verify must return a Verdict, it returned {_shown(verdict)}")
+
+    async def start(self) -> None:
+        """Start the verifier, if it can be."""
+        await start(self._verifier)
 
     async def close(self) -> None:
         """Close the verifier, if it can be."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 from pipelinerl.types import MOST_SHOWN, Outcome, Problem, Verdict
 
@@ -51,6 +51,21 @@ class GroupVerifier(Protocol):
         ...
 
 
+@runtime_checkable
+class Startable(Protocol):
+    """A verifier that takes its time to come up, as one does whose workers import heavy libraries."""
+
+    async def start(self) -> None:
+        """Bring up what the first answer would wait for. What fails is told by that answer."""
+        ...
+
+
+async def start(verifier: object) -> None:
+    """Start a verifier, if it can be."""
+    if isinstance(verifier, Startable):
+        await verifier.start()
+
+
 @final
 class EachAlone:
     """Judges the answers of a group with a `Verifier`, all at once; each has `deadline_s`, kept by cancelling.
@@ -65,6 +80,10 @@ class EachAlone:
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         """Judge them beside one another."""
         return list(await asyncio.gather(*(self._judged(problem, answer.text) for answer in answers)))
+
+    async def start(self) -> None:
+        """Start the verifier, if it can be."""
+        await start(self._verifier)
 
     async def close(self) -> None:
         """Close the verifier, if it can be."""

@@ -12,7 +12,7 @@ from typing import final
 
 from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
 from pipelinerl.verifiers.user_code import ROUNDING
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, start
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,10 @@ class WeightedSum:
         """Judge by every part; the seconds are those of the parts together."""
         judged = await asyncio.gather(*(part.verifier.judge(problem, answers) for part in self._parts))
         return [self._sum(judgements) for judgements in zip(*judged, strict=True)]
+
+    async def start(self) -> None:
+        """Start every part that can be."""
+        await asyncio.gather(*(start(part.verifier) for part in self._parts))
 
     async def close(self) -> None:
         """Close every part."""

@@ -11,8 +11,8 @@ times the mean on the clock if that is more than a second. One that finds every 
 is free. Of those that wait, groups with the fewest slow questions so far come first. So hostile answers do not hold up
 their siblings or other groups until their deadlines.
 
-Processes start when they are needed (`worker_process.py`): the first at the first question, a second worker only while
-the first is busy. Whoever is cancelled while a worker has its question has that worker killed.
+Processes start when they are needed (`worker_process.py`): the first at `start`, or else at the first question, a
+second worker only while the first is busy. Whoever is cancelled while a worker has its question has that worker killed.
 """
 
 from __future__ import annotations
@@ -117,6 +117,11 @@ class WorkerPool:
         finally:  # a worker that has not answered, or is of the lowest priority, is of no more use
             turn.end()
 
+    async def start(self) -> None:
+        """Start the first worker, which the first question would wait for; one that cannot be started says so there."""
+        with contextlib.suppress(WorkerLost, OSError, TimeoutError):
+            self._idle.append(await self._ready_worker())
+
     async def close(self) -> None:
         """Kill every process."""
         while self._idle:
@@ -163,16 +168,23 @@ class WorkerPool:
         self._slow_of[group] += 1
 
     async def _ready_worker(self) -> _Worker:
+        if (idle := self._idle_worker()) is not None:
+            return idle
+        async with self._starting:
+            if (idle := self._idle_worker()) is not None:  # it came up meanwhile
+                return idle
+            self._forkers = [forker for forker in self._forkers if not forker.ended]
+            if not (self._forkers and self._forkers[-1].can_give):
+                self._forkers.append(await _Forker.start(*self._target))
+            return await self._forkers[-1].worker()
+
+    def _idle_worker(self) -> _Worker | None:
         while self._idle:
             worker = self._idle.pop()
             if worker.alive:
                 return worker
             worker.kill()
-        async with self._starting:
-            self._forkers = [forker for forker in self._forkers if not forker.ended]
-            if not (self._forkers and self._forkers[-1].can_give):
-                self._forkers.append(await _Forker.start(*self._target))
-            return await self._forkers[-1].worker()
+        return None
 
 
 @final

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, final
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 from inference_contract.errors import ContextExceeded, InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
 from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.actor.filtering import Filtering
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
@@ -46,6 +48,7 @@ from pipelinerl.types import (
     Sampling,
     Verdict,
 )
+from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier, failed
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread
@@ -445,3 +448,43 @@ async def test_it_ends_at_once_and_its_next_life_does_what_was_left() -> None:
     async with working(watched, ScriptedSampler()):
         assert await until(lambda: none_of(watched.unacknowledged()))
     assert sorted(group.index for group in await watched.groups()) == [1, 2]
+
+
+async def test_what_the_recipes_filter_refuses_is_put_with_its_reason_and_counted(tmp_path: Path) -> None:
+    """Evaluations, and groups that nobody could judge, are not asked about."""
+    file = tmp_path / "mine.py"
+    file.write_text("def keep(answer, correct):\n    return any(correct) or f'none of {len(correct)} for {answer}'\n")
+    group_filter = GroupFilter(f"{file}:keep", deadline_s=PATIENCE_S, workers=1)
+    watched = Watched()
+    sampler = ScriptedSampler(
+        lambda request: completion(*{7: ("7", "no"), 8: ("?", "?")}.get(said(request), ("a", "b")))
+    )
+
+    def said(request: ChatCompletionRequest) -> int:
+        assert request.messages is not None
+        return int(request.messages[0].content.removeprefix("say "))
+
+    settings = ActorSettings(name=NAME, groups_in_flight=4, attempts=3, heartbeat_s=0.02, block_s=0.02)
+    actor = Actor(
+        settings, stream=watched.stream, sampler=sampler, verifier_of=exact, filtering=Filtering(group_filter)
+    )
+    task = asyncio.create_task(actor.run())
+
+    async def all_there() -> bool:
+        return len(await watched.groups()) == 3 and bool(await watched.reports(EvaluationDone))
+
+    async def counted() -> bool:
+        return any(alive.filtering.judged == 2 for alive in await watched.reports(ActorAlive))
+
+    try:
+        await watched.order(order(7), order(8), order(9), order(3, purpose=Purpose.EVALUATION))
+        async with asyncio.timeout(PATIENCE_S):
+            while not (await all_there() and await counted()):
+                assert not task.done(), task
+                await asyncio.sleep(0.01)
+        groups = await watched.groups()
+        assert {group.index: group.refusal for group in groups} == {7: "", 8: "", 9: "none of 2 for 9"}
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await group_filter.close()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from pipelinerl.commands.check import findings, refuse
+from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.recipe import MODELS, RECIPES, RunConfig, load, parse, to_table
 from pipelinerl.errors import ModelError, RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
@@ -93,6 +94,42 @@ def test_a_users_function_that_judges_neither_a_right_nor_an_empty_answer_is_ref
     (tmp_path / "r.py").write_text("def score(problem, text):\n    return problem.metadata['level']\n")
     with pytest.raises(RecipeError, match=r"domains.d.verifier cannot judge its problems: .*r.py:2: KeyError: 'level'"):
         list(findings(with_domain(source="addition", verifier=f"{tmp_path}/r.py:score")))
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("return max(lengths) < 9 or 'long'", "curation.filter, of a made-up group of d, 4 of 8 right: keeps it, in "),
+        ("return sum(correct) > 4 or 'hard'", "4 of 8 right: filters it: hard, in "),
+    ],
+)
+def test_a_users_filter_is_asked_once_about_a_made_up_group_of_a_real_problem(
+    body: str, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def keep(lengths, correct):\n    {body}\n")
+    config = with_domain(source="addition", parameters={"max_digits": 1})
+    config = config.model_copy(update={"curation": CurationSection(filter=f"{tmp_path}/mine.py:keep")})
+    found = list(findings(config))
+    assert sentence in dict(found)["filter"]
+    assert ("user code", f"curation.filter = keep, {tmp_path}/mine.py:1") in found
+
+
+@pytest.mark.parametrize(
+    ("filter", "sentence"),
+    [
+        ("mine.py:keep", r"curation.filter cannot judge a group: .*mine.py:2: KeyError: 'size'"),
+        ("mine.py:weather", "curation.filter: a filter takes by name any of .*; weather is none of them"),
+        ("keep", "curation.filter must be path.py:function or package.module:function, got 'keep'"),
+    ],
+)
+def test_a_users_filter_that_fails_or_cannot_be_asked_is_refused(filter: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def keep(metadata):\n    return metadata['size'] > 3\n\ndef weather(weather):\n    return True\n"
+    )
+    named = f"{tmp_path}/{filter}" if ".py" in filter else filter
+    config = with_domain(source="addition", parameters={"max_digits": 1})
+    with pytest.raises(RecipeError, match=sentence):
+        list(findings(config.model_copy(update={"curation": CurationSection(filter=named)})))
 
 
 @pytest.mark.parametrize("key", ["engine.type", "trainer.type"])

@@ -54,12 +54,12 @@ def held_out_problem(name: str, index: int) -> Problem:
     return replace(problem(index), domain=name)
 
 
-def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
+def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
     """A problem of domain `a`, which has large groups, or of `b`, in no order."""
     return replace(problem(index), domain="a" if index * 7 % 5 < 2 else "b")
 
 
-def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
+def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
     """A problem that says which it is, and by which weights and quota it was drawn."""
     drawn = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
     return replace(problem(index), domain=f"{drawn} in {quota.size} from {quota.since}")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 
+from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import AddressError
 from pipelinerl.messages import ACTORS_GROUP, PROMPTS, REPORTS, ROLLOUTS
@@ -169,3 +171,34 @@ async def test_it_ends_when_the_controller_refuses_its_token(identity: Identity)
         with pytest.raises(ExceptionGroup) as ended:
             await asyncio.wait_for(role, DEADLINE_S)
     assert ended.group_contains(AddressError, match="refuses this actor's token")
+
+
+#: What workers import, the actor has imported too: only they leave a mark.
+JUDGE = """
+import sys
+from pathlib import Path
+
+if "pipelinerl.actor.actor" not in sys.modules:
+    assert "broken" not in __file__
+    Path(__file__).with_suffix(".up").touch()
+
+
+def judge(correct=(), completion=""):
+    return True
+"""
+
+
+async def test_what_judges_comes_up_with_the_actor_before_any_answer(identity: Identity, tmp_path: Path) -> None:
+    """No controller has answered yet. One that cannot come up leaves the others alone: its answers will say why."""
+    for name in ("broken", "math", "code", "filter"):
+        (tmp_path / f"{name}.py").write_text(JUDGE)
+    domains = tuple(
+        identity.config.domains[0].model_copy(update={"name": name, "verifier": f"{tmp_path / name}.py:judge"})
+        for name in ("broken", "math", "code")
+    )
+    curation = CurationSection(filter=f"{tmp_path}/filter.py:judge")
+    config = identity.config.model_copy(update={"domains": domains, "curation": curation})
+    async with acting(replace(identity, config=config)) as role, asyncio.timeout(PATIENCE_S):
+        while not all((tmp_path / f"{name}.up").exists() for name in ("math", "code", "filter")):
+            assert not role.done(), role
+            await asyncio.sleep(0.02)

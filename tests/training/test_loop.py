@@ -54,7 +54,7 @@ from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
-from pipelinerl.types import RolloutGroup
+from pipelinerl.types import ProblemSummary, RolloutGroup
 from pipelinerl.weights.publisher import Publication, PublishReport
 from tests.fakes.rollouts import group, rollout
 from tests.patience import PATIENCE_S, SOON_S
@@ -270,6 +270,32 @@ async def test_a_step_says_what_came_by_domain_trained_or_filtered(tmp_path: Pat
         figures = done.by_domain["test"]
         assert (figures["groups"], figures["stale_groups"], figures["rollouts"]) == (4, 0, 8)
         assert (figures["all_right"], figures["accuracy"]) == (0.5, 0.75) and done.by_tag == {}
+
+
+async def test_solved_problems_are_reported_once_and_a_checkpoint_keeps_what_no_answer_has_confirmed(
+    tmp_path: Path,
+) -> None:
+    async def solve(made: Surroundings, *indices: int) -> None:
+        groups = [replace(group(i, (1.0, 1.0)), problem=ProblemSummary(f"p{i}")) for i in indices]
+        await made.stream.append(ROLLOUTS + "a", [encode_group(each) for each in groups], first_id=1 + indices[0])
+
+    async with room(tmp_path, no_signal=NoSignal.FILTER) as made:
+        await made.begin()
+        await solve(made, 0, 1)
+        await made.roll_out(2, 3)
+        first = await made.heard(StepDone)
+        assert first.solved == {"test": [(0, "p0"), (1, "p1")]}
+        await solve(made, 4)
+        await made.say(first.report_id, checkpoint=True, controller_state={})
+        await made.heard(Checkpointed)
+        latest = made.store.latest()
+        assert latest is not None
+        await made.roll_out(5, 6)
+        assert (await made.heard(StepDone, 2)).solved == {"test": [(4, "p4")]}
+    restored = latest[1]
+    assert restored.solved == {"test": [[4, "p4"]]}
+    async with room(tmp_path / "again", restored=restored) as made:
+        assert (await made.heard(TrainerReady)).solved == {"test": [(4, "p4")]}
 
 
 async def test_a_full_step_waits_for_an_order_that_could_train_no_later_one_until_it_ends(tmp_path: Path) -> None:

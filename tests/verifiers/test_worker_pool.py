@@ -41,6 +41,22 @@ async def test_a_second_worker_starts_only_while_the_first_is_busy(pool: Callabl
     assert len({pid for pid, _ in both}) == 2 and alone[0] in {pid for pid, _ in both}
 
 
+async def test_the_worker_that_was_started_is_the_one_that_is_asked(pool: Callable[..., WorkerPool]) -> None:
+    started, busy = pool(), pool()
+    await started.start()
+    (worker,) = started._idle
+    assert (await started.ask("who"))[0] == worker._pid
+    answers = await asyncio.gather(busy.start(), busy.ask("who"), busy.ask("who"))
+    assert len({answer[0] for answer in answers[1:]}) <= 2 and len(busy._forkers) == 1
+
+
+async def test_one_that_cannot_be_started_says_so_to_the_first_question(pool: Callable[..., WorkerPool]) -> None:
+    one = pool(argument="broken")
+    await one.start()
+    with pytest.raises(WorkerLost):
+        await one.ask("who")
+
+
 async def test_questions_get_their_own_answers_whatever_their_size(pool: Callable[..., WorkerPool]) -> None:
     sizes = [0, 1, 70_000, 10**6, 3]
     one = pool()

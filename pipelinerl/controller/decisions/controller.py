@@ -85,16 +85,18 @@ class Controller:
         settings: ControllerSettings,
         state: RunState,
         *,
-        training_problem: Callable[[int, Mapping[str, float], Quota], Problem],
+        training_problem: Callable[[int, Mapping[str, float], Quota, int], Problem],
         held_out_problem: Callable[[str, int], Problem],
     ) -> None:
+        """`training_problem` takes an order's index, weights, quota, and how many turns of its domain it is ahead."""
         self.settings = settings
+        self._training_problem = training_problem
         self.state = state
         self._orders = PromptOrderFactory(
             seed=settings.seed,
             sampling=settings.sampling,
             by_domain=settings.by_domain,
-            training_problem=training_problem,
+            training_problem=self._drawn,
             held_out_problem=held_out_problem,
         )
         self._evaluator = Evaluator(settings.evaluation, self._orders)
@@ -270,6 +272,10 @@ class Controller:
         name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
         return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
 
+    def _drawn(self, index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
+        """The problem of an order: that whose turn it is, but for those that were solved of late."""
+        return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
+
     def _expected_rollouts(self) -> int:
         """How many rollouts of the orders that are out will probably take a place in a step."""
         knobs, most = self.state.knobs, self.settings.oversample
@@ -311,6 +317,7 @@ class Controller:
             self.state.resumed_account = None
         self.state.account.update(report.consumed)
         self.state.trainer.stepped = report.consumed
+        self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         effects: list[Effect] = [
             Record("trainer_ready", {"epoch": self.state.epoch, "model_version": self.state.version})
         ]
@@ -335,6 +342,7 @@ class Controller:
             trained=report.consumed.trained - before.trained, filtered=report.consumed.filtered - before.filtered
         )
         self.state.trainer.last_step = report.stats
+        self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
         effects = step_taken(self.state, report)
         loaded = self.state.fleet.oldest_loaded()

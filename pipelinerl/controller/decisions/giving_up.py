@@ -3,7 +3,7 @@
     cause                                                       is known
     every engine refuses for a reason that no retry mends       when the last of them has
     no engine is alive                                          after `engine_timeout_s`
-    a domain's verifier fails on every answer                   after 20 in a row, or a step's worth that time out
+    a domain's verifier, or the filter, always fails            after 20 in a row, or a step's worth that time out
     every engine refuses every prompt for such a reason         after a step's worth of groups, eight at least
     every prompt is too long for the context                    after eight times what may be in flight
 
@@ -23,12 +23,14 @@ from pipelinerl.controller.state.effects import Effect, End, Finish, Record, Sen
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
-from pipelinerl.messages import GroupFailed
+from pipelinerl.messages import GroupFailed, VerifierFigures
 
 #: Fewer groups may all have a prompt that is too long.
 _FEW_GROUPS: Final = 8
 #: So many failures of a domain's verifier in a row end the run.
 _VERDICTS_THAT_END: Final = 20
+#: What of the recipe judges groups.
+THE_FILTER: Final = "curation.filter"
 #: So many times what is in flight may be too long since the last step: eight of nine prompts.
 _TOO_LONG: Final = 8
 
@@ -138,22 +140,24 @@ def _all_too_long(state: RunState) -> Iterator[str]:
 
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
-    """A domain's verifier has failed on whatever it was given of late, with every actor that has asked it.
+    """A domain's verifier, or the filter, has failed on whatever it was given of late, with every actor that asked it.
 
     Answers that take too long may be the model's doing, and come many at a time: they take a step's worth.
     """
     actors = list(state.live_actors(now))
-    for domain in sorted({domain for alive in actors for domain in alive.verifiers}):
-        asked = [alive.verifiers[domain] for alive in actors if domain in alive.verifiers]
+    judges = {
+        f"the verifier of domain {domain}": [alive.verifiers[domain] for alive in actors if domain in alive.verifiers]
+        for domain in sorted({domain for alive in actors for domain in alive.verifiers})
+    }
+    filters = [alive.filtering for alive in actors if alive.filtering != VerifierFigures()]
+    for judge, asked in [*judges.items(), (THE_FILTER, filters)]:
         failing = [figures for figures in asked if figures.errors_in_a_row or figures.timeouts_in_a_row]
         errors = sum(figures.errors_in_a_row for figures in failing)
         count = errors + sum(figures.timeouts_in_a_row for figures in failing)
         enough = errors >= _VERDICTS_THAT_END or count >= max(_VERDICTS_THAT_END, state.knobs.rollouts_per_step)
         if failing and len(failing) == len(asked) and enough:
-            yield (
-                f"the verifier of domain {domain} has given {count} answers in a row no verdict; the last: "
-                f"{failing[-1].reason}"
-            )
+            of = "groups" if judge == THE_FILTER else "answers"
+            yield f"{judge} has given {count} {of} in a row no verdict; the last: {failing[-1].reason}"
 
 
 def _some_ended_well(state: RunState) -> bool:

@@ -22,7 +22,7 @@ from pipelinerl.controller.state.run_state import SILENT_S, RunPhase, RunState
 
 #: Why an order ends untrained, by fate.
 _WHY: Final = {
-    "filtered": "their rewards do not differ, or nothing could be judged",
+    "filtered": "their rewards do not differ, nothing could be judged, or the recipe's filter refused them",
     "stale": "sampled by weights older than k allows",
     "failed": "their actor gave up; the log says why",
 }

@@ -55,6 +55,8 @@ def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]
     before, watched.verified = watched.verified, _verified(state)
     outdated, watched.outdated = watched.outdated, {}
     figures = {domain: dict(reported.get(domain, {})) for domain in sorted({*reported, *outdated})}
+    for domain, each in state.cooldown.take_figures().items():
+        figures.setdefault(domain, {}).update(each)
     for domain, each in figures.items():
         each["stale_groups"] = each.get("stale_groups", 0) + outdated.get(domain, 0)
         each["stale"] = each["stale_groups"] / max(1, each["stale_groups"] + each.get("groups", 0))

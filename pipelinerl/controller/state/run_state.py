@@ -6,13 +6,14 @@ keeps what outlives everything else (`checkpoint_record`), for a run that is sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Final, final
 
 import msgspec
 
+from pipelinerl.controller.state.cooldown import Cooldown
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationResult
 from pipelinerl.controller.state.filtered_share import FilteredShare
 from pipelinerl.controller.state.fleet import Fleet
@@ -20,7 +21,7 @@ from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange, Knobs
 from pipelinerl.controller.state.watched_steps import WatchedSteps
 from pipelinerl.messages import ActorAlive, ConsumedReport, Directive, Published, TrainerReady
-from pipelinerl.types import Quota
+from pipelinerl.types import Problem, Quota
 
 #: Who has not been heard of for so long may be gone. A trainer that waits says so every few seconds; an actor's heart
 #: beats more often still.
@@ -167,6 +168,8 @@ class RunState(msgspec.Struct, kw_only=True):
     """(order, version): from that order on, no engine held older weights when it was issued; the oldest first."""
     filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
     """Which part of the orders trains nothing, as the last steps have shown it."""
+    cooldown: Cooldown = msgspec.field(default_factory=Cooldown)
+    """Problems that were solved of late, and are passed over."""
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []
     """Engines beyond the recipe's, in the order of asking; a resumed run begins without."""
@@ -216,6 +219,10 @@ class RunState(msgspec.Struct, kw_only=True):
         """The quota by which order `index` is apportioned, however often it is issued: that of when it was first."""
         return next(quota for quota in reversed(self.quotas) if quota.since <= index)
 
+    def choose_problem(self, index: int, draw: Callable[[int], Problem]) -> Problem:
+        """The problem of order `index`; `draw` as `Cooldown.choose` has it."""
+        return self.cooldown.choose(index, draw, version=self.version, frontier=self.account.consumed.frontier)
+
     def _drawable(self, weights: dict[str, float]) -> dict[str, float]:
         """Weights of the domains that there are: a recipe edited since may have others."""
         return {domain: weights.get(domain, 0.0) for domain in self.knobs.domain_weights}
@@ -228,6 +235,7 @@ class RunState(msgspec.Struct, kw_only=True):
             "knobs": self.knobs.to_json(),
             "first_domain_weights": self.first_domain_weights,
             "filtered_share": msgspec.to_builtins(self.filtered_share),
+            "cooldown": msgspec.to_builtins(self.cooldown),
             "quotas": [list(quota) for quota in self.quotas],
             "knob_log": [msgspec.to_builtins(change) for change in self.knob_log],
             "evaluations": [msgspec.to_builtins(result) for result in self.evaluations.results],
@@ -247,6 +255,7 @@ class RunState(msgspec.Struct, kw_only=True):
         self.knob_log = [KnobChange(**change) for change in record["knob_log"]]
         self.first_domain_weights = record.get("first_domain_weights", self.first_domain_weights)
         self.filtered_share = msgspec.convert(record.get("filtered_share", {}), FilteredShare)
+        self.cooldown = msgspec.convert(record.get("cooldown", {}), Cooldown)
         self.quotas = [Quota(*quota) for quota in record.get("quotas", ())]
         self.knobs = recipe.with_live(self.knob_log)
         edited = {name: value for name, value in self.knobs.to_json().items() if value != before[name]}

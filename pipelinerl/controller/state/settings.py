@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pipelinerl.choices import Overdue, StalenessScope
+from pipelinerl.controller.state.cooldown import CooldownRule
 from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.types import DomainSampling, Sampling
 
@@ -38,5 +39,7 @@ class ControllerSettings:
     """What becomes of groups that are still being sampled when their last step comes."""
     oversample: float | None = 1.0
     """Most orders issued for each that is expected to train; None: as `OVERSAMPLED` says, while k > j."""
+    cooldown: Mapping[str, CooldownRule] = field(default_factory=dict)
+    """For how long solved problems rest, by domain."""
     checkpoint_interval_steps: int
     engines_expected: int

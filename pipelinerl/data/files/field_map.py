@@ -24,7 +24,7 @@ _PROMPT: Final = "prompt"
 _MESSAGES: Final = "messages"
 _METADATA: Final = "metadata"
 _ROLES: Final = ("system", "user", "assistant", "tool")
-_TEXTS: Final = ("prompt_field", "answer_field", "messages_field", "id_field")
+_TEXTS: Final = ("prompt_field", "answer_field", "messages_field", "id_field", "rate_field")
 _LISTS: Final = ("metadata_fields", "tag_fields")
 
 
@@ -39,6 +39,7 @@ class FieldMap:
         tag_fields: each a tag of its problem, `field=value`.
         tags_field: a list of tags.
         id_field: the problem's name; by default the digest of what it asks.
+        rate_field: the share of a model's answers that solve the row, by which a curriculum orders.
         template: of the last user message, over the row's fields.
     """
 
@@ -49,6 +50,7 @@ class FieldMap:
     tag_fields: tuple[str, ...] = ()
     tags_field: str = ""
     id_field: str = ""
+    rate_field: str = ""
     template: Template | None = None
 
     @classmethod
@@ -71,6 +73,7 @@ class FieldMap:
     def fields(self) -> frozenset[str]:
         """The columns that problems are made of."""
         asked = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
+        asked.add(self.rate_field)
         more = {*(self.metadata_fields or (_METADATA,)), *self.tag_fields}
         return frozenset(name.partition(".")[0] for name in asked | more if name) | self._of_template
 
@@ -103,6 +106,16 @@ class FieldMap:
         if not more:
             return text_of(messages)
         return "\x1e".join([text_of(messages), *(f"{name}\x1f{_as_text(row.get(name))}" for name in more)])
+
+    def rate(self, row: Row) -> float:
+        """The row's pass rate. Raises `RecipeError` where there is none."""
+        value = _found(row, self.rate_field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise RecipeError(
+                f"field {self.rate_field!r} must be a pass rate from 0 to 1, by which parameters.order orders, got "
+                f"{value!r:.80}; pipelinerl prefilter writes it"
+            )
+        return float(value)
 
     def draft(self, row: Row) -> Draft:
         """The row as a problem, dressed by the template."""

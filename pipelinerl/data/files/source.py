@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pipelinerl import rng
 from pipelinerl.data.drafts import Split, are_of, digest_of
 from pipelinerl.data.files.arrow_rows import ArrowRows
+from pipelinerl.data.files.curriculum import ORDER, PASS_RATE, Curriculum, ProblemOrder
 from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.layouts import NAMES, Layout, layout_of
 from pipelinerl.data.files.rows import ChainedRows, DataRows, JsonRows
@@ -32,6 +33,9 @@ _PATHS = {Split.TRAIN: "path", Split.VALIDATION: "validation_path", Split.HELD_O
 _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HELD_OUT: "held_out_split"}
 #: Sets of files whose rows are kept for who opens them next: each split, and each look of `check`, opens them again.
 _KEPT = 8
+
+_NO_CURRICULUM = Curriculum()
+_NO_SWEEP: NDArray[np.int64] = np.zeros(0, np.int64)
 
 Files = tuple[Path, ...]
 
@@ -49,16 +53,25 @@ class RowSource:
 
     Args:
         chosen: the numbers of the rows that are problems, i64 [M].
+        sweep: of those that come before the first epoch, in their order; docs/curation.md.
     """
 
     def __init__(
-        self, indexed: Indexed, chosen: NDArray[np.int64], field_map: FieldMap, prompts: Prompts, asked: SourceRequest
+        self,
+        indexed: Indexed,
+        chosen: NDArray[np.int64],
+        field_map: FieldMap,
+        prompts: Prompts,
+        asked: SourceRequest,
+        *,
+        sweep: NDArray[np.int64] = _NO_SWEEP,
     ) -> None:
         self._rows, self._digests = indexed
         self._chosen = chosen
         self._columns = field_map
         self._prompts = prompts
         self._asked = asked
+        self._sweep = sweep
         self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # the epoch last asked for, and its permutation
 
     def __len__(self) -> int:
@@ -67,7 +80,9 @@ class RowSource:
     def problem(self, index: int) -> Problem:
         """Problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
         asked = self._asked
-        epoch, place = divmod(index, len(self._chosen))
+        if index < len(self._sweep):
+            return self._made(int(self._sweep[index]))
+        epoch, place = divmod(index - len(self._sweep), len(self._chosen))
         if epoch and asked.split is not Split.TRAIN:
             raise RecipeError(
                 f"{asked.where}: the {asked.split} split holds {len(self._chosen)} problems; ask for fewer"
@@ -88,6 +103,9 @@ def open_files(asked: SourceRequest) -> RowSource:
     if asked.argument:
         raise RecipeError(f"{asked.where}.source must be files alone, with parameters.path, got files:{asked.argument}")
     parameters = dict(asked.parameters)
+    curriculum = Curriculum.taken_from(parameters, where=asked.where)
+    if curriculum.order is not ProblemOrder.SHUFFLED:
+        parameters.setdefault("rate_field", PASS_RATE)
     field_map = FieldMap.taken_from(parameters, asked.prompts.template, where=asked.where)
     layouts = {split: _layout(parameters, split, asked.where) for split in Split if _PATHS[split] in parameters}
     named = {split: parameters.pop(key, "") for split, key in _SPLITS.items()}
@@ -97,17 +115,23 @@ def open_files(asked: SourceRequest) -> RowSource:
         )
     unknown = set(parameters) - {*_PATHS.values(), "config"}
     if unknown:
-        known = ", ".join((*_PATHS.values(), *_SPLITS.values(), "config", *FieldMap.__dataclass_fields__))
+        known = ", ".join((*_PATHS.values(), *_SPLITS.values(), "config", *FieldMap.__dataclass_fields__, *ORDER))
         raise RecipeError(f"{asked.where}.parameters: unknown {', '.join(sorted(unknown))}; known: {known}")
     if Split.TRAIN not in layouts:
         raise RecipeError(f"{asked.where}.parameters.path must be the path of a file or folder, got None")
     files = files_of_splits(layouts, named, where=asked.where)
     indexed = {split: _indexed(_stamped(paths), field_map) for split, paths in files.items()}
-    return source_of_rows(indexed, field_map, asked)
+    return source_of_rows(indexed, field_map, asked, curriculum)
 
 
-def source_of_rows(indexed: Mapping[Split, Indexed], field_map: FieldMap, asked: SourceRequest) -> RowSource:
+def source_of_rows(
+    indexed: Mapping[Split, Indexed],
+    field_map: FieldMap,
+    asked: SourceRequest,
+    curriculum: Curriculum = _NO_CURRICULUM,
+) -> RowSource:
     """The rows of the split that is asked for; those of `Split.TRAIN` make the splits that have none of their own.
+    Those to train on come as the curriculum orders them.
 
     Raises:
         RecipeError: the split is empty.
@@ -128,7 +152,20 @@ def source_of_rows(indexed: Mapping[Split, Indexed], field_map: FieldMap, asked:
     if not len(chosen):
         raise RecipeError(f"{asked.where}: the {split} split of its files is empty; add rows or name files for it")
     prompts = Prompts(system=asked.prompts.system, few_shot=asked.prompts.few_shot)  # the template is the field map's
-    return RowSource(own, chosen, field_map, prompts, asked)
+    sweep = _NO_SWEEP
+    if split is Split.TRAIN and curriculum.order is not ProblemOrder.SHUFFLED:
+        rates = _rates(own.rows, field_map)
+        sweep = chosen[curriculum.sweep(rates[chosen], seed=asked.seed)]
+    return RowSource(own, chosen, field_map, prompts, asked, sweep=sweep)
+
+
+def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
+    """The pass rate of every row. Raises `RecipeError` for one without."""
+    rates = np.empty(len(rows))
+    for number, row in enumerate(rows.scan(frozenset({field_map.rate_field, field_map.rate_field.partition(".")[0]}))):
+        with placed(rows, number):
+            rates[number] = field_map.rate(row)
+    return rates
 
 
 def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:

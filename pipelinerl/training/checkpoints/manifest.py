@@ -9,6 +9,7 @@ shrink or go missing unseen. The digests guard against damage, not against an ad
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, Self, cast
@@ -30,7 +31,8 @@ class TrainingState:
 
     `offsets` are the stream positions to read on from; `ledger` the orders that ended (`ConsumedLedger.to_record`);
     `controller` the controller's snapshot as of the same step boundary; `kl_coefficient` β where it is controlled;
-    `epochs` the lineage as [epoch, version it began at], the trainer's own last (older checkpoints have none).
+    `epochs` the lineage as [epoch, version it began at], the trainer's own last (older checkpoints have none); `solved`
+    what `SolvedProblems` had not been answered for.
     """
 
     model_version: int
@@ -40,6 +42,7 @@ class TrainingState:
     controller: dict[str, Any]
     kl_coefficient: float | None = None
     epochs: list[list[int]] = field(default_factory=list)
+    solved: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
 
     @property
     def accuracies(self) -> dict[int, float]:
@@ -113,8 +116,9 @@ class Manifest:
     def _record(self) -> dict[str, Any]:
         """As JSON reads it back, which turns integer keys into text."""
         state = asdict(self.state)
-        if not self.state.epochs:
-            del state["epochs"]  # as it was written before there was a list
+        for name in ("epochs", "solved"):
+            if not state[name]:
+                del state[name]  # as it was written before there was such a field
         record: dict[str, Any] = {"format": _FORMAT, "state": state, "files": self.files}
         return cast(dict[str, Any], json.loads(json.dumps(record)))
 

@@ -88,6 +88,8 @@ class Batcher:
             self._filter([group], "no verdict")
         elif self._no_signal is NoSignal.FILTER and not has_signal(group):
             self._filter([group], "no signal")
+        elif group.refusal:
+            self._filter([group], group.refusal)
         elif fault := fault_of(group, vocab_size=self._vocab_size):
             log.error("group %d of actor %s cannot train and is filtered: %s", group.index, group.actor, fault)
             self._filter([group], "not computable")

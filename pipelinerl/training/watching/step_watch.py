@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,10 @@ from pipelinerl.training.watching.domain_figures import DomainTallies, StepFigur
 from pipelinerl.training.watching.training_samples import FilteredGroups, StepRollouts, TrainingSamples
 from pipelinerl.types import RolloutGroup
 from trainer_contract.types import MicroBatch
+
+#: So many reasons are told apart in one step: those of a user's filter may all differ.
+MOST_REASONS: Final = 20
+OTHER_REASONS: Final = "other reasons"
 
 
 @final
@@ -39,7 +43,7 @@ class StepWatch:
                 self._tallies.add_stale(group)
                 continue
             self._tallies.add([group])
-            self._filtered[why] += 1
+            self._filtered[why if why in self._filtered or len(self._filtered) < MOST_REASONS else OTHER_REASONS] += 1
             self._example = (group, why)
 
     def stepped(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], *, version: int) -> StepFigures:

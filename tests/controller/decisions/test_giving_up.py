@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from inference_contract.errors import ContextExceeded, Persistence
@@ -187,6 +188,17 @@ def test_a_domain_whose_verifier_fails_twenty_times_in_a_row_ends_the_run() -> N
     assert made.state.failing.reason == (
         "the verifier of domain code has given 20 answers in a row no verdict; the last: verifier_error: "
         "r.py:3: KeyError"
+    )
+
+
+def test_a_filter_that_fails_twenty_times_in_a_row_ends_the_run() -> None:
+    made = serving().controller
+    well = VerifierFigures(judged=400)
+    assert ends(made, heard(msgspec.structs.replace(beat("a", math=well), filtering=failing(19)))) == (None, None)
+    stop, _ = ends(made, heard(msgspec.structs.replace(beat("a", math=well), filtering=failing(20))))
+    assert stop is not None
+    assert made.state.failing.reason == (
+        "curation.filter has given 20 groups in a row no verdict; the last: verifier_error: r.py:3: KeyError"
     )
 
 

@@ -36,6 +36,21 @@ def test_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
     assert not waiting.take_abandoned(), "the copy of one that has ended is dropped, and not issued again"
 
 
+def test_what_the_recipes_filter_refuses_is_filtered_for_its_reason() -> None:
+    heard: list[tuple[list[int], Fate, str]] = []
+    waiting = Batcher(
+        ledger=ConsumedLedger(),
+        lineage=Lineage(1, 0),
+        no_signal=NoSignal.FILTER,
+        ended=lambda groups, fate, why: heard.append(([each.index for each in groups], fate, why)),
+    )
+    waiting.offer(replace(group(0), refusal="one ran on"))
+    waiting.offer(replace(group(1, (1.0, 1.0)), refusal="one ran on"))
+    waiting.offer(group(2))
+    assert heard == [([0], Fate.FILTERED, "one ran on"), ([1], Fate.FILTERED, "no signal")]
+    assert (waiting.waiting, waiting.ledger.counts[Fate.FILTERED]) == ([2], 2)
+
+
 def test_the_freshest_go_first_whatever_the_order_of_arrival() -> None:
     groups = [group(index, version=version) for index, version in enumerate([1, 3, 2, 3, 2, 1])]
     chosen = set()

@@ -18,7 +18,7 @@ from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.training.watching.step_watch import StepWatch, mean_advantages
+from pipelinerl.training.watching.step_watch import MOST_REASONS, OTHER_REASONS, StepWatch, mean_advantages
 from pipelinerl.training.watching.training_samples import TrainingSamples
 from pipelinerl.types import Outcome, ProblemSummary, RolloutGroup
 from tests.fakes.rollouts import group, rollout
@@ -96,6 +96,19 @@ def test_the_groups_are_few_drawn_by_seed_and_step(tmp_path: Path) -> None:
         drawn.append([(each.step, each.group_id) for each in read_samples(tmp_path / name)])
     assert drawn[0] == drawn[1] and len(drawn[0]) == 40
     assert len({name for _, name in drawn[0]}) == 8, "nobody is preferred"
+
+
+def test_reasons_that_all_differ_are_told_together_after_the_first(tmp_path: Path) -> None:
+    watch = watch_in(tmp_path)
+    watch.ended([group(0)], Fate.FILTERED, "no signal")
+    for number in range(100):
+        watch.ended([group(number)], Fate.FILTERED, f"one of {number} tokens")
+    watch.ended([group(1)], Fate.FILTERED, "no signal")
+    stepped(watch, [group(101)], version=1)
+    closed(watch)
+    (example,) = [each for each in read_samples(tmp_path) if each.kind is SampleKind.FILTERED]
+    assert len(example.filtered) == MOST_REASONS + 1 and example.filtered["no signal"] == 2
+    assert example.filtered[OTHER_REASONS] == 102 - MOST_REASONS - 1
 
 
 def test_filtered_groups_are_counted_by_reason_with_one_as_an_example(tmp_path: Path) -> None:

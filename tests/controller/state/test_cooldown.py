@@ -1,0 +1,158 @@
+"""Solved problems are passed over as long as the recipe says: quotas stay exact, a resumed run asks the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from pipelinerl.controller.state.cooldown import MOST_PASSED, Cooldown, CooldownRule
+from pipelinerl.data.mixture import Domain, Mixture
+from pipelinerl.messages import ConsumedReport, StepDone
+from pipelinerl.types import Message, Problem, Quota
+from tests.controller.world import World, controller
+
+EPOCHS = {"easy": CooldownRule(epochs=2), "hard": CooldownRule(epochs=2)}
+QUOTA = Quota(0, 4)
+
+
+class Ring:
+    """A data set of so many problems, in the same order in each epoch."""
+
+    def __init__(self, domain: str, size: int) -> None:
+        self._domain, self._size = domain, size
+
+    def problem(self, index: int) -> Problem:
+        name = f"{self._domain}:{index % self._size}"
+        return Problem(problem_id=name, domain=self._domain, messages=(Message("user", name),), ground_truth="")
+
+
+def alone(size: int) -> Mixture:
+    return Mixture([Domain(name="easy", weight=1.0, source=Ring("easy", size))], seed=0, quota=QUOTA)
+
+
+def asked(cooldown: Cooldown, mixture: Mixture, index: int, *, version: int = 0, frontier: int = 0) -> str:
+    problem = cooldown.choose(
+        index, lambda ahead: mixture.problem(index, ahead=ahead), version=version, frontier=frontier
+    )
+    return problem.problem_id
+
+
+def solve(
+    cooldown: Cooldown, order: int, name: str, *, rules: Mapping[str, CooldownRule] = EPOCHS, version: int = 0
+) -> None:
+    cooldown.note({name.partition(":")[0]: [(order, name)]}, rules, version=version)
+
+
+def test_a_solved_problem_is_passed_over_for_two_epochs_and_no_other_is_left_out() -> None:
+    cooldown, mixture = Cooldown(), alone(4)
+    first = [asked(cooldown, mixture, index) for index in range(4)]
+    solve(cooldown, 1, "easy:1")
+    assert first == ["easy:0", "easy:1", "easy:2", "easy:3"]
+    assert [asked(cooldown, mixture, index) for index in range(4, 10)] == ["easy:0", "easy:2", "easy:3"] * 2
+    assert [asked(cooldown, mixture, index) for index in range(10, 14)] == first
+    assert cooldown.take_figures() == {"easy": {"resting": 0.0, "passed_over": 2.0}}
+
+
+def test_a_rest_of_steps_ends_with_the_step() -> None:
+    cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(steps=3)}
+    solve(cooldown, 0, "easy:0", rules=rules, version=5)
+    assert [asked(cooldown, mixture, index, version=7) for index in range(3)] == ["easy:1"] * 3
+    assert asked(cooldown, mixture, 3, version=8) == "easy:0"
+
+
+def test_two_orders_must_solve_it_and_one_that_is_told_twice_counts_once() -> None:
+    cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(epochs=1, times=2)}
+    for _ in range(3):
+        solve(cooldown, 0, "easy:0", rules=rules)
+    assert asked(cooldown, mixture, 2) == "easy:0"
+    solve(cooldown, 2, "easy:0", rules=rules)
+    assert asked(cooldown, mixture, 4) == "easy:1"
+
+
+@pytest.mark.parametrize("rules", [{}, {"easy": CooldownRule()}, {"another": CooldownRule(epochs=1)}])
+def test_without_a_rule_nothing_rests_even_what_rested_by_a_former_recipe(rules: Mapping[str, CooldownRule]) -> None:
+    cooldown, mixture = Cooldown(), alone(2)
+    solve(cooldown, 0, "easy:0")
+    solve(cooldown, 1, "easy:1", rules=rules)
+    assert asked(cooldown, mixture, 2) == "easy:0"
+
+
+def test_an_order_that_is_issued_again_asks_what_it_asked() -> None:
+    cooldown, mixture = Cooldown(), alone(5)
+    first = []
+    for index in range(30):
+        first.append(asked(cooldown, mixture, index))
+        if index % 3 == 0:
+            solve(cooldown, index, first[-1])
+    assert [asked(cooldown, mixture, index) for index in range(30)] == first
+    assert len(set(first)) == 5
+
+
+def test_where_all_rest_a_step_is_filled_all_the_same_and_that_is_counted() -> None:
+    cooldown, mixture, rules = Cooldown(), alone(3), {"easy": CooldownRule(steps=100)}
+    for number in range(3):
+        solve(cooldown, number, f"easy:{number}", rules=rules)
+    assert asked(cooldown, mixture, 3).startswith("easy:")
+    assert cooldown.take_figures()["easy"] == {"resting": 3.0, "passed_over": float(MOST_PASSED), "nothing_else": 1.0}
+    assert cooldown.take_figures()["easy"] == {"resting": 3.0, "passed_over": 0.0}, "each is told once"
+
+
+def test_quotas_stay_exact_and_a_resumed_run_asks_the_same() -> None:
+    def mixture() -> Mixture:
+        domains = [Domain(name="easy", weight=3.0, source=Ring("easy", 40)),
+                   Domain(name="hard", weight=1.0, source=Ring("hard", 40))]  # fmt: skip
+        return Mixture(domains, seed=3, quota=QUOTA)
+
+    def go_on(cooldown: Cooldown, indices: range) -> list[str]:
+        drawn, seen = mixture(), []
+        for index in indices:
+            seen.append(asked(cooldown, drawn, index, frontier=max(0, index - 8)))
+            if random.Random(seen[-1]).random() < 0.6 and index % 5:
+                solve(cooldown, index, seen[-1])
+        return seen
+
+    cooldown = Cooldown()
+    before = go_on(cooldown, range(600))
+    record = json.loads(json.dumps(msgspec.to_builtins(cooldown)))
+    after = go_on(cooldown, range(600, 1200))
+    assert after == go_on(msgspec.convert(record, Cooldown), range(600, 1200))
+    names = [name.partition(":")[0] for name in before + after]
+    assert all(names[at : at + 4].count("easy") == 3 for at in range(0, 1200, 4))
+    assert len(cooldown.domains["easy"].passed) < 10, "what has ended needs no record"
+    counts = Counter(before + after)
+    solvable = [name for name in counts if random.Random(name).random() < 0.6]
+    others = [name for name in counts if name not in solvable and name.startswith("easy")]
+    assert max(counts[name] for name in solvable) < min(counts[name] for name in others)
+
+
+def test_what_a_trainer_reports_as_solved_is_passed_over_by_the_orders_that_follow() -> None:
+    def turns_of(rule: CooldownRule) -> tuple[list[str], float]:
+        run = World(controller(evaluation_problems=0, k=1), random.Random(0))
+        run.controller.settings = replace(run.controller.settings, cooldown={"b": rule})
+        domains = [Domain(name=name, weight=1.0, source=Ring(name, 3)) for name in "ab"]
+        run.controller._training_problem = Mixture(domains, seed=0, quota=QUOTA).problem
+        run.begin()
+        run.publish()
+        solved = next(order for order in run.orders_issued if order.problem.domain == "b")
+        passed = 0.0
+        for version in range(1, 7):
+            consumed = ConsumedReport(trained=len(run.issued), frontier=len(run.issued))
+            pairs = {"b": [(solved.index, solved.problem.problem_id)]} if version == 1 else {}
+            report_id, run.version = f"e1-step-{version}", version
+            run.tell(
+                StepDone(report_id=report_id, epoch=1, model_version=version, consumed=consumed, stats={}, solved=pairs)
+            )
+            passed += run.controller.state.watched.by_domain.get("b", {}).get("passed_over", 0.0)
+            run.publish()
+        return [order.problem.problem_id for order in run.orders_issued if order.problem.domain == "b"], passed
+
+    (always, none), (rested, passed) = turns_of(CooldownRule()), turns_of(CooldownRule(epochs=1))
+    turn = always.index(always[0], 1)
+    assert always[:turn] == rested[:turn] and rested[turn] != always[turn]
+    assert (none, passed) == (0.0, 1.0)

@@ -1,0 +1,109 @@
+"""A curriculum: a band that moves from easy to hard, each problem once, a pure function of seed and data."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelinerl.data.drafts import Split
+from pipelinerl.data.files.curriculum import Curriculum, ProblemOrder
+from pipelinerl.data.files.source import RowSource
+from pipelinerl.data.problems import open_source
+from pipelinerl.errors import RecipeError
+
+ROWS = [
+    {"prompt": f"What is {i}?", "answer": str(i), "metadata": {"pass_rate": round(i * 7 % 101 / 100, 2)}}
+    for i in range(101)
+]
+
+
+def written(folder: Path, suffix: str = ".jsonl", rows: list[dict[str, Any]] = ROWS) -> Path:
+    path = folder / f"rated{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def opened(path: Path, of: Split = Split.TRAIN, seed: int = 0, **parameters: Any) -> RowSource:
+    source = open_source("files", domain="d", split=of, seed=seed, parameters={"path": str(path), **parameters})
+    assert isinstance(source, RowSource)
+    return source
+
+
+def rates(source: RowSource, first: int, count: int) -> list[float]:
+    return [source.problem(index).metadata["pass_rate"] for index in range(first, first + count)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("order", "sign"), [("easy_first", -1), ("hard_first", 1)])
+def test_a_band_of_nothing_is_the_strict_order_and_shuffled_epochs_follow(
+    tmp_path: Path, order: str, sign: int, suffix: str
+) -> None:
+    source = opened(written(tmp_path, suffix), order=order, order_band=0)
+    sweep, epoch = rates(source, 0, len(source)), rates(source, len(source), len(source))
+    assert sweep == sorted(sweep, key=lambda rate: sign * rate)
+    assert Counter(sweep) == Counter(epoch) and epoch != sweep
+    plain = opened(written(tmp_path, suffix))
+    assert epoch == rates(plain, 0, len(plain)), "the epochs are those of a run without a curriculum"
+
+
+def test_the_band_moves_and_leaves_nothing_out() -> None:
+    known = np.random.default_rng(0).random(1000)
+    place_of = np.argsort(np.argsort(-known)) / 1000
+    for band, over in ((0.1, 1000), (0.3, 2500), (0.2, 400)):
+        sweep = Curriculum(order=ProblemOrder.EASY_FIRST, band=band, over=over).sweep(known, seed=3)
+        through = (np.arange(over) + 0.5) / over
+        assert np.abs(place_of[sweep] - through).max() <= band + 0.02
+        assert np.std(place_of[sweep] - through) > 0.2 * band, "within the band they are mixed"
+        counts = Counter(sweep.tolist())
+        assert set(counts.values()) <= {over // 1000, over // 1000 + 1} and sum(counts.values()) == over
+
+
+def test_what_comes_when_is_a_function_of_the_seed_and_ties_have_no_order_of_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    first, again, other = (opened(path, seed=seed, order="easy_first") for seed in (1, 1, 2))
+    asked = [[source.problem(index).problem_id for index in range(3 * len(first))] for source in (first, again, other)]
+    assert asked[0] == asked[1] != asked[2]
+    alike = np.full(50, 0.5)
+    sweep = Curriculum(order=ProblemOrder.EASY_FIRST, band=0.0).sweep(alike, seed=1)
+    assert sorted(sweep.tolist()) == list(range(50)) != sweep.tolist()
+
+
+def test_what_is_held_out_has_no_curriculum_and_needs_no_rates(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with_it, without = opened(path, Split.HELD_OUT, order="easy_first"), opened(path, Split.HELD_OUT)
+    asked = [[source.problem(index) for index in range(len(source))] for source in (with_it, without)]
+    assert asked[0] == asked[1]
+
+
+def test_a_field_of_ones_own_may_hold_the_rates(tmp_path: Path) -> None:
+    rows = [{"prompt": row["prompt"], "answer": row["answer"], "solved": row["metadata"]["pass_rate"]} for row in ROWS]
+    for suffix in (".jsonl", ".parquet"):
+        path = written(tmp_path, suffix, rows)
+        source = opened(path, order="easy_first", order_band=0, rate_field="solved", metadata_fields=["solved"])
+        told = [source.problem(index).metadata["solved"] for index in range(len(source))]
+        assert told == sorted(told, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"order": "easiest"}, "domains.d.parameters.order must be one of shuffled, easy_first, hard_first, got 'easi"),
+        ({"order_band": 0.1}, "order_band and order_over need an order, such as easy_first"),
+        ({"order": "easy_first", "order_band": 2}, "order_band must be a share from 0 to 1, got 2"),
+        ({"order": "easy_first", "order_over": 0.5}, "order_over must be a number of problems, got 0.5"),
+        ({"order": "easy_first", "rate_field": "answer"}, r"rated.jsonl line 1: field 'answer' must be a pass rate"),
+    ],
+)
+def test_what_is_no_order_is_refused(tmp_path: Path, parameters: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        opened(written(tmp_path), **parameters)

@@ -1,0 +1,85 @@
+"""A user's function as a filter: what it is given, what it may say, and each way in which it may fail, never a keep."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Message, Outcome, Problem, Verdict
+from pipelinerl.verifiers.group_filter import GroupFilter, refusal_of
+from pipelinerl.verifiers.verifier import SampledAnswer, correct, failed, wrong
+from tests.patience import PATIENCE_S
+
+FILTERS = Path(__file__).with_name("filters.py")
+PROBLEM = Problem(
+    problem_id="d:1",
+    domain="d",
+    messages=(Message("user", "?"),),
+    ground_truth="right",
+    metadata={"level": 3},
+    tags=("t=1",),
+)
+ANSWERS = [SampledAnswer("right", (5, 6)), SampledAnswer("no", (7, 8, 9), "length"), SampledAnswer("?", (4,))]
+VERDICTS = [correct("right"), wrong("no"), failed("no idea")]
+
+
+async def said(function: str, *, deadline_s: float = PATIENCE_S, **metadata: Any) -> Verdict:
+    judge = GroupFilter(f"{FILTERS}:{function}", deadline_s=deadline_s, workers=1)
+    try:
+        problem = replace(PROBLEM, metadata=metadata or PROBLEM.metadata)
+        return (await judge.judge(problem, ANSWERS, VERDICTS)).verdict
+    finally:
+        await judge.close()
+
+
+@pytest.mark.parametrize("function", ["asks_for_all", "everything"])
+async def test_a_filter_gets_by_name_what_it_asks_for(function: str) -> None:
+    verdict = await said(function)
+    assert (verdict.outcome, refusal_of(verdict)) == (Outcome.CORRECT, ""), verdict.reason
+
+
+async def test_a_text_is_the_reason_and_false_is_the_functions_name() -> None:
+    assert refusal_of(await said("lengths_alone")) == "one of 3 tokens"
+    assert refusal_of(await said("whatever", do="false")) == "whatever"
+    assert refusal_of(await said("whatever", do="numpy")) == ""
+    assert len(refusal_of(await said("whatever", do="long"))) <= 120
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("raise", r"filters\.py:\d+: KeyError: 'nothing'$"),
+        ("none", "must return True, False or a reason, it returned NoneType None"),
+        ("empty", "it returned str ''"),
+        ("number", "it returned int 1"),
+        ("die", "ended by itself"),
+    ],
+)
+async def test_what_is_no_finding_is_a_failure_that_says_where_and_keeps_nothing(what: str, sentence: str) -> None:
+    verdict = await said("whatever", do=what)
+    assert verdict.outcome is Outcome.VERIFIER_ERROR
+    assert re.search(sentence, verdict.reason), verdict.reason
+    assert refusal_of(verdict) == "curation.filter failed: verifier_error"
+
+
+async def test_one_that_hangs_is_killed_at_its_deadline() -> None:
+    verdict = await said("whatever", do="hang", deadline_s=0.2)
+    assert verdict.outcome is Outcome.TIMEOUT and refusal_of(verdict) == "curation.filter failed: timeout"
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("asks_too_much", "a filter takes by name any of problem, .*; weather is none of them"),
+        ("asynchronous", "must be a plain function"),
+        ("nothing", "has no 'nothing'; it has "),
+    ],
+)
+def test_a_function_that_cannot_be_asked_is_refused_at_once(function: str, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^curation\.filter: .*{sentence}"):
+        GroupFilter(f"{FILTERS}:{function}", deadline_s=1.0)

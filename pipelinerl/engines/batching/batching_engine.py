@@ -49,7 +49,6 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError, TemplateNameError
-from pipelinerl.system.background import tell
 from pipelinerl.weights.layout import converted_by
 
 #: How long `close` waits for the loop's thread to end its step.
@@ -258,7 +257,11 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        tell(self._events, self._deliver, deliveries)
+        try:  # as `pipelinerl.system.background.tell`, without another file in the way of each token
+            self._events.call_soon_threadsafe(self._deliver, deliveries)
+        except RuntimeError:
+            if not self._events.is_closed():
+                raise
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:

@@ -28,6 +28,15 @@ part = began=$$(date +%s); $(2); ended=$$?; [ $$ended = 0 ] || failed=1; \
   notes="$$notes\nmake test: $(1): $$([ $$ended = 0 ] && echo passed || echo "FAILED, status $$ended") in $$(($$(date +%s) - began)) s";
 TOLD = printf "$$notes\n"; exit $${failed:-0}
 
+# `$(call beside,PARTS)` runs parts beside those that follow, of whose waiting they make use; `$(JOINED)` waits for them
+# and prints what they have printed. Ctrl-C ends both.
+beside = told=$$(mktemp -d); { $(1) printf %s "$$notes" > $$told/notes; exit $${failed:-0}; } > $$told/printed 2>&1 & \
+  others=$$!; trap 'kill $$others; exit 130' INT TERM;
+JOINED = wait $$others || failed=1; cat $$told/printed; notes="$$notes$$(cat $$told/notes)"; rm -r $$told;
+
+# vLLM's part belongs to the whole suite, not to what ARGS asks for.
+VLLM_PART = $(if $(ARGS),,$(WITH_VLLM))
+
 .DEFAULT_GOAL := help
 .PHONY: help install run test sandbox vllm test-vllm chaos check format bench gpu-check clean
 
@@ -40,11 +49,12 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out
-	@$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(or $(ARGS),$(CHECKED))) \
-	$(if $(or $(ARGS),$(if $(WITH_VLLM),,1)),\
-	  notes="$$notes\nmake test: left out: vLLM's part ($(if $(ARGS),ARGS is for the other,WITH_VLLM is empty here, $$(uname -sm)))";,\
+	@$(if $(VLLM_PART),$(call beside,\
 	  $(call part,vLLM installed,$(MAKE) --no-print-directory $(VLLM)/.installed) \
-	  $(call part,vLLM,$(MAKE) --no-print-directory test-vllm MARK="vllm and $(SHORT)")) \
+	  $(call part,vLLM,$(MAKE) --no-print-directory test-vllm MARK="vllm and $(SHORT)"))) \
+	$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(or $(ARGS),$(CHECKED))) \
+	$(if $(VLLM_PART),$(JOINED),\
+	  notes="$$notes\nmake test: left out: vLLM's part ($(if $(ARGS),ARGS is for the other,WITH_VLLM is empty here, $$(uname -sm)))";) \
 	$(if $(ARGS),,notes="$$notes\nmake test: left out: architecture (make check), slow (make test ARGS='-m slow'; make test-vllm), chaos (make chaos), gpu (make gpu-check)";) \
 	$(TOLD)
 
@@ -57,9 +67,10 @@ sandbox: ## bubblewrap, by which answers that are code are judged: installed whe
 
 vllm: $(VLLM)/.installed ## an environment with vLLM, .venv-vllm: for CUDA where there is a GPU, else for CPUs
 
-# Only the files that have tests with vLLM are looked into: to import all others takes longer than many tests.
+# Only the files that have tests with vLLM are looked into: to import all others takes longer than many tests. In short
+# two files have some, for a process each.
 test-vllm: $(VLLM)/.installed ## the vLLM engine and adapters in full, in an environment of its own, .venv-vllm
-	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest $(PARALLEL) -m "$(or $(MARK),vllm and not chaos)" \
+	@$(QUIET_THREADS) $(VLLM)/bin/python -m pytest $(PARALLEL) -n 2 -m "$(or $(MARK),vllm and not chaos)" \
 	  $$(grep -rl --include='test_*.py' 'mark\.vllm' tests) $(ARGS)
 
 chaos: $(VENV)/.installed-dev ## every fault by its many seeds, and live runs whose processes are killed; takes an hour

@@ -1,4 +1,4 @@
-"""`in_background`: a blocking call (rendezvous, collective, disk) on a daemon thread of its own.
+"""`in_background`: a blocking call (rendezvous, collective, disk) on a daemon thread of its own; `tell`: the way back.
 
 A shared executor would do for the work but not for its failures: a call that waits out its deadline would hold one of
 a few slots, and the interpreter's exit would wait for it.
@@ -33,6 +33,15 @@ def in_background(name: str, function: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=body, name=name, daemon=True).start()
     return future
+
+
+def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:
+    """Call `callback` soon on `loop`, from any thread; a no-op once the loop is closed, which may be at any moment."""
+    try:
+        loop.call_soon_threadsafe(callback, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
 
 
 async def settled(future: Future[Any], *, timeout_s: float) -> bool:

@@ -80,7 +80,7 @@ def digest(version: int, layout: WeightLayout = LAYOUT) -> str:
 def publication(version: int, engines: tuple[str, ...] = (), **fields: Any) -> Publication:
     """Of a version of these weights; to nobody unless told otherwise."""
     layout = fields.get("layout", LAYOUT)
-    defaults = {"epoch": 1, "membership": 1, "layout": layout, "weights": weights(version, layout), "timeout_s": 8.0}
+    defaults = {"epoch": 1, "membership": 1, "layout": layout, "weights": weights(version, layout), "timeout_s": 24.0}
     return Publication(version=version, engines=engines, **(defaults | fields))
 
 

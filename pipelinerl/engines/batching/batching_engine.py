@@ -262,8 +262,11 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        if not self._events.is_closed():
+        try:  # as `pipelinerl.system.background.tell`, without another file in the way of each token
             self._events.call_soon_threadsafe(self._deliver, deliveries)
+        except RuntimeError:
+            if not self._events.is_closed():
+                raise
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:

@@ -27,7 +27,7 @@ from inference_contract.errors import (
 from inference_contract.weights import MOST_GENERATION_STEP, InitProcessGroupRequest, ProcessGroupStatus
 from pipelinerl.engines.weights.group_endpoint import EndpointFactory, GroupEndpoint
 from pipelinerl.errors import DeadlineError, PipelineError
-from pipelinerl.system.background import in_background, settled
+from pipelinerl.system.background import in_background, settled, tell
 
 #: Joins that may wait for their peers at once: each has a thread.
 _MOST_JOINING: Final = 16
@@ -182,8 +182,7 @@ class GroupMember:
 def _ended(membership: _Membership, loop: asyncio.AbstractEventLoop, promote: Callable[[], None], _: object) -> None:
     """On the joining thread; whether anybody still waits for the join or not."""
     membership.close_if_left()
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(promote)
+    tell(loop, promote)
 
 
 def _same(begun: InitProcessGroupRequest, request: InitProcessGroupRequest) -> bool:

@@ -242,8 +242,9 @@ async def every_crash_point(tmp_path: Path, *, steps: int) -> None:
         assert outcome.events == undisturbed.events, f"killed at point {kill_at}: other events"
 
 
-async def test_a_controller_killed_at_any_point_changes_nothing(tmp_path: Path) -> None:
-    await every_crash_point(tmp_path, steps=20)
+@pytest.mark.parametrize("steps", [10, pytest.param(20, marks=pytest.mark.chaos)])
+async def test_a_controller_killed_at_any_point_changes_nothing(tmp_path: Path, steps: int) -> None:
+    await every_crash_point(tmp_path, steps=steps)
 
 
 async def test_a_controller_killed_after_the_end_was_decided_ends(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def weights(version: int) -> Callable[[], Iterator[tuple[str, Any]]]:
 
 
 def publication(version: int, engines: Sequence[str], **fields: Any) -> Publication:
-    defaults: dict[str, Any] = {"epoch": 1, "membership": 1, "weights": weights(version), "timeout_s": 8.0}
+    defaults: dict[str, Any] = {"epoch": 1, "membership": 1, "weights": weights(version), "timeout_s": 24.0}
     return Publication(version=version, layout=LAYOUT, engines=engines, **(defaults | fields))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -110,14 +111,14 @@ def test_every_instruction_is_tried():
     assert {case[0] for case in CASES} == CATALOGUE.keys()
 
 
-@pytest.mark.parametrize(
-    "piece", ["a", "[", "*", "* ", "<<", " ", "\n", "\n\n", "a.", "A. ", "(", '"', "a-", "{", "[{", "P.", "Day "]
-)
+@pytest.mark.parametrize("piece", ["[", "*", "<<", " ", "\n", "a.", "A. ", '"', "a-", "{", "P.", "Day "])
 def test_no_text_takes_more_than_linear_time(piece):
-    """A pattern that looked at every pair of places would not end within the test's time."""
-    for id, parameters, _, _ in CASES:
-        if id != "language:response_language" or parameters["language"] == "ko":
-            made(id, parameters).instruction.follows(piece * (400_000 // len(piece)))
+    """By the clock of the processor: the worst takes a tenth of a second, one that tries all pairs a minute."""
+    text = piece * (200_000 // len(piece))
+    for id, parameters in {case[0]: case[1] for case in CASES}.items():
+        began = time.thread_time()
+        made(id, parameters).instruction.follows(text)
+        assert time.thread_time() - began < 5.0, id
 
 
 @pytest.mark.parametrize(

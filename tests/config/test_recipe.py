@@ -208,9 +208,9 @@ def test_the_scope_of_staleness_survives_being_written_down() -> None:
         ({"type": "jax", "options": {"mesh": {"fsdp": 2}}}, 1),
     ],
 )
-def test_the_launcher_starts_the_processes_of_a_torch_trainers_mesh(trainer: dict[str, Any], processes: int) -> None:
+def test_the_launcher_starts_the_processes_of_a_torch_trainers_mesh(trainer: dict[str, object], processes: int) -> None:
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trainer": trainer})
     assert config.trainer_processes == processes
     alone = config.in_one_process
     assert alone.trainer_processes == 1
-    assert alone.trainer.options == (trainer.get("options", {}) if config.trainer.type == "jax" else {})
+    assert alone.trainer.options == ({} if config.trainer.type == "torch" else trainer["options"])

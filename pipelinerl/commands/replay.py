@@ -46,7 +46,7 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         UserError: the run, the step, or what it needs is not there, or the run is of another layout.
     """
     check_layout(run_dir)
-    config = load(str(run_dir / "recipe.toml"))
+    config = load(str(run_dir / "recipe.toml")).in_one_process
     other = None if objective is None else _other(config, objective)
     steps = recorded_steps(run_dir)
     recorded_step(run_dir, step)

@@ -214,6 +214,14 @@ class RunConfig(Section):
         return math.prod(axis for axis in mesh.values() if isinstance(axis, int))
 
     @property
+    def in_one_process(self) -> Self:
+        """The same run with a torch trainer of one process, whose steps are the same but for rounding."""
+        if self.trainer.type != "torch":
+            return self
+        options = {name: value for name, value in self.trainer.options.items() if name not in ("mesh", "distributed")}
+        return self.model_copy(update={"trainer": self.trainer.model_copy(update={"options": options})})
+
+    @property
     def servers_to_start(self) -> int:
         """Parameter servers that the launcher starts: where weights are pulled, and none is named."""
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls

@@ -29,7 +29,7 @@ from trainer_contract.types import Head, TrainerSpec
 @final
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """One process, one device, up to three models."""
+    """Up to three models, on the same devices: of one process, or of all of the trainer's."""
 
     policy: Trainer
     critic: Critic | None

@@ -44,7 +44,7 @@ BROAD_EXCEPT_ALLOWED = (
 RANDOMNESS_ALLOWED = {
     "pipelinerl/rng.py": "the source",
     "launch/run_directory.py": "secrets must not be reproducible",
-    "pipelinerl/trainers/torch/trainer.py": "seeds torch from rng, for models that draw in their forward",
+    "pipelinerl/trainers/torch/loading.py": "seeds torch from rng, for models that draw in their forward",
     "pipelinerl/roles/process.py": "secrets must not be reproducible",
     "pipelinerl/streams/embedded_redis.py": "secrets must not be reproducible",
     "pipelinerl/training/rollouts/rollout_reader.py": "each incarnation of a trainer has a name of its own",

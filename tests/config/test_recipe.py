@@ -199,3 +199,20 @@ def test_the_scope_of_staleness_survives_being_written_down() -> None:
     assert config.staleness.scope is StalenessScope.ROLLOUT
     assert parse(to_table(config)).staleness.scope is StalenessScope.ROLLOUT
     assert "staleness.scope: Input should be 'group' or 'rollout'" in refusal("staleness.scope=token")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "processes"),
+    [
+        ({}, 1),
+        ({"options": {"mesh": {"dp_shard": 2, "dp_replicate": 3}}}, 6),
+        ({"options": {"mesh": {"dp_shard": 2}, "distributed": {"coordinator": "10.0.0.1:1"}}}, 1),
+        ({"type": "jax", "options": {"mesh": {"fsdp": 2}}}, 1),
+    ],
+)
+def test_the_launcher_starts_the_processes_of_a_torch_trainers_mesh(trainer: dict[str, object], processes: int) -> None:
+    config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trainer": trainer})
+    assert config.trainer_processes == processes
+    alone = config.in_one_process
+    assert alone.trainer_processes == 1
+    assert alone.trainer.options == ({} if config.trainer.type == "torch" else trainer["options"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import final
+from typing import cast, final
 
 from torch import Tensor
 
@@ -55,8 +55,7 @@ class TorchTrainer:
 
     @property
     def _worker(self) -> TorchWorker | MeshLeader:
-        state: TorchWorker | MeshLeader = started(self._state)  # what a type checker would join to `object`
-        return state
+        return cast(TorchWorker | MeshLeader, started(self._state))
 
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""

@@ -188,8 +188,7 @@ def build(
 
     Args:
         shaping: by domain; the others' rewards are the verifiers'.
-        truncated: what becomes of rollouts that ended for want of tokens.
-        width: micro-batches that the trainer computes at once.
+        truncated: of rollouts that ended for want of tokens; width: micro-batches that the trainer computes at once.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)

@@ -1,8 +1,10 @@
 """Judges with reasoning-gym's own scorer: correct iff it gives the full score. The reward is 1 or 0, no partial credit.
 
 The answer is what stands in the last `<answer>` tags, else the whole text. Scorers that would run the answer as code
-are refused. Quick scorers run where they are called. One that was slow once, and any that is given an answer much
-longer than the true one, runs in a worker process with a deadline. A verdict's `answer` is without outer spaces.
+are refused. Quick scorers run where they are called. One that has turned out slow, and any that is given an answer
+much longer than the true one, runs in a worker process with a deadline. Slow is what takes processor time: by the clock
+every scorer is slow now and then on a busy machine, and a worker costs the actor several times what a quick one does.
+A verdict's `answer` is without outer spaces.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
@@ -26,8 +29,12 @@ UNSAFE_TASKS: Final = frozenset(
     }
 )  # fmt: skip
 
-#: An event loop may be held up this long by one scoring.
+#: An event loop may be held up this long by one scoring, in processor time.
 _QUICK_S: Final = 0.002
+#: So many that are not quick, one after the other, make a scorer slow, or one that takes so long: a first call fills
+#: caches, and any call may meet the garbage collector.
+_NOT_QUICK: Final = 3
+_LONG_S: Final = 0.05
 #: An answer that is so many times as long as the true one, and some, may take a scorer its square.
 _MUCH_LONGER: Final = 4
 _AND_SOME: Final = 256
@@ -45,6 +52,8 @@ class ReasoningGym:
         self._deadline_s = deadline_s
         self._scorers: dict[str, Scorer] = {}
         self._slow: set[str] = set()
+        self._not_quick: Counter[str] = Counter()
+        self._last: tuple[Problem | None, str] = (None, "")  # and which scorer it has
         self._pool = WorkerPool(
             "pipelinerl.verifiers.reasoning_gym:open_scorers", workers=workers, deadline_s=deadline_s
         )
@@ -55,7 +64,9 @@ class ReasoningGym:
             task, parameters, index = (problem.metadata[name] for name in ("task", "parameters", "index"))
         except KeyError as error:
             return failed(f"{problem.problem_id} is no reasoning-gym problem: its metadata lacks {error}")
-        name = json.dumps([task, parameters], sort_keys=True)
+        if problem is not self._last[0]:  # the answers of a group come one after the other
+            self._last = problem, json.dumps([task, parameters], sort_keys=True)
+        name = self._last[1]
         scorer = self._scorers.get(name)
         if scorer is None:
             try:
@@ -65,15 +76,20 @@ class ReasoningGym:
         answer = extract_answer(completion_text)
         if name in self._slow or len(answer) > _MUCH_LONGER * len(problem.ground_truth) + _AND_SOME:
             return await self._judged_elsewhere(name, index, answer, group=problem.problem_id)
-        began = time.monotonic()
+        began = time.thread_time()
         verdict = _verdict(_scored(scorer, index, answer), answer)
-        if time.monotonic() - began > _QUICK_S:
-            self._slow.add(name)
+        self._note(name, time.thread_time() - began)
         return verdict
 
     async def close(self) -> None:
         """End the worker processes."""
         await self._pool.close()
+
+    def _note(self, name: str, seconds: float) -> None:
+        """How long a scoring has held up the loop."""
+        self._not_quick[name] = self._not_quick[name] + 1 if seconds > _QUICK_S else 0
+        if seconds > _LONG_S or self._not_quick[name] >= _NOT_QUICK:
+            self._slow.add(name)
 
     async def _judged_elsewhere(self, name: str, index: int, answer: str, *, group: str) -> Verdict:
         try:

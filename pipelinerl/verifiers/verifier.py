@@ -94,8 +94,11 @@ class EachAlone:
     async def _judged(self, problem: Problem, text: str) -> Judgement:
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self._deadline_s):
+            if self._deadline_s is None:
                 verdict = await self._verifier.verify(problem, text)
+            else:
+                async with asyncio.timeout(self._deadline_s):
+                    verdict = await self._verifier.verify(problem, text)
         except TimeoutError:
             verdict = timed_out(time.monotonic() - began)
         return Judgement(verdict, time.monotonic() - began)

@@ -8,8 +8,8 @@
 The deadline runs from the moment at which a worker is given the question. What is slow is learned: a question is that
 has taken four times the processor time of the mean (on a busy machine, a worker that is kept waiting is not), or four
 times the mean on the clock if that is more than a second. One that finds every slow place taken is asked anew when one
-is free. Of those that wait, groups with the fewest slow questions so far come first. So hostile answers do not hold up
-their siblings or other groups until their deadlines.
+is free. Of those that wait, groups with the fewest slow questions so far come first, but for every fourth place. So
+hostile answers do not hold up their siblings or other groups until their deadlines.
 
 Processes start when they are needed (`worker_process.py`): the first at `start`, or else at the first question, a
 second worker only while the first is busy. Whoever is cancelled while a worker has its question has that worker killed.
@@ -45,6 +45,8 @@ _TIMES_THE_MEAN: Final = 4.0
 _NEWEST: Final = 0.05
 #: Slow places for each of the others.
 _SLOW_PLACES: Final = 2
+#: Of so many places that are handed on, one goes to who has waited longest.
+_TO_THE_OLDEST: Final = 4
 #: A tenth of the share of others, as Linux counts.
 _LOW_PRIORITY: Final = 10
 _LONGEST_ANSWER: Final = 2**24
@@ -206,7 +208,8 @@ class _Places:
     """Counts who may go on; of those that wait, groups with the fewest slow questions are first, then who came first.
 
     How many a group has had is looked at when a place is free: a group's first slow question counts for all of it that
-    waits.
+    waits. One place in `_TO_THE_OLDEST` goes to who has waited longest, so that nobody waits for ever while others keep
+    coming.
     """
 
     def __init__(self, free: int, slow_of: Counter[str]) -> None:
@@ -214,6 +217,7 @@ class _Places:
         self._slow_of = slow_of
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
         self._numbers = itertools.count()
+        self._handed_on = 0
 
     def take_now(self) -> bool:
         """Take a place if one is free."""
@@ -238,12 +242,16 @@ class _Places:
     def give_back(self) -> None:
         """Hand the place to the next who waits."""
         while self._waiting:
-            group = min(self._waiting, key=lambda each: (self._slow_of[each], self._waiting[each][0][0]))
+            by_age = self._handed_on % _TO_THE_OLDEST == _TO_THE_OLDEST - 1
+            group = min(
+                self._waiting, key=lambda each: (0 if by_age else self._slow_of[each], self._waiting[each][0][0])
+            )
             queue = self._waiting[group]
             _, future = queue.popleft()
             if not queue:
                 del self._waiting[group]
             if not future.done():
+                self._handed_on += 1
                 future.set_result(None)
                 return
         self._free += 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import re
 import time
 from pathlib import Path
@@ -196,3 +197,32 @@ async def test_an_answer_much_longer_than_the_true_one_is_scored_in_a_worker():
         assert verifier._pool._forkers
     finally:
         await verifier.close()
+
+
+@pytest.mark.parametrize(
+    ("cpu_ms", "slow"),
+    [([1.9] * 50, False), ([4, 4, 1, 4, 4], False), ([1, 4, 4, 4], True), ([1, 60], True)],
+    ids=["quick", "two at a time", "three in a row", "one that takes long"],
+)
+async def test_a_scorer_is_slow_by_the_processor_time_that_it_takes(
+    cpu_ms: list[float], slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verifier, taken = ReasoningGym(), iter(cpu_ms)
+    clock_s = 0.0
+    monkeypatch.setattr(time, "thread_time", lambda: clock_s)
+
+    def scorer(index: int, answer: str) -> float:
+        nonlocal clock_s
+        clock_s += next(taken) / 1000
+        return 1.0
+
+    metadata = {"task": "spell_backward", "parameters": {}, "index": 1}
+    problem = Problem(
+        problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="a", metadata=metadata
+    )
+    name = json.dumps(["spell_backward", {}])
+    verifier._scorers[name] = scorer
+    for _ in cpu_ms:
+        assert (await verifier.verify(problem, "a")).outcome is Outcome.CORRECT
+    assert (name in verifier._slow) is slow
+    await verifier.close()

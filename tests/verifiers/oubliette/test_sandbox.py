@@ -117,6 +117,17 @@ def test_what_is_no_program_is_a_failure_of_it(sandbox: Sandbox) -> None:
     assert (result.ending, result.code) == (Ending.EXITED, 126)
 
 
+def test_the_weak_tier_runs_python_alone() -> None:
+    weak = Sandbox(lambda number: walls_of(Tier.WEAK, number), slots=1)
+    try:
+        with pytest.raises(languages.LanguageMissing, match="the weak sandbox runs Python alone, not /bin/true"):
+            weak.submit(Run(argv=("/bin/true",)))
+        result = weak.run(python("import sys, heapq\nprint(2 * int(input()), file=sys.stdout)", stdin=b"4"))
+        assert (result.stdout, result.ending, result.tier) == (b"8\n", Ending.EXITED, Tier.WEAK)
+    finally:
+        weak.close()
+
+
 def test_many_at_once_are_each_their_own(sandbox: Sandbox) -> None:
     futures = [sandbox.submit(python("print(int(input()) ** 2)", stdin=f"{n}\n".encode())) for n in range(100)]
     assert [future.result(PATIENCE_S).stdout for future in futures] == [f"{n * n}\n".encode() for n in range(100)]

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.pool import Pool
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 from benchmarks.measure import Row, paired, print_table, seconds_of, write_record
 from pipelinerl.verifiers.oubliette import bubblewrap, languages, probe
@@ -100,6 +100,7 @@ def run(quick: bool) -> None:
         )
 
 
+@final
 class Wrong:
     """Counts outputs that are not twice their number."""
 
@@ -122,7 +123,7 @@ def _in_sandbox(sandbox: Sandbox, runs: Sequence[Run]) -> list[bytes]:
 
 
 def _cold(command: Sequence[str], number: int) -> bytes:
-    return subprocess.run(command, input=b"%d\n" % number, capture_output=True, check=True).stdout
+    return subprocess.run(command, input=b"%d\n" % number, capture_output=True, check=True, timeout=60).stdout
 
 
 def bare_runs(share: tuple[Sequence[str], Sequence[int]]) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.verifiers.oubliette import languages
-from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier
+from pipelinerl.verifiers.oubliette import languages, probe
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
 from tests.patience import PATIENCE_S
 
@@ -90,7 +90,7 @@ def test_a_traceback_shows_the_program_alone(sandbox: Sandbox) -> None:
 
 def test_each_limit_ends_a_program_by_its_name(sandbox: Sandbox) -> None:
     assert ended(sandbox, "while True: pass", cpu_s=0.2).ending is Ending.CPU_TIME
-    assert ended(sandbox, "import time\ntime.sleep(3600)", wall_s=0.2).ending is Ending.DEADLINE
+    assert ended(sandbox, "import time\ntime.sleep(3600)", wall_s=2.0).ending is Ending.DEADLINE
     assert ended(sandbox, "while True: print('x' * 1000)", output_bytes=5000).ending is Ending.OUTPUT
     forks = "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = b'x' * (40 << 20)\ntime.sleep(3600)"
     assert ended(sandbox, forks, memory_bytes=100 << 20).ending is Ending.MEMORY
@@ -118,7 +118,10 @@ def test_what_is_no_program_is_a_failure_of_it(sandbox: Sandbox) -> None:
 
 
 def test_the_weak_tier_runs_python_alone() -> None:
-    weak = Sandbox(lambda number: walls_of(Tier.WEAK, number), slots=1)
+    try:
+        weak = probe.opened(Tier.WEAK, slots=1)
+    except SandboxMissing as error:
+        pytest.skip(f"left out: programs in the weak sandbox, since {error}")
     try:
         with pytest.raises(languages.LanguageMissing, match="the weak sandbox runs Python alone, not /bin/true"):
             weak.submit(Run(argv=("/bin/true",)))

@@ -210,7 +210,9 @@ def _left_behind(baits: dict[str, str]) -> list[Finding]:
     """Whatever attacks have started on the host and is still there: none, or one finding."""
     until = time.monotonic() + _LEFT_BEHIND_S
     mine = f"oub-{baits['NAME']}"[:15]
-    while found := [path.parent.name for path in Path("/proc").glob("[0-9]*/comm") if _content(path) == mine]:
+    while found := [
+        pid for pid in os.listdir("/proc") if pid.isdigit() and _content(Path("/proc", pid, "comm")) == mine
+    ]:
         if time.monotonic() > until:
             return [Finding("processes left behind", Defence.ESCAPED, ", ".join(found))]
         time.sleep(0.05)

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.pool import Pool
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 from benchmarks.measure import Row, paired, print_table, seconds_of, write_record
 from pipelinerl.verifiers.oubliette import bubblewrap, languages, probe
@@ -80,7 +80,7 @@ def run(quick: bool) -> None:
         Row("pairs/s ÷ one cold subprocess each", of_cold, f">= {LEAST_OF_COLD:g}", of_cold.median >= LEAST_OF_COLD),
         *(Row(f"pairs/s, {arm}", timings.median(arm)) for arm in ("ours", "bare", "cold")),
         Row(f"{pairs} pairs (s)", request_s, f"<= {MOST_S:g}", request_s <= MOST_S),
-        *(Row(f"C++, {name}", value, *target) for name, (value, *target) in cpp.items()),
+        *cpp,
         Row("wrong outputs", wrong.count, "0", wrong.count == 0),
         Row("… of", wrong.seen),
     ]  # fmt: skip
@@ -93,13 +93,14 @@ def run(quick: bool) -> None:
                 "of_cold": of_cold.as_dict(),
                 "pairs_per_s": {arm: timings.median(arm) for arm in ("ours", "bare", "cold")},
                 "request_s": request_s,
-                "cpp": {name: value for name, (value, *_) in cpp.items()},
+                "cpp": {row.name: str(row.value) for row in cpp},
                 "wrong": wrong.count,
                 "outputs": wrong.seen,
             },
         )
 
 
+@final
 class Wrong:
     """Counts outputs that are not twice their number."""
 
@@ -122,7 +123,7 @@ def _in_sandbox(sandbox: Sandbox, runs: Sequence[Run]) -> list[bytes]:
 
 
 def _cold(command: Sequence[str], number: int) -> bytes:
-    return subprocess.run(command, input=b"%d\n" % number, capture_output=True, check=True).stdout
+    return subprocess.run(command, input=b"%d\n" % number, capture_output=True, check=True, timeout=60).stdout
 
 
 def bare_runs(share: tuple[Sequence[str], Sequence[int]]) -> None:
@@ -142,7 +143,7 @@ def bare_runs(share: tuple[Sequence[str], Sequence[int]]) -> None:
             if second == 0:
                 os.dup2(in_read, 0)
                 os.dup2(out_write, 1)
-                os.execv(command[0], command)
+                os.execv(command[0], list(command))
             os._exit(os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]))
         os.close(out_write)
         os.close(in_read)
@@ -155,7 +156,7 @@ def bare_runs(share: tuple[Sequence[str], Sequence[int]]) -> None:
 
 def _cpp(
     sandbox: Sandbox, threads: ThreadPoolExecutor, pool: Pool, folder: Path, wrong: Wrong, *, tests: int, rounds: int
-) -> dict[str, tuple[object, ...]]:
+) -> list[Row]:
     """Seconds of all tests, ours with and without compiling, beside the bare runs of the same program."""
     language = languages.find("cpp")
     compiling = language.compiling(_CPP, languages.COMPILING)
@@ -180,10 +181,10 @@ def _cpp(
         rounds=rounds,
     )
     ratio = timings.ratio("ours", "bare")
-    return {
-        f"{tests} tests ÷ bare runs": (ratio, f"<= {MOST_CPP:g}", ratio.median <= MOST_CPP),
-        "compiling, once (s)": (compile_s,),
-        f"{tests} tests (s)": (timings.median("ours"),),
-        f"{tests} bare runs (s)": (timings.median("bare"),),
-        f"{tests} runs without isolation (s)": (timings.median("plain"),),
-    }
+    return [
+        Row(f"C++, {tests} tests ÷ bare runs", ratio, f"<= {MOST_CPP:g}", ratio.median <= MOST_CPP),
+        Row("C++, compiling, once (s)", compile_s),
+        Row(f"C++, {tests} tests (s)", timings.median("ours")),
+        Row(f"C++, {tests} bare runs (s)", timings.median("bare")),
+        Row(f"C++, {tests} runs without isolation (s)", timings.median("plain")),
+    ]

@@ -31,13 +31,16 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 _LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock across a fork
 _NUMBERS = {"x86_64": (56, 126), "aarch64": (220, 91)}  # clone, capset
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
-_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_LANDLOCK_ALL, _LANDLOCK_READ, _LANDLOCK_READ_FILE = (1 << 13) - 1, 0xC, 0x4
 _MNT_DETACH = 2
 #: How often the memory of a run is added up.
 _TICK_S = 0.02
@@ -102,11 +105,11 @@ def _run(control: socket.socket, walls: _Walls, request: dict[str, Any], files: 
     try:
         walls.map_ids(pid)
         os.write(go_write, b"g")
-        ended = _watch(control, handle, limits, began)
+        ended = _watch(control, handle, walls.processes(pid), limits, began)
     except OSError as error:
         ended = f"{error}"
     os.close(go_write)
-    delayed_s = _delayed_s() if ended else 0.0
+    delayed_s = _delayed_s(walls.processes(pid)()) if ended else 0.0
     if ended:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
@@ -127,7 +130,9 @@ def _run(control: socket.socket, walls: _Walls, request: dict[str, Any], files: 
     }
 
 
-def _watch(control: socket.socket, handle: int, limits: dict[str, Any], began: float) -> str:
+def _watch(
+    control: socket.socket, handle: int, processes: Callable[[], list[str]], limits: dict[str, Any], began: float
+) -> str:
     """Wait for the end of a run; why it has to be ended, or nothing where it has ended by itself."""
     poll = select.poll()
     poll.register(handle, select.POLLIN)
@@ -136,7 +141,7 @@ def _watch(control: socket.socket, handle: int, limits: dict[str, Any], began: f
     while True:
         left_s = until - time.monotonic()
         if left_s <= 0:  # the time that it was ready, and had no processor, is not its own
-            until = began + min(limits["wall_s"] + _delayed_s(), limits["starved_s"])
+            until = began + min(limits["wall_s"] + _delayed_s(processes()), limits["starved_s"])
             if until <= time.monotonic() + _TICK_S:
                 return "deadline"
             continue
@@ -148,23 +153,17 @@ def _watch(control: socket.socket, handle: int, limits: dict[str, Any], began: f
             for file in files:
                 os.close(file)
             return "output" if packet else "gone"
-        memory_bytes, cpu_s = _used()
+        memory_bytes, cpu_s = _used(processes())
         if memory_bytes > limits["memory_bytes"]:
             return "memory"
         if cpu_s > limits["cpu_s"]:
             return "cpu time"
 
 
-def _runs() -> list[str]:
-    """Processes of the run: all there are but this one, and the box's first."""
-    ours = {"1", str(os.getpid())}
-    return [name for name in os.listdir("/proc") if name.isdigit() and name not in ours]
-
-
-def _used() -> tuple[int, float]:
+def _used(processes: list[str]) -> tuple[int, float]:
     """(bytes apart from files, processor seconds) of the processes of the run, together."""
     memory_bytes = ticks = 0
-    for name in _runs():
+    for name in processes:
         with contextlib.suppress(OSError):  # it has ended
             with open(f"/proc/{name}/stat", "rb") as file:
                 ticks += sum(int(field) for field in file.read().rpartition(b")")[2].split()[11:15])
@@ -175,10 +174,10 @@ def _used() -> tuple[int, float]:
     return memory_bytes, ticks / _TICKS_PER_S
 
 
-def _delayed_s() -> float:
+def _delayed_s(processes: list[str]) -> float:
     """How long the processes of the run were ready, and had no processor: of one process, the longest."""
     longest = 0
-    for name in _runs():
+    for name in processes:
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/schedstat") as file:
             longest = max(longest, int(file.read().split()[1]))
     return longest / 1e9
@@ -199,11 +198,12 @@ def _become(walls: _Walls, request: dict[str, Any], files: list[int], go_read: i
         source = _content(files[3]) if request["python"] else None
         for number, file in enumerate(files[:3]):
             os.dup2(file, number)
-        os.dup2(trouble, 3, inheritable=False)
+        trouble = os.dup2(trouble, 3, inheritable=False)
         os.closerange(4, 1 << 16)
         walls.shut(request["limits"])
     except BaseException as error:  # of a process that must not go on as the server
-        os.write(trouble, f"{type(error).__name__}: {error}".encode())
+        with contextlib.suppress(OSError):
+            os.write(trouble, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     if source is not None:
         os.close(3)
@@ -285,6 +285,7 @@ class _Walls:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._namespaces = settings["namespaces"]
         self._outer_id = settings["outer_id"]
+        self._shown = [path.encode() for path in settings["shown"]]
         self._clone, self._capset = _NUMBERS[os.uname().machine]
         steps = bytes.fromhex(settings["filter"])
         self._steps = ctypes.create_string_buffer(steps)
@@ -313,6 +314,13 @@ class _Walls:
             with open(f"/proc/{pid}/{name}", "w") as file:
                 file.write(text)
 
+    def processes(self, pid: int) -> Callable[[], list[str]]:
+        """Those of the run: all there are but this one, and the box's first; or the only one that it may be."""
+        if not self._namespaces:
+            return lambda: [str(pid)]
+        ours = {"1", str(os.getpid())}
+        return lambda: [name for name in os.listdir("/proc") if name.isdigit() and name not in ours]
+
     def enter(self, limits: dict[str, Any]) -> None:
         """Be who one is; with a folder, a /proc and a process group that nobody else has."""
         os.setsid()  # a signal to its own group reaches across namespaces
@@ -323,7 +331,11 @@ class _Walls:
             room = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700"
             _mount("tmpfs", _FOLDER, _MS_NOSUID | _MS_NODEV, room)
             _mount("proc", "/proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "")
-        os.chdir(_FOLDER)
+        elif os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(self._outer_id, self._outer_id, self._outer_id)
+            os.setresuid(self._outer_id, self._outer_id, self._outer_id)
+        os.chdir(_FOLDER if self._namespaces else "/")
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
 
@@ -346,8 +358,26 @@ class _Walls:
             raise _failure("capset")
         if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
             raise _failure("no_new_privs")
+        if not self._namespaces:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            self._hide()
         if self._filter and _LIBC.prctl(_PR_SET_SECCOMP, 2, self._filter, 0, 0) != 0:
             raise _failure("seccomp")
+
+    def _hide(self) -> None:
+        """Landlock: read what is shown, and do nothing else with any file."""
+        ruleset = _LIBC.syscall(_LANDLOCK_CREATE, struct.pack("=Q", _LANDLOCK_ALL), 8, 0)
+        if ruleset < 0:
+            raise _failure("landlock")
+        for path in self._shown:
+            file = os.open(path, os.O_PATH)
+            rights = _LANDLOCK_READ if os.path.isdir(path) else _LANDLOCK_READ_FILE
+            if _LIBC.syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0) != 0:
+                raise _failure(f"landlock of {path!r}")
+            os.close(file)
+        if _LIBC.syscall(_LANDLOCK_RESTRICT, ruleset, 0) != 0:
+            raise _failure("landlock")
+        os.close(ruleset)
 
 
 def _mount(kind: str, where: str, flags: int, options: str) -> None:

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-_SERVER: Final = Path(__file__).with_name("box_server.py")
+SERVER: Final = Path(__file__).with_name("box_server.py")
 _SERVER_INSIDE: Final = "/run/box_server.py"
 #: Of the host's root: where programs and libraries are, links among them as they are.
 _PROGRAMS: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -59,7 +59,7 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
         who = ["--unshare-user"]
     return [
         program, *namespaces, *who, "--die-with-parent", "--new-session", "--hostname", "box",
-        *shown, "--dir", "/run", "--ro-bind", str(_SERVER), _SERVER_INSIDE, "--proc", "/proc",
+        *shown, "--dir", "/run", "--ro-bind", str(SERVER), _SERVER_INSIDE, "--proc", "/proc",
         "--tmpfs", "/dev", *(item for name in _DEVICES for item in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
         "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin",
         "--symlink", "/proc/self/fd/1", "/dev/stdout", "--symlink", "/proc/self/fd/2", "/dev/stderr",

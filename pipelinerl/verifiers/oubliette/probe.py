@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -32,6 +33,8 @@ ATTACKS: Final = (*processes.ATTACKS, *memory.ATTACKS, *files.ATTACKS, *kernel.A
 _TRIES: Final = 5
 #: After a box has ended, the kernel may take a moment to end what was in it.
 _LEFT_BEHIND_S: Final = 60.0
+#: How a program of the weak tier ends which shows nothing of /proc, writes nothing, and starts nothing.
+_REFUSED: Final = re.compile(rb"\n(PermissionError|FileNotFoundError|BlockingIOError): \[Errno [0-9]+\][^\n]*\n$")
 #: What a password file would show.
 _PASSWORDS: Final = b"root:"
 
@@ -126,12 +129,12 @@ def _begun(attack: Attack, baits: dict[str, str], sandbox: Sandbox) -> _Rest:
 def _compiled(attack: Attack, source: str, sandbox: Sandbox) -> list[ProgramResult] | str:
     try:
         language = languages.find(attack.language)
+        limits = attack.limits if attack.limits is not QUICK else languages.COMPILING
+        compiling = language.compiling(source, limits)
+        assert compiling is not None, "attacks in compiled languages are compiled"
+        result = sandbox.run(compiling)
     except languages.LanguageMissing as error:
         return str(error)
-    limits = attack.limits if attack.limits is not QUICK else languages.COMPILING
-    compiling = language.compiling(source, limits)
-    assert compiling is not None, "attacks in compiled languages are compiled"
-    result = sandbox.run(compiling)
     if not result.succeeded:
         return [result]
     return [result, sandbox.run(language.running(result.stdout, b"", QUICK))]
@@ -142,6 +145,10 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
     if isinstance(results, str):
         return Finding(attack.name, Defence.LEFT_OUT, results)
     last = results[-1]
+    if last.tier is Tier.WEAK and attack.needs_namespaces:
+        return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
+    if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):
+        return Finding(attack.name, Defence.HELD, last.describe())
     is_program = attack.language != "python" and len(results) == 1  # which a compiler wrote: not what a program says
     if b"ESCAPED" in last.stdout and not is_program:
         told = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
@@ -203,7 +210,9 @@ def _left_behind(baits: dict[str, str]) -> list[Finding]:
     """Whatever attacks have started on the host and is still there: none, or one finding."""
     until = time.monotonic() + _LEFT_BEHIND_S
     mine = f"oub-{baits['NAME']}"[:15]
-    while found := [path.parent.name for path in Path("/proc").glob("[0-9]*/comm") if _content(path) == mine]:
+    while found := [
+        pid for pid in os.listdir("/proc") if pid.isdigit() and _content(Path("/proc", pid, "comm")) == mine
+    ]:
         if time.monotonic() > until:
             return [Finding("processes left behind", Defence.ESCAPED, ", ".join(found))]
         time.sleep(0.05)

@@ -23,6 +23,8 @@ class Tier(StrEnum):
 
     DEFAULT = "default"
     """bubblewrap around a slot; namespaces, user id, file systems and system call filter of its own around each run."""
+    WEAK = "weak"
+    """Landlock, system call filter and limits around one process of the host. Only when asked for by name."""
 
 
 class Ending(StrEnum):

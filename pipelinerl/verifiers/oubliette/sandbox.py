@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Final, final
 
 from pipelinerl.verifiers.oubliette import bubblewrap, languages, syscall_filter
@@ -22,6 +23,7 @@ from pipelinerl.verifiers.oubliette.slot import Slot, Walls
 _FIRST_ID: Final = 60706
 _IDS: Final = 400
 
+_SYSTEMS: Final = Path("/usr/bin/python3")
 _TRIES: Final = 2
 _INTERRUPTED_EVERY_S: Final = 0.2
 
@@ -42,6 +44,8 @@ def walls_of(tier: Tier, number: int) -> Walls:
             f"the {tier} sandbox is for Linux on x86_64; this is {sys.platform} on {os.uname().machine}"
         )
     outer_id = _FIRST_ID + (os.getpid() * 7 + number) % _IDS if os.geteuid() == 0 else os.geteuid()
+    if tier is Tier.WEAK:
+        return _weak(outer_id)
     if bubblewrap.found() is None:
         raise SandboxMissing(
             f"the {tier} sandbox needs bubblewrap, which is not installed; on Debian and Ubuntu: apt install bubblewrap"
@@ -50,14 +54,37 @@ def walls_of(tier: Tier, number: int) -> Walls:
     return Walls(tier=tier, command=tuple(command), namespaces=True, outer_id=outer_id, filter=syscall_filter.boxed())
 
 
+def _weak(outer_id: int) -> Walls:
+    """A single process of the host: it starts and signals no other, opens no socket, and reads libraries alone."""
+    python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # root's own may be nobody else's to read
+    if not python.exists():
+        raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} where it is root's; there is none")
+    shown = [
+        "/usr/lib",
+        "/usr/share/zoneinfo",
+        "/lib",
+        "/lib64",
+        "/dev/null",
+        "/dev/urandom",
+        str(python.parent.parent / "lib"),
+    ]
+    return Walls(
+        tier=Tier.WEAK,
+        command=(str(python), "-I", str(bubblewrap.SERVER)),
+        namespaces=False,
+        outer_id=outer_id,
+        filter=syscall_filter.alone(),
+        shown=tuple(path for path in shown if os.path.exists(path)),
+    )
+
+
 @final
 class Sandbox:
     """Runs programs, `slots` at a time. To be closed; nothing is started before the first run."""
 
     def __init__(self, walls: Callable[[int], Walls], *, slots: int) -> None:
         self._queue: queue.SimpleQueue[tuple[Run, Future[ProgramResult]] | None] = queue.SimpleQueue()
-        self._walls = walls
-        self._slots = slots
+        self._walls = [walls(number) for number in range(slots)]
         self._threads: list[tuple[threading.Thread, Slot]] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -65,12 +92,14 @@ class Sandbox:
     def submit(self, run: Run) -> Future[ProgramResult]:
         """Its result, some time; or `SandboxLost`."""
         future: Future[ProgramResult] = Future()
+        if run.argv and not self._walls[0].namespaces:
+            raise languages.LanguageMissing(f"the {self._walls[0].tier} sandbox runs Python alone, not {run.argv[0]}")
         with self._lock:
             if self._closed:
                 raise SandboxLost("the sandbox is closed")
             self._queue.put((run, future))
-            if len(self._threads) < self._slots:
-                slot = Slot(self._walls(len(self._threads)))
+            if len(self._threads) < len(self._walls):
+                slot = Slot(self._walls[len(self._threads)])
                 thread = threading.Thread(target=self._work, args=(slot,), name="oubliette", daemon=True)
                 self._threads.append((thread, slot))
                 thread.start()

@@ -169,7 +169,8 @@ class _Box:
         """The server ends its run when the socket closes; bubblewrap's end is the end of all that is in the box."""
         self._control.close()
         self.interrupt()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_S)
         self._said = self.last_words()
         self._words.close()
 

@@ -59,9 +59,12 @@ _REFUSED: Final = {
     "sched_setscheduler": 144, "sched_setattr": 314, "sched_setparam": 142, "ioprio_set": 251, "_sysctl": 156,
     "nfsservctl": 180,
 }  # fmt: skip
-_MMAP, _CLONE, _CLONE3, _SOCKETPAIR, _FORK, _VFORK, _EXECVE, _EXECVEAT = 9, 56, 435, 53, 57, 58, 59, 322
-#: Refused beside those where no process namespace stands around a run: the signals that may reach others, and setsid.
-_ALONE: Final = (62, 200, 234, 424, 129, 297, 109, 112, 141, _FORK, _VFORK, _EXECVE, _EXECVEAT)
+_MMAP, _CLONE, _CLONE3, _SOCKETPAIR, _FORK, _VFORK, _EXECVE, _EXECVEAT, _PRLIMIT = 9, 56, 435, 53, 57, 58, 59, 322, 302
+#: Refused beside those where no process namespace stands around a run: what may reach other processes, or make one.
+_ALONE: Final = (434, 203, 62, 200, 234, 424, 129, 297, 109, 112, 141, _FORK, _VFORK, _EXECVE, _EXECVEAT)
+
+#: By which a file sends signals to somebody: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
+_OWNERS: Final = {72: (8, 15), 16: (0x8901, 0x8902)}
 
 
 def supported() -> bool:
@@ -98,6 +101,11 @@ def _program(refused: Iterable[int], *, clone_may_not: int, clone_must: int = 0)
     if clone_must:
         must = [_step(_JUMP_ANY_BIT, clone_must, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
         steps += _by_argument(_CLONE, 0, must)
+        itself = [_step(_JUMP_EQUAL, 0, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
+        steps += _by_argument(_PRLIMIT, 0, itself)
+        for number, words in _OWNERS.items():
+            for word in words:
+                steps += _by_argument(number, 1, [_step(_JUMP_EQUAL, word, 0, 1), _step(_RETURN, _ERRNO | errno.EPERM)])
     both = _MAP_SHARED | _MAP_ANONYMOUS
     shared = [_step(_AND, both), _step(_JUMP_EQUAL, both, 0, 1), _step(_RETURN, _ERRNO | errno.EPERM)]
     steps += _by_argument(_MMAP, 3, shared)

@@ -20,11 +20,15 @@ def main() -> None:
     try:
         probe.opened(Tier.DEFAULT, slots=1).close()
         found = probe.attacked(lambda number: walls_of(Tier.DEFAULT, number), probe.ATTACKS)
+        quick = [attack for attack in probe.ATTACKS if not attack.ends and attack.language == "python"]
+        weak = probe.attacked(lambda number: walls_of(Tier.WEAK, number), quick)
     except (SandboxMissing, SandboxLost) as error:
         print(json.dumps({"missing": str(error)}))
         return
-    told = [[each.name, each.told] for each in found if each.defence is probe.Defence.ESCAPED]
-    print(json.dumps({"tried": len(found), "escaped": told}))
+    told, told_weak = (
+        [[each.name, each.told] for each in tier if each.defence is probe.Defence.ESCAPED] for tier in (found, weak)
+    )
+    print(json.dumps({"tried": len(found), "escaped": told, "escaped_weak": told_weak}))
 
 
 if __name__ == "__main__":

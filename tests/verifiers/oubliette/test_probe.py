@@ -36,6 +36,24 @@ def test_every_attack_is_held_off(sandbox: Sandbox) -> None:
     assert sum(finding.defence is Defence.HELD for finding in found) >= 80
 
 
+def test_the_weak_tier_holds_off_what_it_can() -> None:
+    """Without those that end by their limits, which are the same."""
+    tried = [attack for attack in ATTACKS if not attack.ends and attack.language == "python"]
+    try:
+        probe.opened(Tier.WEAK, slots=1).close()
+    except SandboxMissing as error:
+        pytest.skip(f"left out: attacks on the weak sandbox, since {error}")
+    found = probe.attacked(lambda number: walls_of(Tier.WEAK, number), tried)
+    assert [finding for finding in found if finding.defence is Defence.ESCAPED] == []
+    assert {finding.name for finding in found if finding.defence is Defence.LEFT_OUT} == {"the parent"}
+
+
+def test_the_weak_tier_is_only_taken_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxMissing, match="the default sandbox needs bubblewrap"):
+        probe.opened(Tier.DEFAULT)
+
+
 def test_every_attack_is_held_off_where_nobody_has_rights(sandbox: Sandbox) -> None:
     if os.geteuid() != 0:
         pytest.skip("left out: attacks as another user, since this one is not root and they were tried as it")
@@ -47,6 +65,7 @@ def test_every_attack_is_held_off_where_nobody_has_rights(sandbox: Sandbox) -> N
     if "missing" in found:
         pytest.skip(f"left out: attacks by a user without rights, since {found['missing']}")
     assert found["escaped"] == []
+    assert found["escaped_weak"] == []
     assert found["tried"] >= len(ATTACKS)
 
 

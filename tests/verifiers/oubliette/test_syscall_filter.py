@@ -50,6 +50,20 @@ def test_every_number_is_refused_or_not_as_the_table_says() -> None:
         assert verdict(boxed, number) == (REFUSED if number in refused | {SOCKETPAIR} else ALLOWED), number
 
 
+def test_one_that_is_alone_starts_and_reaches_nobody() -> None:
+    alone = syscall_filter.alone()
+    assert verdict(alone, CLONE, 0x3D0F00) == ALLOWED  # a thread's
+    assert verdict(alone, CLONE, 17) == REFUSED
+    kill, execve, prlimit, pidfd_open, setsid = 62, 59, 302, 434, 112
+    assert [verdict(alone, number) for number in (FORK, kill, execve, pidfd_open, setsid)] == [REFUSED] * 5
+    fcntl, ioctl = 72, 16
+    assert (verdict(alone, fcntl, 0, 8), verdict(alone, fcntl, 0, 15), verdict(alone, fcntl, 0, 3)) == (
+        REFUSED, REFUSED, ALLOWED
+    )  # fmt: skip
+    assert (verdict(alone, ioctl, 0, 0x8901), verdict(alone, ioctl, 0, 0x5401)) == (REFUSED, ALLOWED)
+    assert (verdict(alone, prlimit, 0), verdict(alone, prlimit, 1)) == (ALLOWED, REFUSED)
+
+
 def test_what_depends_on_arguments() -> None:
     boxed = syscall_filter.boxed()
     assert verdict(boxed, CLONE, 0x3D0F00) == ALLOWED  # a thread's

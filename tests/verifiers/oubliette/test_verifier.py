@@ -77,10 +77,10 @@ async def test_time_of_its_own_is_wrong_and_the_verifiers_is_a_timeout(sandbox: 
     verdict = await judged(oubliette, "while True: pass", time_limit=0.2)
     assert verdict.outcome is Outcome.WRONG
     assert "processor time" in verdict.reason or "on the clock" in verdict.reason
-    hurried = Oubliette(RULES, deadline_s=0.2)
+    hurried = Oubliette(RULES, deadline_s=2.0)
     try:
         verdict = await judged(hurried, "import time\ntime.sleep(3600)")
-        assert (verdict.outcome, verdict.reason) == (Outcome.TIMEOUT, "no judgement within 0.2 s")
+        assert (verdict.outcome, verdict.reason) == (Outcome.TIMEOUT, "no judgement within 2 s")
     finally:
         await hurried.close()
 

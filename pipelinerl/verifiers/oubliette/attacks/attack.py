@@ -54,6 +54,7 @@ class Attack:
         language: `python`, or one that is compiled, and attacks the compiler or is code that only a compiler makes.
         before: a program that ran just before, in the same slot.
         ends: how it may end without having said `held`.
+        needs_namespaces: whether only a tier that has them can hold it off.
         at_start: whether it is tried each time that a sandbox is opened.
     """
 
@@ -64,3 +65,4 @@ class Attack:
     limits: Limits = QUICK
     ends: frozenset[Ending] = frozenset()
     at_start: bool = False
+    needs_namespaces: bool = False

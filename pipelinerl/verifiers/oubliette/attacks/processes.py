@@ -73,8 +73,11 @@ ATTACKS: Final = (
         name="killing its group, and the server with it", ends=frozenset({Ending.SIGNALLED, Ending.EXITED}),
         source="signal.signal(signal.SIGTERM, signal.SIG_DFL)\nos.killpg(0, signal.SIGKILL)\nheld()",
     ),
-    Attack(name="the parent", source="held() if os.getppid() == 0 else escaped(f'parent {os.getppid()}')"),
+    Attack(name="the parent", needs_namespaces=True,
+           source="held() if os.getppid() == 0 else escaped(f'parent {os.getppid()}')"),
     Attack(name="handle of a process of the host", source="refused(os.pidfd_open, @PID@)"),
+    Attack(name="a signal by a file that has an owner",
+           source="import fcntl\nr, w = os.pipe()\nrefused(fcntl.fcntl, r, fcntl.F_SETOWN, @PID@)"),
     Attack(name="ptrace of a process of the host", source="barred(101, 0x4206, @PID@, 0, 0)", at_start=True),
     Attack(
         name="ptrace of its own child",

@@ -10,6 +10,8 @@ WORKERS ?= 3
 VLLM_FOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # vLLM's part of the suite, in short, belongs to `make test` where vLLM's CPU build can be had. WITH_VLLM= leaves it out.
 WITH_VLLM ?= $(filter Linux-x86_64-cpu,$(shell uname -s)-$(shell uname -m)-$(VLLM_FOR))
+# Debian's package that the tests of code in a sandbox need, where it is missing.
+SANDBOX ?= $(shell command -v bwrap >/dev/null || echo bubblewrap)
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 SITE   := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -28,15 +30,6 @@ part = began=$$(date +%s); $(2); ended=$$?; [ $$ended = 0 ] || failed=1; \
   notes="$$notes\nmake test: $(1): $$([ $$ended = 0 ] && echo passed || echo "FAILED, status $$ended") in $$(($$(date +%s) - began)) s";
 TOLD = printf "$$notes\n"; exit $${failed:-0}
 
-# `$(call beside,PARTS)` runs parts beside those that follow, of whose waiting they make use; `$(JOINED)` waits for them
-# and prints what they have printed. Ctrl-C ends both.
-beside = told=$$(mktemp -d); { $(1) printf %s "$$notes" > $$told/notes; exit $${failed:-0}; } > $$told/printed 2>&1 & \
-  others=$$!; trap 'kill $$others; exit 130' INT TERM;
-JOINED = wait $$others || failed=1; cat $$told/printed; notes="$$notes$$(cat $$told/notes)"; rm -r $$told;
-
-# vLLM's part belongs to the whole suite, not to what ARGS asks for.
-VLLM_PART = $(if $(ARGS),,$(WITH_VLLM))
-
 .DEFAULT_GOAL := help
 .PHONY: help install run test sandbox vllm test-vllm chaos check format bench gpu-check clean
 
@@ -48,21 +41,20 @@ install: $(VENV)/.installed ## create the environment, once
 run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-test: $(VENV)/.installed-dev ## the test suite; with ARGS="-m slow", what it leaves out
-	@$(if $(VLLM_PART),$(call beside,\
+test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) ## the test suite; with ARGS="-m slow", what it leaves out
+	@$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(or $(ARGS),$(CHECKED))) \
+	$(if $(or $(ARGS),$(if $(WITH_VLLM),,1)),\
+	  notes="$$notes\nmake test: left out: vLLM's part ($(if $(ARGS),ARGS is for the other,WITH_VLLM is empty here, $$(uname -sm)))";,\
 	  $(call part,vLLM installed,$(MAKE) --no-print-directory $(VLLM)/.installed) \
-	  $(call part,vLLM,$(MAKE) --no-print-directory test-vllm MARK="vllm and $(SHORT)"))) \
-	$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(or $(ARGS),$(CHECKED))) \
-	$(if $(VLLM_PART),$(JOINED),\
-	  notes="$$notes\nmake test: left out: vLLM's part ($(if $(ARGS),ARGS is for the other,WITH_VLLM is empty here, $$(uname -sm)))";) \
+	  $(call part,vLLM,$(MAKE) --no-print-directory test-vllm MARK="vllm and $(SHORT)")) \
 	$(if $(ARGS),,notes="$$notes\nmake test: left out: architecture (make check), slow (make test ARGS='-m slow'; make test-vllm), chaos (make chaos), gpu (make gpu-check)";) \
 	$(TOLD)
 
-# Debian's package, and not a wheel of somebody's: it is the wall around code that nobody has read.
+# A package of the system's, and not a wheel of somebody's: it is the wall around code that nobody has read.
+APT := timeout 120 env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 sandbox: ## bubblewrap, by which answers that are code are judged: installed where this is root's Debian or Ubuntu
-	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
-	  && export DEBIAN_FRONTEND=noninteractive && timeout 300 apt-get update -qq \
-	  && timeout 300 apt-get install -y -qq --no-install-recommends bubblewrap >/dev/null; } \
+	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(APT) update \
+	  && $(APT) install -y --no-install-recommends bubblewrap >/dev/null; } \
 	  || echo "make: bubblewrap is not here and could not be installed: what runs code in a sandbox is left out" >&2
 
 vllm: $(VLLM)/.installed ## an environment with vLLM, .venv-vllm: for CUDA where there is a GPU, else for CPUs

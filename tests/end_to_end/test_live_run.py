@@ -100,12 +100,12 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
         assert "did not stop within" not in run.output, "each role has ended by itself"
         assert f"pipelinerl run --resume {directory}" in run.output
         assert run.is_gone()
-        assert_saved_to_its_last_step(run)
+        suspended_at = saved_to_its_last_step(run)
     with launched(resumed(directory), directory) as run:
         run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")
         first, second = run.events("trainer_ready")
         assert (first["epoch"], first["model_version"], second["epoch"]) == (1, 0, 2)
-        assert second["model_version"] in (4, 8)
+        assert second["model_version"] == suspended_at >= 6, "no step was lost"
         run.until(lambda run: run.events()[-1]["kind"] == "step", "a step of the second life")
         elapsed = [event["elapsed_s"] for event in run.events()]
         assert elapsed == sorted(elapsed), "one time line over both lives"
@@ -117,10 +117,10 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
     with launched(["--resume", f"file://{location}/run"], directory) as run:
         assert run.end() == 0, run.story()
         assert_settled(run, steps=STEPS)
-        assert run.events("trainer_ready")[-1]["model_version"] in (4, 8), "it did not begin again"
+        assert run.events("trainer_ready")[-1]["model_version"] in (suspended_at, 8), "it did not begin again"
     assert differences(Learned.by(undisturbed), Learned.by(run)) == []
     kept = {manifest.parent.name.split("-e")[0] for manifest in location.glob("run/step-*/manifest.json")}
-    assert kept == {"step-000004", "step-000008", "step-000012"}
+    assert kept >= {"step-000008", "step-000012"} and len(kept) == 3
 
 
 def test_a_live_run_survives_three_deaths_at_once_and_obeys_its_owner(tmp_path: Path) -> None:
@@ -184,12 +184,13 @@ def test_without_restarts_a_dead_controller_ends_the_run_which_says_how_to_go_on
     assert curve(run) == curve(undisturbed)
 
 
-def assert_saved_to_its_last_step(run: LiveRun) -> None:
-    """No step was lost, whenever the last checkpoint was due."""
+def saved_to_its_last_step(run: LiveRun) -> int:
+    """The step that a suspended run has come to; none was lost, whenever the last checkpoint was due."""
     events = read_events(run.directory / "events.jsonl")
     steps = [event["step"] for event in events if event["kind"] == "step"]
     saved = [event["model_version"] for event in events if event["kind"] == "checkpoint"]
     assert saved[-1] == steps[-1] and events[-1]["kind"] == "run_suspended"
+    return int(saved[-1])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

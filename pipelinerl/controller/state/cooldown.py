@@ -8,7 +8,8 @@ same domain, so that quotas stay exact and no problem of an epoch is left out. A
 asks one that does: `MOST_PASSED` are passed at most. What an order asks is decided when it is first issued: `passed`
 says how far a domain is ahead from which order on, so an order that is issued again asks the same.
 
-The idea is that of `no_resampling_pass_rate` in Olmo 3 (2025, §4.4); RLAX §6.2 filters such groups once they are there.
+open-instruct's `no_resampling_pass_rate` (Olmo 3) leaves such prompts out for good; RLAX §6.2 filters their groups once
+they are there.
 """
 
 from __future__ import annotations

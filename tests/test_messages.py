@@ -47,8 +47,22 @@ ACCOUNT: dict[str, Any] = {"trained": 1, "filtered": 2, "stale": 3, "failed": 4,
 
 WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
     (
-        TrainerReady(report_id="ready-a", incarnation="a", model_version=5, consumed=CONSUMED, claimed=2),
-        {"report_id": "ready-a", "incarnation": "a", "model_version": 5, "consumed": ACCOUNT, "claimed": 2},
+        TrainerReady(
+            report_id="ready-a",
+            incarnation="a",
+            model_version=5,
+            consumed=CONSUMED,
+            claimed=2,
+            solved={"toy": [(8, "p")]},
+        ),
+        {
+            "report_id": "ready-a",
+            "incarnation": "a",
+            "model_version": 5,
+            "consumed": ACCOUNT,
+            "claimed": 2,
+            "solved": {"toy": [[8, "p"]]},
+        },
     ),
     (
         StepDone(
@@ -60,6 +74,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             orders=[4, 8],
             by_domain={"toy": {"reward": 0.5}},
             by_tag={"level=3": {"stale": 0.25}},
+            solved={"toy": [(8, "p")]},
         ),
         {
             "report_id": "e1-step-6",
@@ -70,6 +85,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "orders": [4, 8],
             "by_domain": {"toy": {"reward": 0.5}},
             "by_tag": {"level=3": {"stale": 0.25}},
+            "solved": {"toy": [[8, "p"]]},
         },
     ),
     (
@@ -228,6 +244,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
                     judged=8, errors=1, timeouts=3, seconds=0.5, errors_in_a_row=1, timeouts_in_a_row=2, reason="late"
                 )
             },
+            filtering=VerifierFigures(judged=7),
         ),
         {
             "name": "actor-0",
@@ -244,6 +261,15 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
                     "timeouts_in_a_row": 2,
                     "reason": "late",
                 }
+            },
+            "filtering": {
+                "judged": 7,
+                "errors": 0,
+                "timeouts": 0,
+                "seconds": 0.0,
+                "errors_in_a_row": 0,
+                "timeouts_in_a_row": 0,
+                "reason": "",
             },
         },
     ),

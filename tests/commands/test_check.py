@@ -43,7 +43,7 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         return
     found = dict(findings(config))
     assert list(found) == [
-        *("model", "engine", "trainer", "objective", "staleness"),
+        *("model", "engine", "trainer", "objective", "step", "staleness"),
         *("verifier", "prompt", "training", "held out"),
     ]
     assert found["training"] != found["held out"]
@@ -289,7 +289,10 @@ def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None
 @pytest.mark.parametrize(
     ("domain", "sentence"),
     [
-        ({"source": "zzz"}, "domains.d.source must be one of reasoning_gym, addition, files, hub, got 'zzz'"),
+        (
+            {"source": "zzz"},
+            "domains.d.source must be one of reasoning_gym, addition, files, instructions, hub, got 'zzz'",
+        ),
         ({"source": "reasoning_gym:zzz"}, "domains.d: reasoning-gym refuses task 'zzz'"),
         (
             {"source": "reasoning_gym:spell_backward", "parameters": {"zz": 1}},

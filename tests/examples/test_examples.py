@@ -53,13 +53,14 @@ def test_the_rewards_of_the_language_models_task() -> None:
     config = load(EXAMPLES / "smollm2" / "json_facts.toml")
     problem = training_problems(config).problem(0)
     truth = json.loads(problem.ground_truth)
-    assert list(truth) == ["name", "item", "count"] and truth["name"] in problem.messages[-1].content
+    assert list(truth) == ["who", "other", "item", "count"] and truth["who"] != truth["other"]
+    assert all(truth[who] in problem.messages[-1].content for who in ("who", "other"))
     script = (
         "import json, task\n"
         f"truth = {problem.ground_truth!r}\n"
         "said = json.loads(truth)\n"
         "assert (task.parses(truth), task.right(truth, truth)) == (1, 1)\n"
-        "assert round(task.right(json.dumps(said | {'count': 1}), truth), 3) == 0.667\n"
+        "assert round(task.right(json.dumps(said | {'count': 1}), truth), 3) == 0.75\n"
         "assert task.right(json.dumps(said | {'more': 1}), truth) == task.right('It is 3.', truth) == 0\n"
         "assert task.parses('[1]') == task.parses('{') == task.parses('[' * 100_000) == 0\n"
     )

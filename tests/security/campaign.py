@@ -26,6 +26,8 @@ HONEST: Final = frozenset({"dirty", "engine_stopped", "peer_lost", "deadline_exc
 _WAITS_FOR_OTHERS_S: Final = 1.0
 #: The one that starts soonest: what it takes to answer is the machine's doing, whichever it is.
 _IDLE: Final = "parameter server"
+#: A longer body may be refused, and the connection closed, before it is read: the answer is lost with what was sent.
+_MOST_UNREAD: Final = 65536
 #: Clients, each with a connection, that take requests from one seeded stream.
 _CLIENTS: Final = 4
 
@@ -113,7 +115,8 @@ class _Clients:
             except TimeoutError:
                 found.waited += 1
             except aiohttp.ClientError as error:
-                found.failures.append(f"no answer to {asked.words}: {error!r}")
+                if len(content) <= _MOST_UNREAD or not isinstance(error, OSError):
+                    found.failures.append(f"no answer to {asked.words}: {error!r}")
             else:
                 found.statuses[status] += 1
                 if status >= 500 and _code(body) not in HONEST:

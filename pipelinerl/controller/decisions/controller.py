@@ -204,7 +204,7 @@ class Controller:
         """End the run at the next step boundary: last publication, checkpoint and evaluation included."""
         if self.state.stop_reason is None:
             self.state.stop_reason = reason
-        if self.state.phase is RunPhase.STARTING or self.state.trainer.stop_sent:
+        if self.state.phase in (RunPhase.STARTING, RunPhase.FINISHED) or self.state.trainer.stop_sent:
             return []
         return [Send(self._directive(f"stop-e{self.state.epoch}", publish=True))]
 
@@ -235,7 +235,7 @@ class Controller:
         key = (self.state.epoch, self.state.fleet.membership)
         waits = key != self.state.trainer.reload_asked and self.state.fleet.awaits_weights()
         if (
-            self.state.phase is RunPhase.STARTING
+            self.state.phase in (RunPhase.STARTING, RunPhase.FINISHED)
             or holds_updates(self.state)
             or not (waits or self.state.evaluations.postponed)
         ):

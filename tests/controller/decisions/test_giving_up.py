@@ -302,6 +302,9 @@ def test_a_run_that_is_suspended_saves_publishes_nothing_and_is_not_evaluated_ag
 def test_a_run_is_suspended_at_once_before_its_trainer_has_come() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
+    late = [EngineRegistered(now=0.0, url=OTHER), StopAsked(now=0.0, reason="stopped by somebody"), Ticked(now=1e6)]
+    sent = [effect for given in late for effect in run.controller.decide(given) if isinstance(effect, Send)]
+    assert sent == [], "nobody is there to be told"
 
 
 def test_a_trainer_that_does_not_save_holds_a_suspension_no_longer_than_is_said() -> None:

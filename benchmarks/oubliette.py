@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final, final
 
 from benchmarks.measure import Row, paired, print_table, seconds_of, write_record
-from pipelinerl.verifiers.oubliette import bubblewrap, languages, probe
+from pipelinerl.verifiers.oubliette import bubblewrap, probe, toolchains
 from pipelinerl.verifiers.oubliette.runs import Limits, Run, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox
 
@@ -58,7 +58,7 @@ def run(quick: bool) -> None:
         shares = [(interpreter, list(range(core, others, cores))) for core in range(cores)]
 
         def ours() -> float:
-            language = languages.find("python")
+            language = toolchains.find("python")
             runs = [language.running(_PROGRAM.encode(), b"%d\n" % n, _LIMITS) for n in range(pairs)]
             return pairs / wrong.timed(lambda: _in_sandbox(sandbox, runs))
 
@@ -158,8 +158,8 @@ def _cpp(
     sandbox: Sandbox, threads: ThreadPoolExecutor, pool: Pool, folder: Path, wrong: Wrong, *, tests: int, rounds: int
 ) -> list[Row]:
     """Seconds of all tests, ours with and without compiling, beside the bare runs of the same program."""
-    language = languages.find("cpp")
-    compiling = language.compiling(_CPP, languages.COMPILING)
+    language = toolchains.find("cpp")
+    compiling = language.compiling(_CPP, toolchains.COMPILING)
     assert compiling is not None, "C++ is compiled"
     began = time.perf_counter()
     compiled = sandbox.run(compiling)

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from pipelinerl.config.sections import Section
-from pipelinerl.verifiers.oubliette import languages
+from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.checkers import Checker
 from pipelinerl.verifiers.oubliette.rules import CodeRules, Scoring
 from pipelinerl.verifiers.oubliette.runs import Tier
@@ -36,8 +36,8 @@ class OublietteSection(Section):
     @model_validator(mode="after")
     def _knows_languages(self) -> Self:
         for name in (self.language, *self.languages):
-            if name not in languages.LANGUAGES:
-                raise ValueError(f"language must be one of {', '.join(languages.LANGUAGES)}, got {name!r}")
+            if name not in toolchains.LANGUAGES:
+                raise ValueError(f"language must be one of {', '.join(toolchains.LANGUAGES)}, got {name!r}")
         if self.languages and self.language not in self.languages:
             raise ValueError(f"languages must hold language ({self.language}), got {', '.join(self.languages)}")
         return self

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.errors import UserError
-from pipelinerl.verifiers.oubliette import languages, probe
+from pipelinerl.verifiers.oubliette import probe, toolchains
 from pipelinerl.verifiers.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
 
@@ -26,7 +26,7 @@ def probe_(
     """Attack the sandbox from within, by every attack that there is; exit status 1 if one is not held off."""
     for each in Tier:
         typer.echo(f"{each:<10} {_told(each)}")
-    typer.echo(f"{'languages':<10} {', '.join(languages.installed())}")
+    typer.echo(f"{'languages':<10} {', '.join(toolchains.installed())}")
     found = probe.attacked(lambda number: walls_of(tier, number), probe.ATTACKS)
     for finding in found:
         if all_ or finding.defence is not probe.Defence.HELD:
@@ -52,7 +52,7 @@ def run_(
         source, stdin = program.read_text(), b"" if input_ is None else input_.read_bytes()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{program} cannot be read: {error}") from None
-    found = languages.find(language or program.suffix.lstrip("."))
+    found = toolchains.find(language or program.suffix.lstrip("."))
     limits = Limits(cpu_s=time_limit, wall_s=2 * time_limit + 1, memory_bytes=memory_mb << 20)
     sandbox = probe.opened(tier, slots=1)
     try:
@@ -65,8 +65,8 @@ def run_(
         raise typer.Exit(1)
 
 
-def _ran(sandbox: Sandbox, language: languages.Language, source: str, stdin: bytes, limits: Limits) -> bool:
-    compiling = language.compiling(source, languages.COMPILING)
+def _ran(sandbox: Sandbox, language: toolchains.Toolchain, source: str, stdin: bytes, limits: Limits) -> bool:
+    compiling = language.compiling(source, toolchains.COMPILING)
     program = source.encode()
     if compiling is not None:
         compiled = sandbox.run(compiling)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from pipelinerl.verifiers.oubliette.languages import COMPILING, Language
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run
+from pipelinerl.verifiers.oubliette.toolchains import COMPILING, Toolchain
 
 
 class Checker(StrEnum):
@@ -45,7 +45,7 @@ class CheckerFailed(Exception):
 class CustomChecker:
     """A problem's own checker; `files` lie beside its source when it is compiled, such as testlib.h."""
 
-    language: Language
+    language: Toolchain
     source: str
     protocol: Protocol
     files: tuple[tuple[str, str], ...] = ()

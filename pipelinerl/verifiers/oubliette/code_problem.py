@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pipelinerl.types import Problem
-from pipelinerl.verifiers.oubliette import languages
+from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.checkers import Checker, CustomChecker, Protocol
 
 
@@ -52,7 +52,7 @@ class CodeProblem:
 
         Raises:
             TestsMalformed: there are no tests, or a field is not what it must be.
-            LanguageMissing: the checker's language is not installed here.
+            ToolchainMissing: the checker's language is not installed here.
         """
         metadata = problem.metadata
         tests = tuple(_tests(metadata)) or tuple(_of_ground_truth(problem.ground_truth))
@@ -201,7 +201,7 @@ def _checker(value: Any) -> Checker | CustomChecker | None:
     ):
         raise TestsMalformed(f"checker.files must be texts by the names of files, got {_told(files)}")
     return CustomChecker(
-        language=languages.find(str(value.get("language", "cpp"))),
+        language=toolchains.find(str(value.get("language", "cpp"))),
         source=value["source"],
         protocol=Protocol(protocol),
         files=tuple(files.items()),

@@ -20,7 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from pipelinerl.verifiers.oubliette import languages
+from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.attacks import files, kernel, memory, processes
 from pipelinerl.verifiers.oubliette.attacks.attack import PRELUDE, QUICK, Attack
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
@@ -128,12 +128,12 @@ def _begun(attack: Attack, baits: dict[str, str], sandbox: Sandbox) -> _Rest:
 
 def _compiled(attack: Attack, source: str, sandbox: Sandbox) -> list[ProgramResult] | str:
     try:
-        language = languages.find(attack.language)
-        limits = attack.limits if attack.limits is not QUICK else languages.COMPILING
+        language = toolchains.find(attack.language)
+        limits = attack.limits if attack.limits is not QUICK else toolchains.COMPILING
         compiling = language.compiling(source, limits)
         assert compiling is not None, "attacks in compiled languages are compiled"
         result = sandbox.run(compiling)
-    except languages.LanguageMissing as error:
+    except toolchains.ToolchainMissing as error:
         return str(error)
     if not result.succeeded:
         return [result]
@@ -165,7 +165,7 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
 
 
 def _python(source: str, stdin: bytes, limits: Limits) -> Run:
-    return replace(languages.find("python").running(source.encode(), stdin, limits))
+    return replace(toolchains.find("python").running(source.encode(), stdin, limits))
 
 
 # --- baits ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, final
 
-from pipelinerl.verifiers.oubliette import bubblewrap, languages, syscall_filter
+from pipelinerl.verifiers.oubliette import bubblewrap, syscall_filter, toolchains
 from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.slot import Slot, Walls
 
@@ -50,7 +50,7 @@ def walls_of(tier: Tier, number: int) -> Walls:
         raise SandboxMissing(
             f"the {tier} sandbox needs bubblewrap, which is not installed; on Debian and Ubuntu: apt install bubblewrap"
         )
-    command = bubblewrap.command(python=bubblewrap.interpreter(), toolchains=languages.toolchains())
+    command = bubblewrap.command(python=bubblewrap.interpreter(), toolchains=toolchains.folders())
     return Walls(tier=tier, command=tuple(command), namespaces=True, outer_id=outer_id, filter=syscall_filter.boxed())
 
 
@@ -93,7 +93,7 @@ class Sandbox:
         """Its result, some time; or `SandboxLost`."""
         future: Future[ProgramResult] = Future()
         if run.argv and not self._walls[0].namespaces:
-            raise languages.LanguageMissing(f"the {self._walls[0].tier} sandbox runs Python alone, not {run.argv[0]}")
+            raise toolchains.ToolchainMissing(f"the {self._walls[0].tier} sandbox runs Python alone, not {run.argv[0]}")
         with self._lock:
             if self._closed:
                 raise SandboxLost("the sandbox is closed")

@@ -18,13 +18,13 @@ from dataclasses import replace
 from typing import Final, final
 
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.oubliette import languages, probe
+from pipelinerl.verifiers.oubliette import probe, toolchains
 from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker, same
 from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, CodeTest, TestsMalformed, last_block
-from pipelinerl.verifiers.oubliette.languages import COMPILING, Language, LanguageMissing
 from pipelinerl.verifiers.oubliette.rules import CodeRules, Scoring
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots
+from pipelinerl.verifiers.oubliette.toolchains import COMPILING, Toolchain, ToolchainMissing
 from pipelinerl.verifiers.verifier import failed, shown, timed_out, wrong
 
 #: Compiled checkers that are kept.
@@ -54,7 +54,7 @@ class Oubliette:
             sandbox = await self._opened()
             judged = _Judged(sandbox, self, CodeProblem.of(problem), self._rules, self._deadline_s, self._slots)
             verdict = await judged.verdict(completion_text)
-        except (SandboxMissing, SandboxLost, TestsMalformed, LanguageMissing, CheckerFailed) as error:
+        except (SandboxMissing, SandboxLost, TestsMalformed, ToolchainMissing, CheckerFailed) as error:
             return failed(str(error))
         except TimeoutError:
             return timed_out(self._deadline_s)
@@ -164,21 +164,21 @@ class _Judged:
                 return wrong(reason)
         return _scored(shares, reason, self._rules.scoring)
 
-    def _language(self, name: str) -> Language | Verdict:
-        """The block's language. Raises `LanguageMissing` where it is to be judged and is not installed."""
-        named = languages.named(name or self._rules.language)
+    def _language(self, name: str) -> Toolchain | Verdict:
+        """The block's language. Raises `ToolchainMissing` where it is to be judged and is not installed."""
+        named = toolchains.named(name or self._rules.language)
         if named is None or named.name not in self._rules.languages:
             return wrong(f"the code is in {name!r}; judged are {', '.join(self._rules.languages)}")
-        return languages.find(named.name)
+        return toolchains.find(named.name)
 
-    async def _program(self, language: Language, source: str) -> bytes | Verdict:
+    async def _program(self, language: Toolchain, source: str) -> bytes | Verdict:
         compiling = language.compiling(source, COMPILING)
         if compiling is None:
             return source.encode("utf-8", "replace")
         result = await self._run(compiling)
         return result.stdout if result.succeeded else wrong(f"the code does not compile: {result.describe()}")
 
-    async def _tested(self, language: Language, program: bytes, test: CodeTest) -> tuple[float, str]:
+    async def _tested(self, language: Toolchain, program: bytes, test: CodeTest) -> tuple[float, str]:
         """(share, why not all) of one test."""
         time_limit_s = self._problem.time_limit_s or self._rules.time_limit_s
         checker = self._problem.checker or self._rules.checker

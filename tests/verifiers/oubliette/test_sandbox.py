@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.verifiers.oubliette import languages, probe
+from pipelinerl.verifiers.oubliette import probe, toolchains
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
 from tests.patience import PATIENCE_S
@@ -34,7 +34,7 @@ LONG = Limits(cpu_s=60, wall_s=120)
 
 
 def python(source: str, *, stdin: bytes = b"", limits: Limits = LONG) -> Run:
-    return languages.find("python").running(source.encode(), stdin, limits)
+    return toolchains.find("python").running(source.encode(), stdin, limits)
 
 
 def ended(sandbox: Sandbox, source: str, **given: object) -> ProgramResult:
@@ -44,11 +44,11 @@ def ended(sandbox: Sandbox, source: str, **given: object) -> ProgramResult:
 @pytest.mark.parametrize("name", TWICE)
 def test_a_program_reads_and_writes(sandbox: Sandbox, name: str) -> None:
     try:
-        language = languages.find(name)
-    except languages.LanguageMissing as error:
+        language = toolchains.find(name)
+    except toolchains.ToolchainMissing as error:
         pytest.skip(f"left out: {error}")
     program = TWICE[name].encode()
-    compiling = language.compiling(TWICE[name], languages.COMPILING)
+    compiling = language.compiling(TWICE[name], toolchains.COMPILING)
     if compiling is not None:
         compiled = sandbox.run(compiling)
         assert compiled.succeeded, compiled.stderr.decode()
@@ -123,7 +123,7 @@ def test_the_weak_tier_runs_python_alone() -> None:
     except SandboxMissing as error:
         pytest.skip(f"left out: programs in the weak sandbox, since {error}")
     try:
-        with pytest.raises(languages.LanguageMissing, match="the weak sandbox runs Python alone, not /bin/true"):
+        with pytest.raises(toolchains.ToolchainMissing, match="the weak sandbox runs Python alone, not /bin/true"):
             weak.submit(Run(argv=("/bin/true",)))
         result = weak.run(python("import sys, heapq\nprint(2 * int(input()), file=sys.stdout)", stdin=b"4"))
         assert (result.stdout, result.ending, result.tier) == (b"8\n", Ending.EXITED, Tier.WEAK)
@@ -190,23 +190,23 @@ def test_closing_ends_what_runs_and_loses_what_waits(sandbox: Sandbox) -> None:
 
 
 def test_a_language_that_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(languages.LanguageMissing, match=r"language must be one of python, cpp, .* got 'cobol'"):
-        languages.find("cobol")
-    gone = languages.Language(name="gone", aliases=(), tools=("no-such-compiler",), source="a", program="a")
-    monkeypatch.setitem(languages._BY_ALIAS, "gone", gone)
-    with pytest.raises(languages.LanguageMissing, match="gone needs no-such-compiler, which is not installed"):
-        languages.find("gone")
+    with pytest.raises(toolchains.ToolchainMissing, match=r"language must be one of python, cpp, .* got 'cobol'"):
+        toolchains.find("cobol")
+    gone = toolchains.Toolchain(name="gone", aliases=(), tools=("no-such-compiler",), source="a", program="a")
+    monkeypatch.setitem(toolchains._BY_ALIAS, "gone", gone)
+    with pytest.raises(toolchains.ToolchainMissing, match="gone needs no-such-compiler, which is not installed"):
+        toolchains.find("gone")
 
 
 _SERVICE = """
 import sys, time
-from pipelinerl.verifiers.oubliette import languages
+from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.runs import Limits, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
 sandbox = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), slots=2)
-print(sandbox.run(languages.find("python").running(b"print(1)", b"", Limits())).code, flush=True)
+print(sandbox.run(toolchains.find("python").running(b"print(1)", b"", Limits())).code, flush=True)
 source = b"import os\\nos.fork()\\nopen('/proc/self/comm', 'w').write(input())\\nwhile True: pass"
-run = languages.find("python").running(source, sys.argv[1].encode(), Limits(cpu_s=3600, wall_s=3600))
+run = toolchains.find("python").running(source, sys.argv[1].encode(), Limits(cpu_s=3600, wall_s=3600))
 for _ in range(3):
     sandbox.submit(run)
 time.sleep(3600)

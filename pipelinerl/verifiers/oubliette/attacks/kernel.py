@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Final
 
 from pipelinerl.verifiers.oubliette.attacks.attack import TIME_IS_UP, Attack
-from pipelinerl.verifiers.oubliette.languages import COMPILING
 from pipelinerl.verifiers.oubliette.runs import Ending
+from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
 _IN_TIME: Final = replace(COMPILING, cpu_s=1.0, wall_s=3.0, memory_bytes=256 << 20, output_bytes=1 << 20)
 _BOUNDED: Final = frozenset({Ending.EXITED, Ending.MEMORY, Ending.OUTPUT, *TIME_IS_UP})

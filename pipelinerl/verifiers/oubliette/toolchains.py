@@ -1,4 +1,4 @@
-"""Languages: how a program in each is compiled and run, and which of them this host has.
+"""Toolchains: how a program in each is compiled and run, and which of them this host has.
 
 A compiled program is one file, so that it goes from the box that compiles into the boxes that run as bytes: compiling
 writes it to standard output, through a pipe that is bounded like any other.
@@ -22,14 +22,14 @@ from pipelinerl.verifiers.oubliette.runs import Limits, Run
 _FOLDER: Final = "/tmp"
 
 
-class LanguageMissing(UserError):
+class ToolchainMissing(UserError):
     """A language is unknown, or its tools are not on this host."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Language:
-    """One language.
+class Toolchain:
+    """Of one language.
 
     Attributes:
         aliases: what fenced blocks and data sets call it beside its name.
@@ -72,35 +72,35 @@ COMPILING: Final = Limits(
 
 _BINARY: Final = (f"{_FOLDER}/program",)
 
-LANGUAGES: Final[Mapping[str, Language]] = {
+LANGUAGES: Final[Mapping[str, Toolchain]] = {
     language.name: language
     for language in (
-        Language(
+        Toolchain(
             name="python", aliases=("py", "python3", "py3", "pypy", "pypy3"), tools=(),
             source="main.py", program="main.py",
         ),
-        Language(
+        Toolchain(
             name="cpp", aliases=("c++", "cc", "cxx", "c++17", "c++20", "g++"), tools=("g++",),
             source="main.cpp", compile="g++ -O2 -std=c++17 -o program main.cpp", program="program", argv=_BINARY,
         ),
-        Language(
+        Toolchain(
             name="c", aliases=("gcc",), tools=("gcc",),
             source="main.c", compile="gcc -O2 -std=c17 -o program main.c -lm", program="program", argv=_BINARY,
         ),
-        Language(
+        Toolchain(
             name="rust", aliases=("rs",), tools=("rustc",),
             source="main.rs", compile="rustc --edition 2021 -O -o program main.rs", program="program", argv=_BINARY,
         ),
-        Language(
+        Toolchain(
             name="go", aliases=("golang",), tools=("go",), source="main.go",
             compile="GOCACHE=/tmp/cache GOFLAGS=-p=2 go build -o program main.go", program="program", argv=_BINARY,
             reserves_addresses=True,
         ),
-        Language(
+        Toolchain(
             name="javascript", aliases=("js", "node", "nodejs"), tools=("node",),
             source="main.js", program="main.js", argv=("node", f"{_FOLDER}/main.js"), reserves_addresses=True,
         ),
-        Language(
+        Toolchain(
             name="java", aliases=("java17",), tools=("javac", "java", "jar"), source="Main.java",
             compile="javac -d classes Main.java && jar cfe program.jar Main -C classes .", program="program.jar",
             argv=("java", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", f"{_FOLDER}/program.jar", "Main"),
@@ -112,23 +112,23 @@ LANGUAGES: Final[Mapping[str, Language]] = {
 _BY_ALIAS: Final = {alias: each for each in LANGUAGES.values() for alias in (each.name, *each.aliases)}
 
 
-def named(name: str) -> Language | None:
+def named(name: str) -> Toolchain | None:
     """The language that is called so, if any."""
     return _BY_ALIAS.get(name.strip().lower())
 
 
-def find(name: str) -> Language:
+def find(name: str) -> Toolchain:
     """The language that is called so, with its programs' places.
 
     Raises:
-        LanguageMissing: it is unknown, or not installed here.
+        ToolchainMissing: it is unknown, or not installed here.
     """
     language = named(name)
     if language is None:
-        raise LanguageMissing(f"language must be one of {', '.join(LANGUAGES)}, got {name!r}")
+        raise ToolchainMissing(f"language must be one of {', '.join(LANGUAGES)}, got {name!r}")
     missing = [tool for tool in language.tools if _place(tool) is None]
     if missing:
-        raise LanguageMissing(f"{language.name} needs {', '.join(missing)}, which is not installed on this host")
+        raise ToolchainMissing(f"{language.name} needs {', '.join(missing)}, which is not installed on this host")
     places = [place for place in map(_place, language.tools) if place is not None]
     path = ":".join(sorted({str(place.parent) for place in places}))
     compiling = f"export PATH={path}:$PATH; {language.compile}" if language.compile else ""
@@ -143,7 +143,7 @@ def installed() -> tuple[str, ...]:
     return tuple(name for name, each in LANGUAGES.items() if all(_place(tool) is not None for tool in each.tools))
 
 
-def toolchains() -> tuple[Path, ...]:
+def folders() -> tuple[Path, ...]:
     """Folders outside /usr that the box must show for the languages that are installed."""
     places = (_place(tool) for each in LANGUAGES.values() for tool in each.tools)
     folders = {place.parent.parent for place in places if place is not None and not place.is_relative_to("/usr")}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Never
 
@@ -36,6 +38,7 @@ def run(config: RunConfig, *, rank: int) -> Never:
             "trainer` alone"
         )
     configure(run=config.run.name, role=f"trainer-rank-{rank}")
+    outlast_notice(config.launch.save_s)
     try:
         _FOLLOW[section.type]({**section.options, "distributed": {**distributed, "process": rank}})
     except SpecError as error:
@@ -43,6 +46,21 @@ def run(config: RunConfig, *, rank: int) -> Never:
     except RankError as error:
         _leave(error, _LOST)
     _leave(None, 0)
+
+
+def outlast_notice(save_s: float) -> None:
+    """SIGTERM reaches the ranks of a machine that is taken away together: rank 0, which saves first, needs the others.
+
+    It ends them when it ends, or this one does after `save_s`; a second SIGTERM ends it at once.
+    """
+
+    def told(number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        timer = threading.Timer(save_s, os._exit, (128 + number,))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, told)
 
 
 def _follow_jax(options: Mapping[str, Any]) -> None:

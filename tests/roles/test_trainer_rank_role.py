@@ -1,0 +1,44 @@
+"""A rank above 0 outlasts the notice by which rank 0 saves its state."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.patience import PATIENCE_S
+
+RANK = (
+    "import sys; from pipelinerl.roles.trainer_rank_role import outlast_notice\n"
+    "outlast_notice(float(sys.argv[1])); print('up', flush=True)\n"
+    "for line in sys.stdin: print('still here', flush=True)"
+)
+
+
+def rank(save_s: float) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", RANK, str(save_s)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    return process
+
+
+def test_it_goes_on_until_rank_0_has_saved() -> None:
+    process = rank(3600.0)
+    said, _ = process.communicate("are you there?\n", timeout=PATIENCE_S)
+    assert (said, process.returncode) == ("still here\n", 0)
+
+
+@pytest.mark.parametrize(("save_s", "again", "status"), [(0.05, False, 143), (3600.0, True, -signal.SIGTERM)])
+def test_it_ends_after_its_time_or_when_told_twice(save_s: float, again: bool, status: int) -> None:
+    process = rank(save_s)
+    if again:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("has the first been heard?\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "still here\n"
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == status
+    process.communicate()

@@ -73,8 +73,11 @@ async def ask(
         async with _verifiers(config) as verifiers, asyncio.TaskGroup() as group:
             for _ in range(_at_a_time(orders, config)):
                 group.create_task(work())
-    except* UserError as several:
-        raise _first(several) from None
+    except ExceptionGroup as several:  # plain: what `except*` raises is a group again before Python 3.11.4
+        refusals, others = several.split(UserError)
+        if refusals is None or others is not None:
+            raise
+        raise _first(refusals) from None
     if failures and not answered:
         raise UserError(f"no problem has an answer; the last: {failures[-1]}")
 

@@ -175,10 +175,16 @@ class WorkerPool:
         async with self._starting:
             if (idle := self._idle_worker()) is not None:  # it came up meanwhile
                 return idle
-            self._forkers = [forker for forker in self._forkers if not forker.ended]
+            self._forget_the_ended()
             if not (self._forkers and self._forkers[-1].can_give):
                 self._forkers.append(await _Forker.start(*self._target))
             return await self._forkers[-1].worker()
+
+    def _forget_the_ended(self) -> None:
+        for forker in self._forkers:
+            if forker.ended:
+                forker.kill()  # lets go of our end of its connection
+        self._forkers = [forker for forker in self._forkers if not forker.ended]
 
     def _idle_worker(self) -> _Worker | None:
         while self._idle:
@@ -298,7 +304,11 @@ class _Worker:
     @classmethod
     async def begin(cls, connection: socket.socket) -> _Worker:
         """Wait for its first line, which says its process id."""
-        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_LONGEST_ANSWER)
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_LONGEST_ANSWER)
+        except BaseException:
+            connection.close()
+            raise
         worker = cls(reader, writer, 0)
         try:
             async with asyncio.timeout(_STARTUP_S):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 def open_sleeper(argument: str) -> Callable[[Any], Any]:
     if argument == "broken":
         raise RuntimeError("cannot be opened")
+    if argument == "threads":  # with which no process can be forked safely
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
     def answering(question: Any) -> Any:
         match question:

@@ -169,6 +169,21 @@ async def test_one_that_dies_is_an_error_and_is_replaced(pool: Callable[..., Wor
     assert (await one.ask("who"))[0] != pid
 
 
+@linux
+@pytest.mark.parametrize("argument", ["", "threads"])
+async def test_workers_that_die_leave_no_open_file(pool: Callable[..., WorkerPool], argument: str) -> None:
+    one = pool(argument=argument)
+
+    async def dies() -> int:
+        with pytest.raises(WorkerLost, match="ended by itself"):
+            await one.ask("die")
+        await one.ask("who")
+        return len(os.listdir("/proc/self/fd"))
+
+    open_files = [await dies() for _ in range(4)]
+    assert max(open_files[1:]) <= open_files[0]
+
+
 async def test_a_question_that_is_given_up_leaves_no_answer_behind(pool: Callable[..., WorkerPool]) -> None:
     one = pool(workers=1)
     await one.ask("who")

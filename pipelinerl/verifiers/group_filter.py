@@ -22,6 +22,7 @@ import msgspec
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.system.references import last_line, load_reference
 from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.verifiers.asked_names import asked_names, lacking, parameters_of
 from pipelinerl.verifiers.user_code import limit_memory
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, correct, failed, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
@@ -66,25 +67,12 @@ def names_asked(function: Callable[..., Any]) -> tuple[str, ...]:
     """
     if inspect.iscoroutinefunction(function) or inspect.isclass(function):
         raise RecipeError("a filter must be a plain function, got one that is async, or a class")
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"the parameters of {function!r} cannot be told: {error}") from None
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    lacking = [
-        each.name
-        for each in parameters
-        if (each.name not in OF_THE_GROUP or each.kind is each.POSITIONAL_ONLY)
-        and each.default is each.empty
-        and each.kind not in variable
-    ]
-    if lacking:
+    parameters = parameters_of(function)
+    if missing := lacking(parameters, OF_THE_GROUP):
         raise RecipeError(
-            f"a filter takes by name any of {', '.join(OF_THE_GROUP)}; {', '.join(lacking)} is none of them"
+            f"a filter takes by name any of {', '.join(OF_THE_GROUP)}; {', '.join(missing)} is none of them"
         )
-    everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    names = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
-    return tuple(name for name in OF_THE_GROUP if everything or name in names)
+    return asked_names(parameters, OF_THE_GROUP)
 
 
 def open_filter_function(reference: str) -> Callable[[Any], Any]:

@@ -33,6 +33,7 @@ import msgspec
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import last_line, load_reference
 from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.verifiers.asked_names import asked_names, lacking, parameters_of
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, failed, shown, start, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
@@ -92,10 +93,7 @@ class RewardFunction:
         Raises:
             RecipeError: it asks for what nobody has.
         """
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError) as error:
-            raise RecipeError(f"the parameters of {function!r} cannot be told: {error}") from None
+        parameters = parameters_of(function)
         names = {parameter.name for parameter in parameters}
         of = Of.GROUP if names & _ASKS_FOR_A_GROUP else Of.ONE
         known = OF_A_GROUP if of is Of.GROUP else OF_ONE
@@ -104,20 +102,13 @@ class RewardFunction:
         if of is Of.ONE and _by_place(placed):
             by_place = ("problem", "completion_text")
         rest = parameters[len(by_place) :]
-        lacking = [
-            each.name
-            for each in rest
-            if _is_required(each) and (each.name not in known or each.kind is each.POSITIONAL_ONLY)
-        ]
-        if lacking:
+        if missing := lacking(rest, known):
             raise RecipeError(
                 f"a reward function takes (problem, completion_text), or by name any of {', '.join(OF_ONE)}, or of a "
-                f"group any of {', '.join(OF_A_GROUP)}; {', '.join(lacking)} is none of them"
+                f"group any of {', '.join(OF_A_GROUP)}; {', '.join(missing)} is none of them"
             )
         taken = {each.name for each in placed[: len(by_place)]} | set(by_place)
-        everything = any(each.kind is each.VAR_KEYWORD for each in rest)
-        asked_for = names if not everything else known.keys()
-        named = tuple(name for name in known if name in asked_for and name not in taken)
+        named = tuple(name for name in asked_names(rest, known) if name not in taken)
         call = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         return cls(function, of, by_place, named, call)
 
@@ -142,13 +133,6 @@ def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
     first, second = (each.name for each in placed)
     mixed = (first != "problem" and first in OF_ONE) or (second in OF_ONE and not second.startswith("completion"))
     return not mixed and not (first in OF_ONE and second in OF_ONE)
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in (
-        parameter.VAR_KEYWORD,
-        parameter.VAR_POSITIONAL,
-    )
 
 
 def _messages(problem: Problem) -> list[dict[str, str]]:

@@ -9,13 +9,11 @@ other ranks follow (`following`). Each verb checks its arguments here, before an
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 
@@ -27,7 +25,6 @@ from pipelinerl.trainers.jax.options import JaxOptions
 from pipelinerl.trainers.jax.worker import JaxWorker
 from pipelinerl.trainers.ranks.commands import (
     Backward,
-    Close,
     Command,
     Discard,
     ForwardAt,
@@ -41,7 +38,7 @@ from pipelinerl.trainers.ranks.commands import (
     encode_objective,
     encode_spec,
 )
-from pipelinerl.trainers.ranks.rank0 import Ranks, lead
+from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, lead
 from trainer_contract.batch import check
 from trainer_contract.errors import ProtocolError, RankError, SpecError, TrainerError
 from trainer_contract.host_weights import check_weights
@@ -59,8 +56,6 @@ from trainer_contract.types import (
 )
 
 T = TypeVar("T")
-#: Each trainer of this process has a number, by which the other ranks know it.
-_NUMBERS: Final = itertools.count(1)
 
 
 @final
@@ -70,7 +65,7 @@ class JaxTrainer:
     def __init__(self) -> None:
         self._state: JaxWorker | None = None
         self._ranks: Ranks | None = None
-        self._number = next(_NUMBERS)
+        self._number = next(TRAINER_NUMBERS)
 
     @property
     def model_version(self) -> int:
@@ -176,8 +171,7 @@ class JaxTrainer:
         self._state = None
         if self._ranks is not None:
             ranks, self._ranks = self._ranks, None
-            with suppress(RankError):  # lost ranks hold nothing
-                ranks.together(lambda _: Close(self._number), lambda: None, lane=Lane.PASSES)
+            ranks.drop(self._number)
 
     def _together(self, command: Command | Callable[[], Command], own: Callable[[], T]) -> T:
         """Do `own` here and what `command` says on every other rank; one process needs no command, nor makes one."""

@@ -14,6 +14,7 @@ the others are told to end. A computation that hangs in a collective is left to 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import queue
 import sys
@@ -26,6 +27,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 
 from pipelinerl.trainers.ranks.channel import Channel
 from pipelinerl.trainers.ranks.commands import (
+    Close,
     Command,
     Lane,
     Numbered,
@@ -41,6 +43,8 @@ from pipelinerl.trainers.ranks.rendezvous import Join, gather_ranks
 from trainer_contract.errors import RankError, SpecError, StateError, TrainerError
 
 T = TypeVar("T")
+#: Each trainer of this process has a number, by which the other ranks know it.
+TRAINER_NUMBERS: Final = itertools.count(1)
 #: A collective fails as soon as a peer is gone: so long it is waited for the reader that can name it.
 _NAMING_S: Final = 2.0
 #: After a rank was lost this process ends within so long, though a collective may hold JAX's own clean-up for ever.
@@ -119,6 +123,11 @@ class Ranks:
         if not ended:
             raise self._lose(RankError(self._late(pending)))
         return Together(self._outcome(pending), {rank: answer.results for rank, answer in pending.answers.items()})
+
+    def drop(self, trainer: int) -> None:
+        """Have the other ranks drop what they hold of a trainer; they stay, for what else this process trains."""
+        with suppress(RankError):  # lost ranks hold nothing
+            self.together(lambda _: Close(trainer), lambda: None, lane=Lane.PASSES)
 
     def end(self) -> None:
         """Tell the others that the work is done."""

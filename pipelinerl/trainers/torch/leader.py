@@ -5,19 +5,16 @@ Arguments are checked by `TorchTrainer` before they come here.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar, cast, final
+from typing import TypeVar, cast, final
 
 import numpy as np
 from torch import Tensor
 
 from pipelinerl.trainers.ranks.commands import (
     Backward,
-    Close,
     Columns,
     Command,
     Discard,
@@ -33,7 +30,7 @@ from pipelinerl.trainers.ranks.commands import (
     encode_objective,
     encode_spec,
 )
-from pipelinerl.trainers.ranks.rank0 import Ranks, Together, lead
+from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, Together, lead
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import join
 from pipelinerl.trainers.torch.mesh_worker import MeshWorker
@@ -52,8 +49,6 @@ from trainer_contract.types import (
 )
 
 T = TypeVar("T")
-#: Each trainer of this process has a number, by which the other ranks know it.
-_NUMBERS: Final = itertools.count(1)
 
 
 @final
@@ -70,14 +65,14 @@ class MeshLeader:
     def started(cls, spec: TrainerSpec, options: TorchOptions) -> MeshLeader:
         """Wait for the other ranks, if this process does not have them yet, and load the model on all."""
         assert options.distributed is not None, "one process needs no leader"
-        ranks, number, plain = lead(options.distributed, join), next(_NUMBERS), encode_spec(spec)
+        ranks, number, plain = lead(options.distributed, join), next(TRAINER_NUMBERS), encode_spec(spec)
         begin = partial(MeshWorker.started, spec, options.mesh)
         try:
             worker = ranks.together(lambda _: StartCommand(number, plain), begin, lane=Lane.PASSES).own
         except RankError:
             raise
         except TrainerError:  # some ranks may have started
-            _dismiss(ranks, number)
+            ranks.drop(number)
             raise
         return cls(ranks, number, worker)
 
@@ -179,7 +174,7 @@ class MeshLeader:
 
     def close(self) -> None:
         """Drop the shards, on every rank; the other ranks stay, for what else this process trains."""
-        _dismiss(self._ranks, self._number)
+        self._ranks.drop(self._number)
 
     def _predictions(
         self,
@@ -218,11 +213,6 @@ class MeshLeader:
     def _gathered(self, place: int, kind: GatheredKind) -> Tensor:
         command, own = Gather(self._number, place, kind), partial(self._worker.gathered, place, kind)
         return cast(Tensor, self._ranks.together(lambda _: command, own, lane=Lane.READS).own)
-
-
-def _dismiss(ranks: Ranks, number: int) -> None:
-    with suppress(RankError):  # lost ranks hold nothing
-        ranks.together(lambda _: Close(number), lambda: None, lane=Lane.PASSES)
 
 
 def _predicted(result: RankResult) -> Float32:

@@ -81,7 +81,7 @@ def _serve(port: Connection) -> None:
     """The engine's process: sends its port."""
     tokenizer = ChatTokenizer(char_tokenizer(), ())
     model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=CONTEXT)
-    load: Any = lambda: _Sleeper(BigramRunner(model, slots=GROUPS * SAMPLES))  # noqa: E731
+    load: Any = lambda: _Sleeper(BigramRunner(model, rows=GROUPS * SAMPLES))  # noqa: E731
     options = EngineOptions(
         model_path=Path(), model_id="m", slots=GROUPS * SAMPLES, max_waiting=4096, context_length=CONTEXT
     )

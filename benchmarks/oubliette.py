@@ -45,7 +45,7 @@ def run(quick: bool) -> None:
     """Measure, print the table and write the record."""
     pairs, others, rounds = (100, 50, 2) if quick else (PAIRS, 400, 3)
     cores = len(os.sched_getaffinity(0))
-    sandbox = probe.opened(Tier.DEFAULT, slots=cores)
+    sandbox = probe.opened(Tier.DEFAULT, at_once=cores)
     wrong = Wrong()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -39,7 +39,7 @@ def endless(tokenizer: ChatTokenizer) -> ChatTokenizer:
 def gate(tokenizer: ChatTokenizer) -> GatedRunner:
     """A bigram model with 4 rows and 64 tokens of context, whose steps the test allows."""
     model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=64)
-    return GatedRunner(BigramRunner(model, slots=4))
+    return GatedRunner(BigramRunner(model, rows=4))
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def url() -> Iterator[str]:
     raw = char_tokenizer()
     tokenizer = ChatTokenizer(raw, {raw.eos_token_id})
     model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=96)
-    engine = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, slots=4), tokenizer=tokenizer)
+    engine = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=4), tokenizer=tokenizer)
     with in_thread(create_app(engine, token=None)) as served:
         yield served
 

@@ -54,7 +54,7 @@ def run_(
         raise UserError(f"{program} cannot be read: {error}") from None
     found = toolchains.find(language or program.suffix.lstrip("."))
     limits = Limits(cpu_s=time_limit, wall_s=2 * time_limit + 1, memory_bytes=memory_mb << 20)
-    sandbox = probe.opened(tier, slots=1)
+    sandbox = probe.opened(tier, at_once=1)
     try:
         succeeded = _ran(sandbox, found, source, stdin, limits)
     except SandboxLost as error:
@@ -85,7 +85,7 @@ def _ran(sandbox: Sandbox, language: toolchains.Toolchain, source: str, stdin: b
 
 def _told(tier: Tier) -> str:
     try:
-        probe.opened(tier, slots=1).close()
+        probe.opened(tier, at_once=1).close()
     except SandboxMissing as error:
         return f"not here: {error}"
     return "holds off the attacks that are tried at each start"

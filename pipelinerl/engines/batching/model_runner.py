@@ -87,21 +87,21 @@ class ModelRunner(ServedModel, Protocol):
 
 @final
 class RowTable:
-    """One array [slots] for each column of `RowState`; a runner reads slices of them.
+    """One array [rows] for each column of `RowState`; a runner reads slices of them.
 
     Args:
-        slots: number of rows.
+        rows: how many there are.
         ids: dtype of token ids, positions and `top_k`, which go to the model or to its sampler.
     """
 
-    def __init__(self, slots: int, *, ids: DTypeLike = np.int64) -> None:
-        self.feeds: NDArray[Any] = np.zeros(slots, dtype=ids)
-        self.positions: NDArray[Any] = np.zeros(slots, dtype=ids)
-        self.temperature = np.ones(slots, dtype=np.float32)
-        self.top_p = np.ones(slots, dtype=np.float32)
-        self.top_k: NDArray[Any] = np.zeros(slots, dtype=ids)
-        self._num_sampled = np.zeros(slots, dtype=np.int64)
-        self._noise_keys = np.zeros(slots, dtype=np.uint64)
+    def __init__(self, rows: int, *, ids: DTypeLike = np.int64) -> None:
+        self.feeds: NDArray[Any] = np.zeros(rows, dtype=ids)
+        self.positions: NDArray[Any] = np.zeros(rows, dtype=ids)
+        self.temperature = np.ones(rows, dtype=np.float32)
+        self.top_p = np.ones(rows, dtype=np.float32)
+        self.top_k: NDArray[Any] = np.zeros(rows, dtype=ids)
+        self._num_sampled = np.zeros(rows, dtype=np.int64)
+        self._noise_keys = np.zeros(rows, dtype=np.uint64)
 
     def place(self, states: Sequence[RowState]) -> None:
         """Set what the named rows feed next and how they sample."""

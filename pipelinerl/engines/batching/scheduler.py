@@ -44,8 +44,8 @@ class Moves:
 class Capacity:
     """How many samples run at once, and how many more may wait."""
 
-    slots: int
-    max_waiting: int
+    running: int
+    waiting: int
 
     def check(self, samples: int, *, running: int, waiting: int) -> None:
         """May a request of so many samples be queued, where so many run and wait?
@@ -54,16 +54,16 @@ class Capacity:
             InvalidRequest: they would not fit if nothing else were there; waiting does not help.
             Overloaded: they do not fit now.
         """
-        most = self.slots + self.max_waiting
+        most = self.running + self.waiting
         if samples > most:
             raise InvalidRequest(
-                f"n must be at most {most}, the {self.slots} samples that run at once here and the {self.max_waiting} "
+                f"n must be at most {most}, the {self.running} samples that run at once here and the {self.waiting} "
                 f"that may wait, got {samples}",
                 param="n",
             )
         if running + waiting + samples > most:
             raise Overloaded(
-                f"the waiting queue holds at most {self.max_waiting} samples, {waiting} wait and {samples} more were "
+                f"the waiting queue holds at most {self.waiting} samples, {waiting} wait and {samples} more were "
                 "asked for; retry later or at another engine"
             )
 
@@ -73,7 +73,7 @@ class Scheduler:
     """Rows and the waiting queue.
 
     Args:
-        capacity: its slots are the rows; those that may wait do so beyond the ones that a free row awaits.
+        capacity: those that run have a row each; those that may wait do so beyond the ones that a free row awaits.
         prefill_tokens: most prompt tokens admitted at once, so that a flood of prompts cannot starve decoding; a single
             longer prompt is still admitted, alone.
     """
@@ -101,7 +101,7 @@ class Scheduler:
         """Give free rows to those of the lowest priority that wait, the longest waiting among them first."""
         admissions: list[Admission] = []
         budget = self._prefill_tokens
-        while self._waiting and len(self.running) < self._capacity.slots:
+        while self._waiting and len(self.running) < self._capacity.running:
             request = self._waiting[0]
             sibling = self._sibling(request) if request.started else None
             cost = len(request.sequences[request.started].context) if sibling is None else 0
@@ -151,7 +151,7 @@ class Scheduler:
     def _start(self, request: Request, sibling: int | None) -> Admission:
         first_row = len(self.running)
         left = len(request.sequences) - request.started
-        count = min(self._capacity.slots - first_row, left) if request.shares_prompt else 1
+        count = min(self._capacity.running - first_row, left) if request.shares_prompt else 1
         sequences = request.sequences[request.started : request.started + count]
         request.started += count
         self.num_waiting -= count

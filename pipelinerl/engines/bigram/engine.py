@@ -42,7 +42,7 @@ def from_options(options: EngineOptions) -> Engine:
 
     def load() -> BigramRunner:
         model = BigramModel.load(options.model_path)
-        return BigramRunner(model, slots=options.slots, context_length=options.context_length)
+        return BigramRunner(model, rows=options.slots, context_length=options.context_length)
 
     return BatchingEngine(
         options,
@@ -56,8 +56,8 @@ def from_options(options: EngineOptions) -> Engine:
 class BigramRunner:
     """`ModelRunner` of a bigram model. There is no cache: the next token depends on the current one alone."""
 
-    def __init__(self, model: BigramModel, *, slots: int, context_length: int | None = None) -> None:
-        self.slots = slots
+    def __init__(self, model: BigramModel, *, rows: int, context_length: int | None = None) -> None:
+        self.slots = rows
         self.context_length = context_length or model.context_length
         self.vocab_size = model.vocab_size
         self.layout = WeightLayout(
@@ -66,9 +66,9 @@ class BigramRunner:
         self.cache_bytes = 0
         self._current = bytes_of(model.logits).copy()
         self._staged = np.zeros_like(self._current)
-        self._rows: list[RowState | None] = [None] * slots
-        self._feeds = np.zeros(slots, dtype=np.int64)
-        self._num_sampled = np.zeros(slots, dtype=np.int64)
+        self._rows: list[RowState | None] = [None] * rows
+        self._feeds = np.zeros(rows, dtype=np.int64)
+        self._num_sampled = np.zeros(rows, dtype=np.int64)
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Nothing to compute."""

@@ -106,12 +106,12 @@ class CoreLoop:
     @property
     def num_running(self) -> int:
         """Samples that the core works on, as far as it has slots."""
-        return min(self._num_open, self._capacity.slots)
+        return min(self._num_open, self._capacity.running)
 
     @property
     def num_waiting(self) -> int:
         """Samples beyond the core's slots."""
-        return max(self._num_open - self._capacity.slots, 0)
+        return max(self._num_open - self._capacity.running, 0)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequest`, `Overloaded`, `EngineStopped`, or what the core refuses it with."""

@@ -28,12 +28,12 @@ class Buckets:
     prompts: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, *, slots: int, context: int, prefill_tokens: int) -> Self:
-        """For `slots` rows of `context` tokens, and prefills of at most `prefill_tokens` padded ones."""
+    def of(cls, *, rows: int, context: int, prefill_tokens: int) -> Self:
+        """For `rows` rows of `context` tokens, and prefills of at most `prefill_tokens` padded ones."""
         lengths = _doubling(_LEAST_LENGTH, context)
-        at_once = [max(1, min(slots, prefill_tokens // length)) for length in lengths]
+        at_once = [max(1, min(rows, prefill_tokens // length)) for length in lengths]
         prompts = tuple(tuple(4**i for i in range((most.bit_length() + 1) // 2)) for most in at_once)
-        return cls(_doubling(_LEAST_ROWS, slots), lengths, prompts)
+        return cls(_doubling(_LEAST_ROWS, rows), lengths, prompts)
 
     @property
     def num_programs(self) -> int:

@@ -37,7 +37,7 @@ class JaxRunner:
         _, self.slots, self.context_length, *_ = cache.keys.shape
         self.vocab_size = program.config.vocab
         self.cache_bytes = cache.keys.nbytes + cache.values.nbytes
-        self.buckets = Buckets.of(slots=self.slots, context=self.context_length, prefill_tokens=prefill_tokens)
+        self.buckets = Buckets.of(rows=self.slots, context=self.context_length, prefill_tokens=prefill_tokens)
         self._program = program
         self._weights = weights
         self._cache = cache

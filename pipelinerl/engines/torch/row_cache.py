@@ -48,7 +48,7 @@ class PrefillPlan:
 class DecodePlan:
     """One token for each of B rows, at `positions` i64 [B, 1]; `length` bounds what any of them sees.
 
-    `entries` i64 [B · H] addresses what this step writes, in a layer's cache seen as [slots · H · capacity, D]. Rows in
+    `entries` i64 [B · H] addresses what this step writes, in a layer's cache seen as [rows · H · capacity, D]. Rows in
     `long_rows` i64 [R] see more than `common_length` entries; the others do not.
     """
 
@@ -79,7 +79,7 @@ class CacheShape:
     """Sizes of a cache: `heads` are those of keys and values."""
 
     layers: int
-    slots: int
+    rows: int
     heads: int
     context: int
     head_dim: int
@@ -89,7 +89,7 @@ class CacheShape:
         """The cache of a model with the text configuration `config`, for as many sequences as may run at once."""
         return cls(
             layers=config.num_hidden_layers,
-            slots=options.slots,
+            rows=options.slots,
             heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             context=options.context_length,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
@@ -97,12 +97,12 @@ class CacheShape:
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values together."""
-        return 2 * self.layers * self.slots * self.heads * self.context * self.head_dim * dtype.itemsize
+        return 2 * self.layers * self.rows * self.heads * self.context * self.head_dim * dtype.itemsize
 
 
 @final
 class RowCache:
-    """Keys and values [slots, heads, capacity, head_dim] of each layer.
+    """Keys and values [rows, heads, capacity, head_dim] of each layer.
 
     The capacity doubles up to the context as sequences grow: entries that lie close together are read faster than the
     same ones spread over a long context's rows.
@@ -114,10 +114,10 @@ class RowCache:
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
         self._capacity = min(_LEAST_LENGTH, shape.context)
-        sizes = (shape.slots, shape.heads, self._capacity, shape.head_dim)
+        sizes = (shape.rows, shape.heads, self._capacity, shape.head_dim)
         self._keys = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
         self._values = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self._row_heads = torch.arange(shape.slots * shape.heads, device=device).view(shape.slots, shape.heads)
+        self._row_heads = torch.arange(shape.rows * shape.heads, device=device).view(shape.rows, shape.heads)
         self.plan: PrefillPlan | DecodePlan
 
     def plan_prefill(self, rows: list[int], sources: list[int], length: int) -> PrefillPlan:

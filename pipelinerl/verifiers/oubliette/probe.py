@@ -56,14 +56,14 @@ class Finding:
     told: str
 
 
-def opened(tier: Tier, *, slots: int | None = None, walls: Callable[[int], Walls] | None = None) -> Sandbox:
+def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Walls] | None = None) -> Sandbox:
     """A sandbox that has held off a choice of attacks a moment ago. To be closed.
 
     Raises:
         SandboxMissing: the tier cannot be had here, or does not hold; with the cause.
     """
     around = walls or (lambda number: walls_of(tier, number))
-    sandbox = Sandbox(around, slots=slots or default_slots())
+    sandbox = Sandbox(around, at_once=at_once or default_slots())
     try:
         honest = sandbox.run(_python("print(6 * int(input()))", b"7\n", QUICK))
         if not honest.succeeded or honest.stdout != b"42\n":
@@ -91,10 +91,10 @@ def attacked(
     """Try each, in their order; those that need a run before them in a slot of their own."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
-        alone = Sandbox(walls, slots=1)
+        alone = Sandbox(walls, at_once=1)
         held.callback(alone.close)
         if sandbox is None:
-            sandbox = Sandbox(walls, slots=default_slots())
+            sandbox = Sandbox(walls, at_once=default_slots())
             held.callback(sandbox.close)
         pending = [(attack, _begun(attack, baits, alone if attack.before else sandbox)) for attack in attacks]
         return [_finding(attack, baits, rest) for attack, rest in pending] + _left_behind(baits)

@@ -80,11 +80,11 @@ def _weak(outer_id: int) -> Walls:
 
 @final
 class Sandbox:
-    """Runs programs, `slots` at a time. To be closed; nothing is started before the first run."""
+    """Runs programs, `at_once` at a time. To be closed; nothing is started before the first run."""
 
-    def __init__(self, walls: Callable[[int], Walls], *, slots: int) -> None:
+    def __init__(self, walls: Callable[[int], Walls], *, at_once: int) -> None:
         self._queue: queue.SimpleQueue[tuple[Run, Future[ProgramResult]] | None] = queue.SimpleQueue()
-        self._walls = [walls(number) for number in range(slots)]
+        self._walls = [walls(number) for number in range(at_once)]
         self._threads: list[tuple[threading.Thread, Slot]] = []
         self._lock = threading.Lock()
         self._closed = False

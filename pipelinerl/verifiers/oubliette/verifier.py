@@ -42,7 +42,7 @@ class Oubliette:
     def __init__(self, rules: CodeRules | None = None, *, deadline_s: float = 60.0, workers: int | None = None) -> None:
         self._rules = rules or CodeRules()
         self._deadline_s = deadline_s
-        self._slots = workers or default_slots()
+        self._at_once = workers or default_slots()
         self._sandbox: Sandbox | None = None
         self._missing = ""
         self._opening = asyncio.Lock()
@@ -52,7 +52,7 @@ class Oubliette:
         """Judge the program in an answer; the verdict's reason names the tier."""
         try:
             sandbox = await self._opened()
-            judged = _Judged(sandbox, self, CodeProblem.of(problem), self._rules, self._deadline_s, self._slots)
+            judged = _Judged(sandbox, self, CodeProblem.of(problem), self._rules, self._deadline_s, self._at_once)
             verdict = await judged.verdict(completion_text)
         except (SandboxMissing, SandboxLost, TestsMalformed, ToolchainMissing, CheckerFailed) as error:
             return failed(str(error))
@@ -95,7 +95,7 @@ class Oubliette:
                 raise SandboxMissing(self._missing)
             if self._sandbox is None:
                 try:
-                    self._sandbox = await asyncio.to_thread(probe.opened, self._rules.tier, slots=self._slots)
+                    self._sandbox = await asyncio.to_thread(probe.opened, self._rules.tier, at_once=self._at_once)
                 except SandboxMissing as error:
                     self._missing = str(error)
                     raise
@@ -130,13 +130,13 @@ class _Judged:
         problem: CodeProblem,
         rules: CodeRules,
         deadline_s: float,
-        slots: int,
+        at_once: int,
     ) -> None:
         self._sandbox = sandbox
         self._verifier = verifier
         self._problem = problem
         self._rules = rules
-        self._slots = slots
+        self._at_once = at_once
         self._left_s = deadline_s
 
     async def verdict(self, text: str) -> Verdict:
@@ -153,9 +153,9 @@ class _Judged:
         shares: list[float] = []
         reason = ""
         tests = self._problem.tests
-        for begin in range(0, len(tests), self._slots):
+        for begin in range(0, len(tests), self._at_once):
             found = await asyncio.gather(
-                *(self._tested(language, program, test) for test in tests[begin : begin + self._slots])
+                *(self._tested(language, program, test) for test in tests[begin : begin + self._at_once])
             )
             for number, (share, told) in enumerate(found, begin + 1):
                 shares.append(share)
@@ -209,7 +209,7 @@ class _Judged:
         if short := left_s < run.limits.wall_s:
             run = replace(run, limits=replace(run.limits, wall_s=left_s))
         result = await _ran(self._sandbox, run)
-        self._left_s -= result.wall_s / self._slots
+        self._left_s -= result.wall_s / self._at_once
         if short and result.ending is Ending.DEADLINE:
             raise TimeoutError
         return result

@@ -129,7 +129,7 @@ async def test_an_end_of_turn_token_is_kept_and_has_no_text(gate: GatedRunner, t
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
     logits[7, 8] = logits[8, end] = 0.0
     model = BigramModel(logits=logits)
-    built = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, slots=1), tokenizer=tokenizer)
+    built = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=1), tokenizer=tokenizer)
     await built.start()
     (choice,) = (await built.complete(_ask(7))).choices
     await built.close()
@@ -143,7 +143,7 @@ async def test_with_ignore_eos_no_token_ends_a_sample_nor_a_prefix(gate: GatedRu
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
     logits[7, 8] = logits[8, end] = logits[end, 8] = 0.0
     model = BigramModel(logits=logits)
-    built = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, slots=1), tokenizer=tokenizer)
+    built = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=1), tokenizer=tokenizer)
     await built.start()
     ask = _ask(7, max_tokens=4, ignore_eos=True)
     (choice,) = (await built.complete(ask)).choices

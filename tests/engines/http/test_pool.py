@@ -153,7 +153,7 @@ async def test_a_prompt_too_long_for_one_engine_is_answered_by_one_with_room_for
 
     def built(context_length: int) -> BatchingEngine:
         model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=context_length)
-        return BatchingEngine(engine_options(), load=lambda: BigramRunner(model, slots=2), tokenizer=tokenizer)
+        return BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=2), tokenizer=tokenizer)
 
     long = ChatCompletionRequest(prompt_token_ids=[7] * 40, seed=4, max_tokens=2)
     with in_thread(create_app(built(32), token=None)) as one, in_thread(create_app(built(64), token=None)) as other:

@@ -189,14 +189,14 @@ def test_heads_may_be_divided_over_devices(options: EngineOptions, twin: ModelRu
 
 
 def test_programs_are_few_and_bounded() -> None:
-    buckets = Buckets.of(slots=256, context=4096, prefill_tokens=1024)
+    buckets = Buckets.of(rows=256, context=4096, prefill_tokens=1024)
     assert buckets.rows == (16, 32, 64, 128, 256)
     assert buckets.lengths == (128, 256, 512, 1024, 2048, 4096)
     assert buckets.prompts == ((1, 4), (1, 4), (1,), (1,), (1,), (1,))
     assert buckets.num_programs == 5 * 6 + 2 * 5 + 8 + 6
     assert [buckets.rows_for(rows) for rows in (1, 16, 17, 256)] == [16, 16, 32, 256]
     assert [buckets.length_for(length) for length in (0, 128, 129, 4096)] == [128, 128, 256, 4096]
-    odd = Buckets.of(slots=48, context=100, prefill_tokens=1024)
+    odd = Buckets.of(rows=48, context=100, prefill_tokens=1024)
     assert (odd.rows, odd.lengths, odd.prompts) == ((16, 32, 48), (100,), ((1, 4),))
 
 

@@ -18,7 +18,7 @@ def main() -> None:
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     try:
-        probe.opened(Tier.DEFAULT, slots=1).close()
+        probe.opened(Tier.DEFAULT, at_once=1).close()
         found = probe.attacked(lambda number: walls_of(Tier.DEFAULT, number), probe.ATTACKS)
         quick = [attack for attack in probe.ATTACKS if not attack.ends and attack.language == "python"]
         weak = probe.attacked(lambda number: walls_of(Tier.WEAK, number), quick)

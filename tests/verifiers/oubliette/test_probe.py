@@ -40,7 +40,7 @@ def test_the_weak_tier_holds_off_what_it_can() -> None:
     """Without those that end by their limits, which are the same."""
     tried = [attack for attack in ATTACKS if not attack.ends and attack.language == "python"]
     try:
-        probe.opened(Tier.WEAK, slots=1).close()
+        probe.opened(Tier.WEAK, at_once=1).close()
     except SandboxMissing as error:
         pytest.skip(f"left out: attacks on the weak sandbox, since {error}")
     found = probe.attacked(lambda number: walls_of(Tier.WEAK, number), tried)
@@ -109,7 +109,7 @@ def test_what_does_not_hold_is_not_opened(sandbox: Sandbox) -> None:
         return replace(_default(number), filter=b"")
 
     with pytest.raises(SandboxMissing, match=r"the default sandbox does not hold here: .*System V shared memory"):
-        probe.opened(Tier.DEFAULT, slots=1, walls=unfiltered)
+        probe.opened(Tier.DEFAULT, at_once=1, walls=unfiltered)
 
 
 def test_a_box_that_cannot_be_made_is_told_with_its_last_words(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_box_that_cannot_be_made_is_told_with_its_last_words(tmp_path: Path) -
         return Walls(tier=Tier.DEFAULT, command=command, namespaces=True, outer_id=0, filter=b"")
 
     with pytest.raises(SandboxMissing, match=r"cannot be had here: .*No permissions to create a new namespace"):
-        probe.opened(Tier.DEFAULT, slots=1, walls=broken)
+        probe.opened(Tier.DEFAULT, at_once=1, walls=broken)
 
 
 def test_missing_bubblewrap_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

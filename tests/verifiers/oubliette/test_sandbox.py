@@ -119,7 +119,7 @@ def test_what_is_no_program_is_a_failure_of_it(sandbox: Sandbox) -> None:
 
 def test_the_weak_tier_runs_python_alone() -> None:
     try:
-        weak = probe.opened(Tier.WEAK, slots=1)
+        weak = probe.opened(Tier.WEAK, at_once=1)
     except SandboxMissing as error:
         pytest.skip(f"left out: programs in the weak sandbox, since {error}")
     try:
@@ -161,7 +161,7 @@ def test_a_box_that_is_killed_is_replaced_and_its_run_is_tried_again(sandbox: Sa
     """Once for each run, whenever it is: the box's processes are looked up before the run is handed to it."""
     before = set(_of_this_process("bwrap"))
     for _ in range(3):
-        alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), slots=1)
+        alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1)
         try:
             assert alone.run(python("print(1)")).stdout == b"1\n"
             box = set(_of_this_process("bwrap")) - before
@@ -177,7 +177,7 @@ def test_a_box_that_is_killed_is_replaced_and_its_run_is_tried_again(sandbox: Sa
 
 def test_closing_ends_what_runs_and_loses_what_waits(sandbox: Sandbox) -> None:
     before = set(_of_this_process("bwrap"))
-    alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), slots=1)
+    alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1)
     assert alone.run(python("print(1)")).stdout == b"1\n"
     runs = [alone.submit(python("import time\ntime.sleep(3600)")) for _ in range(3)]
     alone.close()
@@ -203,7 +203,7 @@ import sys, time
 from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.runs import Limits, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
-sandbox = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), slots=2)
+sandbox = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=2)
 print(sandbox.run(toolchains.find("python").running(b"print(1)", b"", Limits())).code, flush=True)
 source = b"import os\\nos.fork()\\nopen('/proc/self/comm', 'w').write(input())\\nwhile True: pass"
 run = toolchains.find("python").running(source, sys.argv[1].encode(), Limits(cpu_s=3600, wall_s=3600))

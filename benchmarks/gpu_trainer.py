@@ -26,7 +26,7 @@ from benchmarks.measure import Row, paired, seconds_of
 from pipelinerl.numerics.mismatch import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch.segments import IMPLEMENTATION, SegmentPlan
+from pipelinerl.trainers.torch.packed.segments import IMPLEMENTATION, SegmentPlan
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, WeightDType
 

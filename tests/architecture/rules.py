@@ -61,7 +61,8 @@ CODE_ALLOWED = {"pipelinerl/verifiers/oubliette/box_server.py": "runs in a box, 
 BASES_ALLOWED: dict[str, frozenset[str]] = {
     "inference_contract/conformance/weight_server.py": frozenset({"BaseHTTPRequestHandler"}),
     "pipelinerl/trainers/torch/packed_model.py": frozenset({"Module"}),
-    "pipelinerl/trainers/torch/segments.py": frozenset({"Function"}),
+    "pipelinerl/trainers/torch/packed/segments.py": frozenset({"Function"}),
+    "pipelinerl/trainers/torch/packed/shared_prompts.py": frozenset({"Function"}),
     "pipelinerl/trainers/torch/value_model.py": frozenset({"Module"}),
 }
 

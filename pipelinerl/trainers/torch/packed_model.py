@@ -18,7 +18,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import Part, load_model
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
-from pipelinerl.trainers.torch.segments import IMPLEMENTATION, SegmentPlan
+from pipelinerl.trainers.torch.packed.segments import IMPLEMENTATION, SegmentPlan
+from pipelinerl.trainers.torch.packed.shared_prompts import Reading
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
 
@@ -40,23 +41,25 @@ class PackedModel(nn.Module):
         self,
         token_ids: Tensor,
         segments: SegmentPlan,
-        where: Tensor,
+        before: Reading,
+        chosen: Tensor,
         temperatures: Tensor | None,
         measures: tuple[HeadMeasure, ...] = (),
     ) -> Tensor:
-        """f32 [1 + M, N]: log-probs of the tokens at `where`, and the M measures of the distributions they came from.
+        """f32 [1 + M, N]: log-probs of the `chosen` tokens, and the M measures of the distributions they came from.
 
         Args:
-            token_ids: i64 [2, T], the tokens and their positions.
+            token_ids: i64 [2, K], the tokens and their positions.
             segments: plan of the packing.
-            where: i64 [N], indices of tokens that are not the first of their segment.
+            before: of N among them, what the model knows when it chooses the next.
+            chosen: i64 [N], the tokens that came next.
             temperatures: f32 [N], or None for 1 everywhere.
         """
         hidden = hidden_states(self.model.base_model, token_ids, segments)
         return token_predictions(
-            hidden.index_select(0, where - 1),
+            before(hidden),
             self.model.get_output_embeddings(),
-            token_ids[0].index_select(0, where),
+            chosen,
             temperatures,
             vocab_size=self.model.config.get_text_config().vocab_size,
             measures=measures,
@@ -101,7 +104,7 @@ def save_model(model: PreTrainedModel, path: Path, tensors: Mapping[str, Tensor]
 
 
 def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: SegmentPlan) -> Tensor:
-    """Last hidden states [T, d] of packed tokens; `token_ids` i64 [2, T] are the tokens and their positions."""
+    """Last hidden states [K, d] of packed tokens; `token_ids` i64 [2, K] are the tokens and their positions."""
     tokens, positions = token_ids
     output = trunk(input_ids=tokens[None], position_ids=positions[None], segments=segments, use_cache=False)
     return cast(Tensor, output.last_hidden_state.squeeze(0))

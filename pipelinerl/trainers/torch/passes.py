@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipelinerl.trainers.torch.segments import SegmentPlan
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan
+from pipelinerl.trainers.torch.packed.shared_prompts import Distinct, Reading
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Bool, Float32, HeadMeasure, LossStats, MicroBatch, Objective, measures_of
 
@@ -29,13 +30,16 @@ def predict(
     model: Model, device: torch.device, batch: MicroBatch, inside: Bool, measures: tuple[HeadMeasure, ...] = ()
 ) -> Tensor:
     """[1 + M, N]: current log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there."""
-    temperatures = batch.temperatures[inside]
+    asked, temperatures = np.flatnonzero(inside), batch.temperatures[inside]
+    distinct = Distinct.of(batch)
+    computed = np.stack((batch.token_ids, batch.position_ids))[:, distinct.kept].astype(np.int64)
     return cast(
         Tensor,
         model(
-            torch.from_numpy(np.stack((batch.token_ids, batch.position_ids)).astype(np.int64)).to(device),
-            SegmentPlan.of(batch.position_ids, device),
-            torch.from_numpy(np.flatnonzero(inside)).to(device),
+            torch.from_numpy(computed).to(device),
+            SegmentPlan.of(batch.position_ids, device, distinct),
+            Reading.of(distinct, asked - 1, device),
+            torch.from_numpy(batch.token_ids[asked].astype(np.int64)).to(device),
             None if (temperatures == 1.0).all() else torch.from_numpy(temperatures).to(device),
             measures,
         ),

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan
+from pipelinerl.trainers.torch.packed.shared_prompts import Reading
 from pipelinerl.trainers.torch.packed_model import (
     hidden_states,
     load_for_training,
@@ -23,7 +25,6 @@ from pipelinerl.trainers.torch.packed_model import (
     probe_packing,
     save_model,
 )
-from pipelinerl.trainers.torch.segments import SegmentPlan
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
 
@@ -63,17 +64,18 @@ class PackedValueModel(nn.Module):
         self,
         token_ids: Tensor,
         segments: SegmentPlan,
-        where: Tensor,
+        before: Reading,
+        chosen: Tensor,
         temperatures: Tensor | None,
         measures: tuple[HeadMeasure, ...] = (),
     ) -> Tensor:
-        """Values f32 [1, N] of the states in which the tokens at `where` were chosen.
+        """Values f32 [1, N] of the states in which the `chosen` tokens came next.
 
         Args as of `PackedModel.forward`; a value knows no temperature, and there is no distribution to measure, which
         the trainer refuses to be asked for. The head is computed in fp32 always.
         """
-        del temperatures, measures
-        hidden = hidden_states(self.model, token_ids, segments).index_select(0, where - 1)
+        del chosen, temperatures, measures
+        hidden = before(hidden_states(self.model, token_ids, segments))
         with torch.autocast(hidden.device.type, enabled=False):
             return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()  # as in `PackedModel`
 

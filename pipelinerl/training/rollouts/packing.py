@@ -50,18 +50,32 @@ def work(length: int) -> float:
 def pack(rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1) -> list[Packed]:
     """Micro-batches of at most `token_budget` tokens; a longer rollout makes one of its own.
 
-    First-fit decreasing: within 22 % of the least possible number of bins, and rollouts of like length share one,
-    which suits attention that pads within a micro-batch.
+    First fit, the rollouts of one prompt after one another: in one micro-batch a trainer may compute their prompt once.
 
     Args:
         width: micro-batches that are computed at once; `interleaved` says how they then follow one another.
     """
     lengths = [rollout.rollout.num_tokens for rollout in rollouts]
-    order = sorted(range(len(rollouts)), key=lambda i: (-lengths[i], i))
+    order = by_prompt(rollouts)
     bins = first_fit(order, lengths, token_budget)
     if width > 1:
-        bins = interleaved([first_fit(part, lengths, token_budget) for part in dealt(order, lengths, width)], lengths)
+        parts = dealt(sorted(order, key=lambda i: (-lengths[i], i)), lengths, width)
+        place = {i: number for number, i in enumerate(order)}
+        bins = interleaved(
+            [first_fit(sorted(part, key=place.__getitem__), lengths, token_budget) for part in parts], lengths
+        )
     return [Packed(_micro_batch([rollouts[i] for i in members]), members) for members in bins]
+
+
+def by_prompt(rollouts: Sequence[WeightedRollout]) -> list[int]:
+    """Which rollouts follow one another: those of a prompt, the prompt with the longest rollout first."""
+    prompts = [each.rollout.turns[0].context_token_ids.tobytes() for each in rollouts]
+    lengths = [each.rollout.num_tokens for each in rollouts]
+    first, longest = dict[bytes, int](), dict[bytes, int]()
+    for i, prompt in enumerate(prompts):
+        first.setdefault(prompt, i)
+        longest[prompt] = max(lengths[i], longest.get(prompt, 0))
+    return sorted(range(len(rollouts)), key=lambda i: (-longest[prompts[i]], first[prompts[i]], -lengths[i], i))
 
 
 def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list[int]]:

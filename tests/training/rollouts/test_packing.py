@@ -100,6 +100,19 @@ def test_parts_of_a_trainer_have_like_work_alone_and_in_lock_step() -> None:
     assert np.median(lock_step) <= 1.05
 
 
+def test_rollouts_of_one_prompt_share_a_micro_batch_where_they_fit() -> None:
+    groups = [
+        [rollout(prompt=[group] * 5, sampled=[7] * (1 + (group + i) % 4)) for i in range(4)] for group in range(6)
+    ]
+    mixed = [groups[group][i] for i in range(4) for group in range(6)]
+    members = [
+        WeightedRollout(rollout=one, advantages=np.zeros(one.num_sampled_tokens), token_weight=1) for one in mixed
+    ]
+    for batch, numbers in pack(members, token_budget=62):
+        assert batch.num_tokens == 60, "the rollouts of two prompts"
+        assert len({mixed[number].turns[0].context_token_ids[0] for number in numbers}) == 2
+
+
 def test_turns_of_the_environment_are_context_and_not_trained() -> None:
     first, second = rollout(prompt=[1], sampled=[2, 3]).turns[0], rollout(prompt=[4, 5], sampled=[6]).turns[0]
     base = rollout()

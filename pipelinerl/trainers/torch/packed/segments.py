@@ -2,8 +2,9 @@
 
 Inside the attention alone, segments are laid out in buckets of similar length, padded to the longest of their bucket,
 and attend causally; everything else in the model works on the packed tokens. Padding comes after a segment's end, so
-causal attention hides it without a mask, which leaves the fast kernels usable. Both directions of the re-layout are
-gathers, so gradients are deterministic on every device.
+causal attention hides it without a mask, which leaves the fast kernels usable. A prompt that several segments share is
+one in the packed layout and stands before each of them in the padded one. Both directions of the re-layout are gathers,
+or sums in a fixed order, so gradients are deterministic on every device.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
+from pipelinerl.trainers.torch.packed.shared_prompts import Distinct, added, rounds_of
 from trainer_contract.errors import SpecError
 
 #: Under this name models find `attend`.
@@ -32,23 +34,25 @@ _UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
 @final
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """Where the tokens of a micro-batch stand in the padded layout of P rows.
+    """Where the K tokens that are computed of a micro-batch stand in the padded layout of P rows.
 
     Attributes:
         buckets: (segments, padded length) of each bucket; the products sum to P.
         token_of_row: i64 [P], the token in each row (of a padding row: some token of its segment).
-        row_of_token: i64 [T].
-        is_token: bool [P, 1, 1], False for padding; None when the packed layout is the padded one already.
+        row_of_token: i64 [K], the first row of each.
+        copies: the other rows of tokens that several segments share, and these tokens, in rounds without a token twice.
+        is_first: bool [P, 1, 1], False for padding and copies; None when the packed layout is the padded one already.
     """
 
     buckets: tuple[tuple[int, int], ...]
     token_of_row: Tensor
     row_of_token: Tensor
-    is_token: Tensor | None
+    copies: tuple[tuple[Tensor, Tensor], ...]
+    is_first: Tensor | None
 
     @classmethod
-    def of(cls, position_ids: NDArray[np.int32], device: torch.device) -> SegmentPlan:
-        """Plan for packed segments; `position_ids` [T] restart at 0 in each."""
+    def of(cls, position_ids: NDArray[np.int32], device: torch.device, distinct: Distinct | None = None) -> SegmentPlan:
+        """Plan for packed segments; `position_ids` [T] restart at 0 in each. Without `distinct` all are computed."""
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
         bucket_of = np.searchsorted(_EDGES, lengths)
@@ -63,25 +67,35 @@ class SegmentPlan:
         token_of_row, is_token = np.concatenate(rows), np.concatenate(real)
         row_of_token = np.empty(len(position_ids), dtype=np.int64)
         row_of_token[token_of_row[is_token]] = np.flatnonzero(is_token)
-        packed = len(buckets) == 1 and bool(is_token.all())
+        copies: tuple[tuple[Tensor, Tensor], ...] = ()
+        if distinct is not None and len(distinct.kept) < len(position_ids):
+            again = np.flatnonzero(distinct.copy)
+            rounds = rounds_of(distinct.place[again], distinct.copy[again], device)
+            of_copies = torch.from_numpy(row_of_token[again]).to(device)
+            copies = tuple((of_copies[which], tokens) for which, tokens in rounds)
+            row_of_token, token_of_row = row_of_token[distinct.kept], distinct.place[token_of_row]
+        is_first = np.zeros(len(token_of_row), dtype=bool)
+        is_first[row_of_token] = True
+        packed = len(buckets) == 1 and bool(is_first.all())
         return cls(
             buckets=tuple(buckets),
             token_of_row=torch.from_numpy(token_of_row).to(device),
             row_of_token=torch.from_numpy(row_of_token).to(device),
-            is_token=None if packed else torch.from_numpy(is_token).to(device)[:, None, None],
+            copies=copies,
+            is_first=None if packed else torch.from_numpy(is_first).to(device)[:, None, None],
         )
 
     def pad(self, packed: Tensor) -> Tensor:
-        """[T, h, d] → [P, h, d]."""
-        return packed if self.is_token is None else _Pad.apply(packed, self)
+        """[K, h, d] → [P, h, d]."""
+        return packed if self.is_first is None else _Pad.apply(packed, self)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """[P, h, d] → [T, h, d]."""
-        return padded if self.is_token is None else _Unpad.apply(padded, self)
+        """[P, h, d] → [K, h, d]."""
+        return padded if self.is_first is None else _Unpad.apply(padded, self)
 
 
 class _Pad(torch.autograd.Function):
-    """Gather rows. No gradient reaches a padding row, so the way back is a gather too."""
+    """Gather rows. No gradient reaches a padding row, so the way back is a gather too; what is shared adds up."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, plan: SegmentPlan) -> Tensor:
@@ -90,11 +104,11 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.plan.row_of_token), None
+        return added(grad.index_select(0, ctx.plan.row_of_token), grad, ctx.plan.copies), None
 
 
 class _Unpad(torch.autograd.Function):
-    """Gather tokens. Padding rows are read by nobody: their gradient is 0."""
+    """Gather tokens. Padding rows and copies are read by nobody: their gradient is 0."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, plan: SegmentPlan) -> Tensor:
@@ -103,7 +117,7 @@ class _Unpad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.plan.token_of_row).mul_(ctx.plan.is_token), None
+        return grad.index_select(0, ctx.plan.token_of_row).mul_(ctx.plan.is_first), None
 
 
 def attend(
@@ -122,14 +136,14 @@ def attend(
 
     Args:
         module: the attention layer, unused.
-        query: [1, H, T, d]; key and value: [1, H_kv, T, d].
+        query: [1, H, K, d]; key and value: [1, H_kv, K, d].
         attention_mask: None, since transformers makes no mask for this implementation.
         segments: the plan, passed to the model's forward as a keyword.
         scaling: of the scores; None is 1/√d.
         sliding_window: positions that a query sees, itself included.
 
     Returns:
-        [1, T, H, d], and no attention weights.
+        [1, K, H, d], and no attention weights.
     """
     for name in _UNSUPPORTED:
         if others.get(name) is not None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.trainers.torch.segments import SegmentPlan, attend
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan, attend
 
 LENGTHS = {
     "uniform": [7] * 5,
@@ -45,7 +45,7 @@ def test_the_plan_is_a_bijection_with_little_padding(name):
     plan = SegmentPlan.of(positions, torch.device("cpu"))
     assert torch.equal(plan.token_of_row[plan.row_of_token], torch.arange(len(positions)))
     assert sum(count * length for count, length in plan.buckets) == len(plan.token_of_row)
-    assert (plan.is_token is None) == (name in ("uniform", "one", "of one token"))
+    assert (plan.is_first is None) == (name in ("uniform", "one", "of one token"))
     lengths, start = sorted(LENGTHS[name]), 0
     for count, longest in plan.buckets:
         members = lengths[start : start + count]

@@ -1,0 +1,86 @@
+"""What a step of the torch trainer costs when rollouts share their prompts, over the same step when none do.
+
+The two arms train the same number of rollouts of the same lengths; in one arm those of a group begin with the same
+tokens, in the other each prompt differs in its first token. So all else is equal, and the ratio is what is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import Row, paired, print_table, seconds_of, write_record
+from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.objective.presets import resolve
+from pipelinerl.rng import generator
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.types import Device, MicroBatch, TrainerSpec
+
+SHAPE = DecoderShape(hidden=256, layers=4, heads=4, kv_heads=2, intermediate=704, vocab=512, max_positions=4096)
+GROUP = 8
+GROUPS = 4
+#: (prompt, answer) lengths: short questions, few-shot prompts, long documents, and long answers.
+LENGTHS = ((32, 96), (128, 64), (512, 64), (64, 512))
+RATE = 1e-5
+
+
+def batch(prompt: int, answer: int, *, shared: bool) -> MicroBatch:
+    """GROUPS groups of GROUP rollouts, whose prompts are equal or differ in their first token."""
+    draw, length, count = generator(0, "shared_prompts"), prompt + answer, GROUP * GROUPS
+    tokens = draw.integers(0, SHAPE.vocab, (count, length)).astype(np.int32)
+    tokens[:, :prompt] = np.repeat(tokens[::GROUP, :prompt], GROUP, axis=0)
+    if not shared:
+        tokens[:, 0] = np.arange(count)
+    sampled = np.tile(np.arange(length) >= prompt, count)
+    return MicroBatch(
+        token_ids=tokens.ravel(),
+        position_ids=np.tile(np.arange(length, dtype=np.int32), count),
+        segment_ids=np.repeat(np.arange(count, dtype=np.int32), length),
+        loss_mask=sampled,
+        advantages=np.where(sampled, np.repeat(draw.normal(size=count), length), 0.0).astype(np.float32),
+        weights=np.where(sampled, 1.0 / count, 0.0).astype(np.float32),
+        behavior_logprobs=np.where(sampled, -np.log(SHAPE.vocab), 0.0).astype(np.float32),
+        temperatures=np.ones(tokens.size, dtype=np.float32),
+        num_segments=count,
+    )
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """Measure, print, record."""
+    objective, rows, payload = resolve("pipelinerl"), [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        random_decoder(SHAPE, seed=0).save_pretrained(path)
+        trainer = TorchTrainer()
+        trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU))
+        for prompt, answer in LENGTHS[: 2 if quick else None]:
+
+            def step(one: MicroBatch) -> None:
+                trainer.backward([one], objective)
+                trainer.optimizer_step(learning_rate=RATE)
+
+            arms = {
+                name: seconds_of(lambda one=batch(prompt, answer, shared=shared): step(one))
+                for name, shared in (("shared", True), ("apart", False))
+            }
+            timings = paired(arms, rounds=3 if quick else 7)
+            ratio = timings.ratio("shared", "apart")
+            share = (prompt / GROUP + answer) / (prompt + answer)
+            most = share + 0.15
+            name = f"step, {GROUPS} x {GROUP} rollouts of {prompt} + {answer} tokens: prompts shared / not"
+            rows.append(Row(name, ratio, f"<= {most:.2f} (tokens: {share:.2f})", ratio.median <= most))
+            payload[f"{prompt}+{answer}"] = {"ratio": ratio.as_dict(), "share_of_tokens": share, **timings.as_dict()}
+        trainer.close()
+    print_table("shared prompts", rows)
+    write_record("shared_prompts", {"quick": quick, **payload})
+    return payload
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    run(quick=parser.parse_args().quick)

@@ -50,18 +50,24 @@ def work(length: int) -> float:
 def pack(rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1) -> list[Packed]:
     """Micro-batches of at most `token_budget` tokens; a longer rollout makes one of its own.
 
-    First-fit decreasing: within 22 % of the least possible number of bins, and rollouts of like length share one,
-    which suits attention that pads within a micro-batch.
-
     Args:
         width: micro-batches that are computed at once; `interleaved` says how they then follow one another.
     """
     lengths = [rollout.rollout.num_tokens for rollout in rollouts]
-    order = sorted(range(len(rollouts)), key=lambda i: (-lengths[i], i))
-    bins = first_fit(order, lengths, token_budget)
-    if width > 1:
-        bins = interleaved([first_fit(part, lengths, token_budget) for part in dealt(order, lengths, width)], lengths)
+    bins = bins_of(lengths, token_budget=token_budget, width=width)
     return [Packed(_micro_batch([rollouts[i] for i in members]), members) for members in bins]
+
+
+def bins_of(lengths: Sequence[int], *, token_budget: int, width: int) -> list[list[int]]:
+    """Which rollouts of these lengths share a micro-batch.
+
+    First-fit decreasing: within 22 % of the least possible number of bins, and rollouts of like length share one,
+    which suits attention that pads within a micro-batch.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if width == 1:
+        return first_fit(order, lengths, token_budget)
+    return interleaved([first_fit(part, lengths, token_budget) for part in dealt(order, lengths, width)], lengths)
 
 
 def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list[int]]:
@@ -154,6 +160,32 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
     names, given["segment_ids"] = np.unique(given["segment_ids"], return_inverse=True)
     given["segment_ids"] = given["segment_ids"].astype(np.int32)
     return Prefixes(replace(batch, **given, num_segments=len(names)), kept)
+
+
+def apart(batch: MicroBatch) -> list[MicroBatch]:
+    """Each segment as a micro-batch of its own, whose columns are views."""
+    ends = np.cumsum(np.bincount(batch.segment_ids, minlength=batch.num_segments))
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    arrays = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+    return [
+        replace(
+            batch,
+            **{name: column[first:end] for name, column in arrays.items()}
+            | {"segment_ids": np.zeros(end - first, np.int32)},
+            num_segments=1,
+        )
+        for first, end in zip((0, *ends[:-1]), ends, strict=True)
+    ]
+
+
+def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float]) -> MicroBatch:
+    """Segments that stood apart as one micro-batch, the tokens of each with another aggregation weight."""
+    first, lengths = segments[0], [segment.num_tokens for segment in segments]
+    names = [field.name for field in fields(first) if isinstance(getattr(first, field.name), np.ndarray)]
+    columns = {name: np.concatenate([getattr(segment, name) for segment in segments]) for name in names}
+    columns["segment_ids"] = np.repeat(np.arange(len(segments), dtype=np.int32), lengths)
+    columns["weights"] = np.repeat(np.array(token_weights, np.float32), lengths) * columns["loss_mask"]
+    return replace(first, **columns, num_segments=len(segments))
 
 
 def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:

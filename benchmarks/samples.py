@@ -123,7 +123,7 @@ class Watched:
     def _take(self) -> TrainBatch:
         version = self.step.passes.policy.model_version + 1
         self.last = build(self.groups, objective=_OBJECTIVE, token_budget=8192, producing=version)
-        self.step.apply(self.step.accumulate(self.last, _OBJECTIVE), learning_rate=0.0)
+        self.step.apply(self.step.accumulate(self.last, _OBJECTIVE), learning_rates=[0.0])
         return self.last
 
     def _look(self, batch: TrainBatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,14 @@ def run(quick: bool = False) -> dict[str, Any]:
                 trainer.optimizer_step(learning_rate=RATE)
 
             arms = {
-                name: seconds_of(lambda one=batch(prompt, answer, shared=shared): step(one))
+                name: seconds_of(partial(step, batch(prompt, answer, shared=shared)))
                 for name, shared in (("shared", True), ("apart", False))
             }
             timings = paired(arms, rounds=3 if quick else 7)
             ratio = timings.ratio("shared", "apart")
             share = (prompt / GROUP + answer) / (prompt + answer)
-            most = share + 0.15
             name = f"step, {GROUPS} x {GROUP} rollouts of {prompt} + {answer} tokens: prompts shared / not"
-            rows.append(Row(name, ratio, f"<= {most:.2f} (tokens: {share:.2f})", ratio.median <= most))
+            rows.append(Row(name, ratio, f"(its tokens: {share:.2f})"))
             payload[f"{prompt}+{answer}"] = {"ratio": ratio.as_dict(), "share_of_tokens": share, **timings.as_dict()}
         trainer.close()
     print_table("shared prompts", rows)

@@ -72,10 +72,11 @@ class TrainerReady(ControlMessage, frozen=True):
 
 
 class StepDone(ControlMessage, frozen=True):
-    """An optimizer step is applied on the groups of `orders`; the weights are `model_version` now.
+    """A step is applied on the groups of `orders`; the weights are `model_version` now.
 
-    `by_domain` and `by_tag` hold figures of all groups that came since the last step, by the name of the domain or tag;
-    `solved`, by domain, the order and the problem's id of those of them whose answers were all right.
+    `updates` holds figures of each of its optimizer steps, where it was to have several. `by_domain` and `by_tag` hold
+    figures of all groups that came since the last step, by the name of the domain or tag; `solved`, by domain, the
+    order and the problem's id of those of them whose answers were all right.
     """
 
     report_id: str
@@ -87,6 +88,7 @@ class StepDone(ControlMessage, frozen=True):
     by_domain: dict[str, dict[str, float]] = {}
     by_tag: dict[str, dict[str, float]] = {}
     solved: dict[str, list[tuple[int, str]]] = {}
+    updates: list[dict[str, float]] = []
 
 
 class StepSkipped(ControlMessage, frozen=True):

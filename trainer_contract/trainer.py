@@ -1,6 +1,6 @@
 """`Trainer`: the five verbs and the state. The training loop calls them in this order:
 
-    init_worker → ( forward* → forward_at* → backward+ → optimizer_step → gather_weights? → save_state? )* → close
+    init_worker → ( forward* → forward_at* → ( backward+ → optimizer_step )+ → gather_weights? → save_state? )* → close
 
 `gather_weights` and `save_state` read what the last `optimizer_step` left. They may run on another thread while the
 forward and backward passes of the next step do, so that a publication or a checkpoint costs no time of its own.
@@ -39,7 +39,10 @@ class Trainer(Protocol):
 
     @property
     def model_version(self) -> int:
-        """Number of optimizer steps behind the weights."""
+        """Number of optimizer steps behind the weights.
+
+        The loop may make several of a batch, and then publishes, counts and saves only what the last of them left.
+        """
         ...
 
     @property

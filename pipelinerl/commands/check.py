@@ -10,6 +10,7 @@ from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs
 from pipelinerl.commands.findings.instructions import instruction_findings
+from pipelinerl.commands.findings.mini_batches import mini_batch_finding
 from pipelinerl.commands.findings.prompts import prompt_findings
 from pipelinerl.commands.verifier_trial import filter_tried, tried
 from pipelinerl.config.domains import DomainSection
@@ -113,6 +114,8 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _objective_findings(config)
     knobs = knobs_of(config)
     yield "step", _step(config)
+    if several := mini_batch_finding(config):
+        yield "mini-batches", several
     yield "staleness", f"j = {knobs.j}, k = {knobs.k:g}"
     if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
         yield "old log-probs", _weight_history(config, knobs)

@@ -19,13 +19,14 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.choices import NoSignal
+from pipelinerl.commands.findings.mini_batches import mini_batch_finding, update_table
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import RecordError, UserError
@@ -74,7 +75,7 @@ def show(
         UserError: the choice is neither, a file is no such file, or lacks a column that the objective reads; the step
             is not recorded, or its rollouts are not kept any more.
     """
-    requested, no_signal, max_tokens = _objective_of(choice, overrides)
+    requested, no_signal, max_tokens, several = _objective_of(choice, overrides)
     name = preset_of(requested)
     objective, preset = resolve(requested, max_tokens=max_tokens), PRESETS[name]
     changed = objective != resolve(name, max_tokens=max_tokens)
@@ -86,13 +87,17 @@ def show(
     passes = [f"{name} ({COSTS[name]})" for name in sorted(objective.passes | objective.needs)]
     console.print("\nneeds " + ("; ".join(passes) or "nothing but the step's own forward and backward pass"))
     console.print(f"groups whose rewards are all equal: {no_signal}")
+    if several:
+        console.print(f"a batch: {several}", highlight=False)
     if files:
         console.print()
         console.print(_factors(objective, [one for number, file in enumerate(files) for one in read(file, number)]))
     if of_run is not None:
-        rollouts, shown = _trained(of_run)
+        rollouts, shown, updates = _trained(of_run)
         console.print(f"\nstep {of_run.step} of {of_run.run_dir}; groups are named by their orders", highlight=False)
         console.print(_factors(objective, rollouts, shown=shown))
+        if updates is not None:
+            console.print(updates)
 
 
 def read(path: Path, group: int = 0) -> list[ScoredRollout]:
@@ -117,12 +122,20 @@ def read(path: Path, group: int = 0) -> list[ScoredRollout]:
     return [_of_json(entry, f"{path}: rollouts.{number}", group) for number, entry in enumerate(entries)]
 
 
-def _objective_of(choice: str, overrides: Sequence[str]) -> tuple[str | dict[str, Any], NoSignal, int | None]:
-    """What `resolve` reads, what becomes of groups without signal, and the most tokens of an answer if it is said."""
+class Asked(NamedTuple):
+    """What is to be explained: an objective as `resolve` reads it, and what a recipe says around it."""
+
+    objective: str | dict[str, Any]
+    no_signal: NoSignal
+    max_tokens: int | None = None
+    several: str | None = None
+
+
+def _objective_of(choice: str, overrides: Sequence[str]) -> Asked:
     if choice in PRESETS:
         if overrides:
             raise UserError(f"{choice} is a preset, and {overrides[0]} changes a recipe; name a recipe instead")
-        return choice, no_signal_of(choice), None
+        return Asked(choice, no_signal_of(choice))
     shipped = sorted(path.stem for path in recipes.RECIPES.glob("*.toml"))
     if choice not in shipped and not Path(choice).is_file():
         raise UserError(
@@ -131,7 +144,7 @@ def _objective_of(choice: str, overrides: Sequence[str]) -> tuple[str | dict[str
         )
     config = recipes.load(choice, overrides)
     no_signal = config.training.no_signal or no_signal_of(config.objective)
-    return config.objective, no_signal, config.sampling.max_tokens
+    return Asked(config.objective, no_signal, config.sampling.max_tokens, mini_batch_finding(config))
 
 
 def _slots(objective: PolicyObjective) -> Table:
@@ -166,8 +179,8 @@ def _factors(
     return table
 
 
-def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None]:
-    """The rollouts of the step, tokens as text, and the groups of which to show them."""
+def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Table | None]:
+    """The rollouts of the step, tokens as text, the groups of which to show them, and its optimizer steps."""
     config = recipes.load(str(of_run.recipe))
     step = recorded_step(of_run.run_dir, of_run.step)
     if of_run.group is not None and of_run.group not in step.orders:
@@ -181,7 +194,7 @@ def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None]:
         raise UserError(str(error)) from None
     tokenizer = ChatTokenizer.load(config.model.resolved)
     rollouts = [one for each in groups for one in _scored(each, each.index, lambda token: tokenizer.decode([token]))]
-    return rollouts, None if of_run.group is None else [of_run.group]
+    return rollouts, None if of_run.group is None else [of_run.group], update_table(step)
 
 
 def _of_record(path: Path, content: bytes, group: int) -> list[ScoredRollout]:

@@ -86,6 +86,7 @@ def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
         lineage=Lineage(epoch, began_at, earlier=tuple(each for each in begun if each[0] < epoch)),
         orders=() if (epoch, began_at) == _NOBODY else tuple(event.get("orders", ())),
         figures={name: value for name, value in event.items() if isinstance(value, int | float)},
+        updates=event.get("updates", ()),
     )
 
 

@@ -53,7 +53,7 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
     place, state = _checkpoint_before(config, run_dir, step)
     groups = recorded_groups(config, run_dir)
     chosen = objective_of(config)
-    workers = started(config, chosen, checkpoint=place)
+    workers = started(config, chosen, checkpoint=place, version=state.model_version)
     settings = loop_settings(config)
     adaptive = AdaptiveObjective(chosen, controller=settings.kl, restored=state.kl_coefficient)
     replay = Replay(
@@ -63,6 +63,8 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         token_budget=settings.micro_batch_tokens,
         shaping=settings.shaping,
         truncated=settings.truncated,
+        dealing=settings.dealing,
+        began_at=state.model_version,
         acceptance=max(each.figures.get("staleness_max", math.inf) for each in steps.values()),
     )
     first = state.model_version + 1

@@ -11,6 +11,7 @@ from pipelinerl.choices import NoSignal, OldLogprobs, Truncated
 from pipelinerl.config.sections import Section
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.reward import Over, RewardShaping
+from pipelinerl.training.rollouts.mini_batches import MiniBatching
 
 
 class TrainingSection(Section):
@@ -28,8 +29,27 @@ class TrainingSection(Section):
     (`behavior`)."""
     truncated: Truncated = Truncated.TRAIN
     """Rollouts that ended for want of tokens: in the loss (`train`), or in their group's baseline alone (`mask`)."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the rollouts of a step (PPO's K); docs/epochs.md."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps in each pass, on whole groups; what a step makes of the weights is one version all the same."""
+    target_kl: float | None = Field(default=None, gt=0)
+    """A step of several optimizer steps ends before one at which the KL from π_old, in nats per token, exceeds this."""
     deadline_s: float = Field(default=300.0, gt=0)
     """How long a step may wait without a rollout, or a word of the controller, before the run says so and stops."""
+
+    def dealing(self, seed: int) -> MiniBatching:
+        """How a run of this seed divides its batches."""
+        return MiniBatching(epochs=self.epochs, mini_batches=self.mini_batches, target_kl=self.target_kl, seed=seed)
+
+    @model_validator(mode="after")
+    def _ends_what_can_end(self) -> Self:
+        if self.target_kl is not None and self.epochs * self.mini_batches == 1:
+            raise ValueError(
+                "training.target_kl ends a step before one of its further optimizer steps, and there is only one; "
+                "leave it out, or raise training.epochs or training.mini_batches"
+            )
+        return self
 
 
 class RewardSection(Section):

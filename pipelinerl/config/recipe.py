@@ -137,6 +137,11 @@ class RunConfig(Section):
             raise ValueError(f"training.rollouts_per_step ({rollouts}) must be a multiple of {says} ({size})")
         if rollouts < size:
             raise ValueError(f"training.rollouts_per_step ({rollouts}) must be at least {says} ({size})")
+        if self.training.mini_batches > self.groups_per_step:
+            raise ValueError(
+                f"training.mini_batches ({self.training.mini_batches}) must be at most the {self.groups_per_step} "
+                f"groups of a step (training.rollouts_per_step / {says}): each mini-batch holds whole groups"
+            )
         if (groups := math.ceil(rollouts / self.group_size_of(smallest))) > self.streams.max_groups:
             raise ValueError(
                 f"streams.max_groups ({self.streams.max_groups}) must be at least the {groups} groups of a step "
@@ -193,6 +198,11 @@ class RunConfig(Section):
         """How many GPUs an engine takes (of another type than the recipe's) where there are any."""
         on_host = self.engine.device is Device.CPU or (type or self.engine.type) in registry.ON_THE_HOST
         return 0 if on_host else self.engine.devices
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run, if no step ends early: of its schedules."""
+        return self.run.steps * self.training.epochs * self.training.mini_batches
 
     @property
     def gpus_of_trainer(self) -> int:

@@ -126,7 +126,7 @@ def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[st
                 metrics[f"{prefix}_share"] = float(members.mean())
                 for figure, value in _compared(ours[members], behavior, responses).items():
                     metrics[f"{prefix}_{figure}"] = value
-    return metrics | _by_age(held_version - tokens.versions, cuts)
+    return metrics | by_age(held_version - tokens.versions, cuts)
 
 
 def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, float]:
@@ -143,7 +143,8 @@ def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, 
     }
 
 
-def _by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
+def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
+    """`age_<ages>_share` of tokens of these ages [N], and of them the shares that were cut, as `figures` tells them."""
     buckets = np.searchsorted(_AGES, np.maximum(ages, 0))
     counts = np.bincount(buckets)
     shares = {"share": counts / len(ages)} | {

@@ -80,13 +80,20 @@ class Setting:
     Attributes:
         group_sizes: rollouts of each group, by the key of the recipe that says so.
         max_tokens: the most tokens of an answer.
-        step_begins_at: policies with which the current one agrees when a step begins. A batch is one optimizer step, so
-            a ratio over one of them is 1 whenever it is looked at.
+        step_begins_at: policies with which the current one agrees when a step begins.
+        updates: optimizer steps of a step. Where there is one, a ratio over a policy that it begins at is 1 whenever it
+            is looked at.
     """
 
     group_sizes: Mapping[str, int]
     max_tokens: int
     step_begins_at: frozenset[Policy] = frozenset()
+    updates: int = 1
+
+    @property
+    def always_current(self) -> frozenset[Policy]:
+        """Policies with which the current one agrees whenever a loss is evaluated."""
+        return self.step_begins_at if self.updates == 1 else frozenset()
 
 
 def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
@@ -118,15 +125,22 @@ def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[s
 def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
     """A sentence for each slot that is unlikely to do what it is there for; it begins with the slot."""
     agg, weight, grad2, over = objective.agg, objective.is_weight, objective.grad2, _over(objective)
-    if over in setting.step_begins_at:
+    if over in setting.always_current:
         yield (
             f"grad1 clips π_θ/π_{over}, which is always 1 here: a batch is one optimizer step, and "
             "training.old_logprobs = 'recompute' takes π_old from the weights that this step starts from; "
-            "'sampling_weights' makes it the policy that sampled, grad1.over = 'behavior' the sampler's word"
+            "training.epochs or training.mini_batches make it several, 'sampling_weights' makes π_old the policy that "
+            "sampled, grad1.over = 'behavior' the sampler's word"
         )
     pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
-    if Policy.CURRENT in pair and pair & setting.step_begins_at:
+    if Policy.CURRENT in pair and pair & setting.always_current:
         yield "is_weight divides by the policy that the step starts from and is always 1; divide by behavior"
+    if setting.updates > 1 and over is None and Policy.CURRENT not in pair:
+        yield (
+            f"grad1 and is_weight hold no ratio of the current policy, and a batch is {setting.updates} optimizer "
+            "steps: the later ones train a policy that has moved since as if it had not; take a clipped ratio as "
+            "grad1, or leave out training.epochs and training.mini_batches"
+        )
     if isinstance(agg, Sequences) and agg.length not in (1.0, float(setting.max_tokens), Length.MAX_TOKENS):
         yield (
             f"agg.length is {agg.length:g}, and answers have at most sampling.max_tokens = {setting.max_tokens}: the "

@@ -50,6 +50,7 @@ def statistics(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, f
     """Metrics of a step from the tokens that trained; {} when none did.
 
     `entropy` is the mean surprisal of the sampled tokens. `kl_k1` and `kl_k3` estimate KL(behavior ‖ current).
+    `kl_old` is K3 of KL(old ‖ current), where old log-probs are there.
     `ess` is the effective sample size of the ratios current/behavior as a fraction of the tokens, 1 when on-policy.
     """
     if tokens is None:
@@ -68,6 +69,9 @@ def statistics(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, f
         "clip_fraction": objective.grad1.clipped(tokens).mean(),
         "truncated_fraction": objective.is_weight.truncated(tokens).mean(),
     }
+    if tokens.columns.get("old_logprobs") is not None:
+        moved = tokens.log_ratio(Policy.CURRENT, Policy.OLD)
+        figures["kl_old"] = (np.expm1(moved) - moved).mean()
     return {name: float(value) for name, value in figures.items()}
 
 

@@ -28,6 +28,7 @@ from pipelinerl.observability.status import (
     EngineStatus,
     EvaluatingStatus,
     HeldOutStatus,
+    LastStepStatus,
     RunStatus,
     StatusPhase,
     format_duration,
@@ -199,7 +200,7 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
         held_out.append(f"  (from {status.held_out.first:.1%})", style="dim not bold")
     ledger, step = status.ledger, status.last_step
     entropy = "–" if step.entropy is None else f"{step.entropy:.3f}"
-    rows = (
+    rows: tuple[tuple[str, Text | str], ...] = (
         ("reward", Text(_share(status.last_step.reward), style="bold")),
         ("held-out", held_out),
         ("tokens/s", f"{status.fleet.tokens_per_s:,.0f}"),
@@ -212,6 +213,8 @@ def _numbers(status: RunStatus, *, pairs: int) -> Table:
         ("in flight", f"{ledger.in_flight:,} prompts"),
         ("dropped", f"{ledger.stale:,} stale, {ledger.filtered:,} flat, {ledger.failed:,} failed"),
     )
+    if step.optimizer_steps is not None:
+        rows = (*rows, ("optimizer", _updates(step)))
     for start in range(0, len(rows), pairs):
         grid.add_row(*(cell for pair in rows[start : start + pairs] for cell in pair))
     return grid
@@ -266,6 +269,12 @@ def _length(mean: float | None, truncated: float | None) -> str:
     if mean is None:
         return "–"
     return f"{mean:,.1f} tokens" + ("" if not truncated else f", {truncated:.0%} truncated")
+
+
+def _updates(step: LastStepStatus) -> str:
+    kl = "" if step.kl_old is None else f", KL {step.kl_old:.2g}"
+    clipped = "" if step.clip_fraction is None else f", {step.clip_fraction:.1%} clipped"
+    return f"{step.optimizer_steps} steps{kl}{clipped}"
 
 
 def _share(value: float | None) -> str:

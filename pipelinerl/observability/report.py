@@ -32,6 +32,7 @@ from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.record import SampleGroup
 from pipelinerl.observability.status import format_duration
 from pipelinerl.observability.summary import outcome, summary_rows
+from pipelinerl.observability.updates import update_charts
 
 _PAGE = Path(__file__).with_name("report_page.html")
 
@@ -182,6 +183,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
         ("Loss", Chart(lines=(one(steps("loss")),), x_label=x)),
         ("Learning rate", Chart(lines=(one(steps("learning_rate")),), x_label=x)),
         ("Share of tokens clipped", Chart(lines=(one(steps("clip_fraction")),), x_label=x, percent=True)),
+        *update_charts(history),
         ("Effective sample size, of 1", Chart(lines=(one(steps("ess")),), x_label=x, percent=True, y_max=1.0)),
         *domain_charts(history),
         ("Trainer − sampler, P95 |Δ log-prob|", Chart(lines=_causes(history, "p95"), x_label=x)),

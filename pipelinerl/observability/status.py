@@ -206,6 +206,12 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of an answer."""
     truncated: float | None = None
     """Share of the answers that ended for want of tokens."""
+    optimizer_steps: int | None = None
+    """Of which the step was made, where it was to be of several."""
+    kl_old: float | None = None
+    """KL from π_old over them, in nats a token, where that is known."""
+    clip_fraction: float | None = None
+    """Share of the trained tokens without gradient by clipping."""
     by_domain: dict[str, dict[str, float]] = {}
     """Of all groups that came since the step before, by domain; docs/watching.md says which figures there are."""
     by_tag: dict[str, dict[str, float]] = {}

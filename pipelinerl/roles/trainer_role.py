@@ -47,7 +47,8 @@ async def run(identity: Identity) -> None:
     objective = objective_of(config)
     checkpoints = checkpoints_of(config, identity.run_dir)
     latest = checkpoints.latest()
-    workers = started(config, objective, checkpoint=latest[0] if latest else None)
+    version = latest[1].model_version if latest else 0
+    workers = started(config, objective, checkpoint=latest[0] if latest else None, version=version)
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
     samples = samples_of(identity)
@@ -158,9 +159,10 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         publish_timeout_s=config.weights.timeout_s,
         scope=config.staleness.scope,
         overdue_s=config.staleness.overdue_s if config.staleness.overdue is Overdue.WAIT else None,
+        dealing=config.training.dealing(config.run.seed),
         schedule=LearningRateSchedule(
             warmup_steps=config.optimizer.warmup_steps,
-            steps=config.run.steps,
+            steps=config.optimizer_steps,
             shape=config.optimizer.schedule,
             final_fraction=config.optimizer.final_fraction,
         ),

@@ -69,6 +69,7 @@ def setting_of(config: RunConfig) -> Setting:
         group_sizes={config.key_of_group_size(each): config.group_size_of(each) for each in config.trained_domains},
         max_tokens=config.sampling.max_tokens,
         step_begins_at=frozenset({Policy.OLD} if recomputed else ()),
+        updates=config.training.epochs * config.training.mini_batches,
     )
 
 
@@ -92,7 +93,8 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
         yield 'reference: the objective reads no ref_logprobs; remove the section, or set objective.grad2 = "kl"'
     if config.kl_control is not None and kl_coefficient(objective) is None:
         yield 'kl_control: the objective has no KL term to control; remove the section, or set objective.grad2 = "kl"'
-    if config.training.old_logprobs is not OldLogprobs.RECOMPUTE and "old_logprobs" not in passes:
+    read = "old_logprobs" in passes or config.training.target_kl is not None
+    if config.training.old_logprobs is not OldLogprobs.RECOMPUTE and not read:
         yield "training.old_logprobs: the objective reads none; leave it out"
     pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
     if config.training.old_logprobs is OldLogprobs.BEHAVIOR and pair == {Policy.OLD, Policy.BEHAVIOR}:

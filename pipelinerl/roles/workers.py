@@ -56,8 +56,8 @@ class Workers:
                 worker.close()
 
 
-def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None) -> Workers:
-    """Start the workers that the objective needs, from the newest checkpoint if there is one.
+def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> Workers:
+    """Start the workers that the objective needs, from the newest checkpoint, of `version`, if there is one.
 
     The reference alone never comes from a checkpoint: it is what the policy was before the first step.
 
@@ -80,7 +80,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
             learning_rate=section.learning_rate or config.optimizer.learning_rate,
             schedule=LearningRateSchedule(
                 warmup_steps=section.rate_warmup_steps,
-                steps=config.run.steps,
+                steps=config.optimizer_steps,
                 shape=section.schedule,
                 final_fraction=section.final_fraction,
             ),
@@ -96,7 +96,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
         critic,
         reference,
         config.training.old_logprobs,
-        _history(config, policy, checkpoint),
+        _history(config, policy, checkpoint, version),
         EntropyMeter(config.figures.interval(config.trainer.type)),
     )
 
@@ -114,13 +114,13 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
     )
 
 
-def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None) -> WeightHistory | None:
+def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, version: int) -> WeightHistory | None:
     """A history of the checkpoint's versions and of the policy's own, since what either of them sampled may train."""
     if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
         return None
     layout = policy.weight_layout()
     history = WeightHistory.restored(checkpoint / "history", layout) if checkpoint else WeightHistory(layout)
-    history.keep(policy, acceptance=math.inf)
+    history.keep(policy, version=version, acceptance=math.inf)
     return history
 
 

@@ -9,8 +9,10 @@
 A step that is not finite is not applied but reported, and its groups are accounted for as filtered; the controller ends
 the run when that happens three times in a row.
 
-A publication runs beside the next forward and backward and ends before the next `optimizer_step`, which alone changes
-weights. One worker thread makes every trainer call, so the event loop keeps reading while the trainer computes.
+A version is what a batch makes of the weights, by one optimizer step or several: only whole versions are published,
+reported and saved. A publication runs beside the next forward and backward and ends before the next `optimizer_step`,
+which alone changes weights. One worker thread makes every trainer call, so the event loop keeps reading while the
+trainer computes.
 """
 
 from __future__ import annotations
@@ -53,13 +55,14 @@ from pipelinerl.training.publish.publishing import Publishing
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batch import TrainBatch, build, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
+from pipelinerl.training.rollouts.mini_batches import ONE_STEP, MiniBatching
 from pipelinerl.training.rollouts.overdue import OverdueWait, awaited
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 from pipelinerl.training.rollouts.solved import SolvedProblems
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.schedule import LearningRateSchedule
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.step.train_step import Taken, TrainStep
 from pipelinerl.training.watching.domain_figures import StepFigures
 from pipelinerl.training.watching.step_watch import StepWatch
 from pipelinerl.types import RolloutGroup
@@ -74,7 +77,8 @@ class LoopSettings:
     """`deadline_s` bounds every wait of the loop, `publish_timeout_s` a publication, `overdue_s` a full step's wait for
     groups that would be stale after it; None: none waits.
 
-    `shaping` is by domain; `kl` controls the coefficient of the KL; token ids of a group must lie below `vocab_size`.
+    `schedule` is of optimizer steps, of which `dealing` may make several of a batch. `shaping` is by domain; `kl`
+    controls the coefficient of the KL; token ids of a group must lie below `vocab_size`.
     """
 
     micro_batch_tokens: int
@@ -90,6 +94,7 @@ class LoopSettings:
     publish_timeout_s: float = 120.0
     scope: StalenessScope = StalenessScope.GROUP
     overdue_s: float | None = None
+    dealing: MiniBatching = ONE_STEP
 
 
 @final
@@ -113,6 +118,7 @@ class TrainingLoop:
         self._settings = settings
         self._step = step
         self._trainer = step.passes.policy
+        self._version = restored.model_version if restored else 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._objective = AdaptiveObjective(
             objective, controller=settings.kl, restored=restored.kl_coefficient if restored else None
@@ -158,10 +164,6 @@ class TrainingLoop:
         self._reported = ConsumedReport()
 
     @property
-    def _version(self) -> int:
-        return self._trainer.model_version
-
-    @property
     def _current(self) -> Directive:
         return self._link.current
 
@@ -197,12 +199,12 @@ class TrainingLoop:
                 continue
             collected = time.monotonic()
             try:
-                figures, by = await self._train(batch)
+                taken, by = await self._train(batch)
             except NonFiniteStep as error:
                 await self._skip(batch, error)
                 continue
             self._skipped = 0
-            figures |= {
+            figures = taken.figures | {
                 "wait_s": collected - started,
                 "step_s": time.monotonic() - collected,
                 "waiting_groups": self._batcher.num_waiting,
@@ -217,6 +219,7 @@ class TrainingLoop:
                     model_version=self._version,
                     consumed=self._consumed(),
                     stats=figures,
+                    updates=taken.updates,
                     orders=batch.orders,
                     by_domain=by.by_domain,
                     by_tag=by.by_tag,
@@ -287,6 +290,7 @@ class TrainingLoop:
             token_budget=self._settings.micro_batch_tokens,
             producing=producing,
             width=self._step.width,
+            dealing=self._settings.dealing,
         )
 
     def _scope_figures(self) -> dict[str, float]:
@@ -328,16 +332,22 @@ class TrainingLoop:
 
     # --- step ------------------------------------------------------------------------------------------------------
 
-    async def _train(self, batch: TrainBatch) -> tuple[dict[str, float], StepFigures]:
-        """One optimizer step; returns its figures, in all and by domain. Raises NonFiniteStep if it must be skipped."""
+    async def _train(self, batch: TrainBatch) -> tuple[Taken, StepFigures]:
+        """The optimizer steps of a batch, which make the next version; returns their figures, in all and by domain.
+
+        Raises:
+            NonFiniteStep: it must be skipped.
+        """
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
         await self._until_weights_may_change()
-        rate = self._current.knobs.learning_rate * self._settings.schedule.factor(self._version)
-        figures = await self._in_worker(lambda: self._step.apply(accumulated, learning_rate=rate))
+        peak, schedule = self._current.knobs.learning_rate, self._settings.schedule
+        rates = [peak * schedule.factor(number) for number in batch.optimizer_steps]
+        taken = await self._in_worker(lambda: self._step.apply(accumulated, learning_rates=rates))
+        self._version = batch.producing
         self._at(self._version)
         self._solved.note(batch.groups)
-        by = self._watch.stepped(batch, accumulated.micro_batches, version=self._version)
-        return batch.stats | figures | self._objective.observe(figures), by
+        by = self._watch.stepped(accumulated.batch, accumulated.micro_batches, version=self._version)
+        return Taken(batch.stats | taken.figures | self._objective.observe(taken.figures), taken.updates), by
 
     def _ended(self, groups: Iterable[RolloutGroup], fate: Fate, why: str) -> None:
         groups = list(groups)
@@ -386,8 +396,8 @@ class TrainingLoop:
         self._batcher.end(directive.failed, Fate.FAILED)
         self._batcher.end(directive.stale, Fate.STALE)
         if directive.publish_to:
-            await self._in_worker(lambda: self._step.will_sample(acceptance=directive.knobs.k))
-            await self._publishing.begin(directive)
+            await self._in_worker(lambda: self._step.will_sample(self._version, acceptance=directive.knobs.k))
+            await self._publishing.begin(directive, self._version)
         saved = directive.stop and self._saved == (directive.epoch, self._version)  # told to stop while it asked
         if directive.checkpoint and directive.controller_state is not None and not saved:
             await self._checkpoint(directive, directive.controller_state)

@@ -1,6 +1,6 @@
 """Replay: the steps of a run again, from a checkpoint and the recorded groups, with no engine, stream or controller.
 
-A step is a function of the weights before it, its groups, its learning rate and the objective. All of them were
+A step is a function of the weights before it, its groups, its learning rates and the objective. All of them were
 recorded, and a trainer repeats equal calls to the bit on a CPU: so a replayed step must give the figures that the run
 reported, to the last bit, and one that does not has been computed on something else.
 """
@@ -19,13 +19,14 @@ from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import Lineage, fresh_part
 from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.rollouts.mini_batches import ONE_STEP, MiniBatching
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 
 #: Figures that say whether two steps were the same: they depend on every weight, token and log-prob of it.
-COMPARED: Final = ("loss", "grad_norm", "reward", "tokens", "entropy", "ratio_max")
+COMPARED: Final = ("loss", "grad_norm", "reward", "tokens", "entropy", "ratio_max", "optimizer_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +37,13 @@ class RecordedStep:
     lineage: Lineage
     orders: Sequence[int]
     figures: Mapping[str, float]
+    updates: Sequence[Mapping[str, float]] = ()
+    """Figures of each optimizer step, where the step was to have several."""
 
     @property
-    def learning_rate(self) -> float:
-        """Of the optimizer step."""
-        return self.figures["learning_rate"]
+    def learning_rates(self) -> list[float]:
+        """Of the optimizer steps."""
+        return [update["learning_rate"] for update in self.updates] or [self.figures["learning_rate"]]
 
     def part_of(self, group: RolloutGroup) -> RolloutGroup:
         """What of a group trained the step, where others of its rollouts were too old (`staleness.scope`)."""
@@ -101,20 +104,24 @@ class Replay:
     token_budget: int
     shaping: Mapping[str, RewardShaping]
     truncated: Truncated = Truncated.TRAIN
+    dealing: MiniBatching = ONE_STEP
+    began_at: int = 0
+    """The version that the trainer holds before the first step."""
     acceptance: float = math.inf
     """The greatest staleness among the steps; how many weights are kept for `old_logprobs` depends on it."""
 
     def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
-        """Take the steps, which must follow on the trainer's version.
+        """Take the steps, the first of which must follow on `began_at`, which are the trainer's weights.
 
         Raises:
             RecordError: a step is missing, or one of its groups.
             DivergedError: a step is not finite.
         """
+        held = self.began_at
         for recorded in steps:
-            held = self.step.passes.policy.model_version
             if recorded.version != held + 1:
                 raise RecordError(f"the step after version {held} is not recorded, the next is {recorded.version}")
+            held = recorded.version
             figures = self._take(recorded, self.objective.current)
             yield ReplayedStep(recorded=recorded, figures=figures | self.objective.observe(figures))
 
@@ -126,7 +133,7 @@ class Replay:
         return ReplayedStep(recorded=recorded, figures=self._take(recorded, objective))
 
     def _take(self, recorded: RecordedStep, objective: PolicyObjective) -> dict[str, float]:
-        self.step.will_sample(acceptance=self.acceptance)
+        self.step.will_sample(recorded.version - 1, acceptance=self.acceptance)
         batch = build(
             trained_groups(recorded, self.groups),
             objective=objective,
@@ -135,9 +142,10 @@ class Replay:
             token_budget=self.token_budget,
             producing=recorded.version,
             width=self.step.width,
+            dealing=self.dealing,
         )
         try:
             accumulated = self.step.accumulate(batch, objective)
-            return batch.stats | self.step.apply(accumulated, learning_rate=recorded.learning_rate)
+            return batch.stats | self.step.apply(accumulated, learning_rates=recorded.learning_rates).figures
         except NonFiniteStep as error:
             raise DivergedError(f"step {recorded.version}: {error} is not finite") from error

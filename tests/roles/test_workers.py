@@ -72,7 +72,7 @@ def steps(config: RunConfig, workers: Workers, objective: AdaptiveObjective, num
     for number in numbers:
         batch = build(groups(number), objective=objective.current, token_budget=20, producing=number + 1)
         found = step.accumulate(batch, objective.current)
-        figures = step.apply(found, learning_rate=config.optimizer.learning_rate)
+        figures = step.apply(found, learning_rates=[config.optimizer.learning_rate]).figures
         told.append(figures | objective.observe(figures))
     return told
 
@@ -229,12 +229,12 @@ def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> l
     """Steps on tokens of the last k versions, each published before it samples."""
     objective, told = objective_of(config), []
     for number in numbers:
-        step.will_sample(acceptance=k)
+        step.will_sample(number, acceptance=k)
         batch = build(
             in_flight(number, oldest=max(0, number + 1 - k)), objective=objective, token_budget=40, producing=number + 1
         )
         found = step.accumulate(batch, objective)
-        figures = step.apply(found, learning_rate=config.optimizer.learning_rate)
+        figures = step.apply(found, learning_rates=[config.optimizer.learning_rate]).figures
         told.append(figures)
     return told
 
@@ -266,7 +266,7 @@ def test_the_weights_of_the_last_versions_are_resumed_to_the_bit(sampling: RunCo
     undisturbed = lockstep(sampling, step, range(4, 8), k=3), weights_of(first.policy)
     first.close()
 
-    again = started(sampling, objective_of(sampling), checkpoint=path)
+    again = started(sampling, objective_of(sampling), checkpoint=path, version=4)
     assert again.history is not None and again.history.versions == [1, 2, 3, 4]
     assert lockstep(sampling, again.step(), range(4, 8), k=3) == undisturbed[0]
     for name, array in weights_of(again.policy).items():
@@ -281,6 +281,6 @@ def test_a_checkpoint_without_a_history_trains_on_what_its_own_weights_sampled(
     lockstep(sampling, first.step(), range(2), k=2)
     (tmp_path / "old" / "trainer").mkdir(parents=True)
     first.policy.save_state(tmp_path / "old" / "trainer")
-    again = started(sampling, objective_of(sampling), checkpoint=tmp_path / "old")
+    again = started(sampling, objective_of(sampling), checkpoint=tmp_path / "old", version=2)
     assert again.history is not None and again.history.versions == [2]
     assert [again.step().can_train(group(0, version=version)) for version in (1, 2)] == [False, True]

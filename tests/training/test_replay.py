@@ -49,7 +49,7 @@ def recorded(model: Path) -> list[RecordedStep]:
         blank = RecordedStep(
             version=version, lineage=Lineage(1, 0), orders=tuple(orders), figures={"learning_rate": 0.1 * version}
         )
-        (taken,) = taking.run([blank])
+        (taken,) = replace(taking, began_at=version - 1).run([blank])
         steps.append(replace(blank, figures=taken.figures))
     return steps
 

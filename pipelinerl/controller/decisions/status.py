@@ -81,6 +81,9 @@ def _last_step(state: RunState) -> status.LastStepStatus:
         exact_entropy=figures.get("exact_entropy"),
         length_mean=figures.get("length_mean"),
         truncated=figures.get("truncated"),
+        optimizer_steps=int(figures["optimizer_steps"]) if "optimizer_steps" in figures else None,
+        kl_old=figures.get("kl_old"),
+        clip_fraction=figures.get("clip_fraction"),
         by_domain=state.watched.by_domain,
         by_tag=state.watched.by_tag,
     )

@@ -23,9 +23,10 @@ def step_taken(state: RunState, report: StepDone) -> list[Effect]:
     watched.by_domain = _by_domain(state, report.by_domain)
     watched.by_tag = report.by_tag
     by = {"by_domain": watched.by_domain, "by_tag": watched.by_tag}
+    several = {"updates": report.updates} if report.updates else {}
     step = {"step": version, "model_version": version, "orders": report.orders}
     _remember(state, report)
-    return [Record("step", step | report.stats | by), *_alarms(state, step=version)]
+    return [Record("step", step | report.stats | several | by), *_alarms(state, step=version)]
 
 
 def note_outdated(state: RunState, report: GroupOutdated) -> None:

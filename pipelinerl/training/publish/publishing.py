@@ -25,7 +25,7 @@ class Publishing:
 
     The trainer computes on meanwhile, and changes its weights only after `finish`:
 
-        await publishing.begin(directive)        # begins a task:
+        await publishing.begin(directive, version)  # begins a task:
             await link.raise_if_fenced()
             await publisher.publish(publication)
             await link.report(Published(...))
@@ -60,11 +60,11 @@ class Publishing:
         self._timeout_s = timeout_s
         self._under_way: asyncio.Task[None] | None = None
 
-    async def begin(self, directive: Directive) -> None:
+    async def begin(self, directive: Directive, version: int) -> None:
         """Publish the weights as they are to the engines that the directive names, once the one before has ended."""
         await self.finish()
         publication = Publication(
-            version=self._trainer.model_version,
+            version=version,
             epoch=directive.epoch,
             layout=self._layout,
             weights=self._trainer.gather_weights,

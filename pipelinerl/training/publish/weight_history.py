@@ -62,23 +62,24 @@ class WeightHistory:
         """Of a step."""
         return {"history_versions": float(len(self._held)), "history_bytes": float(self.num_bytes)}
 
-    def keep(self, trainer: Trainer, *, acceptance: float) -> None:
+    def keep(self, trainer: Trainer, *, version: int, acceptance: float) -> None:
         """The trainer's weights are about to sample: copy them, and forget what no step may need any more.
 
         Args:
+            version: v, of the weights.
             acceptance: k; the next step, which makes version v + 1, takes nothing older than v + 1 − k.
         """
-        current, before = trainer.model_version, len(self._held)
-        for version in [version for version in self._held if version < current + 1 - acceptance]:
-            del self._held[version]
-        if current not in self._held:
-            self._held[current] = copied(trainer.gather_weights())
+        before = len(self._held)
+        for older in [held for held in self._held if held < version + 1 - acceptance]:
+            del self._held[older]
+        if version not in self._held:
+            self._held[version] = copied(trainer.gather_weights())
         if len(self._held) > before:
             log.info(
                 "weights of %d versions are kept for old_logprobs: %d to %d, %.1f MiB on the host",
                 len(self._held),
                 min(self._held),
-                current,
+                version,
                 self.num_bytes / 2**20,
             )
 

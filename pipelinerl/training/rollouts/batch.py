@@ -3,17 +3,21 @@
 Advantages that read nothing but rewards are known before packing, so that a rollout with nothing to teach need not be
 computed. Those that read values or log-probs come after the forward passes, still on the whole batch:
 
-    build ─▶ packed micro-batches ─▶ forward passes ─▶ `with_advantages` ─▶ backward
+    build ─▶ packed micro-batches ─▶ forward passes ─▶ `with_advantages` ─▶ `mini_batches` ─▶ backward of each
+
+The first pass over a batch trains on its micro-batches as they were packed for the forward passes: each mini-batch's
+follow one another there, so that π_θ/π_old begins at 1 to the bit where forward and backward pass are one computation.
 
 Letters in shapes: B rollouts of the step, N = Σ lengths sampled tokens, rollout after rollout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +28,22 @@ from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.training.rollouts.admission import has_signal, is_judged
-from pipelinerl.training.rollouts.packing import Packed, WeightedRollout, pack, with_columns
+from pipelinerl.training.rollouts.mini_batches import ONE_STEP, Division, MiniBatching, Portion
+from pipelinerl.training.rollouts.packing import (
+    Packed,
+    WeightedRollout,
+    apart,
+    bins_of,
+    joined,
+    pack,
+    with_columns,
+)
 from pipelinerl.types import Outcome, Rollout, RolloutGroup
 from trainer_contract.types import MicroBatch
 
 Floats = NDArray[np.float64]
+#: Which rollouts of given lengths, and of given prompts, share a micro-batch.
+Bins = Callable[[Sequence[int], Sequence[int]], list[list[int]]]
 
 
 @runtime_checkable
@@ -74,7 +89,7 @@ class Scored:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """What one optimizer step trains on, and its figures. `packed` names rollouts by their number within `scored`.
+    """What a step trains on, and its figures. `packed` names rollouts by their number within `scored`.
 
     `learns` [B] is False for rollouts of which no token may have a gradient: not judged, or truncated and masked.
     """
@@ -82,8 +97,21 @@ class TrainBatch:
     groups: list[RolloutGroup]
     scored: Scored
     learns: NDArray[np.bool_]
+    division: Division
+    bins: Bins
     packed: list[Packed]
     stats: dict[str, float]
+
+    @property
+    def producing(self) -> int:
+        """The version that the step makes."""
+        return self.division.producing
+
+    @property
+    def optimizer_steps(self) -> range:
+        """Their numbers in the run, from 0: by what was planned, as though no batch had ended early."""
+        planned = self.division.dealing.updates
+        return range((self.producing - 1) * planned, self.producing * planned)
 
     @property
     def orders(self) -> list[int]:
@@ -99,6 +127,43 @@ class TrainBatch:
         """Order indices, ascending, of the groups of these segments (by default all) of micro-batch `number`."""
         members = np.array(self.packed[number].members)[slice(None) if segments is None else segments]
         return sorted({self.groups[group].index for group in self.scored.groups[members].tolist()})
+
+    def completed(self, micro_batches: Sequence[MicroBatch]) -> TrainBatch:
+        """The same with these in place of its micro-batches: with the columns of the forward passes."""
+        whole = [
+            Packed(completed, packed.members) for completed, packed in zip(micro_batches, self.packed, strict=True)
+        ]
+        return replace(self, packed=whole)
+
+    def mini_batches(self) -> Iterator[MiniBatch]:
+        """Each optimizer step's part of a batch that has all its columns, as a batch of its own, epoch after epoch."""
+        segments: Mapping[int, MicroBatch] = {}
+        for epoch in range(self.division.dealing.epochs):
+            for number, portion in enumerate(self.division.portions(epoch)):
+                if epoch == 0:
+                    its = set(portion.members)
+                    packed = [each for each in self.packed if each.members[0] in its]
+                else:
+                    segments = segments or self._segments()
+                    packed = self._packed_anew(portion, segments)
+                yield MiniBatch(epoch, number, replace(self, packed=packed))
+
+    def _segments(self) -> dict[int, MicroBatch]:
+        """Each rollout that is computed, with its columns, by its number."""
+        return {
+            member: segment
+            for packed in self.packed
+            for member, segment in zip(packed.members, apart(packed.micro_batch), strict=True)
+        }
+
+    def _packed_anew(self, portion: Portion, segments: Mapping[int, MicroBatch]) -> list[Packed]:
+        lengths = [segments[member].num_tokens for member in portion.members]
+        packed = []
+        for places in self.bins(lengths, self.division.groups[portion.members].tolist()):
+            members = [portion.members[place] for place in places]
+            weights = portion.token_weights[members].tolist()
+            packed.append(Packed(joined([segments[member] for member in members], token_weights=weights), members))
+        return packed
 
     def with_advantages(self, adv: Advantage, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, whose forward passes are done, with advantages and, for a critic, returns.
@@ -123,6 +188,14 @@ class TrainBatch:
 
     def _rows(self) -> list[NDArray[np.intp]]:
         return [self.scored.tokens_of(packed.members) for packed in self.packed]
+
+
+class MiniBatch(NamedTuple):
+    """One optimizer step's part of a batch: the how manieth of which epoch, from 0; `batch` has its rollouts packed."""
+
+    epoch: int
+    number: int
+    batch: TrainBatch
 
 
 def teacher(
@@ -175,6 +248,7 @@ def build(
     shaping: Mapping[str, RewardShaping] = MappingProxyType({}),
     truncated: Truncated = Truncated.TRAIN,
     width: int = 1,
+    dealing: MiniBatching = ONE_STEP,
 ) -> TrainBatch:
     """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
 
@@ -189,6 +263,7 @@ def build(
     Args:
         shaping: by domain; the others' rewards are the verifiers'.
         truncated: of rollouts that ended for want of tokens; width: micro-batches that the trainer computes at once.
+        dealing: into how many optimizer steps the batch is divided.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -201,21 +276,34 @@ def build(
     learns = valid & ~np.array([is_masked(rollout, truncated) for rollout in rollouts])
     late = bool(objective.adv.needs)
     scored = Scored(rewards=rewards, groups=index, lengths=lengths, valid=learns if late else valid)
-    weights = objective.agg.token_weights(lengths=lengths, groups=scored.groups, valid=learns)
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` finds rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
     teaches = learns & np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])
     some = learns if learns.any() else valid  # one that is masked has the weight 0
     kept = np.flatnonzero(teaches if teaches.any() else some & (np.cumsum(some) == 1)).tolist()
-    weighted = [WeightedRollout(rollout=rollouts[i], advantages=parts[i], token_weight=float(weights[i])) for i in kept]
+    division = Division(
+        dealing=dealing,
+        producing=producing,
+        agg=objective.agg,
+        groups=index,
+        lengths=lengths,
+        num_tokens=np.array([rollout.num_tokens for rollout in rollouts]),
+        learns=learns,
+        computed=kept,
+    )
     return TrainBatch(
         groups=list(groups),
         scored=scored,
         learns=learns,
+        division=division,
+        bins=partial(bins_of, token_budget=token_budget, width=width),
         packed=[
-            Packed(batch, [kept[member] for member in members])
-            for batch, members in pack(weighted, token_budget=token_budget, width=width)
+            Packed(batch, [members[place] for place in places])
+            for members, weights in division.portions(0)
+            for batch, places in pack(
+                [_weighted(rollouts[i], parts[i], weights[i]) for i in members], token_budget=token_budget, width=width
+            )
         ],
         stats=_stats(
             rollouts,
@@ -226,6 +314,10 @@ def build(
         )
         | {"masked": float((valid & ~learns).mean())},
     )
+
+
+def _weighted(rollout: Rollout, advantages: Floats, weight: np.float64) -> WeightedRollout:
+    return WeightedRollout(rollout=rollout, advantages=advantages, token_weight=float(weight))
 
 
 def _shaped(scored: Scored, domains: NDArray[np.str_], shaping: Mapping[str, RewardShaping]) -> Floats:

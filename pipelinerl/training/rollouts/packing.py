@@ -10,7 +10,7 @@ the rollouts fall into micro-batches. Rollouts without a valid verdict are left 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NamedTuple
 
@@ -50,32 +50,36 @@ def work(length: int) -> float:
 def pack(rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1) -> list[Packed]:
     """Micro-batches of at most `token_budget` tokens; a longer rollout makes one of its own.
 
-    First fit, the rollouts of one prompt after one another: in one micro-batch a trainer may compute their prompt once.
-
     Args:
         width: micro-batches that are computed at once; `interleaved` says how they then follow one another.
     """
     lengths = [rollout.rollout.num_tokens for rollout in rollouts]
-    order = by_prompt(rollouts)
-    bins = first_fit(order, lengths, token_budget)
-    if width > 1:
-        parts = dealt(sorted(order, key=lambda i: (-lengths[i], i)), lengths, width)
-        place = {i: number for number, i in enumerate(order)}
-        bins = interleaved(
-            [first_fit(sorted(part, key=place.__getitem__), lengths, token_budget) for part in parts], lengths
-        )
+    prompts = [rollout.rollout.turns[0].context_token_ids.tobytes() for rollout in rollouts]
+    bins = bins_of(lengths, prompts, token_budget=token_budget, width=width)
     return [Packed(_micro_batch([rollouts[i] for i in members]), members) for members in bins]
 
 
-def by_prompt(rollouts: Sequence[WeightedRollout]) -> list[int]:
+def bins_of(lengths: Sequence[int], prompts: Sequence[Hashable], *, token_budget: int, width: int) -> list[list[int]]:
+    """Which rollouts of these lengths and prompts share a micro-batch.
+
+    First fit, the rollouts of one prompt after one another: in one micro-batch a trainer may compute their prompt once.
+    """
+    order = by_prompt(lengths, prompts)
+    if width == 1:
+        return first_fit(order, lengths, token_budget)
+    place = {i: number for number, i in enumerate(order)}
+    parts = dealt(sorted(order, key=lambda i: (-lengths[i], i)), lengths, width)
+    filled = [first_fit(sorted(part, key=place.__getitem__), lengths, token_budget) for part in parts]
+    return interleaved(filled, lengths)
+
+
+def by_prompt(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
     """Which rollouts follow one another: those of a prompt, the prompt with the longest rollout first."""
-    prompts = [each.rollout.turns[0].context_token_ids.tobytes() for each in rollouts]
-    lengths = [each.rollout.num_tokens for each in rollouts]
-    first, longest = dict[bytes, int](), dict[bytes, int]()
-    for i, prompt in enumerate(prompts):
+    first, longest = dict[Hashable, int](), dict[Hashable, int]()
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         first.setdefault(prompt, i)
-        longest[prompt] = max(lengths[i], longest.get(prompt, 0))
-    return sorted(range(len(rollouts)), key=lambda i: (-longest[prompts[i]], first[prompts[i]], -lengths[i], i))
+        longest[prompt] = max(length, longest.get(prompt, 0))
+    return sorted(range(len(lengths)), key=lambda i: (-longest[prompts[i]], first[prompts[i]], -lengths[i], i))
 
 
 def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list[int]]:
@@ -168,6 +172,32 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
     names, given["segment_ids"] = np.unique(given["segment_ids"], return_inverse=True)
     given["segment_ids"] = given["segment_ids"].astype(np.int32)
     return Prefixes(replace(batch, **given, num_segments=len(names)), kept)
+
+
+def apart(batch: MicroBatch) -> list[MicroBatch]:
+    """Each segment as a micro-batch of its own, whose columns are views."""
+    ends = np.cumsum(np.bincount(batch.segment_ids, minlength=batch.num_segments))
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    arrays = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+    return [
+        replace(
+            batch,
+            **{name: column[first:end] for name, column in arrays.items()}
+            | {"segment_ids": np.zeros(end - first, np.int32)},
+            num_segments=1,
+        )
+        for first, end in zip((0, *ends[:-1]), ends, strict=True)
+    ]
+
+
+def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float]) -> MicroBatch:
+    """Segments that stood apart as one micro-batch, the tokens of each with another aggregation weight."""
+    first, lengths = segments[0], [segment.num_tokens for segment in segments]
+    names = [field.name for field in fields(first) if isinstance(getattr(first, field.name), np.ndarray)]
+    columns = {name: np.concatenate([getattr(segment, name) for segment in segments]) for name in names}
+    columns["segment_ids"] = np.repeat(np.arange(len(segments), dtype=np.int32), lengths)
+    columns["weights"] = np.repeat(np.array(token_weights, np.float32), lengths) * columns["loss_mask"]
+    return replace(first, **columns, num_segments=len(segments))
 
 
 def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:

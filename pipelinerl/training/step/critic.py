@@ -8,10 +8,10 @@ from typing import final
 
 import numpy as np
 
-from pipelinerl.objective.value_loss import ValueLoss, value_statistics
+from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.training.step.schedule import CONSTANT, LearningRateSchedule
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import LossStats, MicroBatch
+from trainer_contract.types import MicroBatch, StepStats
 
 
 @final
@@ -19,9 +19,9 @@ from trainer_contract.types import LossStats, MicroBatch
 class Critic:
     """The worker, what it minimises, and when the policy waits for it.
 
-    Its rate is the peak times `schedule`, of its own steps: one for each step of the run, those of its warm-up too.
+    Its rate is the peak times `schedule`, of the run's optimizer steps, those of its warm-up too.
 
-    While `warms_up`, the policy stands still: it makes a step without a token, whose weights are bit-equal and whose
+    While `warms_up`, the policy stands still: its optimizer steps are without a token, its weights bit-equal, and its
     version rises. A version per step keeps what hangs on it (orders paced by staleness, one checkpoint and one report
     per step, exactly-once) free of a second kind of step; the price is a publication of weights that did not change,
     and rollouts that look a little staler than they are.
@@ -45,13 +45,6 @@ class Critic:
             for batch in micro_batches
         ]
 
-    def apply(self, micro_batches: Sequence[MicroBatch], losses: Sequence[LossStats]) -> dict[str, float]:
-        """The critic's optimizer step; returns its metrics."""
-        rate = self.learning_rate * self.schedule.factor(self.worker.model_version)
-        step = self.worker.optimizer_step(learning_rate=rate)
-        return {
-            **value_statistics(micro_batches, [loss.predictions for loss in losses]),
-            "value_loss": sum(loss.loss for loss in losses),
-            "value_grad_norm": step.grad_norm,
-            "value_learning_rate": step.learning_rate,
-        }
+    def apply(self, step: int) -> StepStats:
+        """The critic's optimizer step, the run's `step`th, from 0."""
+        return self.worker.optimizer_step(learning_rate=self.learning_rate * self.schedule.factor(step))

@@ -34,8 +34,7 @@ class EntropyMeter:
 
         Leaves no gradient behind, and must find none.
         """
-        version = policy.model_version + 1
-        if self.interval_steps == 0 or version % self.interval_steps:
+        if self.interval_steps == 0 or batch.producing % self.interval_steps:
             return {}
         try:
             (measured,) = policy.backward([alone(_chosen(batch))], EntropyProbe())

@@ -1,27 +1,27 @@
-"""`TrainStep`: one optimizer step of the policy, and of its critic if it has one, from a batch to figures.
+"""`TrainStep`: from a batch to the next version of the policy, and of its critic if it has one, and to figures.
 
-    forward passes ─▶ advantages on the whole batch ─▶ backward of policy and critic ─▶ both optimizer steps
+    forward passes ─▶ advantages on the whole batch ─▶ ( backward of policy and critic ─▶ both optimizer steps )+
 
-It blocks: the loop calls it on the trainer's thread, `accumulate` before the publication under way has ended and
-`apply` after it. What is not finite raises `NonFiniteStep`: no weight of the policy has changed then, and no gradient
-is left behind.
+The last part once for each mini-batch of each epoch. It blocks: the loop calls it on the trainer's thread, `accumulate`
+before the publication under way has ended and `apply` after it. What is not finite raises `NonFiniteStep`: no weight of
+the policy has changed then, and no gradient is left behind. Once a batch has changed weights, it ends before the first
+mini-batch that is not finite, or that takes the policy too far from π_old.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, final
+from typing import NamedTuple, NoReturn, final
 
 import numpy as np
 
-from pipelinerl.numerics import causes
 from pipelinerl.objective.kl_control import as_column
 from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
-from pipelinerl.training.rollouts.batch import TrainBatch
+from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
 from pipelinerl.training.rollouts.packing import with_columns
 from pipelinerl.training.step import finite_check
 from pipelinerl.training.step.adaptive import KL_FIGURE
@@ -29,22 +29,36 @@ from pipelinerl.training.step.critic import Critic
 from pipelinerl.training.step.entropy_meter import EntropyMeter
 from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.forward_passes import ForwardPasses
+from pipelinerl.training.step.update import BatchEnd, Gradient, Update, figures_of
 from pipelinerl.types import RolloutGroup
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import LossStats, MicroBatch
 
+log = logging.getLogger("pipelinerl")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
-    """The gradients are in the workers: what they were trained on, with every column, and the losses of each."""
+    """The gradients of the first mini-batch are in the workers; `batch` has every column, `rest` is yet to come."""
 
     batch: TrainBatch
     objective: PolicyObjective
-    micro_batches: list[MicroBatch]
-    losses: list[LossStats]
-    value_losses: list[LossStats]
+    first: Gradient
+    rest: Iterator[MiniBatch]
     measured: dict[str, float]
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """Of the whole batch."""
+        return self.batch.micro_batches
+
+
+class Taken(NamedTuple):
+    """A step that was taken: its figures, and those of each of its optimizer steps where it was to have several."""
+
+    figures: dict[str, float]
+    updates: list[dict[str, float]]
 
 
 @final
@@ -74,73 +88,90 @@ class TrainStep:
         parts |= {"critic": self.critic.worker.save_state} if self.critic else {}
         return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
 
-    def will_sample(self, *, acceptance: float) -> None:
+    def will_sample(self, version: int, *, acceptance: float) -> None:
         """The policy's weights are about to be published: keep what later steps, with this k, will need of them."""
         if self.passes.history is not None:
-            self.passes.history.keep(self._policy, acceptance=acceptance)
+            self.passes.history.keep(self._policy, version=version, acceptance=acceptance)
 
     def can_train(self, group: RolloutGroup) -> bool:
         """Is everything there that the passes over this group need?"""
         return self.passes.history is None or self.passes.history.covers(group)
 
     def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated:
-        """Forward passes for the columns that are needed, advantages, then backward for each micro-batch.
+        """Forward passes for the columns that are needed, advantages, then backward of the first mini-batch.
 
         Raises:
             NonFiniteStep: a column, loss or prediction is not finite.
         """
         with self._clean_on_failure():
-            completed = self._completed(batch, objective)
+            completed = batch.completed(self._completed(batch, objective))
             measured = self.entropy.measure(self._policy, batch)
-            losses = self._policy_backward(batch, objective, completed)
-            value_losses = self._critic_backward(batch, completed)
-        return Accumulated(
-            batch=batch,
-            objective=objective,
-            micro_batches=completed,
-            losses=losses,
-            value_losses=value_losses,
-            measured=measured,
-        )
+            rest = completed.mini_batches()
+            first = self._gradient(next(rest), objective)
+        return Accumulated(batch=completed, objective=objective, first=first, rest=rest, measured=measured)
 
-    def apply(self, accumulated: Accumulated, *, learning_rate: float) -> dict[str, float]:
-        """Both optimizer steps, the critic's first; returns their metrics.
+    def apply(self, accumulated: Accumulated, *, learning_rates: Sequence[float]) -> Taken:
+        """Make the optimizer steps of the batch, each with the next rate; at most as many as there are rates.
 
         Raises:
-            NonFiniteStep: a gradient is not finite.
+            NonFiniteStep: the first gradient is not finite.
         """
-        losses, objective, still = accumulated.losses, accumulated.objective, self._stands_still
-        with self._clean_on_failure():
-            with finite_check.naming("critic's gradient", accumulated.batch.orders):
-                values = self.critic.apply(accumulated.micro_batches, accumulated.value_losses) if self.critic else {}
+        batch, objective = accumulated.batch, accumulated.objective
+        dealing, end = batch.division.dealing, BatchEnd.WHOLE
+        updates = [self._update(accumulated.first, objective, number=0, rate=learning_rates[0])]
+        for number, rate in enumerate(learning_rates[1:], start=1):
+            if (mini_batch := next(accumulated.rest, None)) is None:
+                break
             try:
-                step = self._policy.optimizer_step(learning_rate=0.0 if still else learning_rate)
-            except NonFiniteError:
-                _raise_cause_of_gradient(accumulated)
-        batches = [] if still else accumulated.micro_batches
-        logprobs = [loss.predictions for loss in losses]
-        tokens, sampled = trained_tokens(batches, logprobs), causes.sampled_tokens(batches, logprobs)
-        return {
-            **statistics(objective, tokens),
-            **causes.figures(sampled, held_version=step.model_version - 1, cuts=cuts(objective, tokens)),
-            **values,
+                gradient = self._gradient(mini_batch, objective)
+                if dealing.exceeded(gradient.kl_from_old(objective)):
+                    self._discard()
+                    end = BatchEnd.KL
+                    break
+                updates.append(self._update(gradient, objective, number=number, rate=rate))
+            except NonFiniteStep as error:
+                log.error("step %d ends after %d optimizer steps: %s not finite", batch.producing, number, error)
+                end = BatchEnd.NOT_FINITE
+                break
+        figures = {
+            **figures_of(updates, objective, held_version=batch.producing - 1),
             **(self.passes.history.figures() if self.passes.history else {}),
             **_kl_reference(accumulated.micro_batches),
             **accumulated.measured,
-            "loss": sum(loss.loss for loss in losses),
-            "grad_norm": step.grad_norm,
-            "learning_rate": step.learning_rate,
-            "micro_batches": float(len(accumulated.micro_batches)),
         }
+        if dealing.updates == 1:
+            return Taken(figures, [])
+        return Taken(figures | end.figures(updates), [update.figures(objective) for update in updates])
 
-    @property
-    def _stands_still(self) -> bool:
-        return self.critic is not None and self.critic.warms_up(self._policy.model_version)
+    def _gradient(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Gradient:
+        """Backward of policy and critic."""
+        with self._clean_on_failure():
+            losses = self._policy_backward(mini_batch.batch, objective)
+            value_losses = self._critic_backward(mini_batch.batch)
+        return Gradient(mini_batch=mini_batch, losses=losses, value_losses=value_losses)
+
+    def _update(self, gradient: Gradient, objective: PolicyObjective, *, number: int, rate: float) -> Update:
+        """Both optimizer steps, the critic's first; the policy's is the batch's `number`th, from 0."""
+        batch, critic = gradient.batch, None
+        with self._clean_on_failure():
+            if self.critic is not None:
+                with finite_check.naming("critic's gradient", batch.orders):
+                    critic = self.critic.apply(batch.optimizer_steps[number])
+            try:
+                policy = self._policy.optimizer_step(learning_rate=0.0 if self._stands_still(batch) else rate)
+            except NonFiniteError:
+                _raise_cause_of_gradient(gradient, objective)
+        return Update(gradient=gradient, policy=policy, critic=critic)
+
+    def _stands_still(self, batch: TrainBatch) -> bool:
+        return self.critic is not None and self.critic.warms_up(batch.producing - 1)
 
     def _completed(self, batch: TrainBatch, objective: PolicyObjective) -> list[MicroBatch]:
         """The micro-batches with every column that policy and critic read."""
         finite_check.check_rewards(batch)
         needs = objective.passes | (self.critic.loss.needs if self.critic else frozenset())
+        if batch.division.dealing.target_kl is not None:
+            needs |= {"old_logprobs"}
         completed = batch.micro_batches
         for name, call in self.passes.plan(needs).items():
             with finite_check.naming(name, batch.orders):
@@ -155,11 +186,9 @@ class TrainStep:
             finite_check.check_columns(batch, completed)
         return completed
 
-    def _policy_backward(
-        self, batch: TrainBatch, objective: PolicyObjective, completed: list[MicroBatch]
-    ) -> list[LossStats]:
-        compiled, beta = as_column(objective)
-        if self._stands_still:
+    def _policy_backward(self, batch: TrainBatch, objective: PolicyObjective) -> list[LossStats]:
+        (compiled, beta), completed = as_column(objective), batch.micro_batches
+        if self._stands_still(batch):
             first = completed[0]
             self._policy.backward([replace(first, loss_mask=np.zeros_like(first.loss_mask))], compiled)
             return []
@@ -175,10 +204,10 @@ class TrainStep:
             finite_check.check_predictions(batch, number, micro_batch, loss.predictions, what="logprobs")
         return losses
 
-    def _critic_backward(self, batch: TrainBatch, completed: list[MicroBatch]) -> list[LossStats]:
+    def _critic_backward(self, batch: TrainBatch) -> list[LossStats]:
         if self.critic is None:
             return []
-        weighed = self.critic.weighed(completed)
+        weighed = self.critic.weighed(batch.micro_batches)
         try:
             losses = self.critic.worker.backward(weighed, self.critic.loss)
         except NonFiniteError as error:
@@ -205,10 +234,13 @@ class TrainStep:
         try:
             yield
         except NonFiniteStep:
-            self._policy.discard_gradient()
-            if self.critic is not None:
-                self.critic.worker.discard_gradient()
+            self._discard()
             raise
+
+    def _discard(self) -> None:
+        self._policy.discard_gradient()
+        if self.critic is not None:
+            self.critic.worker.discard_gradient()
 
 
 def _orders(batch: TrainBatch, number: int | None) -> list[int]:
@@ -216,10 +248,10 @@ def _orders(batch: TrainBatch, number: int | None) -> list[int]:
     return batch.orders if number is None else batch.group_indices(number)
 
 
-def _raise_cause_of_gradient(accumulated: Accumulated) -> NoReturn:
-    batch, losses = accumulated.batch, accumulated.losses  # no losses while the policy stands still
-    for number, (micro_batch, loss) in enumerate(zip(accumulated.micro_batches, losses, strict=False)):
-        finite_check.check_terms(batch, number, micro_batch, loss.predictions, accumulated.objective)
+def _raise_cause_of_gradient(gradient: Gradient, objective: PolicyObjective) -> NoReturn:
+    batch = gradient.batch  # no losses while the policy stands still
+    for number, (micro_batch, loss) in enumerate(zip(batch.micro_batches, gradient.losses, strict=False)):
+        finite_check.check_terms(batch, number, micro_batch, loss.predictions, objective)
     raise NonFiniteStep("model's gradient", batch.orders)
 
 

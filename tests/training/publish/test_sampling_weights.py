@@ -50,7 +50,7 @@ def step() -> TrainStep:
     made = TrainStep(passes=passes)
     draw = rng.generator(0, "sampling weights")
     for version in range(VERSIONS):
-        made.will_sample(acceptance=VERSIONS)
+        made.will_sample(version, acceptance=VERSIONS)
         if version < VERSIONS - 1:
             rollouts = tuple(
                 rollout(reward=reward, sampled=draw.integers(5, 50, 20).tolist(), version=version, logprob=-2.0)
@@ -62,7 +62,7 @@ def step() -> TrainStep:
 
 def trained(step: TrainStep, groups: list[RolloutGroup], *, producing: int) -> None:
     found = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=producing), OBJECTIVE)
-    step.apply(found, learning_rate=3e-3)
+    step.apply(found, learning_rates=[3e-3])
 
 
 async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samples: int) -> list[Rollout]:
@@ -132,7 +132,7 @@ def accumulated(step: TrainStep, groups: list[RolloutGroup]) -> Accumulated:
 
 def test_they_are_the_samplers_for_every_token_of_every_version(step: TrainStep) -> None:
     found = accumulated(step, in_flight(step, OnUpdate.RECOMPUTE_KV, samples=4))
-    tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.losses])
+    tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None
     assert np.bincount(tokens.versions, minlength=VERSIONS).min() > 0
     assert np.abs(tokens.old_logprobs - tokens.behavior_logprobs).max() <= TOLERANCE
@@ -147,7 +147,7 @@ def test_they_are_the_samplers_for_every_token_of_every_version(step: TrainStep)
 def test_with_caches_of_older_weights_only_what_follows_an_update_differs(step: TrainStep) -> None:
     # One sample to a prompt: samples that share one and begin after an update read what older weights made of it.
     found = accumulated(step, in_flight(step, OnUpdate.CONTINUE, samples=1))
-    tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.losses])
+    tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None
     difference = np.abs(tokens.old_logprobs - tokens.behavior_logprobs)
     updated = tokens.versions != tokens.turn_versions

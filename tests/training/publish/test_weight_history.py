@@ -43,7 +43,7 @@ def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -
     """The versions held after each publication with one of these k, a step between."""
     held = []
     for k in ks:
-        history.keep(trainer, acceptance=k)
+        history.keep(trainer, version=trainer.model_version, acceptance=k)
         held.append(history.versions)
         stepped(trainer)
     return held
@@ -63,7 +63,7 @@ def test_only_published_weights_are_held(trainer: BigramTrainer) -> None:
     history, expected = WeightHistory(trainer.weight_layout()), {}
     for version in range(8):
         if version % 3 == 0:
-            history.keep(trainer, acceptance=6)
+            history.keep(trainer, version=version, acceptance=6)
             expected[version] = next(trainer.gather_weights())[1].copy()
         stepped(trainer)
     assert history.versions == [3, 6]

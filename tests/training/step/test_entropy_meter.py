@@ -33,8 +33,9 @@ def worker(spec: TrainerSpec) -> BigramTrainer:
     return made
 
 
-def batch(groups: int = 20) -> TrainBatch:
-    return build([group(index) for index in range(groups)], objective=OBJECTIVE, token_budget=64, producing=1)
+def batch(groups: int = 20, *, producing: int = 1) -> TrainBatch:
+    made = [group(index) for index in range(groups)]
+    return build(made, objective=OBJECTIVE, token_budget=64, producing=producing)
 
 
 def test_it_is_the_mean_entropy_of_the_distributions_of_the_sampled_tokens(spec: TrainerSpec) -> None:
@@ -51,7 +52,7 @@ def test_a_step_is_the_same_to_the_bit_with_and_without(spec: TrainerSpec) -> No
     results = []
     for meter in (EntropyMeter(0), EntropyMeter(1)):
         step = TrainStep(passes=ForwardPasses(policy=worker(spec)), entropy=meter)
-        figures = [step.apply(step.accumulate(batch(), OBJECTIVE), learning_rate=0.1) for _ in range(3)]
+        figures = [step.apply(step.accumulate(batch(), OBJECTIVE), learning_rates=[0.1]).figures for _ in range(3)]
         (_, weights), *_ = step.passes.policy.gather_weights()
         results.append((figures, weights.tobytes()))
     (without, plain), (with_it, measured) = results
@@ -61,5 +62,6 @@ def test_a_step_is_the_same_to_the_bit_with_and_without(spec: TrainerSpec) -> No
 
 def test_only_every_so_many_steps(spec: TrainerSpec) -> None:
     step = TrainStep(passes=ForwardPasses(policy=worker(spec)), entropy=EntropyMeter(3))
-    figures = [step.apply(step.accumulate(batch(), OBJECTIVE), learning_rate=0.1) for _ in range(7)]
+    batches = [batch(producing=version) for version in range(1, 8)]
+    figures = [step.apply(step.accumulate(each, OBJECTIVE), learning_rates=[0.1]).figures for each in batches]
     assert [EXACT_ENTROPY in each for each in figures] == [False, False, True, False, False, True, False]

@@ -97,7 +97,7 @@ def test_it_is_named_with_its_group(what: str, poisoned: dict[str, float], budge
     with pytest.raises(ProtocolError):
         policy.optimizer_step(learning_rate=0.1)
     sound = build(groups(), objective=objective, token_budget=budget, producing=1)
-    step.apply(step.accumulate(sound, objective), learning_rate=0.1)
+    step.apply(step.accumulate(sound, objective), learning_rates=[0.1])
     assert policy.model_version == 1, "training goes on"
 
 
@@ -133,7 +133,7 @@ def test_a_gradient_that_overflows_is_named_after_the_loss(spec: TrainerSpec) ->
     batch = build(groups(), objective=objective, token_budget=1, producing=1)
     found = step.accumulate(batch, objective)
     with np.errstate(all="ignore"), refused("loss gradient", [4]):
-        step.apply(found, learning_rate=0.1)
+        step.apply(found, learning_rates=[0.1])
     assert step.passes.policy.model_version == 0
     ((_, table),), ((_, untouched),) = step.passes.policy.gather_weights(), before.gather_weights()
     np.testing.assert_array_equal(table, untouched)
@@ -172,7 +172,7 @@ def test_nothing_of_a_critic_is_applied_when_its_gradient_is_not_finite(spec: Tr
     found = step.accumulate(build(groups(), objective=objective, token_budget=1000, producing=1), objective)
     values._state.gradient[0] = np.inf  # type: ignore[union-attr, index]
     with refused("critic's gradient", [4, POISONED, 9]):
-        step.apply(found, learning_rate=0.1)
+        step.apply(found, learning_rates=[0.1])
     assert (policy.model_version, values.model_version) == (0, 0)
     for each in (policy, values):
         with pytest.raises(ProtocolError):

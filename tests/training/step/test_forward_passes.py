@@ -87,12 +87,12 @@ def practised(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, lis
     alone = [in_one_batch([replace(group(0), rollouts=(one,))]).micro_batches[0] for one in mixed()[0].rollouts]
     predicted = {}
     for version in range(steps + 1):
-        step.will_sample(acceptance=8)
+        step.will_sample(version, acceptance=8)
         predicted[version] = trainer.forward(alone)
         if version < steps:
             fresh = [replace(group(0), rollouts=(sampled(9, [(version, 5)]), sampled(8, [(version, 4)], reward=0.0)))]
             found = step.accumulate(in_one_batch(fresh, producing=version + 1), OBJECTIVE)
-            step.apply(found, learning_rate=0.05)
+            step.apply(found, learning_rates=[0.05])
     return step, predicted
 
 
@@ -121,7 +121,7 @@ def test_in_lockstep_they_are_the_gradient_passs_own_predictions_to_the_bit(trai
     step, _ = practised(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
     found = step.accumulate(in_one_batch(fresh), OBJECTIVE)
-    for made, loss in zip(found.micro_batches, found.losses, strict=True):
+    for made, loss in zip(found.micro_batches, found.first.losses, strict=True):
         assert made.old_logprobs is not None
         assert made.old_logprobs[made.loss_mask].tobytes() == loss.predictions[made.loss_mask].tobytes()
 

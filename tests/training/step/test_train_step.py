@@ -104,8 +104,10 @@ def fitting(step: TrainStep, objective: PolicyObjective) -> TrainStep:
     return step if "values" in objective.passes else without_critic(step)
 
 
-def accumulated(step: TrainStep, objective: PolicyObjective, *, budget: int, of: Sequence[RolloutGroup]) -> Accumulated:
-    batch = build(of, objective=objective, token_budget=budget, producing=1)
+def accumulated(
+    step: TrainStep, objective: PolicyObjective, *, budget: int, of: Sequence[RolloutGroup], producing: int = 1
+) -> Accumulated:
+    batch = build(of, objective=objective, token_budget=budget, producing=producing)
     return step.accumulate(batch, objective)
 
 
@@ -122,7 +124,7 @@ def test_no_packing_split_or_order_changes_the_gradient(choice: Any, spec: Train
     def stepped(budget: int, of: Sequence[RolloutGroup]) -> tuple[list[np.ndarray], float, int]:
         step = fitting(step_of(spec), objective)
         made = accumulated(step, objective, budget=budget, of=of)
-        figures = step.apply(made, learning_rate=0.1)
+        figures = step.apply(made, learning_rates=[0.1]).figures
         tables = [weights(worker) for worker in (step.passes.policy, step.critic and step.critic.worker) if worker]
         return tables, figures["grad_norm"], len(made.micro_batches)
 
@@ -193,7 +195,8 @@ def test_while_the_critic_warms_up_the_policy_stands_still(spec: TrainerSpec) ->
     assert step.critic is not None
     for version in (1, 2, 3):
         before = weights(step.passes.policy), weights(step.critic.worker)
-        figures = step.apply(accumulated(step, objective, budget=30, of=groups()), learning_rate=0.1)
+        made = accumulated(step, objective, budget=30, of=groups(), producing=version)
+        figures = step.apply(made, learning_rates=[0.1]).figures
         assert step.passes.policy.model_version == version
         stands = np.array_equal(weights(step.passes.policy), before[0])
         assert (stands, figures["learning_rate"]) == ((True, 0.0) if version <= 2 else (False, 0.1))
@@ -207,8 +210,9 @@ def test_the_critics_rate_follows_its_own_schedule(spec: TrainerSpec) -> None:
     schedule = LearningRateSchedule(warmup_steps=2, steps=4, shape="linear", final_fraction=0.0)
     scheduled = TrainStep(passes=step.passes, critic=replace(step.critic, schedule=schedule))
     rates = []
-    for _ in range(4):
-        figures = scheduled.apply(accumulated(scheduled, objective, budget=30, of=groups()), learning_rate=0.3)
+    for version in range(1, 5):
+        made = accumulated(scheduled, objective, budget=30, of=groups(), producing=version)
+        figures = scheduled.apply(made, learning_rates=[0.3]).figures
         rates.append((figures["value_learning_rate"], figures["learning_rate"]))
     assert rates == [(0.1 / 2, 0.3), (0.1, 0.3), (0.1, 0.3), (0.1 / 2, 0.3)]
 
@@ -218,7 +222,7 @@ def test_a_kl_coefficient_that_is_sent_as_a_column_changes_the_step_as_it_should
     for beta in (0.0, 0.5, 5.0):
         objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta}})
         step = without_critic(step_of(spec))
-        figures = step.apply(accumulated(step, objective, budget=30, of=groups()), learning_rate=0.1)
+        figures = step.apply(accumulated(step, objective, budget=30, of=groups()), learning_rates=[0.1]).figures
         norms.append(figures["grad_norm"])
     assert norms[0] < norms[1] < norms[2]
     assert norms[2] == pytest.approx(10 * norms[1], rel=0.5), "the penalty outweighs the rest"
@@ -230,7 +234,7 @@ def test_a_critic_learns_what_the_rollouts_earn(spec: TrainerSpec) -> None:
     earning = [replace(g, rollouts=tuple(r for r in g.rollouts if r.verdict.reward == 1.0)) for g in groups()[:3]]
     errors = []
     for _ in range(40):
-        figures = step.apply(accumulated(step, resolve("ppo"), budget=30, of=earning), learning_rate=0.1)
+        figures = step.apply(accumulated(step, resolve("ppo"), budget=30, of=earning), learning_rates=[0.1]).figures
         errors.append(figures["value_error"])
     assert errors[0] > 0.5 and errors[-1] < 0.1
 

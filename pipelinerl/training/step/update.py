@@ -1,0 +1,150 @@
+"""`Update`: one optimizer step, of the several that a batch may be; and the figures of each and of all together. Pure.
+
+Figures of a step are over every token of every update, at the log-probs on which its loss was evaluated: a rollout that
+is trained on in two epochs counts twice. What compares engine and trainer is of the first update alone, since only its
+log-probs are of the weights that the step begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean
+from typing import Final, final
+
+from pipelinerl.numerics import causes
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
+from pipelinerl.objective.tokens import Tokens
+from pipelinerl.objective.value_loss import value_statistics
+from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
+from trainer_contract.types import Float32, LossStats, MicroBatch, StepStats
+
+#: The KL from π_old, in nats per sampled token, by K3: what `training.target_kl` bounds.
+KL_OLD: Final = "kl_old"
+#: Figures of the tokens that are told of each update.
+_TOLD: Final = (KL_OLD, "clip_fraction", "truncated_fraction", "ratio_max", "ess")
+
+
+class BatchEnd(StrEnum):
+    """Why a batch of several optimizer steps came to its end."""
+
+    WHOLE = "whole"
+    """All were made."""
+    KL = "kl"
+    """The next mini-batch's KL from π_old exceeded its bound."""
+    NOT_FINITE = "not_finite"
+    """The next mini-batch was not finite: what is left of the batch trains nothing."""
+
+    def figures(self, updates: Sequence[Update]) -> dict[str, float]:
+        """As figures of the step that was these updates."""
+        return {
+            "optimizer_steps": float(len(updates)),
+            "ended_by_kl": float(self is BatchEnd.KL),
+            "ended_not_finite": float(self is BatchEnd.NOT_FINITE),
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """The backward passes over a mini-batch are made: what each gave. No losses while the policy stands still."""
+
+    mini_batch: MiniBatch
+    losses: list[LossStats]
+    value_losses: list[LossStats]
+
+    @property
+    def batch(self) -> TrainBatch:
+        """The rollouts of the mini-batch, packed."""
+        return self.mini_batch.batch
+
+    @property
+    def trained(self) -> list[MicroBatch]:
+        """What the policy was trained on."""
+        return self.batch.micro_batches if self.losses else []
+
+    @property
+    def logprobs(self) -> list[Float32]:
+        """Of each of them the policy's, at the weights before the update."""
+        return [loss.predictions for loss in self.losses]
+
+    def kl_from_old(self, objective: PolicyObjective) -> float | None:
+        """K3 in nats per token; None where the batch has no old log-probs."""
+        return statistics(objective, trained_tokens(self.trained, self.logprobs)).get(KL_OLD)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """An optimizer step was made with the gradient; the critic's, too, where there is one."""
+
+    gradient: Gradient
+    policy: StepStats
+    critic: StepStats | None
+
+    def figures(self, objective: PolicyObjective) -> dict[str, float]:
+        """What is told of it alone; epochs and mini-batches are counted from 1."""
+        gradient, tokens = self.gradient, _tokens([self])
+        measured = statistics(objective, tokens)
+        return {
+            "epoch": gradient.mini_batch.epoch + 1.0,
+            "mini_batch": gradient.mini_batch.number + 1.0,
+            "loss": _loss(gradient.losses),
+            "grad_norm": self.policy.grad_norm,
+            "learning_rate": self.policy.learning_rate,
+            "tokens": float(sum(batch.loss_mask.sum() for batch in gradient.trained)),
+            **{name: measured[name] for name in _TOLD if name in measured},
+            **({"value_loss": _loss(gradient.value_losses)} if self.critic else {}),
+        }
+
+
+def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_version: int) -> dict[str, float]:
+    """The figures of a step of these updates, which began with the weights `held_version`."""
+    tokens, first = _tokens(updates), updates[0].gradient
+    compared = causes.sampled_tokens(first.trained, first.logprobs)
+    found = {
+        **statistics(objective, tokens),
+        **causes.figures(compared, held_version=held_version, cuts=cuts(objective, _tokens(updates[:1]))),
+    }
+    if len(updates) > 1 and (sampled := causes.sampled_tokens(_trained(updates), _logprobs(updates))) is not None:
+        found |= causes.by_age(held_version - sampled.versions, cuts(objective, tokens))
+    return {
+        **found,
+        **_of_critic(updates),
+        "loss": fmean(_loss(update.gradient.losses) for update in updates),
+        "grad_norm": fmean(update.policy.grad_norm for update in updates),
+        "learning_rate": updates[-1].policy.learning_rate,
+        "micro_batches": float(sum(len(update.gradient.batch.packed) for update in updates)),
+    }
+
+
+def _of_critic(updates: Sequence[Update]) -> dict[str, float]:
+    made = [update.critic for update in updates if update.critic is not None]
+    if not made:
+        return {}
+    losses = [update.gradient.value_losses for update in updates]
+    batches = [batch for update in updates for batch in update.gradient.batch.micro_batches]
+    return {
+        **value_statistics(batches, [loss.predictions for each in losses for loss in each]),
+        "value_loss": fmean(_loss(each) for each in losses),
+        "value_grad_norm": fmean(step.grad_norm for step in made),
+        "value_learning_rate": made[-1].learning_rate,
+    }
+
+
+def _tokens(updates: Sequence[Update]) -> Tokens | None:
+    return trained_tokens(_trained(updates), _logprobs(updates))
+
+
+def _trained(updates: Sequence[Update]) -> list[MicroBatch]:
+    return [batch for update in updates for batch in update.gradient.trained]
+
+
+def _logprobs(updates: Sequence[Update]) -> list[Float32]:
+    return [logprobs for update in updates for logprobs in update.gradient.logprobs]
+
+
+def _loss(losses: Sequence[LossStats]) -> float:
+    return float(sum(loss.loss for loss in losses))

@@ -1,0 +1,178 @@
+"""The division of a batch: each group once an epoch, like many tokens in each part, the same for the same keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl import rng
+from pipelinerl.objective.presets import resolve
+from pipelinerl.training.rollouts.batch import TrainBatch, build
+from pipelinerl.training.rollouts.mini_batches import MiniBatching, deal
+from pipelinerl.training.rollouts.packing import apart, joined, with_columns
+from pipelinerl.types import RolloutGroup
+from tests.fakes.rollouts import group, rollout
+
+
+@pytest.mark.parametrize("case", range(60))
+def test_each_group_is_dealt_once_and_mini_batches_are_alike(case: int) -> None:
+    draw = rng.generator(case, "sizes")
+    count = int(draw.integers(1, 9))
+    sizes = np.ceil(np.exp(draw.normal(4.0, 1.5, int(draw.integers(count, 80))))).astype(int).tolist()
+    parts = deal(sizes, count, rng.generator(case, "deal"))
+    assert sorted(each for part in parts for each in part) == list(range(len(sizes)))
+    assert all(part == sorted(part) for part in parts)
+    numbers, tokens = [len(part) for part in parts], [sum(sizes[each] for each in part) for part in parts]
+    assert max(numbers) - min(numbers) <= 1
+    assert max(tokens) - min(tokens) <= max(sizes), "by no more than the largest group"
+
+
+def test_the_lot_is_a_function_of_seed_version_and_epoch() -> None:
+    sizes = list(range(1, 25))
+
+    def dealt(seed: int = 3, producing: int = 5, epoch: int = 0) -> list[list[int]]:
+        return MiniBatching(epochs=2, mini_batches=4, seed=seed).dealt(sizes, producing=producing, epoch=epoch)
+
+    assert dealt() == dealt()
+    others = (dealt(seed=4), dealt(producing=6), dealt(epoch=1))
+    assert all(other != dealt() for other in others) and others[0] != others[1] != others[2]
+
+
+def test_long_groups_do_not_meet_fewer_others() -> None:
+    """Dealing to whoever has least would give the one long group a mini-batch of its own."""
+    parts = deal([1000, *[1] * 19], 4, rng.generator(0, "long"))
+    assert [len(part) for part in parts] == [5] * 4
+
+
+def test_there_are_no_more_mini_batches_than_groups_to_compute() -> None:
+    dealing = MiniBatching(mini_batches=4)
+    assert [len(dealing.dealt(sizes, producing=1, epoch=0)) for sizes in ([5, 0, 0, 3, 0], [0, 0], [1, 1, 1, 1])] == [
+        2,
+        1,
+        4,
+    ]
+    for part in dealing.dealt([5, 0, 7, 0, 0, 3, 2], producing=1, epoch=0):
+        assert sum(each in (0, 2, 5, 6) for each in part) == 1, "each has something to compute"
+
+
+# --- of a batch -------------------------------------------------------------------------------------------------------
+
+
+def ragged(count: int = 11) -> list[RolloutGroup]:
+    """Groups of three; the rewards of every fourth are equal."""
+    draw, made = rng.generator(1, "ragged"), []
+    for index in range(count):
+        rewards = (1.0, 1.0, 1.0) if index % 4 == 3 else (0.0, 1.0, float(draw.uniform()))
+        rollouts = [
+            rollout(
+                reward=reward,
+                prompt=draw.integers(0, 7, int(draw.integers(1, 5))).tolist(),
+                sampled=draw.integers(0, 7, int(draw.integers(1, 12))).tolist(),
+                logprob=-float(draw.uniform(1, 3)),
+            )
+            for reward in rewards
+        ]
+        made.append(replace(group(index), rollouts=tuple(rollouts)))
+    return made
+
+
+def whole(objective: Any = "grpo", *, groups: Sequence[RolloutGroup] | None = None, width: int = 1) -> TrainBatch:
+    batch = build(
+        ragged() if groups is None else groups,
+        objective=resolve(objective),
+        token_budget=40,
+        producing=2,
+        width=width,
+        dealing=MiniBatching(epochs=3, mini_batches=4, seed=9),
+    )
+    columns = [np.arange(each.num_tokens, dtype=np.float32) + 100 * i for i, each in enumerate(batch.micro_batches)]
+    return batch.completed(
+        [with_columns(each, {"old_logprobs": c}) for each, c in zip(batch.micro_batches, columns, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_every_epoch_trains_each_rollout_once_with_all_its_columns(width: int) -> None:
+    batch = whole(width=width)
+    expected = {
+        member: segment
+        for packed in batch.packed
+        for member, segment in zip(packed.members, apart(packed.micro_batch), strict=True)
+    }
+    divisions = []
+    for epoch in range(3):
+        seen, groups = [], []
+        for mini_batch in [each for each in batch.mini_batches() if each.epoch == epoch]:
+            groups.append({int(batch.scored.groups[m]) for packed in mini_batch.batch.packed for m in packed.members})
+            for packed in mini_batch.batch.packed:
+                assert packed.micro_batch.num_tokens <= 40
+                for member, segment in zip(packed.members, apart(packed.micro_batch), strict=True):
+                    seen.append(member)
+                    for name in (
+                        "token_ids",
+                        "position_ids",
+                        "loss_mask",
+                        "advantages",
+                        "old_logprobs",
+                        "temperatures",
+                    ):
+                        assert np.array_equal(getattr(segment, name), getattr(expected[member], name)), name
+        assert sorted(seen) == sorted(expected)
+        assert len(groups) == 4 and not any(a & b for a, b in pairwise(groups))
+        divisions.append(groups)
+    assert divisions[0] != divisions[1] != divisions[2]
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dapo", "pipelinerl", {"preset": "grpo", "agg": "batch"}], ids=str)
+def test_tokens_weigh_what_they_weigh_in_a_batch_of_the_mini_batch_alone(objective: Any) -> None:
+    """And advantages are those of the whole, which of whole groups are the same."""
+    groups, batch = ragged(), whole(objective)
+    for epoch, number, part in batch.mini_batches():
+        its = part.division.portions(epoch)[number]
+        chosen = sorted(
+            {int(batch.scored.groups[i]) for i in range(len(its.token_weights)) if its.token_weights[i] > 0}
+        )
+        alone = build([groups[i] for i in chosen], objective=resolve(objective), token_budget=40, producing=1)
+        ours = {m: w for packed in part.packed for m, w in zip(packed.members, _weights(packed), strict=True)}
+        offset = np.cumsum([0, *(len(groups[i].rollouts) for i in chosen)])
+        theirs = {
+            3 * chosen[int(np.searchsorted(offset, m, side="right")) - 1] + m % 3: w
+            for packed in alone.packed
+            for m, w in zip(packed.members, _weights(packed), strict=True)
+        }
+        assert ours == theirs and len(ours) > 3
+
+
+def _weights(packed: Any) -> list[tuple[float, list[float]]]:
+    return [(float(each.weights.max()), each.advantages.tolist()) for each in apart(packed.micro_batch)]
+
+
+def test_one_step_is_the_batch_as_it_was_packed() -> None:
+    plain = build(ragged(), objective=resolve("grpo"), token_budget=40, producing=1)
+    ((epoch, number, part),) = plain.mini_batches()
+    assert (epoch, number) == (0, 0) and part.packed == plain.packed
+
+
+def test_segments_that_were_taken_apart_are_joined_as_they_were() -> None:
+    for batch in whole().micro_batches:
+        segments = apart(batch)
+        again = joined(segments, token_weights=[float(each.weights.max()) for each in segments])
+        for name in ("token_ids", "segment_ids", "position_ids", "weights", "loss_mask", "old_logprobs", "advantages"):
+            assert np.array_equal(getattr(again, name), getattr(batch, name)), name
+            assert getattr(again, name).dtype == getattr(batch, name).dtype, name
+        assert again.num_segments == batch.num_segments
+
+
+def test_optimizer_steps_are_numbered_through_the_run() -> None:
+    assert whole().optimizer_steps == range(12, 24)
+
+
+def test_the_policy_has_gone_too_far_only_where_it_is_asked_and_known() -> None:
+    bound = MiniBatching(epochs=2, target_kl=0.1)
+    assert [bound.exceeded(kl) for kl in (None, 0.1, 0.11)] == [False, False, True]
+    assert not MiniBatching(epochs=2).exceeded(9.0)

@@ -171,7 +171,7 @@ def chosen(names: Sequence[str], files: Sequence[tuple[str, str, Path]], root: P
         packages |= layer(name, root)
     if "main" in names:
         torch = layer(TORCH, root)
-        version = cpu_build(torch[TORCH].version, files)
+        version = cpu_build(torch[TORCH].version, files) if torch else None
         known = layer("torch-cpu", root).get(TORCH)
         if version:
             torch = {TORCH: Locked(TORCH, version, "", known.hashes if known and known.version == version else ())}
@@ -180,7 +180,8 @@ def chosen(names: Sequence[str], files: Sequence[tuple[str, str, Path]], root: P
 
 
 def _pip(python: str, *words: str) -> list[str]:
-    return [sys.executable, "-m", "pip", "--python", python, *words]
+    other = [] if python == sys.executable else ["--python", python]
+    return [sys.executable, "-m", "pip", *other, *words]
 
 
 def _install(python: str, packages: Mapping[str, Locked]) -> bool:
@@ -219,9 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = list(own_files(folders(configured)))
     packages, notes = with_own(chosen(given.layers, files), files)
     print("".join(f"make: {note}\n" for note in notes), file=sys.stderr, end="")
-    build = layer("build")
-    ready = _install(given.into, build) if "main" in given.layers else True
-    return 0 if ready and _install(given.into, packages) else 1
+    first = layer("build") if "main" in given.layers else {}
+    return 0 if all(_install(given.into, each) for each in (first, packages) if each) else 1
 
 
 if __name__ == "__main__":

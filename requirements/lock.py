@@ -100,7 +100,7 @@ class Index:
             page = self._finder._link_collector.fetch_response(Link(location))
             for link in parse_links(page) if page else ():
                 read = _read(link.filename)
-                if read and link.yanked_reason is None and link.hash_name == "sha256":
+                if read and link.yanked_reason is None and link.hash and link.hash_name == "sha256":
                     version, tags = read
                     yield File(link.filename, link.url_without_fragment, version, link.hash, tags)
 

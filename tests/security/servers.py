@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "run-token"
-SERVERS = ("engine", "controller", "parameter server")
+#: Each server with the module that makes its application; `application` below makes it here.
+MODULES = {
+    "engine": "pipelinerl/engines/http/server.py",
+    "controller": "pipelinerl/controller/service/api.py",
+    "parameter server": "pipelinerl/weights/parameter_server/server.py",
+}
+SERVERS = tuple(MODULES)
 
 
 def application(server: str, directory: Path, *, token: str | None = TOKEN) -> Any:

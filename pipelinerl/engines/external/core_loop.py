@@ -144,7 +144,7 @@ class CoreLoop:
                 raise EngineStopped("the engine is closing; the old weights served last")
             if self._commit is not None and not self._commit.done():
                 raise UpdateInProgress("another swap still waits for running samples to end")
-            self._commit = answer = Future()
+            self._commit = answer = Future[float]()
             swap = partial(self._swap, version=version, epoch=epoch, on_update=on_update)
             self._events.call_soon_threadsafe(self._begin_swap, answer, swap)
             return answer

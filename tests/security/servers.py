@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "run-token"
-#: Each server with the module that makes its application; `application` below makes it here.
-MODULES = {
-    "engine": "pipelinerl/engines/http/server.py",
-    "controller": "pipelinerl/controller/service/api.py",
-    "parameter server": "pipelinerl/weights/parameter_server/server.py",
-}
-SERVERS = tuple(MODULES)
+SERVERS = ("engine", "controller", "parameter server")
 
 
 def application(server: str, directory: Path, *, token: str | None = TOKEN) -> Any:

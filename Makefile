@@ -13,7 +13,8 @@ WITH_VLLM ?= $(filter Linux-x86_64-cpu,$(shell uname -s)-$(shell uname -m)-$(VLL
 # Debian's package that the tests of code in a sandbox need, where it is missing.
 SANDBOX ?= $(shell command -v bwrap >/dev/null || echo bubblewrap)
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+# The project itself, built by the setuptools that was installed with its packages.
+PROJECT := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 SITE   := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 # On few cores, threads of numerical libraries that spin while they wait take the core from those that work.
@@ -31,7 +32,7 @@ part = began=$$(date +%s); $(2); ended=$$?; [ $$ended = 0 ] || failed=1; \
 TOLD = printf "$$notes\n"; exit $${failed:-0}
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test sandbox vllm test-vllm chaos check format bench gpu-check clean
+.PHONY: help install run test sandbox vllm test-vllm chaos check format bench gpu-check lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +85,10 @@ bench: $(VENV)/.installed-bench ## every benchmark, or make bench NAME=decode [A
 gpu-check: $(VENV)/.installed-dev ## check every path that CUDA takes, on one large NVIDIA GPU
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
+lock: | $(BIN)/python ## write requirements/ anew: after a change of versions in pyproject.toml or constraints*.txt
+	@$(BIN)/python -m requirements.install --stale main dev bench
+	@$(BIN)/python -m requirements.lock
+
 clean: ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -97,28 +102,31 @@ $(BIN)/python:
 	  echo "make: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+# Each file is verified by its hash in requirements/, and nothing is resolved: requirements/install.py says how.
+$(VENV)/.installed: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "make: installing into $(VENV); the first time takes minutes" >&2
-	@$(PIP) --editable .
+	@$(BIN)/python -m requirements.install main
+	@$(PROJECT)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "make: installing into $(VENV) with the development tools" >&2
-	@$(PIP) --editable '.[dev]'
+	@$(BIN)/python -m requirements.install main dev
+	@$(PROJECT)
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-bench: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "make: installing into $(VENV) with what the benchmarks compare against" >&2
-	@$(PIP) --editable '.[dev,bench]'
+	@$(BIN)/python -m requirements.install main dev bench
+	@$(PROJECT)
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 # vLLM lies beside the packages of $(VENV), which this environment sees as well: nothing is there twice, least of all torch.
-$(VLLM)/.installed: constraints-vllm.txt constraints-vllm-$(VLLM_FOR).txt $(VENV)/.installed-dev
+$(VLLM)/.installed: requirements/vllm.txt requirements/vllm-$(VLLM_FOR).txt $(VENV)/.installed-dev
 	@echo "make: installing vLLM for $(VLLM_FOR) into $(VLLM)" >&2
 	@$(BIN)/python -m venv --clear --without-pip $(VLLM)
 	@beside=$$($(BIN)/$(SITE)) && echo "import site; site.addsitedir('$$beside')" > $$($(VLLM)/bin/$(SITE))/beside.pth
-	@$(BIN)/python -m pip --python $(VLLM)/bin/python install --disable-pip-version-check --quiet --no-deps \
-	  --requirement constraints-vllm.txt --requirement constraints-vllm-$(VLLM_FOR).txt
+	@$(BIN)/python -m requirements.install vllm vllm-$(VLLM_FOR) --into $(VLLM)/bin/python
 	@sed '1s|.*|#!$(abspath $(VLLM))/bin/python|' $(BIN)/pipelinerl > $(VLLM)/bin/pipelinerl
 	@chmod +x $(VLLM)/bin/pipelinerl
 	@touch $@

@@ -153,6 +153,14 @@ async def test_a_knob_that_cannot_be_recorded_is_not_turned(run: Running, body: 
     assert run.controller.state.knob_log == []
 
 
+async def test_who_turned_a_knob_is_a_name_and_no_book(run: Running) -> None:
+    """It is kept in the journal, in every snapshot and in the event log."""
+    transport = httpx.ASGITransport(create_api(run.service, token=None))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        refused = await http.patch("/knobs", json={"j": 2}, headers={"x-who": "a" * 129})
+    assert refused.status_code == 422 and run.controller.state.knob_log == []
+
+
 async def test_half_a_character_is_not_a_name(run: Running) -> None:
     """JSON can spell half a surrogate pair, which nothing can be written with."""
     transport = httpx.ASGITransport(create_api(run.service, token=None))

@@ -22,7 +22,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UpdateInProgress
@@ -142,9 +144,10 @@ class CoreLoop:
                 raise EngineStopped("the engine is closing; the old weights served last")
             if self._commit is not None and not self._commit.done():
                 raise UpdateInProgress("another swap still waits for running samples to end")
-            swap = self._swap(version=version, epoch=epoch, on_update=on_update)
-            self._commit = asyncio.run_coroutine_threadsafe(swap, self._events)
-            return self._commit
+            self._commit = answer = Future[float]()
+            swap = partial(self._swap, version=version, epoch=epoch, on_update=on_update)
+            self._events.call_soon_threadsafe(self._begin_swap, answer, swap)
+            return answer
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
@@ -184,6 +187,10 @@ class CoreLoop:
             self._stopping = True
             self._stepping = None
             requests, self._requests, self._num_open = list(self._requests.values()), {}, 0
+            commit = self._commit
+        if commit is not None:  # here, and not by its task: the event loop may close before that has had a turn
+            with suppress(InvalidStateError):  # it has been answered, or nobody waits for it
+                commit.set_exception(EngineStopped("the engine closed before the swap was done"))
         stopped = EngineStopped("the engine closed while it worked on this request; send it to another one")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
@@ -300,6 +307,28 @@ class CoreLoop:
         return new_tokens
 
     # --- weights -------------------------------------------------------------------------------------------------
+
+    def _begin_swap(self, answer: Future[float], swap: Callable[[], Coroutine[Any, Any, float]]) -> None:
+        if answer.done():  # the core has died before this turn, or nobody waits any more
+            return
+        task = self._events.create_task(swap())
+
+        def swapped(task: asyncio.Task[float]) -> None:
+            with suppress(InvalidStateError):  # `_end` has answered, or nobody waits any more
+                if task.cancelled():
+                    answer.cancel()
+                elif error := task.exception():
+                    answer.set_exception(error)
+                else:
+                    answer.set_result(task.result())
+
+        def unwanted(answer: Future[float]) -> None:
+            with self._guard:
+                if answer.cancelled() and self.is_alive:
+                    self._events.call_soon_threadsafe(task.cancel)
+
+        task.add_done_callback(swapped)
+        answer.add_done_callback(unwanted)
 
     async def _swap(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
         async with self._turn:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence as Items
+from collections.abc import AsyncIterator, Callable, Sequence as Items
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, final
 
 import pytest
 
-from inference_contract.errors import EngineStopped, InvalidRequest
+from inference_contract.errors import Dirty, EngineStopped, InvalidRequest
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, EngineState
 from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
@@ -35,6 +36,9 @@ class ScriptedCore:
         self.begun: list[Sequence] = []
         self.news: asyncio.Queue[Step | Exception] = asyncio.Queue()
         self.refusal: ValueError | None = None
+        self.last_act: Callable[[], object] = lambda: None  # before it dies, in the same turn of its event loop
+        self.may_pause = threading.Event()
+        self.may_pause.set()
         self.may_close = threading.Event()
         self.may_close.set()
         self.is_closed = False
@@ -53,11 +57,13 @@ class ScriptedCore:
     async def next_step(self) -> Step:
         news = await self.news.get()
         if isinstance(news, Exception):
+            self.last_act()
             raise news
         return news
 
     async def pause(self, on_update: OnUpdate) -> None:
-        return None
+        while not self.may_pause.is_set():
+            await asyncio.sleep(0.002)
 
     async def resume(self) -> None:
         return None
@@ -184,6 +190,40 @@ async def test_a_core_that_is_being_closed_is_closed_to_the_end_however_often_it
         made.core.may_close.set()
         assert await asyncio.to_thread(made.loop.stop, PATIENCE_S)
         assert made.core.is_closed
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
+async def test_a_commit_of_the_turn_in_which_the_core_dies_is_answered() -> None:
+    """It is queued, and has no turn any more."""
+    async with world() as made:
+        queued: list[Future[float]] = []
+        made.core.last_act = lambda: queued.append(made.loop.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE))
+        made.tell(RuntimeError("the core has died"))
+        while not queued:
+            await asyncio.sleep(0.002)
+        assert await asyncio.to_thread(made.loop.stop, PATIENCE_S)
+        assert queued[0].done(), "whoever waits for it would do so for ever"
+        assert isinstance(queued[0].exception(), EngineStopped)
+
+
+async def test_a_commit_that_nobody_waits_for_any_more_breaks_off() -> None:
+    """What runs is ended, since nobody knows which weights would go on with it; the next commit is taken."""
+    async with world() as made:
+        asked = await made.asked()
+        made.core.may_pause.clear()
+        commit = asyncio.create_task(made.engine.commit(version=58, epoch=1, digest="d", on_update=OnUpdate.CONTINUE))
+        while made.loop._commit is None or not made.loop._turn.locked():
+            await asyncio.sleep(0.002)
+        commit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await commit
+        with pytest.raises(Dirty):
+            await asyncio.wait_for(asked, PATIENCE_S)
+        made.core.may_pause.set()
+        await asyncio.wait_for(
+            made.engine.commit(version=58, epoch=1, digest="d", on_update=OnUpdate.CONTINUE), PATIENCE_S
+        )
+        assert made.loop.serving == (1, 58)
 
 
 async def test_a_loop_may_be_stopped_while_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,96 @@
+"""Every application that the product makes is attacked by the tests of this folder; none is served past the gate.
+
+Found from the sources: a server that somebody adds fails here until `servers.application` makes it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.architecture.tree import Module, project
+from tests.security.servers import SERVERS, application
+
+#: What the project may be reached by: benchmarks are started by hand, and by nobody else.
+PRODUCT = ("inference_contract/", "trainer_contract/", "pipelinerl/", "launch/")
+#: The one place that serves.
+SERVES = "pipelinerl/system/http_service.py"
+#: Calls that make an application, and calls and modules that serve one by ways of their own.
+MAKES = frozenset({"FastAPI", "Starlette", "Litestar", "Quart", "Flask", "make_asgi_app", "make_wsgi_app"})
+OTHER_WAYS = frozenset(
+    {"start_server", "start_http_server", "start_wsgi_server", "make_server", "HTTPServer", "ThreadingHTTPServer",
+     "TCPServer", "ThreadingTCPServer", "AppRunner", "run_app", "create_asgi_server"}
+)  # fmt: skip
+OTHER_MODULES = ("uvicorn", "hypercorn", "http.server", "socketserver", "wsgiref", "xmlrpc.server", "aiohttp.web")
+#: Serve otherwise: a connection's bounds stand before the one server; the conformance kit's weights are served for as
+#: long as the engine under test pulls them.
+MAY = frozenset({SERVES, "pipelinerl/system/connection.py", "inference_contract/conformance/weight_server.py"})
+
+
+def calls(module: Module) -> Iterator[str]:
+    """The last words of what is called."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            match node.func:
+                case ast.Name(id=name) | ast.Attribute(attr=name):
+                    yield name
+
+
+def makes_an_application(module: Module) -> bool:
+    return not MAKES.isdisjoint(calls(module))
+
+
+def other_ways(modules: Iterable[Module]) -> Iterator[str]:
+    """Who serves what no gate and no bound stands before."""
+    for module in (each for each in modules if each.path not in MAY):
+        for name in sorted(OTHER_WAYS.intersection(calls(module))):
+            yield f"{module.path} calls {name}: serve by {SERVES}, which bounds connections and asks for the token"
+        for name in module.imports:
+            if any(name == other or name.startswith(f"{other}.") for other in OTHER_MODULES):
+                yield f"{module.path} imports {name}: serve by {SERVES}"
+
+
+def product() -> list[Module]:
+    return [module for module in project() if module.path.startswith(PRODUCT)]
+
+
+def modules_of(app: Any) -> set[str]:
+    """The files in which what answers its routes is defined, the one that makes it among them."""
+    endpoints = (getattr(route, "endpoint", None) for route in app.routes)
+    return {f"{getattr(endpoint, '__module__', '').replace('.', '/')}.py" for endpoint in endpoints}
+
+
+def test_every_application_is_attacked(tmp_path: Path) -> None:
+    attacked: set[str] = set()
+    for server in SERVERS:
+        place = tmp_path / server.replace(" ", "-")
+        place.mkdir()
+        attacked |= modules_of(application(server, place))
+    made = {module.path for module in product() if makes_an_application(module)}
+    assert len(made) >= 3, "they were found"
+    forgotten = sorted(made - attacked)
+    assert not forgotten, f"tests/security/servers.py makes none of {forgotten}: add it to SERVERS and application"
+
+
+def test_nothing_is_served_past_the_gate() -> None:
+    assert not (found := list(other_ways(product()))), "\n".join(found)
+    assert {module.path for module in product()} >= MAY, "no exception outlives its file"
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_every_application_has_the_gate(server: str, tmp_path: Path) -> None:
+    """`guard` notes it; `serve_until` serves what has no token on loopback alone."""
+    guarded: Any = application(server, tmp_path)
+    assert guarded.state.guarded is True
+
+
+def test_a_server_that_is_added_would_be_found() -> None:
+    page = Module("pipelinerl/page.py", "import fastapi\napp = fastapi.FastAPI()\n")
+    assert makes_an_application(page) and not makes_an_application(Module("pipelinerl/a.py", "FastAPI = None\n"))
+    metrics = Module("pipelinerl/metrics.py", "from prometheus_client import start_http_server\nstart_http_server(9)\n")
+    files = Module("launch/files.py", "import http.server\n")
+    assert len(list(other_ways([page, metrics, files]))) == 2

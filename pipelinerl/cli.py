@@ -259,6 +259,19 @@ def samples(
 
 
 @app.command()
+def trace(
+    run_dir: RunPath,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write (default: trace.json.gz of the run).")
+    ] = None,
+) -> None:
+    """A run over time, for Perfetto: what each role and engine did when, and where each version came from."""
+    from pipelinerl.commands.trace import trace_run
+
+    typer.echo(trace_run(run_dir, output))
+
+
+@app.command()
 def explain(
     choice: Annotated[
         str | None, typer.Argument(metavar="PRESET|RECIPE", help="An algorithm, or a recipe (default: lists them).")

@@ -10,9 +10,9 @@ That may be before the step which trains the group, or after it; `GroupJoiner` f
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Final, NamedTuple, final
 
 from pipelinerl.observability.events import Event
@@ -44,8 +44,8 @@ class TracedGroup(NamedTuple):
 class GroupJoiner:
     """Brings stages and steps together; holds a bounded number of both."""
 
-    _waiting: dict[int, TracedGroup] = field(default_factory=dict)
-    _trained: dict[int, tuple[int, float, float]] = field(default_factory=dict)
+    _waiting: OrderedDict[int, TracedGroup] = field(default_factory=OrderedDict)
+    _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
     def stepped(self, event: Event, *, began: float, now: float) -> Iterator[TracedGroup]:
         """Groups whose step and stages are both known with this `step` event, which began to compute at `began`."""
@@ -74,13 +74,12 @@ def _group(stages: Any, began_at: float) -> TracedGroup | None:
     if not isinstance(stages, Sequence) or len(stages) != 6:
         return None
     order, claimed, sampled, verified, engine, spans = stages
-    at = [max(0.0, float(time) - began_at) for time in (claimed, sampled, verified)]
-    return TracedGroup(
-        order, 0, str(engine), *at, 0.0, 0.0, tuple((int(version), int(tokens)) for version, tokens in spans)
-    )
+    claimed, sampled, verified = (max(0.0, float(at) - began_at) for at in (claimed, sampled, verified))
+    longest = tuple((int(version), int(tokens)) for version, tokens in spans)
+    return TracedGroup(order, 0, str(engine), claimed, sampled, verified, 0.0, 0.0, longest)
 
 
-def _forget(held: dict[int, Any], most: int) -> None:
+def _forget(held: OrderedDict[int, Any], most: int) -> None:
     """The oldest, where there are too many."""
-    for order in list(islice(held, max(0, len(held) - most))):
-        del held[order]
+    while len(held) > most:
+        held.popitem(last=False)

@@ -42,8 +42,8 @@ ENGINE: Final = "engine"
 #: Of what the trainer may wait for; sampling where nothing else explains at least half of the wait.
 SAMPLING: Final = "sampling"
 _EXPLAINS: Final = 0.5
-#: So many steps, evaluations and verifications back may a wait have been held up, a checkpoint have begun.
-_REMEMBERED: Final = 256
+#: So many steps back may a checkpoint have begun; so many evaluations and verifications may have held a wait up.
+_REMEMBERED: Final = 64
 
 
 class Span(NamedTuple):
@@ -210,11 +210,12 @@ class SpanReader:
 
     def _culprit(self, start: float, end: float) -> str:
         """What was under way for most of a wait: the longest overlap wins, sampling if none has half of it."""
-        known = [*self._held, *((each.start, end, EVALUATION) for each in (self._evaluation,) if each is not None)]
+        known = [each for each in self._held if each[1] > start and each[0] < end]
+        known += [(each.start, end, EVALUATION) for each in (self._evaluation,) if each is not None]
         known += [(each.start, end, "engines") for each in (self._engineless,) if each is not None]
         best, culprit = _EXPLAINS * (end - start), SAMPLING
         for cause in dict.fromkeys(name for _, _, name in known):
-            overlaps = [(max(start, a), min(end, b)) for a, b, name in known if name == cause and a < end and b > start]
+            overlaps = [(max(start, since), min(end, until)) for since, until, name in known if name == cause]
             if (covered := _covered(overlaps)) > best:
                 best, culprit = covered, cause
         return culprit

@@ -13,6 +13,7 @@ import gzip
 import json
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,7 @@ from typing import Any, Final
 from benchmarks.measure import Row, print_table, write_record
 from inference_contract.schemas import AssistantMessage, Choice, FinishReason
 from pipelinerl.actor.stages import StageLog
-from pipelinerl.commands.trace import trace_run
+from pipelinerl.commands.exports.trace import trace_run
 from pipelinerl.observability.timeline.run_timeline import RunTimeline
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
 
@@ -35,8 +36,8 @@ def run(quick: bool) -> dict[str, Any]:
     """Measure, print, write the record."""
     steps = _STEPS // 20 if quick else _STEPS
     timeline = RunTimeline()
-    fed_s = _cpu(lambda: [timeline.feed(event) for event in _events(steps)])
-    made_s = _cpu(lambda: [None for _ in _events(steps)])
+    fed_s = _cpu(lambda: deque(map(timeline.feed, _events(steps)), maxlen=0))
+    made_s = _cpu(lambda: deque(_events(steps), maxlen=0))
     windows = {
         name: min(_cpu(lambda first=first, last=last: timeline.window(first, last)) for _ in range(5))  # type: ignore[misc]
         for name, first, last in (("run", 0.0, float(steps)), ("hour", 1000.0, 4600.0), ("minute", 1000.0, 1060.0))

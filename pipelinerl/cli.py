@@ -266,7 +266,7 @@ def trace(
     ] = None,
 ) -> None:
     """A run over time, for Perfetto: what each role and engine did when, and where each version came from."""
-    from pipelinerl.commands.trace import trace_run
+    from pipelinerl.commands.exports.trace import trace_run
 
     typer.echo(trace_run(run_dir, output))
 
@@ -277,7 +277,7 @@ def track(
     tensorboard: Annotated[Path, typer.Option(help="Directory for event files that TensorBoard reads.")],
 ) -> None:
     """Take what a run has recorded to TensorBoard, also of a run that is over; once more takes what is new."""
-    from pipelinerl.commands.track import track_run
+    from pipelinerl.commands.exports.track import track_run
 
     typer.echo(track_run(run_dir, tensorboard))
 

@@ -25,7 +25,7 @@ from pipelinerl.observability.timeline.spans import (
     EVALUATION,
     PUBLICATION,
     TRAINER,
-    Mark,
+    RunMark,
     Span,
     SpanReader,
 )
@@ -86,7 +86,7 @@ class ChromeTrace:
             if event["ph"] == "X":
                 yield from self._version_flow(span, event["ts"])
 
-    def _mark(self, mark: Mark) -> Iterator[TraceEvent]:
+    def _mark(self, mark: RunMark) -> Iterator[TraceEvent]:
         yield from self._track("run", _EVENTS)
         pid, tid = self._ids["run", _EVENTS]
         yield {

@@ -27,7 +27,7 @@ from pipelinerl.observability.timeline.spans import (
     EVALUATION,
     PUBLICATION,
     TRAINER,
-    Mark,
+    RunMark,
     Span,
     SpanReader,
 )
@@ -96,7 +96,7 @@ class RunTimeline:
 
     _reader: SpanReader = field(default_factory=SpanReader)
     _tracks: dict[tuple[str, str], Track] = field(default_factory=dict)
-    _marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MARKS))
+    _marks: deque[RunMark] = field(default_factory=lambda: deque(maxlen=_MARKS))
     _groups: _Groups = field(default_factory=_Groups)
 
     def feed(self, event: Event) -> None:
@@ -104,7 +104,7 @@ class RunTimeline:
         for drawn in self._reader.read(event):
             if isinstance(drawn, Span):
                 self._tracks.setdefault((drawn.lane, drawn.track), Track()).add(drawn)
-            elif isinstance(drawn, Mark):
+            elif isinstance(drawn, RunMark):
                 self._marks.append(drawn)
             else:
                 self._groups.add(drawn)

@@ -57,7 +57,7 @@ class Span(NamedTuple):
     note: str = ""
 
 
-class Mark(NamedTuple):
+class RunMark(NamedTuple):
     """Something that happened at one moment, in words."""
 
     at: float
@@ -65,7 +65,7 @@ class Mark(NamedTuple):
     words: str
 
 
-Drawn = Span | Mark | TracedGroup
+Drawn = Span | RunMark | TracedGroup
 
 
 class _Begun(NamedTuple):
@@ -241,13 +241,13 @@ _WORDS: Final[Mapping[str, str]] = {
 }
 
 
-def _marks(kind: str, event: Event, now: float) -> Iterator[Mark]:
+def _marks(kind: str, event: Event, now: float) -> Iterator[RunMark]:
     if kind == "knobs":
         changes = event.get("changes")
         made = ", ".join(f"{name} = {value}" for name, value in changes.items()) if isinstance(changes, dict) else ""
-        yield Mark(now, kind, f"{made} by {event.get('who', 'somebody')}")
+        yield RunMark(now, kind, f"{made} by {event.get('who', 'somebody')}")
     elif kind in _WORDS:
-        yield Mark(now, kind, _WORDS[kind].format_map(defaultdict(str, event)))
+        yield RunMark(now, kind, _WORDS[kind].format_map(defaultdict(str, event)))
 
 
 _READINGS: Final = {

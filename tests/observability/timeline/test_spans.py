@@ -9,12 +9,12 @@ import pytest
 
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.timeline.groups import TracedGroup
-from pipelinerl.observability.timeline.spans import Mark, Span, SpanReader
+from pipelinerl.observability.timeline.spans import RunMark, Span, SpanReader
 from tests.observability.synthetic import events as synthetic
 from tests.observability.timeline.events_of_a_run import A, B, event, publish, run, stages, step
 
 
-def _drawn(events: Iterable[Event]) -> tuple[SpanReader, list[Span | Mark | TracedGroup]]:
+def _drawn(events: Iterable[Event]) -> tuple[SpanReader, list[Span | RunMark | TracedGroup]]:
     reader = SpanReader()
     return reader, [drawn for each in events for drawn in reader.read(each)]
 
@@ -121,10 +121,10 @@ def test_stages_of_another_form_are_left_out() -> None:
 
 
 def test_marks_say_in_words_what_happened() -> None:
-    marks = [drawn for drawn in _drawn(run(2))[1] if isinstance(drawn, Mark)]
-    assert Mark(11.6, "knobs", "k = 4 by ann") in marks
-    assert Mark(12.0, "run_finished", "all steps are done") in marks
-    assert Mark(3.0, "trainer_ready", "a trainer began at v0, epoch 1") in marks
+    marks = [drawn for drawn in _drawn(run(2))[1] if isinstance(drawn, RunMark)]
+    assert RunMark(11.6, "knobs", "k = 4 by ann") in marks
+    assert RunMark(12.0, "run_finished", "all steps are done") in marks
+    assert RunMark(3.0, "trainer_ready", "a trainer began at v0, epoch 1") in marks
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.commands.trace import trace_run
+from pipelinerl.commands.exports.trace import trace_run
 from pipelinerl.errors import UserError
 from pipelinerl.observability.timeline import chrome_trace, groups
 from tests.observability.timeline.events_of_a_run import publish, run, step

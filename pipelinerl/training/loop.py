@@ -339,7 +339,9 @@ class TrainingLoop:
             NonFiniteStep: it must be skipped.
         """
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
+        computed = time.monotonic()
         await self._until_weights_may_change()
+        held = {"publish_wait_s": time.monotonic() - computed}
         peak, schedule = self._current.knobs.learning_rate, self._settings.schedule
         rates = [peak * schedule.factor(number) for number in batch.optimizer_steps]
         taken = await self._in_worker(lambda: self._step.apply(accumulated, learning_rates=rates))
@@ -347,7 +349,7 @@ class TrainingLoop:
         self._at(self._version)
         self._solved.note(batch.groups)
         by = self._watch.stepped(accumulated.batch, accumulated.micro_batches, version=self._version)
-        return Taken(batch.stats | taken.figures | self._objective.observe(taken.figures), taken.updates), by
+        return Taken(batch.stats | taken.figures | self._objective.observe(taken.figures) | held, taken.updates), by
 
     def _ended(self, groups: Iterable[RolloutGroup], fate: Fate, why: str) -> None:
         groups = list(groups)

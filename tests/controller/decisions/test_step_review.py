@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.controller.decisions.step_review import note_outdated, step_taken
+from pipelinerl.controller.decisions.step_review import note_outdated, note_stages, step_taken
 from pipelinerl.controller.state.effects import Record
 from pipelinerl.controller.state.run_state import RunState
-from pipelinerl.messages import ActorAlive, ConsumedReport, GroupOutdated, StepDone, VerifierFigures
+from pipelinerl.messages import ActorAlive, ConsumedReport, GroupOutdated, GroupStages, StepDone, VerifierFigures
 from tests.controller.world import knobs
 
 
@@ -82,3 +82,13 @@ def test_what_is_remembered_is_bounded(state: RunState) -> None:
         taken(state, version, by_domain={"a": {"rollouts": 1.0}}, entropy=1.0)
     assert len(state.watched.recent) == 25 and len(state.watched.first_entropies) == 10
     assert state.watched.recent[-1].step == 199
+
+
+def test_a_step_tells_the_stages_of_four_groups_at_most_and_each_once(state: RunState) -> None:
+    for first in (0, 3):
+        told = [GroupStages(index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]) for index in range(first, first + 3)]
+        note_stages(state, ActorAlive(name="one", groups_in_flight=0, groups_done=0, retries=0, stages=told))
+    (step,) = taken(state, 1, by_domain={})
+    assert step["stages"] == [[index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]] for index in range(4)]
+    (step,) = taken(state, 2, by_domain={})
+    assert step["stages"] == []

@@ -48,6 +48,7 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
+from pipelinerl.config.verification import VerificationSection
 from pipelinerl.config.watching import FiguresSection, SamplesSection
 from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.errors import RecipeError, UserError
@@ -81,6 +82,7 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     evaluations: tuple[EvaluationSetSection, ...] = ()
     curation: CurationSection = CurationSection()
+    verification: VerificationSection = VerificationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     streams: StreamsSection = StreamsSection()
     weights: WeightsSection = WeightsSection()

@@ -21,7 +21,9 @@ from pipelinerl.types import Problem
 #: Problems from whose texts the tokens are learned.
 _READ: Final = 4000
 #: Texts of words are longer, and their accuracy rises more slowly: it is looked at less often.
-_COARSE: Final[dict[str, Any]] = {"check_every": 10, "validation_problems": 192, "max_steps": 6000, "parts": 6}
+_COARSE: Final[dict[str, Any]] = {
+    "check_every": 10, "validation_problems": 192, "max_steps": 6000, "parts": 6, "learning_rate": 2e-3
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,7 +95,8 @@ def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], par
     """Numbers that a program is tried on, below and above those of the problem; the first is changed by it."""
     top = 3 * parameters.max_number
     inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
-    inputs[0] = next((x for x in range(inputs[0], inputs[0] + top) if _result(steps, x) != x), inputs[0])
+    tried = (*range(inputs[0], top), *range(inputs[0]))
+    inputs[0] = next((x for x in tried if _result(steps, x) != x), inputs[0])
     return inputs
 
 

@@ -35,7 +35,8 @@ class WarmStartSettings:
         demonstration_temperature: demonstrations are fitted as samples at this temperature, so that at temperature 1
             the model is decisive. At 1 the partly trained model would sample far worse than its greedy answers.
         check_every: optimizer steps between two checks.
-        parts: into how many pieces of about equal length each batch is cut, so that little of it is padding.
+        parts: into how many pieces of about equal length each batch is cut, so that little of it is padding; with more
+            than one, each answer counts alike, however long it is, and not each token.
     """
 
     training_problem: Callable[[int], Problem]
@@ -170,14 +171,18 @@ def _step(
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * min(1.0, step / max(settings.lr_warmup_steps, 1))
     optimizer.zero_grad()
-    answered = sum(int((piece.labels[:, 1:] != _IGNORED).sum()) for piece in batch)
+    demonstrations = sum(len(piece.labels) for piece in batch)
     total = 0.0
     for piece in batch:
         labels = piece.labels[:, 1:]
         logits = model(input_ids=piece.token_ids).logits[:, :-1] / settings.demonstration_temperature
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
-        if len(batch) > 1:
-            loss = loss * (int((labels != _IGNORED).sum()) / answered)
+        if len(batch) == 1:
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
+        else:
+            each = torch.nn.functional.cross_entropy(
+                logits.transpose(1, 2), labels, ignore_index=_IGNORED, reduction="none"
+            )
+            loss = (each.sum(1) / (labels != _IGNORED).sum(1)).sum() / demonstrations
         loss.backward()
         total += float(loss.detach())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

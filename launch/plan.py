@@ -4,6 +4,7 @@
                         ├──▶ parameter-server-0 … ──▶ trainer      (servers only where weights are pulled)
                         ├──▶ trainer-rank-1 … trainer-rank-R       (only where the trainer is of several processes)
                         ├──▶ tracker                           (only where the recipe names trackers)
+                        ├──▶ verifier-0 … verifier-V               (only where services judge)
                         └──▶ actor-0 … actor-M          ▶ = is started once the one before is healthy
 
 Every process is `python -m pipelinerl.cli <role>` with the arguments
@@ -119,6 +120,7 @@ class Ports:
     engines: tuple[int, ...]
     redis: int | None = None
     parameter_servers: tuple[int, ...] = ()
+    verifiers: tuple[int, ...] = ()
     trainer: int | None = None
     """Where the processes of a trainer of several meet."""
 
@@ -126,13 +128,13 @@ class Ports:
     def all(self) -> frozenset[int]:
         """Every port of the run."""
         single = (port for port in (self.redis, self.trainer) if port is not None)
-        return frozenset((self.controller, *self.engines, *single, *self.parameter_servers))
+        return frozenset((self.controller, *self.engines, *single, *self.parameter_servers, *self.verifiers))
 
     @staticmethod
     def count(config: RunConfig) -> int:
         """Count the ports that the run needs."""
         redis, meeting = config.streams.redis_url is None, config.trainer_processes > 1
-        return 1 + config.engine.count + redis + config.servers_to_start + meeting
+        return 1 + config.engine.count + redis + config.servers_to_start + config.verification.services + meeting
 
     @classmethod
     def of(cls, config: RunConfig, free: Sequence[int]) -> Ports:
@@ -143,6 +145,7 @@ class Ports:
             engines=tuple(islice(left, config.engine.count)),
             redis=next(left) if config.streams.redis_url is None else None,
             parameter_servers=tuple(islice(left, config.servers_to_start)),
+            verifiers=tuple(islice(left, config.verification.services)),
             trainer=next(left) if config.trainer_processes > 1 else None,
         )
 
@@ -314,6 +317,10 @@ def processes_of(launch: Launch) -> Plan:
     arguments = ("--set", _servers_setting(ports.parameter_servers)) if servers else ()
     specs.append(launch.trainer(after=(*after, *servers), arguments=arguments))
     specs += [launch.trainer_rank(rank, after=after) for rank in range(1, config.trainer_processes)]
+    specs += [
+        spec(f"verifier-{number}", "verifier", port=port, after=after, on_exit=OnExit.DONE, stop_order=2)
+        for number, port in enumerate(ports.verifiers)
+    ]
     specs += [spec(f"actor-{number}", "actor", after=after, stop_order=0) for number in range(config.actor.count)]
     if config.trackers.chosen:  # it is stopped after the controller, whose last word it tells
         specs.append(spec("tracker", "tracker", after=after, on_exit=OnExit.SPARE, stop_order=5))

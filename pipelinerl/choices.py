@@ -21,6 +21,15 @@ class WeightFormat(StrEnum):
     """The error of four-bit weights, for experiments: kept and multiplied like `int8`, so no smaller and no faster."""
 
 
+class JudgedIn(StrEnum):
+    """Whose processes judge the answers of a run."""
+
+    ACTORS = "actors"
+    """Each actor's own."""
+    SERVICES = "services"
+    """Those of verifier services, which the launcher or somebody else starts, on any machine."""
+
+
 class Receiver(StrEnum):
     """Where an engine that stages weights in its own process has its endpoint in the weight group."""
 

@@ -76,6 +76,7 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "addition": RegistryEntry("pipelinerl.data.generated:open_addition"),
     "files": RegistryEntry("pipelinerl.data.files.source:open_files"),
     "instructions": RegistryEntry("pipelinerl.data.instructed:open_instructions"),
+    "programs": RegistryEntry("pipelinerl.data.programs:open_programs"),
     "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
 }
 

@@ -147,6 +147,8 @@ class Outcome(StrEnum):
     """What a verifier found. `timeout` and `verifier_error` say nothing of the answer: such rollouts are masked."""
 
     CORRECT = "correct"
+    PARTIAL = "partial"
+    """Judged and not correct, with a reward above 0: it trains by its reward, and counts as not right in accuracies."""
     WRONG = "wrong"
     TIMEOUT = "timeout"
     VERIFIER_ERROR = "verifier_error"
@@ -154,7 +156,7 @@ class Outcome(StrEnum):
     @property
     def is_judgement(self) -> bool:
         """Does the reward mean anything?"""
-        return self in (Outcome.CORRECT, Outcome.WRONG)
+        return self in (Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG)
 
 
 class RewardPart(NamedTuple):

@@ -24,7 +24,7 @@ def test_a_group_is_as_old_as_its_oldest_rollout() -> None:
 
 
 def test_only_a_judgement_has_a_meaningful_reward() -> None:
-    assert [outcome for outcome in Outcome if outcome.is_judgement] == [Outcome.CORRECT, Outcome.WRONG]
+    assert [outcome for outcome in Outcome if outcome.is_judgement] == [Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG]
 
 
 def test_values_are_frozen() -> None:

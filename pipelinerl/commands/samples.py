@@ -37,7 +37,7 @@ _FOLLOW_S: Final = 0.5
 #: No event that ends a run is longer.
 _TAIL: Final = 65536
 _OVER: Final = ("run_finished", "run_suspended", "run_failed")
-_STYLES: Final = {"correct": "green", "wrong": "red"}
+_STYLES: Final = {"correct": "green", "partial": "yellow", "wrong": "red"}
 
 
 def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:

@@ -49,6 +49,7 @@ from pipelinerl.config.sections import (
     WeightsSection,
 )
 from pipelinerl.config.trackers import TrackersSection
+from pipelinerl.config.verification import VerificationSection
 from pipelinerl.config.watching import FiguresSection, SamplesSection
 from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.errors import RecipeError, UserError
@@ -82,6 +83,7 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     evaluations: tuple[EvaluationSetSection, ...] = ()
     curation: CurationSection = CurationSection()
+    verification: VerificationSection = VerificationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     streams: StreamsSection = StreamsSection()
     weights: WeightsSection = WeightsSection()

@@ -1,15 +1,46 @@
-"""Keys of a domain that say how its answers are judged: by one verifier, or by a weighted sum of rewards."""
+"""How answers are judged: by one verifier or a weighted sum of rewards (keys of a domain), and in whose processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Self
 
+from pydantic import Field, model_validator
+
+from pipelinerl.choices import JudgedIn
 from pipelinerl.config.sections import Section
 from pipelinerl.system.references import is_reference
 
 #: What judges a domain that says nothing else.
 DEFAULT_VERIFIER: Final = "math_answer"
+
+
+class VerificationSection(Section):
+    """Whose processes judge answers, and what verifier services may take; docs/verification.md."""
+
+    services: int = Field(default=0, ge=0, le=256)
+    """Verifier services that the launcher starts; with 0, each actor judges what it sampled."""
+    judged_in: JudgedIn | None = None
+    """`services` where none is started by the launcher but elsewhere; by default what `services` says."""
+    cache_mb: int = Field(default=64, ge=0, le=65_536)
+    """What a service may keep of verdicts that it need not reach again."""
+    patience_s: float = Field(default=60.0, gt=0, le=3600)
+    """How long an answer whose service failed is taken to others before it is masked."""
+    silence_s: float = Field(default=30.0, ge=5, le=3600)
+    """A service that shows no sign of life for so long has failed."""
+    timeout_s: float = Field(default=900.0, gt=0, le=86_400)
+    """Longest that a service may take for the answers to one problem, its queue included."""
+
+    @property
+    def uses_services(self) -> bool:
+        """Whether actors leave judging to services."""
+        return (self.judged_in or (JudgedIn.SERVICES if self.services else JudgedIn.ACTORS)) is JudgedIn.SERVICES
+
+    @model_validator(mode="after")
+    def _are_used(self) -> Self:
+        if self.services and not self.uses_services:
+            raise ValueError(f'services ({self.services}) must be 0 where judged_in = "actors": nobody would ask them')
+        return self
 
 
 class RewardPartSection(Section):

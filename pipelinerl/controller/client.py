@@ -26,6 +26,7 @@ from pipelinerl.controller.routes import ActorAssignment, Done, EngineNames, Kno
 from pipelinerl.errors import AddressError, RecipeError, TokenRefused
 from pipelinerl.observability.status import FleetStatus, RunStatus
 from pipelinerl.system.http_client import async_session, session
+from pipelinerl.verifiers.service.wire import VerifierLease
 
 T = TypeVar("T")
 
@@ -136,6 +137,14 @@ class AsyncControllerClient:
         """Offer an engine; the controller takes a repetition for nothing new. See `routes.EngineOffer`."""
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
         await self._call("POST", routes.ENGINES, Done, json=offer)
+
+    async def offer_verifier(self, lease: VerifierLease) -> None:
+        """Say that a verifier service is there; it is said again and again. See `routes.VerifierOffer`."""
+        await self._call("POST", routes.VERIFIERS, Done, json=msgspec.to_builtins(lease))
+
+    async def withdraw_verifier(self, url: str) -> None:
+        """Have nothing new sent to a verifier service."""
+        await self._call("DELETE", routes.VERIFIERS, Done, params={"url": url})
 
     async def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
         try:

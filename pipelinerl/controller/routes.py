@@ -14,6 +14,8 @@ POST   /engines/request   `EngineStart` → `EngineNames`: the launcher starts e
 POST   /engines/drain     `EngineDrain` → `Done`: an engine ends what it has, and is taken out
 DELETE /engines?engine=…  → `Done`: an engine is taken out; only its next life, or an offer without incarnation, brings
                           it back
+POST   /verifiers         `VerifierOffer` → `Done`: a verifier service is there, for `LEASE_S` unless it says so again
+DELETE /verifiers?url=…   → `Done`: one gets nothing new
 POST   /stop              → `Done`: end the run at the next step boundary
 
 An engine is named by its URL or by its name. What is taken out and was started by the launcher is ended by it. The
@@ -32,6 +34,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, Field
 
 from pipelinerl.controller.state.knobs import KnobChange
+from pipelinerl.verifiers.service.wire import VerifierLease
 
 STATUS: Final = "/status"
 METRICS: Final = "/metrics"
@@ -40,6 +43,7 @@ ASSIGNMENT: Final = "/assignment"
 ENGINES: Final = "/engines"
 ENGINES_REQUEST: Final = "/engines/request"
 ENGINES_DRAIN: Final = "/engines/drain"
+VERIFIERS: Final = "/verifiers"
 STOP: Final = "/stop"
 SUSPEND: Final = "/suspend"
 #: The header that says who asks.
@@ -67,6 +71,8 @@ def _can_be_looked_up(url: str) -> str:
 #: An engine's base URL, as it is written in the fleet: no path, no query, no secret.
 BaseUrl = Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(_can_be_looked_up)]
 _Name = Annotated[str, Field(max_length=64)]
+#: A verifier service that has not been heard of for so many seconds is given nothing new.
+LEASE_S: Final = 15.0
 _Grace = Annotated[float, Field(ge=0, le=86_400)]
 
 
@@ -84,6 +90,20 @@ class EngineOffer(BaseModel):
     incarnation: _Name = ""
     name: _Name = ""
     type: _Name = ""
+
+
+class VerifierOffer(BaseModel):
+    """A verifier service that is running.
+
+    Attributes:
+        url: where actors reach it.
+        incarnation: tells one life of it from the next.
+        domains: by name, the digest of the rules by which it judges.
+    """
+
+    url: BaseUrl
+    incarnation: Annotated[str, Field(min_length=1, max_length=64)]
+    domains: Annotated[dict[str, Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=1024)]
 
 
 class EngineStart(BaseModel):
@@ -122,6 +142,8 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's newest version."""
     k: float | None
     """How many versions old a rollout may be at its step; None where there is no bound, which JSON cannot say."""
+    verifiers: tuple[VerifierLease, ...] = ()
+    """The verifier services that answers may be sent to."""
 
     @property
     def staleness_bound(self) -> float:

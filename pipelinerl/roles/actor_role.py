@@ -22,8 +22,9 @@ from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
 from pipelinerl.roles.judging import Purse
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.verification import open_filter, open_verifier
+from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
 from pipelinerl.verifiers.group_filter import GroupFilter
+from pipelinerl.verifiers.service.client import RemoteVerifier, ServicePatience, VerifierServices
 from pipelinerl.verifiers.verifier import GroupVerifier, start
 from pipelinerl.verifiers.worker_pool import default_workers
 
@@ -36,8 +37,8 @@ REFRESH_S = 0.5
 async def run(identity: Identity) -> None:
     """Work until the process is told to stop."""
     config = identity.config
-    purse = Purse(identity.run_dir / "judging" / identity.name, config.actor.count)
-    verifiers = {domain.name: open_verifier(domain, purse=purse) for domain in config.domains}
+    services = _verifier_services(identity)
+    verifiers = _verifiers(identity, services)
     group_filter = open_filter(config)
     judges: list[GroupVerifier | GroupFilter] = [*verifiers.values(), *([group_filter] if group_filter else [])]
 
@@ -64,7 +65,7 @@ async def run(identity: Identity) -> None:
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(_start(judges))
             heard = asyncio.Event()
-            refresh = group.create_task(_follow_controller(identity, pool, actor, heard))
+            refresh = group.create_task(_follow_controller(identity, pool, actor, heard, services))
             await heard.wait()
             freeze_gc()
             await actor.run()
@@ -73,8 +74,25 @@ async def run(identity: Identity) -> None:
     finally:
         for judge in judges:
             await judge.close()
+        await services.close()
         await client.close()
         await stream.close()
+
+
+def _verifier_services(identity: Identity) -> VerifierServices:
+    """The run's verifier services, of which none is known yet, and none asked where actors judge by themselves."""
+    section = identity.config.verification
+    patience = ServicePatience(patience_s=section.patience_s, silence_s=section.silence_s, timeout_s=section.timeout_s)
+    return VerifierServices(token=identity.token, patience=patience)
+
+
+def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, GroupVerifier]:
+    """What judges each domain: services, or this process's own workers."""
+    config = identity.config
+    if config.verification.uses_services:
+        return {each.name: RemoteVerifier(services, domain=each.name, rules=rules_of(each)) for each in config.domains}
+    purse = Purse(identity.run_dir / "judging" / identity.name, config.actor.count)
+    return {domain.name: open_verifier(domain, purse=purse) for domain in config.domains}
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter]) -> None:
@@ -89,8 +107,10 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter]) -> None:
     await asyncio.gather(*(started(judge) for judge in judges))
 
 
-async def _follow_controller(identity: Identity, pool: EnginePool, actor: Actor, heard: asyncio.Event) -> None:
-    """Keep engines, concurrency and freshness as the controller says; one that is lost changes nothing.
+async def _follow_controller(
+    identity: Identity, pool: EnginePool, actor: Actor, heard: asyncio.Event, services: VerifierServices
+) -> None:
+    """Keep engines, services, concurrency and freshness as the controller says; one that is lost changes nothing.
 
     Raises:
         AddressError: the controller refuses the token.
@@ -112,6 +132,7 @@ async def _follow_controller(identity: Identity, pool: EnginePool, actor: Actor,
                     log.info("the controller at %s answers", controller.url)
                 reachable = True
                 pool.update(assignment.serving, finishing=assignment.finishing)
+                services.update(assignment.verifiers)
                 actor.resize(assignment.groups_in_flight)
                 actor.follow(model_version=assignment.model_version, k=assignment.staleness_bound)
                 heard.set()

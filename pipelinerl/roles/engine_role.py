@@ -95,8 +95,8 @@ async def run(identity: Identity) -> None:
                         await task
 
 
-def offered_url(bound: tuple[Any, ...], controller_url: str) -> str:
-    """Where others reach the engine that listens at `bound`, (host, port, …).
+def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "engine") -> str:
+    """Where others reach the engine, or what else it is, that listens at `bound`, (host, port, …).
 
     Raises:
         UserError: nowhere, as far as the controller can tell, which is on another machine; or its URL is none.
@@ -108,7 +108,7 @@ def offered_url(bound: tuple[Any, ...], controller_url: str) -> str:
         host = facing
     if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
         raise UserError(
-            f"the controller at {controller_url} is not at this machine's loopback address, but this engine is, at "
+            f"the controller at {controller_url} is not at this machine's loopback address, but this {what} is, at "
             f"{host}, where nobody else reaches it; start it with --host {facing}"
         )
     return url_of(host, port)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 from pipelinerl import registry
@@ -14,12 +17,17 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.roles.judging import Purse, open_judge
 from pipelinerl.system.references import is_reference
 from pipelinerl.verifiers.group_filter import GroupFilter
+from pipelinerl.verifiers.service.server import ServedDomain
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
 from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier
 from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
 
 #: Verifiers that keep their deadlines themselves, in processes of their own.
 _POOLED: Final = frozenset({"math_answer", "reasoning_gym"})
+#: Verifiers that say the same of the same answer each time. Whether a user's code does, nobody knows.
+_DETERMINISTIC: Final = _POOLED | {"instruction_following", "oubliette"}
+#: Keys of a domain on which its verdicts depend, beside the code.
+_JUDGING: Final = {"correct_at", "instructions", "judge", "oubliette"}
 
 
 def open_verifier(domain: DomainSection, *, purse: Purse | None = None) -> GroupVerifier:
@@ -38,6 +46,34 @@ def open_verifier(domain: DomainSection, *, purse: Purse | None = None) -> Group
         for section, verifier in zip(domain.rewards, opened.values(), strict=True)
     ]
     return WeightedSum(parts, correct_at=domain.correct_at)
+
+
+def rules_of(domain: DomainSection) -> str:
+    """A digest of how the domain's answers are judged: equal where two recipes, on any machines, judge alike.
+
+    A user's file counts by what it contains, wherever it lies.
+    """
+    texts = []
+    for _, name in names_of(domain):
+        file = Path(name.rpartition(":")[0])
+        if registry.is_user_code(registry.VERIFIERS, name) and file.suffix == ".py" and file.is_file():
+            name = f"{file.name}:{name.rpartition(':')[2]}:{hashlib.sha256(file.read_bytes()).hexdigest()}"
+        texts.append(name)
+    judging = domain.model_dump(mode="json", include=_JUDGING) | {
+        "rewards": [[part.name, part.weight] for part in domain.rewards], "code": texts
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(judging, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def served_domain(domain: DomainSection, *, purse: Purse | None) -> ServedDomain:
+    """The domain as a verifier service judges it; raises as `open_verifier`."""
+    names = {name for _, name in names_of(domain)}
+    return ServedDomain(
+        verifier=open_verifier(domain, purse=purse),
+        rules=rules_of(domain),
+        kept=names <= _DETERMINISTIC,
+        tier=domain.oubliette.tier.value if "oubliette" in names else "",
+    )
 
 
 def open_filter(config: RunConfig) -> GroupFilter | None:

@@ -88,12 +88,17 @@ def hot_session(
     )
 
 
-def call_timeout(timeout_s: float) -> aiohttp.ClientTimeout:
-    """The deadline of one call of a `hot_session`; with infinity, a stream without end over a prompt connection."""
+def call_timeout(timeout_s: float, *, silence_s: float | None = None) -> aiohttp.ClientTimeout:
+    """The deadline of one call of a `hot_session`; with infinity, a stream without end over a prompt connection.
+
+    A peer that sends nothing for `silence_s` has missed it, too.
+    """
     import aiohttp
 
     return aiohttp.ClientTimeout(
-        total=None if math.isinf(timeout_s) else timeout_s, sock_connect=min(CONNECT_S, timeout_s)
+        total=None if math.isinf(timeout_s) else timeout_s,
+        sock_connect=min(CONNECT_S, timeout_s),
+        sock_read=silence_s,
     )
 
 

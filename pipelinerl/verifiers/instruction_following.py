@@ -21,8 +21,8 @@ from pipelinerl.instructions import languages
 from pipelinerl.instructions.catalogue import Asked, instructions_of
 from pipelinerl.instructions.scoring import Matching, Score, followed
 from pipelinerl.instructions.wording import ResponseLanguage
-from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
-from pipelinerl.verifiers.verifier import failed, shown, timed_out
+from pipelinerl.types import Problem, RewardPart, Verdict
+from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: An event loop may judge so many characters, times instructions: five milliseconds' worth of hostile ones.
@@ -78,10 +78,11 @@ class InstructionFollowing:
         by_id: dict[str, list[bool]] = {}
         for each, is_followed in zip(asked, done, strict=True):
             by_id.setdefault(each.id, []).append(is_followed)
+        reward = self._score.of(done)
         broken = ", ".join(id for id, results in by_id.items() if not all(results))
         return Verdict(
-            outcome=Outcome.CORRECT if all(done) else Outcome.WRONG,
-            reward=self._score.of(done),
+            outcome=graded(reward, correct_at=1.0),
+            reward=reward,
             reason=shown(f"does not follow {broken}" if broken else ""),
             parts=tuple(RewardPart(id, sum(results) / len(results)) for id, results in by_id.items()),
         )

@@ -32,15 +32,13 @@ import msgspec
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import last_line, load_reference
-from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.asked_names import asked_names, lacking, parameters_of
-from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, failed, shown, start, timed_out
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, failed, graded, shown, start, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: A number beyond is a mistake, and would be the only thing that its batch learns from.
 MOST_REWARD: Final = 1e6
-#: A sum of parts may miss a number by so much.
-ROUNDING: Final = 1e-9
 #: More than what was imported that a worker's data may take.
 _MEMORY_BYTES: Final = 4 << 30
 
@@ -157,8 +155,7 @@ def verdict_of(value: Any, *, correct_at: float) -> Verdict:
     reward = float(plain)
     if not math.isfinite(reward) or abs(reward) > MOST_REWARD:
         return failed(f"the function must return a finite number within ±{MOST_REWARD:g}, it returned {reward:g}")
-    outcome = Outcome.CORRECT if reward >= correct_at - ROUNDING else Outcome.WRONG
-    return Verdict(outcome=outcome, reward=reward)
+    return Verdict(outcome=graded(reward, correct_at), reward=reward)
 
 
 def verdicts_of(value: Any, count: int, *, correct_at: float) -> list[Verdict]:

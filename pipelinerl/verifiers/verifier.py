@@ -11,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from typing import Final, NamedTuple, Protocol, final, runtime_checkable
 
 from pipelinerl.types import MOST_SHOWN, Outcome, Problem, Verdict
+
+#: A sum of rewards may miss `correct_at` by so much and reach it nevertheless.
+ROUNDING: Final = 1e-9
 
 
 class SampledAnswer(NamedTuple):
@@ -112,6 +115,13 @@ def wrong(reason: str, *, answer: str = "") -> Verdict:
 def correct(answer: str) -> Verdict:
     """The answer, in the form in which equal ones are equal, is right."""
     return Verdict(outcome=Outcome.CORRECT, reward=1.0, answer=shown(answer))
+
+
+def graded(reward: float, correct_at: float) -> Outcome:
+    """What a reward between others means: correct from `correct_at` on, partial above 0, else wrong."""
+    if reward >= correct_at - ROUNDING:
+        return Outcome.CORRECT
+    return Outcome.PARTIAL if reward > 0 else Outcome.WRONG
 
 
 def failed(reason: str) -> Verdict:

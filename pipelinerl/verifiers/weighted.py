@@ -1,6 +1,7 @@
 """A reward that is a weighted sum of parts, each of which judges every answer; the parts are kept for the figures.
 
-An answer has a reward only if every part has judged it. It is correct if the sum reaches `correct_at`.
+An answer has a reward only if every part has judged it. It is correct if the sum reaches `correct_at`, else
+partial if it is above 0.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from pipelinerl.types import Outcome, Problem, RewardPart, Verdict
-from pipelinerl.verifiers.user_code import ROUNDING
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, start
+from pipelinerl.types import Problem, RewardPart, Verdict
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, graded, start
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class WeightedSum:
                 )
         reward = sum(part.weight * verdict.reward for part, verdict in found)
         verdict = Verdict(
-            outcome=Outcome.CORRECT if reward >= self._correct_at - ROUNDING else Outcome.WRONG,
+            outcome=graded(reward, self._correct_at),
             reward=reward,
             reason="; ".join(f"{part.name}: {verdict.reason}" for part, verdict in found if verdict.reason),
             answer=next((verdict.answer for _, verdict in found if verdict.answer), ""),

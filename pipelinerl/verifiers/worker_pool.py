@@ -391,7 +391,7 @@ class _Forker:
             await forker.close()
             raise WorkerLost("the verifier's process did not start; its output says why") from None
         except BaseException:
-            forker.kill()
+            await forker.close()  # cancelled: what is killed is waited for, too, while there is a loop that can
             raise
         if "error" in first:
             await forker.close()

@@ -36,6 +36,16 @@ def test_order_ports_and_duties() -> None:
     ]  # fmt: skip
 
 
+def test_verifier_services_are_started_beside_the_engines_and_stopped_with_them() -> None:
+    config = _config(verification={"services": 2})
+    made = _plan(config)
+    assert [spec.name for spec in made.specs][-3:] == ["verifier-0", "verifier-1", "actor-0"]
+    assert Ports.count(config) == Ports.count(_config()) + 2
+    spec = made.spec("verifier-1")
+    assert (spec.health, spec.after, spec.on_exit) == ("http://127.0.0.1:5004/health", ("controller",), OnExit.DONE)
+    assert spec.argv[3] == "verifier" and spec.stop_order > made.spec("actor-0").stop_order
+
+
 def test_every_process_is_a_role_with_the_same_words() -> None:
     for spec in _plan(_config()).specs:
         assert spec.argv[:4] == ("py", "-m", "pipelinerl.cli", spec.name.split("-")[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +14,23 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 
+from pipelinerl.choices import JudgedIn
 from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.recipe import load
+from pipelinerl.config.verification import VerificationSection
 from pipelinerl.errors import AddressError
 from pipelinerl.messages import ACTORS_GROUP, PROMPTS, REPORTS, ROLLOUTS
 from pipelinerl.roles import actor_role
 from pipelinerl.roles.process import Identity
+from pipelinerl.roles.verification import rules_of
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group, encode_order
 from pipelinerl.streams.stream import START, Stream
 from pipelinerl.system.http_service import guard, listen, serve_until
 from pipelinerl.system.ports import free_ports
-from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
+from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, Sampling
+from pipelinerl.verifiers.service.server import ServedDomain, create_app as create_service_app
+from tests.fakes import verifier_service
 from tests.fakes.scripted_engine import ScriptedEngine, create_app
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
@@ -59,9 +64,12 @@ def engine() -> Iterator[str]:
 
 
 @asynccontextmanager
-async def controller(identity: Identity, *engines: str, token: str = TOKEN) -> AsyncIterator[None]:
-    """One that names these engines, where the actor looks for it."""
+async def controller(
+    identity: Identity, *engines: str, token: str = TOKEN, verifiers: Sequence[Any] = ()
+) -> AsyncIterator[None]:
+    """One that names these engines and verifier services, where the actor looks for it."""
     told = {"serving": engines, "finishing": [], "groups_in_flight": 4, "model_version": 0, "k": None}
+    told["verifiers"] = verifiers
     app = FastAPI(openapi_url=None)
     app.get("/assignment")(lambda: told)
     guard(app, token=token)
@@ -202,3 +210,22 @@ async def test_what_judges_comes_up_with_the_actor_before_any_answer(identity: I
         while not all((tmp_path / f"{name}.up").exists() for name in ("math", "code", "filter")):
             assert not role.done(), role
             await asyncio.sleep(0.02)
+
+
+async def test_answers_are_judged_by_the_services_that_the_controller_names(identity: Identity, engine: str) -> None:
+    """Which may join after the actor has begun to ask."""
+    domain = identity.config.domains[0].model_copy(update={"name": "words", "verifier": "math_answer"})
+    section = VerificationSection(judged_in=JudgedIn.SERVICES)
+    config = identity.config.model_copy(update={"domains": (domain,), "verification": section})
+    served = ServedDomain(verifier=verifier_service.verifier("words"), rules=rules_of(domain), kept=False)
+    app = create_service_app(verifier_service.service({"words": served}), token=TOKEN)
+    stream = await identity.stream()
+    await stream.append(PROMPTS, [order(replace(identity, config=config))])
+    with in_thread(app) as url:
+        lease = {"url": url, "incarnation": "1", "domains": {"words": rules_of(domain)}}
+        async with controller(identity, engine, verifiers=[lease]), acting(replace(identity, config=config)) as role:
+            await until(role, lambda: indices(stream))
+    (entry,) = await stream.read({ROLLOUTS + NAME: START}, count=9, block_s=0)
+    outcomes = [rollout.verdict.outcome for rollout in decode_group(entry.payload).rollouts]
+    assert outcomes == [Outcome.WRONG, Outcome.WRONG], "by the function of the service, and by no worker of ours"
+    await stream.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "run-token"
-SERVERS = ("engine", "controller", "parameter server")
+SERVERS = ("engine", "controller", "parameter server", "verifier")
 
 
 def application(server: str, directory: Path, *, token: str | None = TOKEN) -> Any:
@@ -18,6 +18,11 @@ def application(server: str, directory: Path, *, token: str | None = TOKEN) -> A
         from tests.fakes import scripted_engine
 
         return scripted_engine.application(token=token)
+    if server == "verifier":
+        from pipelinerl.verifiers.service.server import create_app
+        from tests.fakes.verifier_service import service as verifier_service
+
+        return create_app(verifier_service(), token=token)
     if server == "parameter server":
         from tests.fakes import parameter_server
 

@@ -32,18 +32,18 @@ SEA = problem(
     ("settings", "text", "reward", "outcome"),
     [
         ({}, "the sea is blue", 1.0, Outcome.CORRECT),
-        ({}, "the sea, it is green", 0.5, Outcome.WRONG),
+        ({}, "the sea, it is green", 0.5, Outcome.PARTIAL),
         ({"score": Score.ALL}, "the sea, it is green", 0.0, Outcome.WRONG),
         ({"score": Score.ALL}, "the sea is blue", 1.0, Outcome.CORRECT),
         ({}, "", 0.0, Outcome.WRONG),
-        ({}, "Well, so:\nthe sea is blue", 0.75, Outcome.WRONG),
+        ({}, "Well, so:\nthe sea is blue", 0.75, Outcome.PARTIAL),
         ({"matching": Matching.LOOSE}, "Well, so:\nthe sea is blue", 1.0, Outcome.CORRECT),
     ],
 )
 async def test_what_an_answer_is_worth(settings, text, reward, outcome):
     verdict = await InstructionFollowing(**settings).verify(SEA, text)
     assert (verdict.reward, verdict.outcome) == (reward, outcome)
-    if outcome is Outcome.WRONG and text:
+    if outcome is not Outcome.CORRECT and text:
         assert COMMA in verdict.reason
 
 

@@ -49,7 +49,7 @@ async def test_a_function_of_problem_and_text() -> None:
 
 
 async def test_a_function_gets_by_name_what_it_asks_for() -> None:
-    assert in_short(await verdicts("by_name", "right", "no")) == [("wrong", 0.5), ("wrong", 0.0)]
+    assert in_short(await verdicts("by_name", "right", "no")) == [("partial", 0.5), ("wrong", 0.0)]
     assert in_short(await verdicts("by_name", "right", correct_at=0.5)) == [("correct", 0.5)]
 
 

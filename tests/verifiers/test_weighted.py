@@ -47,7 +47,7 @@ async def summed(*verdicts: Verdict, weights: Sequence[float], correct_at: float
 async def test_the_sum_and_its_parts_before_their_weights() -> None:
     verdict, seconds = await summed(given(0.5, reason="so"), given(2.0, answer="x"), weights=(0.2, 0.25))
     assert verdict == Verdict(
-        outcome=Outcome.WRONG,
+        outcome=Outcome.PARTIAL,
         reward=0.6,
         reason="p0: so",
         answer="x",
@@ -60,7 +60,7 @@ async def test_correct_is_a_sum_that_reaches_the_mark_whatever_the_last_bit_says
     three = [given(1.0)] * 3
     assert sum((0.7, 0.2, 0.1)) < 1.0
     assert (await summed(*three, weights=(0.7, 0.2, 0.1))).verdict.outcome is Outcome.CORRECT
-    assert (await summed(*three, weights=(0.1, 0.2, 0.6))).verdict.outcome is Outcome.WRONG
+    assert (await summed(*three, weights=(0.1, 0.2, 0.6))).verdict.outcome is Outcome.PARTIAL
     assert (await summed(*three, weights=(0.1, 0.2, 0.6), correct_at=0.9)).verdict.outcome is Outcome.CORRECT
 
 
@@ -80,7 +80,7 @@ async def test_a_recipe_adds_functions_and_verifiers(tmp_path: Path) -> None:
     finally:
         await verifier.close()
     assert [j.verdict.reward for j in judged] == [1.5, 0.5, 1.0]
-    assert [j.verdict.outcome.value for j in judged] == ["correct", "wrong", "correct"]
+    assert [j.verdict.outcome.value for j in judged] == ["correct", "partial", "correct"]
     assert judged[2].verdict.parts == (RewardPart("short", 0.0), RewardPart("math", 1.0))
     assert judged[2].verdict.answer == "42"
 

@@ -17,7 +17,15 @@ from fastapi.responses import Response
 from inference_contract.errors import ContractError
 from pipelinerl.controller import routes
 from pipelinerl.controller.decisions.engine_decisions import removal_reason
-from pipelinerl.controller.routes import Done, EngineDrain, EngineNames, EngineOffer, EngineStart, KnobsAnswer
+from pipelinerl.controller.routes import (
+    Done,
+    EngineDrain,
+    EngineNames,
+    EngineOffer,
+    EngineStart,
+    KnobsAnswer,
+    VerifierOffer,
+)
 from pipelinerl.controller.service.run_metrics import run_metrics
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.effects import Record
@@ -34,10 +42,11 @@ from pipelinerl.controller.state.inputs import (
 from pipelinerl.errors import PipelineError, RecipeError
 from pipelinerl.observability.metrics import PROMETHEUS_TYPE
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
+from pipelinerl.verifiers.service.wire import VerifierLease
 
 _LOCALHOST: Final = "localhost"
 _ELSEWHERE: Final = (
-    "url: a loopback address leads everybody to their own machine, and this came from {asker}: start the engine with "
+    "url: a loopback address leads everybody to their own machine, and this came from {asker}: start the {what} with "
     "--host, an address at which the others reach it"
 )
 _GOING: Final = "{url} is to go already: {why}; to have one engine more, request one that replaces none"
@@ -53,6 +62,7 @@ def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
     _add_knobs(app, service)
     _add_engines(app, service)
     _add_engine_commands(app, service)
+    _add_verifiers(app, service)
     app.add_exception_handler(RecipeError, _cannot_be)
     refuse_in_one_shape(app)
     guard(app, token=token)
@@ -119,9 +129,8 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
 
     @app.post(routes.ENGINES)
     async def register(request: Request, offer: EngineOffer) -> Response:
-        asker = request.client.host if request.client is not None else _LOCALHOST
-        if _is_local(urlsplit(offer.url).hostname or "") and not _is_local(asker):
-            return refusal(422, _ELSEWHERE.format(asker=asker), code="unreachable_engine", param="url")
+        if (refused := _unreachable(request, offer.url, "engine")) is not None:
+            return refused
         url = base_url(offer.url)
         if not offer.incarnation:  # an operator's word; what offers itself has asked itself
             try:
@@ -166,6 +175,30 @@ def _add_engine_commands(app: FastAPI, service: ControllerService) -> None:
             why = removal_reason(service.controller.state, replaced)
             return refusal(409, _GOING.format(url=replaced, why=why), code="engine_going", param="replaces")
         return _answer(EngineNames(tuple(records[0]["names"])))
+
+
+def _add_verifiers(app: FastAPI, service: ControllerService) -> None:
+    @app.post(routes.VERIFIERS)
+    async def offer(request: Request, offer: VerifierOffer) -> Response:
+        if (refused := _unreachable(request, offer.url, "verifier")) is not None:
+            return refused
+        service.verifiers.offer(
+            VerifierLease(url=base_url(offer.url), incarnation=offer.incarnation, domains=offer.domains)
+        )
+        return _answer(Done("leased"))
+
+    @app.delete(routes.VERIFIERS)
+    async def withdraw(url: Annotated[str, Query(max_length=256)]) -> Response:
+        service.verifiers.withdraw(base_url(url))
+        return _answer(Done("removed"))
+
+
+def _unreachable(request: Request, url: str, what: str) -> Response | None:
+    """The refusal of a loopback address that was offered from another machine."""
+    asker = request.client.host if request.client is not None else _LOCALHOST
+    if not _is_local(urlsplit(url).hostname or "") or _is_local(asker):
+        return None
+    return refusal(422, _ELSEWHERE.format(asker=asker, what=what), code=f"unreachable_{what}", param="url")
 
 
 def _answer(value: msgspec.Struct) -> Response:

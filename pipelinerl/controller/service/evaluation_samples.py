@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Final
 
 from pipelinerl.controller.state.evaluation import Evaluation
 from pipelinerl.messages import EvaluationDone, ShownAnswer
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.types import Outcome
+
+_JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_judgement)
 
 
 def keep(samples: SampleLog, report: EvaluationDone, *, current: Evaluation | None) -> None:
@@ -38,7 +41,7 @@ def _sample(report: EvaluationDone, version: int, name: str, now: float) -> Samp
 
 
 def _answer(answer: ShownAnswer, version: int) -> AnswerRecord:
-    judged = answer.outcome in (Outcome.CORRECT, Outcome.WRONG)
+    judged = answer.outcome in _JUDGED
     return AnswerRecord(
         text=answer.text,
         outcome=answer.outcome,

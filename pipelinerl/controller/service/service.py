@@ -34,6 +34,7 @@ from pipelinerl.controller.decisions.status import assignment_of, run_status
 from pipelinerl.controller.routes import ActorAssignment
 from pipelinerl.controller.service.evaluation_samples import keep
 from pipelinerl.controller.service.journal import Decision, Journal, Recovered
+from pipelinerl.controller.service.verifier_leases import VerifierLeases
 from pipelinerl.controller.state.effects import Effect, End, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs import (
@@ -130,6 +131,7 @@ class ControllerService:
         self._restarts = restarts
         self.controller = controller
         self.watch = EngineWatch()
+        self.verifiers = VerifierLeases(clock)
         self._name = name
         self._stream = stream
         self._probe = probe
@@ -225,7 +227,8 @@ class ControllerService:
 
     def assignment(self) -> ActorAssignment:
         """What every actor works by now."""
-        return assignment_of(self.controller.state, self.controller.settings)
+        assignment = assignment_of(self.controller.state, self.controller.settings)
+        return msgspec.structs.replace(assignment, verifiers=self.verifiers.current())
 
     # --- beginning -------------------------------------------------------------------------------------------------
 

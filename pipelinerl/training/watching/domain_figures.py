@@ -58,7 +58,7 @@ class Tally:
     @classmethod
     def of(cls, group: RolloutGroup) -> Self:
         """The counts of one group that was trained or filtered."""
-        counts, judged, right = cls(groups=1), 0, 0
+        counts, judged, right, wrong = cls(groups=1), 0, 0, 0
         for rollout in group.rollouts:
             verdict = rollout.verdict
             counts.lengths.append(rollout.num_sampled_tokens)
@@ -66,13 +66,14 @@ class Tally:
             if verdict.outcome.is_judgement:
                 judged += 1
                 right += verdict.outcome is Outcome.CORRECT
+                wrong += verdict.outcome is Outcome.WRONG
                 counts.reward += verdict.reward
                 for name, reward in verdict.parts[:_MOST_OF_A_GROUP]:
                     total, count = counts.parts.get(name, (0.0, 0))
                     counts.parts[name] = (total + reward, count + 1)
         counts.judged, counts.right = judged, right
         counts.judged_groups = int(judged > 0)
-        counts.all_right, counts.all_wrong = int(judged > 0 and right == judged), int(judged > 0 and right == 0)
+        counts.all_right, counts.all_wrong = int(judged > 0 and right == judged), int(judged > 0 and wrong == judged)
         return counts
 
     def merge(self, other: Tally) -> None:

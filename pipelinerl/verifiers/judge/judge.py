@@ -24,14 +24,12 @@ from typing import Any, Final, NamedTuple, Protocol, final
 
 from pipelinerl import rng
 from pipelinerl.errors import PipelineError
-from pipelinerl.types import Message, Outcome, Problem, RewardPart, Sampling, Verdict
+from pipelinerl.types import Message, Problem, RewardPart, Sampling, Verdict
 from pipelinerl.verifiers.judge.quotation import Quotation
 from pipelinerl.verifiers.judge.scores import ScoreFormat, Unreadable
 from pipelinerl.verifiers.judge.spending import Spending, Spent
-from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed, shown
+from pipelinerl.verifiers.verifier import ROUNDING, Judgement, SampledAnswer, failed, graded, shown
 
-#: A score that is missed by so much by rounding alone.
-_ROUNDING: Final = 1e-9
 #: Where a server does not say what a call took.
 _CHARS_OF_A_TOKEN: Final = 3
 
@@ -199,12 +197,12 @@ class Judge:
         shares = [settings.format.share(vote.score) for vote in good]
         reward, agreement = sum(shares) / len(shares), 1.0 - (max(shares) - min(shares))
         said = ", ".join(f"{vote.score:g}" for vote in good)
-        if agreement < settings.least_agreement - _ROUNDING:
+        if agreement < settings.least_agreement - ROUNDING:
             return failed(f"the judge disagrees with itself: it said {said}")
         parts = [RewardPart("judge", reward)]
         parts += [RewardPart("agreement", agreement)] if settings.votes > 1 else []
         return Verdict(
-            outcome=Outcome.CORRECT if reward >= settings.correct_at - _ROUNDING else Outcome.WRONG,
+            outcome=graded(reward, settings.correct_at),
             reward=reward,
             reason=shown(f"the judge said {said}: {good[0].reason}"),
             parts=tuple(parts),

@@ -12,7 +12,9 @@ fails, are `verifier_error`s; tests that take longer together than the verifier 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import math
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Final, final
@@ -25,7 +27,7 @@ from pipelinerl.verifiers.oubliette.rules import CodeRules, Scoring
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING, Toolchain, ToolchainMissing
-from pipelinerl.verifiers.verifier import failed, shown, timed_out, wrong
+from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out, wrong
 
 #: Compiled checkers that are kept.
 _REMEMBERED: Final = 256
@@ -37,7 +39,8 @@ _LARGE: Final = 16 << 10
 
 @final
 class Oubliette:
-    """Verifier for problems with tests. To be closed; the sandbox is opened, and tried, at the first answer."""
+    """Verifier for problems with tests. To be closed; the sandbox is opened, and tried, at its start or the first
+    answer."""
 
     def __init__(self, rules: CodeRules | None = None, *, deadline_s: float = 60.0, workers: int | None = None) -> None:
         self._rules = rules or CodeRules()
@@ -63,6 +66,11 @@ class Oubliette:
             reward=verdict.reward,
             reason=shown(f"{verdict.reason} [{self._rules.tier} sandbox]"),
         )
+
+    async def start(self) -> None:
+        """Open and try the sandbox, which the first answer would wait for; where there is none, that answer says so."""
+        with contextlib.suppress(SandboxMissing):
+            await self._opened()
 
     async def close(self) -> None:
         """End every box."""
@@ -220,7 +228,7 @@ def _scored(shares: list[float], reason: str, scoring: Scoring) -> Verdict:
     right = passed == len(shares)
     reward = sum(shares) / len(shares) if scoring is Scoring.SHARE else float(right)
     return Verdict(
-        outcome=Outcome.CORRECT if right else Outcome.WRONG,
+        outcome=Outcome.CORRECT if right else graded(reward, math.inf),
         reward=reward,
         reason=f"{passed} of {len(shares)} tests passed{'; ' + reason if reason else ''}",
     )

@@ -126,6 +126,7 @@ async def test_an_engine_joins_by_offering_itself_again_and_again(run: Running, 
         "groups_in_flight": 8,
         "model_version": 0,
         "k": 4.0,
+        "verifiers": [],
     }
     assert (await http.get("/assignment")).json() == said
     assert len(run.events("engine_joined")) == 1
@@ -367,3 +368,33 @@ async def test_nothing_without_the_token(run: Running, http: httpx.AsyncClient, 
     assert answer.status_code == 401 and answer.json()["error"]["code"] == "unauthorized"
     assert (await http.get("/health", headers={"authorization": ""})).json() == {"state": "ready"}
     assert run.controller.ending is None
+
+
+async def test_actors_are_told_of_verifier_services_as_long_as_these_are_there(http: httpx.AsyncClient) -> None:
+    offer = {"url": "http://127.0.0.1:8200/", "incarnation": "1", "domains": {"words": "r1"}}
+    for _ in range(2):
+        assert (await http.post("/verifiers", json=offer)).json() == {"state": "leased"}
+    told = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
+    assert (await http.get("/assignment")).json()["verifiers"] == [told]
+    assert (await http.delete("/verifiers", params={"url": offer["url"]})).json() == {"state": "removed"}
+    assert (await http.get("/assignment")).json()["verifiers"] == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"url": "file:///etc"}, {"domains": {}}, {"incarnation": ""}, {"url": "http://u:p@a:1"}]
+)
+async def test_a_verifier_service_that_cannot_be_used_is_refused(
+    http: httpx.AsyncClient, wrong: dict[str, Any]
+) -> None:
+    offer = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
+    answer = await http.post("/verifiers", json={**offer, **wrong})
+    assert answer.status_code == 422 and answer.json()["error"]["param"].startswith(next(iter(wrong)))
+
+
+async def test_a_loopback_address_of_another_machine_is_no_verifier_service(run: Running) -> None:
+    transport = httpx.ASGITransport(create_api(run.service, token=TOKEN), client=("10.1.2.3", 5))
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers) as away:
+        offer = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
+        refused = await away.post("/verifiers", json=offer)
+    assert refused.status_code == 422 and "start the verifier with --host" in refused.json()["error"]["message"]

@@ -67,7 +67,7 @@ async def test_answers_are_scored_and_the_key_is_the_environments(monkeypatch: p
     with in_thread(fake.app) as url:
         async with judging(url, key_variable="A_KEY") as judge:
             right, wrong = await verdicts(judge, "Paris.", "Rome.")
-    assert (right.outcome, right.reward, wrong.outcome) == (Outcome.CORRECT, 8 / 9, Outcome.WRONG)
+    assert (right.outcome, right.reward, wrong.outcome) == (Outcome.CORRECT, 8 / 9, Outcome.PARTIAL)
     assert wrong.reward == 1 / 9 and wrong.reason == "the judge said 2: so it seems"
     assert right.parts == (("judge", 8 / 9),)
     assert set(fake.tokens) == {"Bearer secret-7"} and fake.bodies[0]["model"] == "small"
@@ -139,7 +139,7 @@ async def test_a_judge_that_fails_masks_and_is_asked_anew_afterwards(
             assert (verdict.outcome, verdict.reward) == (Outcome.VERIFIER_ERROR, 0.0) and words in verdict.reason
         fake.failures.clear()
         async with judging(url, model="small") as judge:
-            assert (await verdicts(judge, "Rome."))[0].outcome is Outcome.WRONG
+            assert (await verdicts(judge, "Rome."))[0].outcome is Outcome.PARTIAL
 
 
 async def test_nobody_at_the_address_masks(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ async def test_a_budget_is_never_exceeded_is_kept_and_said_aloud(
         async with judging(url, purse=purse, model="small", most_calls=10) as judge:  # the process came back
             second = await verdicts(judge, "d", "e", "f", "g")
     assert len(fake.bodies) == 5, "its half of ten"
-    assert [each.outcome for each in first] == [Outcome.WRONG] * 3
+    assert [each.outcome for each in first] == [Outcome.PARTIAL] * 3
     masked = [each for each in second if each.outcome is Outcome.VERIFIER_ERROR]
     assert len(masked) == 2 and all("has spent its share of 5 calls" in each.reason for each in masked)
     assert [record.message for record in caplog.records] == [masked[0].reason], "once"
@@ -304,7 +304,7 @@ async def test_a_failure_is_not_remembered() -> None:
             return Said()
 
     judge = with_server(Failing())
-    assert [(await verdicts(judge, "a"))[0].outcome for _ in range(2)] == [Outcome.VERIFIER_ERROR, Outcome.WRONG]
+    assert [(await verdicts(judge, "a"))[0].outcome for _ in range(2)] == [Outcome.VERIFIER_ERROR, Outcome.PARTIAL]
 
 
 async def test_a_field_that_a_problem_lacks_masks_it() -> None:

@@ -89,7 +89,7 @@ async def test_the_reward_may_be_the_share_of_tests(sandbox: Sandbox) -> None:
     verifier = Oubliette(CodeRules(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S), deadline_s=PATIENCE_S)
     try:
         verdict = await judged(verifier, HALF)
-        assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.5)
+        assert (verdict.outcome, verdict.reward) == (Outcome.PARTIAL, 0.5)
         assert verdict.reason.startswith("3 of 6 tests passed; test 4 of 6: ")
         assert (await judged(verifier, RIGHT)).outcome is Outcome.CORRECT
     finally:

@@ -1,0 +1,110 @@
+"""The source `programs`: small programs to write in Python, each with tests of its own, for the verifier `oubliette`.
+
+    parameters = { operations = 1, max_number = 9, tests = 3 }
+
+A problem says in words what a program makes of the number that it reads: "x times 7", or with two operations "(the
+larger of x and 7) minus 3". Promises: problem i is a pure function of split, seed and i; its ground truth is a program
+that passes; the first test's number is one at which the operation makes a difference; a tag says how many operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from pipelinerl import rng
+from pipelinerl.data.drafts import Draft
+from pipelinerl.data.generated import GeneratedSource
+from pipelinerl.data.source import SourceRequest
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Message
+
+_REQUEST: Final = "Write a program that reads a number x and prints {}."
+_PROGRAM: Final = "```\nx = int(input())\nprint({})\n```"
+
+
+class _Operation(NamedTuple):
+    """What is done with a number: in words, as code, and in fact; `{0}` is what it is done with, `{1}` the other."""
+
+    words: str
+    code: str
+    value: Callable[[int, int], int]
+
+
+_OPERATIONS: Final = (
+    _Operation("{0} plus {1}", "{0} + {1}", lambda x, n: x + n),
+    _Operation("{0} minus {1}", "{0} - {1}", lambda x, n: x - n),
+    _Operation("{1} minus {0}", "{1} - {0}", lambda x, n: n - x),
+    _Operation("{0} times {1}", "{0} * {1}", lambda x, n: x * n),
+    _Operation("the larger of {0} and {1}", "max({0}, {1})", max),
+    _Operation("the smaller of {0} and {1}", "min({0}, {1})", min),
+    _Operation("the remainder of {0} divided by {1}", "{0} % {1}", lambda x, n: x % n),
+    _Operation("the distance between {0} and {1}", "abs({0} - {1})", lambda x, n: abs(x - n)),
+)
+
+
+class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    operations: Annotated[int, Meta(ge=1, le=3)] = 1
+    """Most that are done one after the other."""
+    max_number: Annotated[int, Meta(ge=2, le=10_000)] = 9
+    tests: Annotated[int, Meta(ge=1, le=100)] = 3
+
+
+def open_programs(asked: SourceRequest) -> GeneratedSource:
+    """The source `programs`. Raises `RecipeError` for parameters that it does not know."""
+    if asked.argument:
+        raise RecipeError(f"{asked.where}.source must be programs alone, got programs:{asked.argument}")
+    try:
+        parameters = msgspec.convert(dict(asked.parameters), _Parameters)
+    except msgspec.ValidationError as error:
+        raise RecipeError(f"{asked.where}.parameters: {error}") from None
+    return GeneratedSource(
+        lambda key: _drawn(parameters, key),
+        domain=asked.domain,
+        split=asked.split,
+        seed=asked.seed,
+        prompts=asked.prompts,
+    )
+
+
+def _drawn(parameters: _Parameters, key: int) -> Draft:
+    noise = rng.generator(key, "programs")
+    count = 1 + int(noise.integers(parameters.operations))
+    steps = [_step(noise, parameters.max_number) for _ in range(count)]
+    words, code = "x", "x"
+    for place, (operation, number) in enumerate(steps):
+        words = operation.words.format(f"({words})" if place else words, number)
+        code = operation.code.format(f"({code})" if place else code, number)
+    return Draft(
+        messages=(Message("user", _REQUEST.format(words)),),
+        ground_truth=_PROGRAM.format(code),
+        metadata={"tests": [_test(steps, number) for number in _inputs(noise, steps, parameters)]},
+        tags=(f"operations={count}",),
+    )
+
+
+def _step(noise: np.random.Generator, max_number: int) -> tuple[_Operation, int]:
+    return _OPERATIONS[int(noise.integers(len(_OPERATIONS)))], 2 + int(noise.integers(max_number - 1))
+
+
+def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
+    """Numbers that a program is tried on, below and above those of the problem; the first is changed by it."""
+    top = 3 * parameters.max_number
+    inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
+    tried = (*range(inputs[0], top), *range(inputs[0]))
+    inputs[0] = next((x for x in tried if _result(steps, x) != x), inputs[0])
+    return inputs
+
+
+def _test(steps: list[tuple[_Operation, int]], number: int) -> Mapping[str, str]:
+    return {"input": f"{number}\n", "output": f"{_result(steps, number)}\n"}
+
+
+def _result(steps: list[tuple[_Operation, int]], number: int) -> int:
+    for operation, other in steps:
+        number = operation.value(number, other)
+    return number

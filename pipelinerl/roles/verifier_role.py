@@ -1,0 +1,123 @@
+"""A verifier service's process: the recipe's verifiers behind `verifiers/service`, leased to the actors of a run.
+
+Promises: it serves no domain below the sandbox that the recipe asks for, and names what is missing; actors hear of it
+once its verifiers are up, and no more once it is to end; a drain lets it end by itself, with status 0.
+
+| waits for | at most | who unblocks it |
+|---|---|---|
+| the controller, to take its offer | – | the controller; a warning names its URL and what came instead |
+| the controller, to take it back at the end | `_GOODBYE_S` | the controller, or the lease runs out |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.controller.client import AsyncControllerClient
+from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.roles.engine_role import offered_url
+from pipelinerl.roles.judging import Purse
+from pipelinerl.roles.process import Identity, freeze_gc
+from pipelinerl.roles.verification import served_domain
+from pipelinerl.system.http_service import listen, serve_until
+from pipelinerl.verifiers.oubliette import probe
+from pipelinerl.verifiers.oubliette.runs import SandboxMissing, Tier
+from pipelinerl.verifiers.service.server import VerifierService, create_app
+from pipelinerl.verifiers.service.verdict_cache import VerdictCache
+from pipelinerl.verifiers.service.wire import VerifierLease
+
+log = logging.getLogger("pipelinerl")
+
+#: How often a service says that it is there; the controller forgets one that has not for `routes.LEASE_S`.
+OFFER_S: Final = 2.0
+_GOODBYE_S: Final = 2.0
+
+
+async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
+    """Serve the domains that are named, or all, until the process is told to stop or has been drained.
+
+    Raises:
+        RecipeError: there is no such domain, or its verifier or sandbox cannot be had here.
+    """
+    config = identity.config
+    domains = _chosen(config.domains, only)
+    purse = Purse(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
+    with listen(identity.host, identity.port) as listener:
+        url = ""
+        if identity.controller_url:
+            url = offered_url(listener.getsockname(), identity.controller_url, what="verifier service")
+        await asyncio.to_thread(_try_sandboxes, domains)
+        service = VerifierService(
+            {domain.name: served_domain(domain, purse=purse) for domain in domains},
+            cache=VerdictCache(config.verification.cache_mb << 20),
+        )
+        drained = asyncio.create_task(service.drained.wait())
+        leasing = asyncio.create_task(_lease(identity, service, url)) if url else None
+        try:
+            await serve_until(create_app(service, token=identity.token), listener, over=drained)
+        finally:
+            for task in (drained, leasing):
+                if task is not None:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+
+
+def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[DomainSection]:
+    names = [domain.name for domain in domains]
+    if unknown := [name for name in only if name not in names]:
+        raise RecipeError(f"--domain must be one of {', '.join(names)}; got {', '.join(unknown)}")
+    return [domain for domain in domains if not only or domain.name in only]
+
+
+def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
+    """Open each sandbox that is asked for, which attacks it, and close it.
+
+    Raises:
+        RecipeError: one cannot be had; the message names the cause.
+    """
+    tiers: dict[Tier, str] = {}
+    for domain in domains:
+        if "oubliette" in {domain.verifier, *(part.function for part in domain.rewards)}:
+            tiers.setdefault(domain.oubliette.tier, domain.name)
+    for tier, name in tiers.items():
+        try:
+            probe.opened(tier, slots=1).close()
+        except SandboxMissing as error:
+            raise RecipeError(f"domains.{name}.oubliette.tier: {error}") from None
+
+
+async def _lease(identity: Identity, service: VerifierService, url: str) -> None:
+    """Say to the controller, again and again, that this service is there, until it takes nothing new."""
+    await service.started.wait()
+    freeze_gc()
+    lease = VerifierLease(url=url, incarnation=f"{os.getpid()}-{time.time_ns()}", domains=service.rules)
+    async with AsyncControllerClient(identity.controller_url, identity.token) as controller:
+        try:
+            await _offer(controller, service, lease)
+        finally:
+            with contextlib.suppress(UserError, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await controller.withdraw_verifier(url)
+
+
+async def _offer(controller: AsyncControllerClient, service: VerifierService, lease: VerifierLease) -> None:
+    reachable = True
+    while not service.closing.is_set():
+        try:
+            await controller.offer_verifier(lease)
+            reachable = True
+        except UserError as error:
+            if reachable:
+                log.warning("the controller at %s did not take this verifier service: %s", controller.url, error)
+            reachable = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OFFER_S if reachable else OFFER_S / 4):
+                await service.closing.wait()

@@ -1,0 +1,268 @@
+"""`VerifierService` and its application: judges what actors send, domain by domain, as an actor would by itself.
+
+Promises: every request that is answered has one verdict for each of its answers; one whose asker has gone is given up,
+and its workers are killed; a request that is refused was not begun. Equal answers to one problem are judged once, and
+not again as long as they are in the cache, where the domain's verifier says always the same (`ServedDomain.kept`).
+
+| waits for | at most | who unblocks it |
+|---|---|---|
+| a verdict | the verifier's own deadline | its worker, which the deadline kills |
+| whoever asked, to take the answer | – | he takes it, leaves or dies |
+| a drain | – | the last verdict; who cannot wait sends SIGTERM |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Final, final
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
+from pipelinerl.types import Problem
+from pipelinerl.verifiers.service import wire
+from pipelinerl.verifiers.service.verdict_cache import VerdictCache, key_of
+from pipelinerl.verifiers.service.wire import (
+    DomainStatus,
+    Draining,
+    JudgedAnswer,
+    ServiceStatus,
+    VerifyAnswer,
+    VerifyRequest,
+)
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, start
+
+#: Answers that a service holds at most; whoever asks for more is sent to another, or waits.
+MOST_WAITING: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedDomain:
+    """A domain as it is judged here.
+
+    Attributes:
+        rules: digest of the part of the recipe that says how, so that nobody is judged by another recipe's.
+        kept: whether equal answers have equal verdicts, which then need not be reached again.
+        tier: of the sandbox, where there is one.
+    """
+
+    verifier: GroupVerifier
+    rules: str
+    kept: bool
+    tier: str = ""
+
+
+class Refused(Exception):
+    """A request that is not begun here: the status and code of the refusal, and why."""
+
+    def __init__(self, status: int, code: str, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+        self.code = code
+
+
+@final
+class VerifierService:
+    """One service's work behind its routes, on one event loop."""
+
+    def __init__(
+        self, domains: Mapping[str, ServedDomain], *, cache: VerdictCache, most_waiting: int = MOST_WAITING
+    ) -> None:
+        self._domains = dict(domains)
+        self._cache = cache
+        self._most_waiting = most_waiting
+        self._queue = self._verdicts = self._hits = 0
+        self.started = asyncio.Event()
+        """Set once every verifier is up."""
+        self.closing = asyncio.Event()
+        """Set once nothing new is taken."""
+        self.drained = asyncio.Event()
+        """Set once it is closing and everything has its verdict."""
+
+    @property
+    def rules(self) -> Mapping[str, str]:
+        """The digest of each domain's rules."""
+        return {name: domain.rules for name, domain in self._domains.items()}
+
+    @property
+    def state(self) -> str:
+        """`ready`, or `draining`."""
+        return "draining" if self.closing.is_set() else "ready"
+
+    async def start(self) -> None:
+        """Bring up every verifier that can be; what fails is told by the first answer."""
+        await asyncio.gather(*(start(domain.verifier) for domain in self._domains.values()))
+        self.started.set()
+
+    async def close(self) -> None:
+        """Close every verifier, and with it its workers."""
+        for domain in self._domains.values():
+            await domain.verifier.close()
+
+    def drain(self) -> int:
+        """Take nothing new from now on; returns how many answers still wait for a verdict."""
+        self.closing.set()
+        if not self._queue:
+            self.drained.set()
+        return self._queue
+
+    def admit(self, request: VerifyRequest) -> ServedDomain:
+        """The domain that is to judge the request. Raises `Refused`."""
+        if request.protocol != wire.PROTOCOL:
+            raise Refused(
+                409,
+                wire.OTHER_PROTOCOL,
+                f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl",
+            )
+        domain = self._domains.get(request.domain)
+        if domain is None:
+            known = ", ".join(self._domains) or "none"
+            raise Refused(404, wire.UNKNOWN_DOMAIN, f"domain must be one of those judged here, which are {known}")
+        if request.rules != domain.rules:
+            raise Refused(
+                409,
+                wire.OTHER_RULES,
+                f"rules: this service judges {request.domain} by another recipe; start it with the run's",
+            )
+        if self.closing.is_set():
+            raise Refused(503, wire.IS_DRAINING, "this service takes nothing new; ask another")
+        if self._queue and self._queue + len(request.answers) > self._most_waiting:
+            raise Refused(503, wire.IS_FULL, f"this service holds {self._queue} answers already; ask again later")
+        return domain
+
+    async def judge(self, domain: ServedDomain, request: VerifyRequest) -> VerifyAnswer:
+        """A verdict for each answer of a request that was admitted."""
+        count = len(request.answers)
+        self._queue += count
+        try:
+            if domain.kept:
+                judgements = await self._found_or_reached(domain, request.problem, request.answers)
+            else:
+                judgements = await domain.verifier.judge(request.problem, request.answers)
+            if len(judgements) != count:
+                raise AssertionError(f"{count} answers of {request.domain} had {len(judgements)} verdicts")
+            self._verdicts += count
+        finally:
+            self._queue -= count
+            if self.closing.is_set() and not self._queue:
+                self.drained.set()
+        return VerifyAnswer(judged=tuple(JudgedAnswer(verdict=v, seconds=max(0.0, s)) for v, s in judgements))
+
+    def status(self) -> ServiceStatus:
+        """What is judged here, and how much."""
+        domains = {
+            name: DomainStatus(rules=domain.rules, tier=domain.tier, kept=domain.kept)
+            for name, domain in self._domains.items()
+        }
+        return ServiceStatus(
+            protocol=wire.PROTOCOL,
+            version=version("pipelinerl"),
+            state=self.state,
+            domains=domains,
+            queue=self._queue,
+            verdicts=self._verdicts,
+            hits=self._hits,
+            cache_bytes=self._cache.num_bytes,
+        )
+
+    async def _found_or_reached(
+        self, domain: ServedDomain, problem: Problem, answers: Sequence[SampledAnswer]
+    ) -> list[Judgement]:
+        """What is known, and the rest from the verifier, each different answer once."""
+        keys = [key_of(domain.rules, problem, answer.text) for answer in answers]
+        found = {key: Judgement(verdict, 0.0) for key in keys if (verdict := self._cache.find(key)) is not None}
+        missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in found}
+        self._hits += len(answers) - len(missing)
+        if missing:
+            reached = await domain.verifier.judge(problem, list(missing.values()))
+            for key, judgement in zip(missing, reached, strict=True):
+                self._cache.keep(key, judgement.verdict)
+                found[key] = judgement
+        return [found[key] for key in keys]
+
+
+# --- HTTP --------------------------------------------------------------------------------------------------------
+
+
+def create_app(service: VerifierService, *, token: str | None) -> FastAPI:
+    """The application that serves `service`, started and closed with it; every route but /health wants the `token`."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(title="pipelinerl verifier", lifespan=lifespan, openapi_url=None)
+    app.get(wire.HEALTH)(lambda: {"state": service.state})
+
+    @app.get(wire.STATUS)
+    async def status() -> Response:
+        return _json(service.status())
+
+    @app.post(wire.DRAIN)
+    async def drain() -> Response:
+        return _json(Draining(service.drain()))
+
+    # Starlette takes an instance for an ASGI application: one that can see its asker leave.
+    app.router.routes.append(Route(wire.VERIFY, _Verify(service), methods=["POST"]))
+    refuse_in_one_shape(app)
+    guard(app, token=token)
+    return app
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+@final
+class _Verify:
+    """POST: an answer that begins at once, beats while it is judged, and is given up with its asker."""
+
+    def __init__(self, service: VerifierService) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            request = msgspec.json.decode(await Request(scope, receive).body(), type=VerifyRequest)
+            domain = self._service.admit(request)
+        except ClientDisconnect:
+            return
+        except msgspec.ValidationError as error:  # says what was expected and where, never what came
+            await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
+        except msgspec.DecodeError:
+            await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
+        except Refused as refused:
+            await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)
+        else:
+            await self._judged(domain, request, receive, send)
+
+    async def _judged(self, domain: ServedDomain, request: VerifyRequest, receive: Receive, send: Send) -> None:
+        judging = asyncio.ensure_future(self._service.judge(domain, request))
+        leaving = asyncio.ensure_future(receive())
+        try:
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while not judging.done():
+                await asyncio.wait({judging, leaving}, timeout=wire.BEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                if leaving.done():
+                    return
+                if not judging.done():
+                    await send({"type": "http.response.body", "body": b" ", "more_body": True})
+            body = msgspec.json.encode(judging.result())
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        finally:
+            for task in (judging, leaving):
+                task.cancel()
+            await asyncio.gather(judging, leaving, return_exceptions=True)

@@ -1,0 +1,26 @@
+"""Whose processes judge, as a recipe says it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.config.recipe import load
+from pipelinerl.errors import RecipeError
+
+
+@pytest.mark.parametrize(
+    ("changes", "uses_services"),
+    [
+        ([], False),
+        (["verification.services=2"], True),
+        (["verification.judged_in=services"], True),
+        (["verification.judged_in=actors"], False),
+    ],
+)
+def test_services_judge_where_there_are_some_or_it_is_said(changes: list[str], uses_services: bool) -> None:
+    assert load("tiny", changes).verification.uses_services is uses_services
+
+
+def test_services_that_nobody_would_ask_are_refused() -> None:
+    with pytest.raises(RecipeError, match="nobody would ask them"):
+        load("tiny", ["verification.services=1", "verification.judged_in=actors"])

@@ -1,0 +1,31 @@
+"""Verifier services that actors are told of: who has spoken lately, until it says that it leaves."""
+
+from __future__ import annotations
+
+from pipelinerl.controller.routes import LEASE_S
+from pipelinerl.controller.service.verifier_leases import VerifierLeases
+from tests.fakes.verifier_service import lease
+
+
+def test_a_lease_lasts_as_long_as_it_is_renewed() -> None:
+    now = [0.0]
+    leases = VerifierLeases(lambda: now[0])
+    leases.offer(lease("http://a:1"))
+    now[0] = LEASE_S - 1
+    leases.offer(lease("http://b:1"))
+    assert [each.url for each in leases.current()] == ["http://a:1", "http://b:1"]
+    now[0] = LEASE_S
+    assert [each.url for each in leases.current()] == ["http://b:1"]
+    leases.offer(lease("http://b:1", life="2"))
+    now[0] = 2 * LEASE_S - 1
+    assert leases.current() == (lease("http://b:1", life="2"),)
+
+
+def test_what_is_withdrawn_comes_back_only_by_an_offer() -> None:
+    leases = VerifierLeases(lambda: 0.0)
+    leases.offer(lease("http://a:1"))
+    leases.withdraw("http://unknown:1")
+    leases.withdraw("http://a:1")
+    assert leases.current() == ()
+    leases.offer(lease("http://a:1"))
+    assert len(leases.current()) == 1

@@ -1,0 +1,69 @@
+"""The source `programs`: its reference programs pass its tests, which others do not."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+
+from pipelinerl.data.problems import Split
+from pipelinerl.data.programs import open_programs
+from pipelinerl.data.source import SourceRequest
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Problem
+from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, last_block
+
+
+def source(split: Split = Split.TRAIN, **parameters: Any) -> Any:
+    return open_programs(SourceRequest(domain="code", split=split, seed=3, parameters=parameters))
+
+
+def printed(program: str, given: bytes) -> bytes:
+    """What the program prints; it is one of ours, and no answer of a model."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        exec(program, {"input": lambda: given.decode().strip()})
+    return output.getvalue().encode()
+
+
+def program_of(problem: Problem) -> str:
+    block = last_block(problem.ground_truth)
+    assert block is not None
+    return block[1]
+
+
+def test_reference_programs_pass_and_one_that_prints_what_it_reads_does_not() -> None:
+    made = source(operations=3, max_number=50, tests=4)
+    seen = set()
+    for index in range(300):
+        problem = made.problem(index)
+        tests = CodeProblem.of(problem).tests
+        assert len(tests) == 4
+        assert all(printed(program_of(problem), test.input) == test.answer for test in tests), problem
+        seen.add(problem.tags)
+        if problem.tags == ("operations=1",):
+            assert tests[0].input != tests[0].answer
+    assert seen == {("operations=1",), ("operations=2",), ("operations=3",)}
+
+
+def test_problems_are_a_function_of_their_place_and_splits_are_apart() -> None:
+    first, again = source(), source()
+    assert [first.problem(i) for i in range(20)] == [again.problem(i) for i in reversed(range(20))][::-1]
+    held_out = [source(Split.HELD_OUT, max_number=99).problem(i).messages for i in range(40)]
+    trained = {source(max_number=99).problem(i).messages for i in range(200)}
+    assert len(set(held_out)) == 40 and trained.isdisjoint(held_out)
+
+
+def test_words_say_what_is_done_first() -> None:
+    texts = [source(operations=2).problem(i).messages[0].content for i in range(200)]
+    nested = [text for text in texts if "(" in text]
+    assert nested and all(re.search(r"\((x|\d|the)[^()]*\)", text) for text in nested)
+
+
+@pytest.mark.parametrize("parameters", [{"operations": 4}, {"tests": 0}, {"max_number": 1}, {"level": 2}])
+def test_parameters_that_it_does_not_know_are_named(parameters: dict[str, int]) -> None:
+    with pytest.raises(RecipeError, match=f"domains.code.parameters.*{next(iter(parameters))}"):
+        source(**parameters)

@@ -1,0 +1,69 @@
+"""A real verifier service for tests, in their process or in one that can be killed.
+
+python -m tests.fakes.verifier_service domain [port]      prints its port, serves until it is killed
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pipelinerl.system.http_service import listen, serve
+from pipelinerl.types import Message, Problem
+from pipelinerl.verifiers.oubliette.verifier import Oubliette
+from pipelinerl.verifiers.service.server import ServedDomain, VerifierService, create_app
+from pipelinerl.verifiers.service.verdict_cache import VerdictCache
+from pipelinerl.verifiers.service.wire import VerifierLease
+from pipelinerl.verifiers.user_code import PooledReward, RewardFunction
+from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier
+from tests.patience import PATIENCE_S
+
+RULES = "r1"
+TOKEN = "secret"
+
+
+def echoed(completion: str, answer: str) -> float:
+    """1 for the ground truth, after a while, in which the service may be killed."""
+    time.sleep(0.03)
+    return float(completion == answer)
+
+
+def verifier(domain: str) -> GroupVerifier:
+    """`words` runs a function in worker processes, `code` programs in a sandbox."""
+    if domain == "code":
+        return EachAlone(Oubliette(deadline_s=PATIENCE_S, workers=2))
+    reference = f"{__file__}:echoed"
+    reward = RewardFunction.of_callable(echoed)
+    return PooledReward(reference, reward, correct_at=1.0, deadline_s=PATIENCE_S, workers=2)
+
+
+def service(domains: Mapping[str, ServedDomain] | None = None, **settings: Any) -> VerifierService:
+    """Of these domains, or of `words`."""
+    served = domains or {"words": ServedDomain(verifier=verifier("words"), rules=RULES, kept=False)}
+    return VerifierService(served, cache=VerdictCache(1 << 20), **settings)
+
+
+def lease(url: str, *, life: str = "1", domains: tuple[str, ...] = ("words",), rules: str = RULES) -> VerifierLease:
+    """What the controller says of a service."""
+    return VerifierLease(url=url, incarnation=f"{url} {life}", domains=dict.fromkeys(domains, rules))
+
+
+def problem(number: int, *, domain: str = "words", **metadata: Any) -> Problem:
+    """Problem `number`, whose right answer is its number."""
+    return Problem(
+        problem_id=f"{domain}:{number}",
+        domain=domain,
+        messages=(Message("user", f"say {number}"),),
+        ground_truth=str(number),
+        metadata=metadata,
+    )
+
+
+if __name__ == "__main__":
+    name, port = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    with listen("127.0.0.1", port) as listener:
+        print(listener.getsockname()[1], flush=True)
+        served = ServedDomain(verifier=verifier(name), rules=RULES, kept=False)
+        serve(create_app(service({name: served}), token=TOKEN), listener)

@@ -1,0 +1,147 @@
+"""A verifier service is killed with kill -9 in the middle of its work: every answer has one verdict, the right one.
+
+Two real services with real workers judge a stream of groups for one client, as an actor's. At drawn moments one of
+them is killed and started again. Odd seeds judge programs in sandboxes, where there is bubblewrap. In the end nothing
+that a dead service had started may be alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from pipelinerl.types import Outcome
+from pipelinerl.verifiers.service.client import ServicePatience, VerifierServices
+from pipelinerl.verifiers.verifier import SampledAnswer
+from tests.fakes.verifier_service import RULES, TOKEN, lease, problem
+from tests.faults.scenarios.scenario import Verdict
+from tests.patience import PATIENCE_S
+
+SHORT = range(2)
+LONG = range(50)
+
+#: Groups that are under way at once, and answers of each.
+_AT_ONCE: Final = 6
+_ANSWERS: Final = 4
+
+
+class _Service:
+    """A service's process, which can be killed and started again at its address."""
+
+    def __init__(self, domain: str) -> None:
+        self.domain = domain
+        self.port = 0
+        self.life = 0
+        self.process: subprocess.Popen[str]
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.fakes.verifier_service", self.domain, str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+        self.life += 1
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> list[psutil.Process]:
+        """Kill it alone; returns what it had started."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return children
+
+
+def play(seed: int, directory: Path, *, kills: int = 1) -> Verdict:
+    """One seed; `directory` stays empty."""
+    domain = "code" if seed % 2 and shutil.which("bwrap") else "words"
+    services = [_Service(domain) for _ in range(2)]
+    started: list[psutil.Process] = []
+    try:
+        for service in services:
+            service.start()
+        figures, broken = asyncio.run(_judged(random.Random(seed), domain, services, started, kills))
+    finally:
+        for service in services:
+            if service.life:
+                started += service.kill()
+    left = _still_alive(started)
+    figures["processes left"] = len(left)
+    broken += [f"process {each} outlives its service" for each in left]
+    return Verdict(figures, tuple(broken))
+
+
+async def _judged(
+    draw: random.Random, domain: str, services: list[_Service], started: list[psutil.Process], kills: int
+) -> tuple[dict[str, int], list[str]]:
+    client = VerifierServices(token=TOKEN, patience=ServicePatience(patience_s=PATIENCE_S))
+    figures, broken, over = {"kills": 0, "groups": 0, "lost": 0, "wrong": 0}, list[str](), asyncio.Event()
+
+    def lease_all() -> None:
+        client.update([lease(each.url, life=str(each.life), domains=(domain,)) for each in services])
+
+    async def work(number: int) -> None:
+        while not over.is_set():
+            number += _AT_ONCE
+            asked = problem(number, domain=domain, tests=[{"input": "", "output": f"{number}"}])
+            right = [bool(draw.randrange(2)) for _ in range(_ANSWERS)]
+            judged = await client.judge(domain, RULES, asked, [_answer(domain, number, each) for each in right])
+            outcomes = [judgement.verdict.outcome for judgement in judged]
+            figures["groups"] += 1
+            figures["lost"] += _ANSWERS - sum(outcome.is_judgement for outcome in outcomes)
+            figures["wrong"] += [outcome is Outcome.CORRECT for outcome in outcomes] != right
+            if len(judged) != _ANSWERS or figures["lost"] or figures["wrong"]:
+                broken.append(f"group {number} of {right} was judged {[each.verdict for each in judged]}")
+                return
+
+    lease_all()
+    workers = [asyncio.create_task(work(number)) for number in range(_AT_ONCE)]
+    try:
+        for _ in range(kills):
+            before = figures["groups"]
+            await _until(lambda before=before: figures["groups"] >= before + _AT_ONCE or bool(broken))
+            await asyncio.sleep(draw.random() * 0.2)
+            victim = draw.choice(services)
+            started += await asyncio.to_thread(victim.kill)
+            figures["kills"] += 1
+            await asyncio.to_thread(victim.start)
+            lease_all()
+    finally:
+        over.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*workers)
+        await client.close()
+    return figures, broken
+
+
+def _answer(domain: str, number: int, right: bool) -> SampledAnswer:
+    said = number if right else -number
+    return SampledAnswer(f"```python\nprint({said})\n```" if domain == "code" else str(said))
+
+
+async def _until(holds: object) -> None:
+    assert callable(holds)
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def _still_alive(started: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended by a deadline; the kernel ends what is killed when it has a core for it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        alive = [each for each in started if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.02)

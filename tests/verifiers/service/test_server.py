@@ -1,0 +1,197 @@
+"""The service behind its application: what it judges, what it keeps, what it refuses, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.verifiers.service import wire
+from pipelinerl.verifiers.service.server import ServedDomain, VerifierService, create_app
+from pipelinerl.verifiers.service.wire import ServiceStatus, VerifyAnswer, VerifyRequest
+from pipelinerl.verifiers.verifier import EachAlone, SampledAnswer, correct, failed, wrong
+from tests.fakes.verifier_service import RULES, TOKEN, problem, service
+from tests.patience import PATIENCE_S
+
+
+class Scripted:
+    """A verifier that notes what it is asked, and waits while the gate is shut."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.given_up = 0
+
+    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+        self.asked.append(completion_text)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        if completion_text == "fail":
+            return failed("so")
+        return correct(completion_text) if completion_text == problem.ground_truth else wrong("no")
+
+
+@pytest.fixture
+def scripted() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def serving(scripted: Scripted) -> VerifierService:
+    domains = {
+        "kept": ServedDomain(verifier=EachAlone(scripted), rules=RULES, kept=True),
+        "words": ServedDomain(verifier=EachAlone(scripted), rules=RULES, kept=False, tier="default"),
+    }
+    return service(domains, most_waiting=8)
+
+
+@pytest.fixture
+async def http(serving: VerifierService) -> AsyncIterator[httpx.AsyncClient]:
+    headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+    transport = httpx.ASGITransport(create_app(serving, token=TOKEN))
+    async with httpx.AsyncClient(transport=transport, base_url="http://verifier", headers=headers) as client:
+        yield client
+
+
+def request(*texts: str, domain: str = "words", **changes: Any) -> bytes:
+    answers = tuple(SampledAnswer(text) for text in texts)
+    fields = {"protocol": wire.PROTOCOL, "domain": domain, "rules": RULES, "problem": problem(1), "answers": answers}
+    return msgspec.json.encode(VerifyRequest(**{**fields, **changes}))
+
+
+async def outcomes(http: httpx.AsyncClient, *texts: str, **changes: Any) -> list[Outcome]:
+    answer = await http.post(wire.VERIFY, content=request(*texts, **changes))
+    assert answer.status_code == 200, answer.text
+    judgements = msgspec.json.decode(answer.content, type=VerifyAnswer).judgements
+    assert all(judgement.seconds >= 0 for judgement in judgements)
+    return [judgement.verdict.outcome for judgement in judgements]
+
+
+async def test_a_verdict_for_each_answer_in_their_order(http: httpx.AsyncClient, scripted: Scripted) -> None:
+    right, no = Outcome.CORRECT, Outcome.WRONG
+    assert await outcomes(http, "1", "2", "1", "", "3") == [right, no, right, no, no]
+    assert await outcomes(http, "1") == [right]
+    assert scripted.asked == ["1", "2", "1", "", "3", "1"], "nothing is taken for known where verdicts may differ"
+
+
+async def test_equal_answers_are_judged_once_where_the_verifier_is_deterministic(
+    http: httpx.AsyncClient, scripted: Scripted
+) -> None:
+    right, no = Outcome.CORRECT, Outcome.WRONG
+    assert await outcomes(http, "2", "1", "1", "2", domain="kept") == [no, right, right, no]
+    assert await outcomes(http, "1", "3", domain="kept") == [right, no]
+    assert scripted.asked == ["2", "1", "3"]
+    assert await outcomes(http, "1", domain="kept", problem=problem(2)) == [no]
+    assert await outcomes(http, "1 ", "11", "", domain="kept") == [no, no, no]
+    assert scripted.asked[3:] == ["1", "1 ", "11", ""], "nothing but the whole is known"
+    assert await outcomes(http, "fail", domain="kept") == await outcomes(http, "fail", domain="kept")
+    assert scripted.asked.count("fail") == 2, "a failure is not remembered"
+    status = msgspec.json.decode((await http.get(wire.STATUS)).content, type=ServiceStatus)
+    assert (status.verdicts, status.hits, status.queue, status.state) == (12, 3, 0, "ready")
+    assert status.cache_bytes > 0 and status.domains["words"].tier == "default"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "words"),
+    [
+        (request("1", protocol=99), 409, wire.OTHER_PROTOCOL, "protocol must be 1, got 99"),
+        (request("1", domain="maths"), 404, wire.UNKNOWN_DOMAIN, "which are kept, words"),
+        (request("1", rules="r2"), 409, wire.OTHER_RULES, "by another recipe"),
+        (request(), 422, "invalid_request_error", "length >= 1"),
+        (request("1").replace(b'"answers"', b'"answer"'), 422, "invalid_request_error", "answers"),
+        (b"[]", 422, "invalid_request_error", "object"),
+        (b"{", 400, "invalid_json", "JSON"),
+        (b'{"protocol": NaN}', 400, "invalid_json", "JSON"),
+    ],
+)
+async def test_what_is_not_begun_says_why(
+    http: httpx.AsyncClient, scripted: Scripted, body: bytes, status: int, code: str, words: str
+) -> None:
+    answer = await http.post(wire.VERIFY, content=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code) and words in error["message"]
+    assert scripted.asked == []
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_full_service_and_one_that_drains_take_nothing_new_and_finish_what_they_have(
+    http: httpx.AsyncClient, serving: VerifierService, scripted: Scripted
+) -> None:
+    scripted.gate.clear()
+    first = asyncio.create_task(outcomes(http, "1", "2", "3", "4", "5", "6"))
+    await until(lambda: len(scripted.asked) == 6)
+    full = await http.post(wire.VERIFY, content=request("1", "2", "3"))
+    assert (full.status_code, full.json()["error"]["code"]) == (503, wire.IS_FULL)
+    assert (await http.post(wire.DRAIN)).json() == {"queue": 6}
+    assert (await http.get(wire.HEALTH)).json() == {"state": "draining"}
+    refused = await http.post(wire.VERIFY, content=request("1"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, wire.IS_DRAINING)
+    assert serving.closing.is_set() and not serving.drained.is_set()
+    scripted.gate.set()
+    assert (await asyncio.wait_for(first, PATIENCE_S))[0] is Outcome.CORRECT
+    assert serving.drained.is_set()
+
+
+async def asked_by_hand(app: Any, leaves: asyncio.Event, sent: list[dict[str, Any]]) -> None:
+    """POST /verify as a server calls an application; who asks leaves once the event is set."""
+    body = [{"type": "http.request", "body": request("1", "2"), "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if body:
+            return body.pop()
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", b"Bearer secret"), (b"content-type", b"application/json"), (b"content-length", b"9")]
+    scope = {
+        "type": "http", "method": "POST", "path": wire.VERIFY, "raw_path": b"", "query_string": b"", "scheme": "http",
+        "headers": headers, "http_version": "1.1", "root_path": "",
+    }  # fmt: skip
+    await asyncio.wait_for(app(scope, receive, send), PATIENCE_S)
+
+
+def bodies(sent: Sequence[dict[str, Any]]) -> list[bytes]:
+    return [message["body"] for message in sent if message["type"] == "http.response.body"]
+
+
+async def test_who_leaves_is_judged_no_more(serving: VerifierService, scripted: Scripted) -> None:
+    scripted.gate.clear()
+    leaves, sent = asyncio.Event(), list[dict[str, Any]]()
+    asking = asyncio.create_task(asked_by_hand(create_app(serving, token=TOKEN), leaves, sent))
+    await until(lambda: len(scripted.asked) == 2)
+    assert serving.status().queue == 2
+    leaves.set()
+    await asking
+    assert (scripted.given_up, serving.status().queue, serving.status().verdicts) == (2, 0, 0)
+
+
+async def test_a_service_that_judges_shows_signs_of_life(
+    serving: VerifierService, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "BEAT_S", 0.01)
+    scripted.gate.clear()
+    sent = list[dict[str, Any]]()
+    asking = asyncio.create_task(asked_by_hand(create_app(serving, token=TOKEN), asyncio.Event(), sent))
+    await until(lambda: len(bodies(sent)) >= 3)
+    scripted.gate.set()
+    await asking
+    *beats, last = bodies(sent)
+    assert set(beats) == {b" "}
+    assert len(msgspec.json.decode(b"".join(bodies(sent)), type=VerifyAnswer).judged) == 2 and last[:1] == b"{"

@@ -1,0 +1,62 @@
+"""What is known of verdicts: found by all that they depend on, bounded in bytes, never a failure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipelinerl.types import Message, Outcome, RewardPart, Verdict
+from pipelinerl.verifiers.service.verdict_cache import VerdictCache, key_of
+from pipelinerl.verifiers.verifier import correct, failed, timed_out, wrong
+from tests.fakes.verifier_service import problem
+
+
+def test_a_verdict_comes_back_as_it_was() -> None:
+    cache = VerdictCache(1 << 16)
+    verdict = Verdict(outcome=Outcome.PARTIAL, reward=0.1, reason="größer", answer="x", parts=(RewardPart("a", 0.25),))
+    cache.keep(b"k", verdict)
+    assert cache.find(b"k") == verdict
+    assert cache.find(b"other") is None
+
+
+@pytest.mark.parametrize("verdict", [failed("away"), timed_out(1.0)])
+def test_what_judges_nothing_is_not_kept(verdict: Verdict) -> None:
+    cache = VerdictCache(1 << 16)
+    cache.keep(b"k", verdict)
+    assert cache.find(b"k") is None and cache.num_bytes == 0
+
+
+def test_its_bytes_are_bounded_and_the_longest_unused_go_first() -> None:
+    cache = VerdictCache(4000)
+    for number in range(100):
+        cache.keep(b"first", correct("1"))  # again and again the same: it takes its place once
+        cache.keep(b"%d" % number, wrong("x" * (number % 50)))
+        assert cache.find(b"first") is not None
+        assert cache.num_bytes <= 4000
+    kept = [number for number in range(100) if cache.find(b"%d" % number) is not None]
+    assert kept == list(range(kept[0], 100)) and 5 < len(kept) < 16
+    nothing = VerdictCache(0)
+    nothing.keep(b"k", correct("1"))
+    assert (nothing.find(b"k"), nothing.num_bytes) == (None, 0)
+
+
+def test_the_key_is_of_all_that_a_verdict_depends_on_and_of_nothing_else() -> None:
+    asked = problem(1, level=3)
+    others = [
+        replace(asked, domain="other"),
+        replace(asked, ground_truth="2"),
+        replace(asked, metadata={"level": 4}),
+        replace(asked, messages=(Message("user", "say 2"),)),
+        replace(asked, messages=(Message("user", "say"), Message("user", " 1"))),
+    ]
+    keys = [key_of("r", each, "text") for each in (asked, *others)]
+    keys += [
+        key_of("r2", asked, "text"),
+        key_of("r", asked, "text "),
+        key_of("r", asked, "tex"),
+        key_of("r", asked, ""),
+    ]
+    assert len(set(keys)) == len(keys)
+    same = replace(asked, problem_id="renamed", tags=("a=b",), metadata=dict(asked.metadata))
+    assert key_of("r", same, "text") == keys[0]

@@ -1,0 +1,129 @@
+"""The commands for runs on several hosts: `plan` and `node`; and the options that `run` shares with them.
+
+    add_cluster_commands(app, connect=…)
+
+They read arguments and call what does the work. The controller's client is handed in: the launcher knows it by what it
+calls alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from pipelinerl.config.recipe import RunConfig, load
+
+if TYPE_CHECKING:  # `pipelinerl --help` need not wait for them
+    from launch.cluster.membership import Members
+    from launch.plan import Launch
+    from launch.run import Connect
+
+_PANEL: Final = "More than one machine"
+
+HostWords = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--host",
+        help="A host: NAME, NAME=ADDRESS or NAME=ADDRESS:gpus=8,roles=engine+actor; again for each. The first is the "
+        "head.",
+    ),
+]
+HostCount = Annotated[int | None, typer.Option("--hosts", help="How many hosts, where something else names them.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of each host that does not say so itself.")]
+FirstPort = Annotated[
+    int | None,
+    typer.Option("--first-port", min=1024, max=65000, help="Ports of the run on several hosts, from here on."),
+]
+
+
+def members_of(
+    config: RunConfig, words: list[str] | None, count: int | None, gpus: int | None, first_port: int | None
+) -> Members | None:
+    """The hosts that a command line names; None where it names none: this machine.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    from launch.cluster.membership import FIRST_PORT, Members
+    from launch.hosts import read_hosts
+
+    if not words and count is None:
+        return None
+    return Members(hosts=read_hosts(config, words or [], count=count, gpus=gpus), first_port=first_port or FIRST_PORT)
+
+
+def add_cluster_commands(app: typer.Typer, *, connect: Connect) -> None:
+    """Add the commands to the command line; `connect` makes the client of a run's controller."""
+
+    @app.command(rich_help_panel=_PANEL)
+    def plan(
+        recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
+        overrides: Annotated[list[str] | None, typer.Argument(help="Changes: section.key=value …")] = None,
+        host: HostWords = None,
+        hosts: HostCount = None,
+        gpus: Gpus = None,
+        first_port: FirstPort = None,
+        as_json: Annotated[bool, typer.Option("--json", help="The whole plan, for programs.")] = False,
+    ) -> None:
+        """Who would run where: hosts, ports, devices, ranks, environment and restart rules. Starts nothing."""
+        from launch.cluster.table import plan_json, plan_lines
+
+        config = load(recipe, overrides or [])
+        members = members_of(config, host, hosts, gpus, first_port)
+        launch = _planned(config, members)
+        if as_json:
+            typer.echo(json.dumps(plan_json(launch), indent=2))
+        else:
+            typer.echo("\n".join(plan_lines(launch)))
+
+    @app.command(rich_help_panel=_PANEL)
+    def node(
+        run: Annotated[Path, typer.Argument(help="Directory of the run, which all its hosts see.")],
+        name: Annotated[
+            str | None,
+            typer.Option("--name", help="Which host of the run this machine is (default: as it calls itself)."),
+        ] = None,
+        host: HostWords = None,
+        gpus: Gpus = None,
+        first_port: FirstPort = None,
+    ) -> None:
+        """Run one host's share of a run, until the run is over. Every host runs one; the first is the head."""
+        from launch.cluster.joining import run_node
+
+        raise typer.Exit(
+            run_node(
+                run,
+                name or socket.gethostname().partition(".")[0],
+                lambda config: members_of(config, host, None, gpus, first_port),
+                connect=connect,
+            )
+        )
+
+
+def _planned(config: RunConfig, members: Members | None) -> Launch:
+    from dataclasses import replace
+
+    from launch.cluster.membership import FIRST_PORT
+    from launch.devices import devices_for
+    from launch.hosts import LOCALHOST
+    from launch.plan import Launch, Ports
+    from launch.spread import spread
+
+    here = (replace(LOCALHOST, devices=devices_for(config, os.environ)),) if members is None else members.hosts
+    homes, placement = spread(config, here)
+    first = FIRST_PORT if members is None else members.first_port
+    run_dir = config.run_directory.resolve()
+    return Launch(
+        config=config,
+        run_dir=run_dir,
+        ports=Ports.of(config, range(first, first + Ports.count(config))),
+        token_file=run_dir / "tokens.json",
+        cores=sorted(os.sched_getaffinity(0)) if members is None else (),
+        placement=placement,
+        homes=homes,
+    )

@@ -13,7 +13,17 @@ from typing import Annotated, Any
 
 import typer
 
-from launch.cluster.command_line import FirstPort, Gpus, HostCount, HostWords, add_cluster_commands, members_of
+from launch.cluster.command_line import (
+    FirstPort,
+    Gpus,
+    HostCount,
+    HostWords,
+    On,
+    SlurmOptions,
+    add_cluster_commands,
+    elsewhere_of,
+    members_of,
+)
 from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
 from pipelinerl.commands.hidden_arguments import hide_password
@@ -53,10 +63,13 @@ def run(
     hosts: HostCount = None,
     gpus: Gpus = None,
     first_port: FirstPort = None,
+    on: On = None,
+    slurm: SlurmOptions = None,
 ) -> None:
     """Train: start every role on this machine, show progress, write the report. Ctrl-C saves, and ends it.
 
-    With --host, this machine is the first of several, on each of which `pipelinerl node` runs (docs/clusters.md).
+    With --host, this machine is the first of several, on each of which `pipelinerl node` runs; with --on, something
+    else starts these (docs/clusters.md).
     """
     from launch import run as launching
     from pipelinerl.commands import resumption
@@ -70,6 +83,10 @@ def run(
     config = recipes.load(recipe or "tiny", overrides or [])
     members = members_of(config, host, hosts, gpus, first_port)
     refuse(config)
+    if on is not None:
+        from launch.cluster.schedulers import start_on
+
+        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm), claim=resumption.claim))
     raise typer.Exit(launching.start(config, claim=resumption.claim, connect=connect, members=members))
 
 

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.errors import UserError
 
 if TYPE_CHECKING:  # `pipelinerl --help` need not wait for them
     from launch.cluster.membership import Members
+    from launch.cluster.schedulers import Elsewhere
     from launch.plan import Launch
     from launch.run import Connect
 
@@ -39,6 +41,26 @@ FirstPort = Annotated[
     int | None,
     typer.Option("--first-port", min=1024, max=65000, help="Ports of the run on several hosts, from here on."),
 ]
+
+On = Annotated[str | None, typer.Option("--on", help="What starts the nodes on the hosts: slurm. By default you do.")]
+SlurmOptions = Annotated[
+    list[str] | None,
+    typer.Option("--slurm", help="An option of sbatch, such as --slurm=--partition=gpu; again for each."),
+]
+
+
+def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | None) -> Elsewhere:
+    """Where `--on` says that a run is to be.
+
+    Raises:
+        UserError: it names nothing that is known, or how many hosts is not said.
+    """
+    from launch.cluster.schedulers import Elsewhere, read_scheduler
+
+    by = read_scheduler(on)
+    if members is None:
+        raise UserError(f"--on {on} must know how many hosts the run is to have: say --hosts 2, or --host for each")
+    return Elsewhere(by=by, members=members, slurm_options=tuple(slurm_options or ()))
 
 
 def members_of(
@@ -68,14 +90,24 @@ def add_cluster_commands(app: typer.Typer, *, connect: Connect) -> None:
         hosts: HostCount = None,
         gpus: Gpus = None,
         first_port: FirstPort = None,
+        on: On = None,
+        slurm: SlurmOptions = None,
         as_json: Annotated[bool, typer.Option("--json", help="The whole plan, for programs.")] = False,
     ) -> None:
-        """Who would run where: hosts, ports, devices, ranks, environment and restart rules. Starts nothing."""
+        """Who would run where: hosts, ports, devices, ranks, environment and restart rules. Starts nothing.
+
+        With --on, what that would be given to start it all.
+        """
         from launch.cluster.table import plan_json, plan_lines
 
         config = load(recipe, overrides or [])
         members = members_of(config, host, hosts, gpus, first_port)
         launch = _planned(config, members)
+        if on is not None:
+            from launch.cluster.schedulers import rendered
+
+            typer.echo(rendered(config, elsewhere_of(on, members, slurm), launch.run_dir))
+            return
         if as_json:
             typer.echo(json.dumps(plan_json(launch), indent=2))
         else:

@@ -5,8 +5,8 @@ The script is one for all lives of the job:
 - One `srun` step for each host. A step whose node dies without a word is begun again, `launch.restarts` times; the
   others go on meanwhile (`--no-kill`; `--kill-on-bad-exit` ends only the step of the host concerned).
 - Hosts are those of the allocation, at the addresses that Slurm has for them (`NodeAddr`), the first being the head.
-- Before the time limit Slurm sends SIGTERM to the script, which suspends the run; then the job is requeued, and its next
-  life goes on from the checkpoint, on whatever hosts it gets, without being told.
+- Before the time limit Slurm sends SIGTERM to the script, which suspends the run; then the job is requeued, and its
+  next life goes on from the checkpoint, on whatever hosts it gets, without being told.
 - Its status is the head's: 0 completed, 1 failed.
 
 What it needs: the run's directory and the model on a file system that all hosts see, and this Python on each.

@@ -69,7 +69,7 @@ class SlurmCluster:
         return done.stdout
 
     def state(self, job: str) -> str:
-        """Of a job, such as RUNNING or COMPLETED."""
+        """A job's state, such as RUNNING or COMPLETED."""
         shown = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)["JobState"]
 
@@ -90,7 +90,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
     folder.mkdir(mode=0o755)
     conf, key = folder / "slurm.conf", folder / "munge.key"
     conf.write_text(_CONF.format(folder=folder, host=socket.gethostname(), ports=free_ports(3)))
-    (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (folder / "state").mkdir()
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)

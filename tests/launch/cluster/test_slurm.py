@@ -1,0 +1,107 @@
+"""Slurm: the batch script as text, and a real cluster of two nodes that runs it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.cluster import slurm
+from launch.cluster.membership import Members
+from launch.hosts import read_hosts
+from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import Event, read_events
+from tests.fakes.live_run import CLI, light_run
+from tests.fakes.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.patience import PATIENCE_S
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hosts"
+RUN = Path("/runs/a run")
+
+
+def _config(**sections: object) -> RunConfig:
+    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
+
+
+def _script(words: tuple[str, ...], *, count: int | None = None, gpus: int | None = 8, **rest: tuple[str, ...]) -> str:
+    config = _config(launch={"save_s": 45.0})
+    members = Members(hosts=read_hosts(config, words, count=count, gpus=gpus))
+    return slurm.slurm_script(config, members, run_dir=RUN, **rest)
+
+
+def test_the_script_asks_for_what_the_plan_takes_and_for_notice_before_the_time_limit() -> None:
+    script = _script((), count=2, extra=("--partition=gpu", "--time=4:00:00"))
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert {"--nodes=2", "--gpus-per-node=8", "--requeue", "--no-kill", "--signal=B:TERM@105"} <= set(directives)
+    assert directives[-2:] == ["--partition=gpu", "--time=4:00:00"], "the user has the last word"
+    assert not any(directive.startswith("--nodelist") for directive in directives)
+    assert "run='/runs/a run'\n" in script
+    assert '--host "$name=${address:-$name}:gpus=8"' in script
+
+
+def test_named_hosts_keep_their_order_and_what_was_said_of_each() -> None:
+    script = _script(("t7:gpus=4,roles=trainer", "e1:gpus=8,roles=engine+actor"))
+    assert "#SBATCH --nodelist=t7,e1" in script and "#SBATCH --gpus-per-node=8" in script
+    assert "names=(t7 e1)\ndeclare -A more=([t7]=:gpus=4,roles=trainer [e1]=:gpus=8,roles=actor+engine)" in script
+
+
+def test_hosts_that_are_not_alike_need_names() -> None:
+    with pytest.raises(UserError, match="must be named as Slurm names them"):
+        _script(("host-0:gpus=1", "host-1:gpus=2"))
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is bash's")
+def test_the_script_is_bash() -> None:
+    for script in (_script((), count=3), _script(("a", "b"))):
+        done = subprocess.run(
+            ["bash", "-n"], input=script, text=True, capture_output=True, timeout=PATIENCE_S, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_slurm_the_script_stays_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=rf"sbatch is not on PATH.*sbatch {tmp_path}/slurm\.sh"):
+        slurm.submit("#!/bin/bash\n", tmp_path)
+    assert (tmp_path / "slurm.sh").is_file()
+
+
+# --- a real cluster ---------------------------------------------------------------------------------------------------
+
+
+def _submitted(cluster: SlurmCluster, directory: Path, *changes: str) -> str:
+    words = [*CLI, "run", *light_run(directory, *changes), "--on", "slurm", "--hosts", "2"]
+    said = cluster.run(*words)
+    return said.partition("submitted as job ")[2].partition(";")[0]
+
+
+def _events(directory: Path, kind: str) -> list[Event]:
+    path = directory / "events.jsonl"
+    return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
+
+
+def _until(cluster: SlurmCluster, directory: Path, reached: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        if time.monotonic() > deadline:
+            outputs = "\n".join(path.read_text() for path in directory.glob("slurm-*.out"))
+            logs = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in directory.glob("logs/*.log"))
+            raise AssertionError(f"{what} did not come:\n{cluster.logs()}\n{outputs}\n{logs}")
+        time.sleep(0.1)
+
+
+def test_a_run_on_a_real_cluster_of_two_nodes(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with slurm_cluster(tmp_path / "slurm") as cluster:
+        job = _submitted(cluster, directory, "run.steps=4", "engine.count=2")
+        _until(cluster, directory, lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the job's end")
+        output = (directory / f"slurm-{job}.out").read_text()
+        assert cluster.state(job) == "COMPLETED", output
+    assert _events(directory, "run_finished"), output
+    hosts = {event["url"].split(":")[1] for event in _events(directory, "engine_verified")}
+    assert hosts == {"//127.0.0.1", "//127.0.0.2"}

@@ -18,6 +18,7 @@ from launch.cluster.command_line import (
     Gpus,
     HostCount,
     HostWords,
+    Image,
     On,
     SlurmOptions,
     add_cluster_commands,
@@ -65,6 +66,7 @@ def run(
     first_port: FirstPort = None,
     on: On = None,
     slurm: SlurmOptions = None,
+    image: Image = None,
 ) -> None:
     """Train: start every role on this machine, show progress, write the report. Ctrl-C saves, and ends it.
 
@@ -86,7 +88,7 @@ def run(
     if on is not None:
         from launch.cluster.schedulers import start_on
 
-        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm), claim=resumption.claim))
+        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumption.claim))
     raise typer.Exit(launching.start(config, claim=resumption.claim, connect=connect, members=members))
 
 
@@ -429,7 +431,14 @@ def _connect(url: str, token: str) -> Any:
     return ControllerClient(url, token, who="the launcher")
 
 
-add_cluster_commands(app, connect=_connect)
+def _claim(config: recipes.RunConfig) -> bool:
+    """Take the run's name at its location."""
+    from pipelinerl.commands import resumption
+
+    return resumption.claim(config)
+
+
+add_cluster_commands(app, connect=_connect, claim=_claim)
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -1,6 +1,6 @@
 """The commands for runs on several hosts: `plan` and `node`; and the options that `run` shares with them.
 
-    add_cluster_commands(app, connect=…)
+    add_cluster_commands(app, connect=…, claim=…)
 
 They read arguments and call what does the work. The controller's client is handed in: the launcher knows it by what it
 calls alone.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -42,14 +43,17 @@ FirstPort = Annotated[
     typer.Option("--first-port", min=1024, max=65000, help="Ports of the run on several hosts, from here on."),
 ]
 
-On = Annotated[str | None, typer.Option("--on", help="What starts the nodes on the hosts: slurm. By default you do.")]
+On = Annotated[
+    str | None, typer.Option("--on", help="What starts the nodes on the hosts: slurm or kubernetes. By default you do.")
+]
 SlurmOptions = Annotated[
     list[str] | None,
     typer.Option("--slurm", help="An option of sbatch, such as --slurm=--partition=gpu; again for each."),
 ]
+Image = Annotated[str | None, typer.Option("--image", help="Container image with this project, for --on kubernetes.")]
 
 
-def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | None) -> Elsewhere:
+def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | None, image: str | None) -> Elsewhere:
     """Where `--on` says that a run is to be.
 
     Raises:
@@ -60,7 +64,7 @@ def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | No
     by = read_scheduler(on)
     if members is None:
         raise UserError(f"--on {on} must know how many hosts the run is to have: say --hosts 2, or --host for each")
-    return Elsewhere(by=by, members=members, slurm_options=tuple(slurm_options or ()))
+    return Elsewhere(by=by, members=members, slurm_options=tuple(slurm_options or ()), image=image)
 
 
 def members_of(
@@ -79,8 +83,11 @@ def members_of(
     return Members(hosts=read_hosts(config, words or [], count=count, gpus=gpus), first_port=first_port or FIRST_PORT)
 
 
-def add_cluster_commands(app: typer.Typer, *, connect: Connect) -> None:
-    """Add the commands to the command line; `connect` makes the client of a run's controller."""
+def add_cluster_commands(app: typer.Typer, *, connect: Connect, claim: Callable[[RunConfig], bool]) -> None:
+    """Add the commands to the command line; `connect` makes the client of a run's controller.
+
+    `claim` is `run_directory.create`'s.
+    """
 
     @app.command(rich_help_panel=_PANEL)
     def plan(
@@ -92,6 +99,7 @@ def add_cluster_commands(app: typer.Typer, *, connect: Connect) -> None:
         first_port: FirstPort = None,
         on: On = None,
         slurm: SlurmOptions = None,
+        image: Image = None,
         as_json: Annotated[bool, typer.Option("--json", help="The whole plan, for programs.")] = False,
     ) -> None:
         """Who would run where: hosts, ports, devices, ranks, environment and restart rules. Starts nothing.
@@ -106,7 +114,7 @@ def add_cluster_commands(app: typer.Typer, *, connect: Connect) -> None:
         if on is not None:
             from launch.cluster.schedulers import rendered
 
-            typer.echo(rendered(config, elsewhere_of(on, members, slurm), launch.run_dir))
+            typer.echo(rendered(config, elsewhere_of(on, members, slurm, image), launch.run_dir))
             return
         if as_json:
             typer.echo(json.dumps(plan_json(launch), indent=2))
@@ -123,6 +131,9 @@ def add_cluster_commands(app: typer.Typer, *, connect: Connect) -> None:
         host: HostWords = None,
         gpus: Gpus = None,
         first_port: FirstPort = None,
+        recipe: Annotated[
+            Path | None, typer.Option("--recipe", help="Recipe by which the head begins the run, if there is none yet.")
+        ] = None,
     ) -> None:
         """Run one host's share of a run, until the run is over. Every host runs one; the first is the head."""
         from launch.cluster.joining import run_node
@@ -132,6 +143,8 @@ def add_cluster_commands(app: typer.Typer, *, connect: Connect) -> None:
                 run,
                 name or socket.gethostname().partition(".")[0],
                 lambda config: members_of(config, host, None, gpus, first_port),
+                recipe=recipe,
+                claim=claim,
                 connect=connect,
             )
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from launch.cluster import slurm
+from launch.cluster import kubernetes, slurm
 from launch.cluster.membership import Members
 from launch.run import prepare
 from pipelinerl.config.recipe import RunConfig
@@ -22,6 +22,7 @@ class Scheduler(StrEnum):
     """What starts nodes."""
 
     SLURM = "slurm"
+    KUBERNETES = "kubernetes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Elsewhere:
     by: Scheduler
     members: Members
     slurm_options: Sequence[str] = ()
+    image: str | None = None
 
 
 def read_scheduler(word: str) -> Scheduler:
@@ -43,7 +45,14 @@ def read_scheduler(word: str) -> Scheduler:
 
 def rendered(config: RunConfig, where: Elsewhere, run_dir: Path) -> str:
     """What the scheduler would be given for a run in `run_dir`; nothing is started."""
-    return slurm.slurm_script(config, where.members, run_dir=run_dir, extra=where.slurm_options)
+    if where.by is Scheduler.SLURM:
+        return slurm.slurm_script(config, where.members, run_dir=run_dir, extra=where.slurm_options)
+    if where.image is None:
+        raise UserError(
+            "--on kubernetes must know the container image: say --image REGISTRY/NAME:TAG, with this project"
+        )
+    objects = kubernetes.manifests(config, where.members, run_dir=run_dir, image=where.image)
+    return kubernetes.manifest_text(objects, kubernetes.notes_for(config))
 
 
 def start_on(
@@ -51,9 +60,19 @@ def start_on(
 ) -> int:
     """Begin a run there; returns the exit status: 0 when it is begun.
 
+    Under Kubernetes its directory is on a volume of the cluster's, where its head makes it.
+
     Raises:
         UserError: it cannot be; the message says what to do.
     """
+    if where.by is Scheduler.KUBERNETES:
+        run_dir = config.run_directory
+        if not run_dir.is_absolute():
+            raise UserError(
+                f"run.directory must be absolute, the mount of the shared volume, got {config.run.directory}"
+            )
+        announce(kubernetes.apply(rendered(config, where, run_dir), Path.cwd(), config.run.name))
+        return 0
     run_dir = prepare(config, claim=claim, members=where.members)
     announce(f"run {run_dir.name} in {run_dir}")
     announce(slurm.submit(rendered(config, where, run_dir), run_dir))

@@ -46,6 +46,11 @@ class Host:
     devices: Devices = field(default_factory=Devices)
     roles: frozenset[HostRole] = frozenset(HostRole)
 
+    @property
+    def word(self) -> str:
+        """The word of a command line that says the same."""
+        return f"{self.name}={self.address}:gpus={len(self.devices)},roles={'+'.join(sorted(self.roles))}"
+
     def to_json(self) -> dict[str, Any]:
         """For a file that other hosts read."""
         return {

@@ -44,7 +44,11 @@ FirstPort = Annotated[
 ]
 
 On = Annotated[
-    str | None, typer.Option("--on", help="What starts the nodes on the hosts: slurm or kubernetes. By default you do.")
+    str | None,
+    typer.Option(
+        "--on",
+        help="What starts the nodes on the hosts: slurm, kubernetes, ray or ray://HOST:10001. By default you do.",
+    ),
 ]
 SlurmOptions = Annotated[
     list[str] | None,
@@ -61,10 +65,10 @@ def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | No
     """
     from launch.cluster.schedulers import Elsewhere, read_scheduler
 
-    by = read_scheduler(on)
+    by, address = read_scheduler(on)
     if members is None:
         raise UserError(f"--on {on} must know how many hosts the run is to have: say --hosts 2, or --host for each")
-    return Elsewhere(by=by, members=members, slurm_options=tuple(slurm_options or ()), image=image)
+    return Elsewhere(by=by, members=members, slurm_options=tuple(slurm_options or ()), image=image, address=address)
 
 
 def members_of(

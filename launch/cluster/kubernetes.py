@@ -174,7 +174,7 @@ def _job(
     config: RunConfig, host: Host, hosts: Sequence[Host], share: Plan, first_port: int, run_dir: Path, image: str
 ) -> dict[str, Any]:
     run, labels = config.run.name, {_LABEL: config.run.name, _HOST_LABEL: host.name}
-    words = [each for other in hosts for each in ("--host", _word(other))]
+    words = [each for other in hosts for each in ("--host", other.word)]
     command = ["python3", "-m", "pipelinerl.cli", "node", str(run_dir), "--name", host.name, "--first-port"]
     command += [str(first_port), *words, "--recipe", f"{RECIPE_FOLDER}/recipe.toml"]
     container: dict[str, Any] = {
@@ -218,10 +218,6 @@ def _job(
         "podFailurePolicy": {"rules": [ends, evicted]},
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
-
-
-def _word(host: Host) -> str:
-    return f"{host.name}={host.address}:gpus={len(host.devices)},roles={'+'.join(sorted(host.roles))}"
 
 
 def _environment(config: RunConfig) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from launch.cluster import kubernetes, slurm
+from launch.cluster import kubernetes, ray, slurm
 from launch.cluster.membership import Members
 from launch.run import prepare
 from pipelinerl.config.recipe import RunConfig
@@ -23,6 +23,7 @@ class Scheduler(StrEnum):
 
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
+    RAY = "ray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +34,29 @@ class Elsewhere:
     members: Members
     slurm_options: Sequence[str] = ()
     image: str | None = None
+    address: str | None = None
 
 
-def read_scheduler(word: str) -> Scheduler:
-    """The scheduler of `--on`. Raises UserError for a word that names none."""
+def read_scheduler(word: str) -> tuple[Scheduler, str | None]:
+    """The scheduler of `--on`, with its address, if the word is one: `ray://host:10001`.
+
+    Raises:
+        UserError: the word names none.
+    """
+    if word.startswith("ray://"):
+        return Scheduler.RAY, word
     try:
-        return Scheduler(word)
+        return Scheduler(word), None
     except ValueError:
-        raise UserError(f"--on must be one of {', '.join(Scheduler)}, got {word!r}") from None
+        raise UserError(f"--on must be one of {', '.join(Scheduler)}, or ray://HOST:10001; got {word!r}") from None
 
 
 def rendered(config: RunConfig, where: Elsewhere, run_dir: Path) -> str:
     """What the scheduler would be given for a run in `run_dir`; nothing is started."""
     if where.by is Scheduler.SLURM:
         return slurm.slurm_script(config, where.members, run_dir=run_dir, extra=where.slurm_options)
+    if where.by is Scheduler.RAY:
+        return ray.describe(config, where.members)
     if where.image is None:
         raise UserError(
             "--on kubernetes must know the container image: say --image REGISTRY/NAME:TAG, with this project"
@@ -58,7 +68,7 @@ def rendered(config: RunConfig, where: Elsewhere, run_dir: Path) -> str:
 def start_on(
     config: RunConfig, where: Elsewhere, *, claim: Callable[[RunConfig], bool], announce: Callable[[str], None] = print
 ) -> int:
-    """Begin a run there; returns the exit status: 0 when it is begun.
+    """Begin a run there; returns the exit status: 0 when it is begun, or, under Ray, that of the run when it is over.
 
     Under Kubernetes its directory is on a volume of the cluster's, where its head makes it.
 
@@ -75,5 +85,7 @@ def start_on(
         return 0
     run_dir = prepare(config, claim=claim, members=where.members)
     announce(f"run {run_dir.name} in {run_dir}")
+    if where.by is Scheduler.RAY:
+        return ray.run_on_ray(where.address, config, where.members, run_dir, announce)
     announce(slurm.submit(rendered(config, where, run_dir), run_dir))
     return 0

@@ -86,7 +86,7 @@ def run(
     members = members_of(config, host, hosts, gpus, first_port)
     refuse(config)
     if on is not None:
-        from launch.cluster.schedulers import start_on
+        from launch.cluster.launchers import start_on
 
         raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumption.claim))
     raise typer.Exit(launching.start(config, claim=resumption.claim, connect=connect, members=members))

@@ -21,8 +21,8 @@ from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
 
 if TYPE_CHECKING:  # `pipelinerl --help` need not wait for them
+    from launch.cluster.launchers import Elsewhere
     from launch.cluster.membership import Members
-    from launch.cluster.schedulers import Elsewhere
     from launch.plan import Launch
     from launch.run import Connect
 
@@ -63,9 +63,9 @@ def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | No
     Raises:
         UserError: it names nothing that is known, or how many hosts is not said.
     """
-    from launch.cluster.schedulers import Elsewhere, read_scheduler
+    from launch.cluster.launchers import Elsewhere, read_launcher
 
-    by, address = read_scheduler(on)
+    by, address = read_launcher(on)
     if members is None:
         raise UserError(f"--on {on} must know how many hosts the run is to have: say --hosts 2, or --host for each")
     return Elsewhere(by=by, members=members, slurm_options=tuple(slurm_options or ()), image=image, address=address)
@@ -92,7 +92,11 @@ def add_cluster_commands(app: typer.Typer, *, connect: Connect, claim: Callable[
 
     `claim` is `run_directory.create`'s.
     """
+    _add_plan(app)
+    _add_node(app, connect, claim)
 
+
+def _add_plan(app: typer.Typer) -> None:
     @app.command(rich_help_panel=_PANEL)
     def plan(
         recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
@@ -116,7 +120,7 @@ def add_cluster_commands(app: typer.Typer, *, connect: Connect, claim: Callable[
         members = members_of(config, host, hosts, gpus, first_port)
         launch = _planned(config, members)
         if on is not None:
-            from launch.cluster.schedulers import rendered
+            from launch.cluster.launchers import rendered
 
             typer.echo(rendered(config, elsewhere_of(on, members, slurm, image), launch.run_dir))
             return
@@ -125,6 +129,8 @@ def add_cluster_commands(app: typer.Typer, *, connect: Connect, claim: Callable[
         else:
             typer.echo("\n".join(plan_lines(launch)))
 
+
+def _add_node(app: typer.Typer, connect: Connect, claim: Callable[[RunConfig], bool]) -> None:
     @app.command(rich_help_panel=_PANEL)
     def node(
         run: Annotated[Path, typer.Argument(help="Directory of the run, which all its hosts see.")],

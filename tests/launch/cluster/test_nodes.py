@@ -37,30 +37,49 @@ def _verified(run: LiveRun) -> int:
     return sum("//10.77.0.2:" in event["url"] for event in run.events("engine_verified"))
 
 
-@pytest.mark.parametrize(
-    "roles",
-    ["engine", pytest.param("engine+actor", marks=pytest.mark.slow), pytest.param("trainer", marks=pytest.mark.slow)],
-)
-def test_a_host_that_is_killed_comes_back_and_the_run_ends(tmp_path: Path, roles: str) -> None:
+def _stop(host: Host, directory: Path) -> None:
+    subprocess.run([*host.enter, *CLI, "stop", str(directory)], check=True, timeout=PATIENCE_S)
+
+
+def _begun(run: LiveRun) -> bool:
+    return (run.directory / "cluster" / "launch.json").is_file()
+
+
+def test_a_host_is_killed_and_the_run_goes_on_and_ends(tmp_path: Path) -> None:
+    directory, log = tmp_path / "run", tmp_path / "b.out"
+    with two_hosts() as (one, two):
+        hosts = ["--host", f"a={one.address}", "--host", f"b={two.address}:roles=engine"]
+        changes = ("run.steps=100000", "engine.count=2")
+        with launched([*light_run(directory, *changes), *hosts], directory, through=one.enter) as run:
+            run.until(_begun, "the launch")
+            with _node(two, directory, log):
+                run.until(lambda run: _verified(run) == 1, "an engine on the second host")
+                reached = max(run.steps(), default=0)
+            run.until_step(reached + 3)
+            _stop(one, directory)
+            assert run.end() == 0, run.story()
+        assert "completed" in run.output and "host b is up" in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("roles", ["engine+actor", "trainer"])
+def test_a_host_that_was_killed_comes_back_and_takes_its_place(tmp_path: Path, roles: str) -> None:
     directory, log = tmp_path / "run", tmp_path / "b.out"
     changes = ("run.steps=100000", "engine.count=2", "actor.count=2", "checkpoint.interval_steps=2")
     trains = roles == "trainer"
     with two_hosts() as (one, two):
-        hosts = ["--host", f"a={one.address}", "--host", f"b={two.address}:roles={roles}"]
-        hosts[1] += ":roles=engine+actor" if trains else ""
+        others = ":roles=engine+actor" if trains else ""
+        hosts = ["--host", f"a={one.address}{others}", "--host", f"b={two.address}:roles={roles}"]
         with launched([*light_run(directory, *changes), *hosts], directory, through=one.enter) as run:
-            run.until(lambda run: (directory / "cluster" / "launch.json").is_file(), "the launch")
+            run.until(_begun, "the launch")
             with _node(two, directory, log):
                 run.until(lambda run: trains or _verified(run) == 1, "an engine on the second host")
                 run.until_step(4)
             reached = max(run.steps())
-            if not trains:
-                run.until_step(reached + 3)
             with _node(two, directory, log) as node:
                 run.until(lambda run: trains or _verified(run) == 2, "an engine on the second host again")
                 run.until_step(reached + 3)
-                subprocess.run([*one.enter, *CLI, "stop", str(directory)], check=True, timeout=PATIENCE_S)
+                _stop(one, directory)
                 assert run.end() == 0, run.story()
                 assert node.wait(PATIENCE_S) == 0, log.read_text()
-        assert "completed" in run.output and "host b is up" in run.output
-        assert not trains or len(run.events("trainer_ready")) == 2
+        assert len(run.events("trainer_ready")) == (2 if trains else 1)

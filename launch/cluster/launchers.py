@@ -1,6 +1,6 @@
 """What can start a run's nodes on other machines, by the word after `--on`: how a plan is shown for it, how it begins.
 
-To add one: a member of `Scheduler`, a line in `rendered` and one in `start_on`, and a file that renders `pipelinerl
+To add one: a member of `Launcher`, a line in `rendered` and one in `start_on`, and a file that renders `pipelinerl
 node` for each host.
 """
 
@@ -18,7 +18,7 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 
 
-class Scheduler(StrEnum):
+class Launcher(StrEnum):
     """What starts nodes."""
 
     SLURM = "slurm"
@@ -30,32 +30,32 @@ class Scheduler(StrEnum):
 class Elsewhere:
     """Where a run is to be: by what, on which hosts, with what its user adds for that."""
 
-    by: Scheduler
+    by: Launcher
     members: Members
     slurm_options: Sequence[str] = ()
     image: str | None = None
     address: str | None = None
 
 
-def read_scheduler(word: str) -> tuple[Scheduler, str | None]:
-    """The scheduler of `--on`, with its address, if the word is one: `ray://host:10001`.
+def read_launcher(word: str) -> tuple[Launcher, str | None]:
+    """The launcher of `--on`, with its address, if the word is one: `ray://host:10001`.
 
     Raises:
         UserError: the word names none.
     """
     if word.startswith("ray://"):
-        return Scheduler.RAY, word
+        return Launcher.RAY, word
     try:
-        return Scheduler(word), None
+        return Launcher(word), None
     except ValueError:
-        raise UserError(f"--on must be one of {', '.join(Scheduler)}, or ray://HOST:10001; got {word!r}") from None
+        raise UserError(f"--on must be one of {', '.join(Launcher)}, or ray://HOST:10001; got {word!r}") from None
 
 
 def rendered(config: RunConfig, where: Elsewhere, run_dir: Path) -> str:
-    """What the scheduler would be given for a run in `run_dir`; nothing is started."""
-    if where.by is Scheduler.SLURM:
+    """What the launcher is given for a run in `run_dir`; nothing is started."""
+    if where.by is Launcher.SLURM:
         return slurm.slurm_script(config, where.members, run_dir=run_dir, extra=where.slurm_options)
-    if where.by is Scheduler.RAY:
+    if where.by is Launcher.RAY:
         return ray.describe(config, where.members)
     if where.image is None:
         raise UserError(
@@ -75,7 +75,7 @@ def start_on(
     Raises:
         UserError: it cannot be; the message says what to do.
     """
-    if where.by is Scheduler.KUBERNETES:
+    if where.by is Launcher.KUBERNETES:
         run_dir = config.run_directory
         if not run_dir.is_absolute():
             raise UserError(
@@ -85,7 +85,7 @@ def start_on(
         return 0
     run_dir = prepare(config, claim=claim, members=where.members)
     announce(f"run {run_dir.name} in {run_dir}")
-    if where.by is Scheduler.RAY:
+    if where.by is Launcher.RAY:
         return ray.run_on_ray(where.address, config, where.members, run_dir, announce)
     announce(slurm.submit(rendered(config, where, run_dir), run_dir))
     return 0

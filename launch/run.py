@@ -168,7 +168,7 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
                 suspend=partial(_suspends, controller),
                 announce=announce,
                 on_tick=follow,
-                on_end=lambda result: head.end(_told_to_suspend(result, directory)),
+                on_end=partial(_tell_nodes, head, directory),
                 tell_restarts=head.tell_restarts,
             )
             staff = EngineProcesses(supervisor, launch, give_up=reader.give_up)
@@ -195,11 +195,13 @@ def _suspends(controller: ControllerCalls) -> bool:
     return True
 
 
-def _told_to_suspend(result: RunResult, directory: RunDirectory) -> RunResult:
-    """A run that was told to suspend by its controller has completed for its launcher, and is not over."""
-    if result.outcome is not RunOutcome.COMPLETED or _last_event(directory.events).get("kind") != "run_suspended":
-        return result
-    return RunResult(RunOutcome.STOPPED, f"suspended; go on with: pipelinerl run --resume {directory.path}")
+def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> None:
+    """A run that its controller was told to suspend has completed for its launcher, and is not over for the nodes."""
+    if not head.leads:
+        return
+    if result.outcome is RunOutcome.COMPLETED and _last_event(directory.events).get("kind") == "run_suspended":
+        result = RunResult(RunOutcome.STOPPED, f"suspended; go on with: pipelinerl run --resume {directory.path}")
+    head.end(result)
 
 
 def _last_event(events: Path) -> Mapping[str, Any]:

@@ -81,6 +81,11 @@ def run(
     if resume is not None:
         if recipe is not None:
             raise UserError(f"--resume goes on by the recipe in {resume}; change its recipe.toml, or start another run")
+        if on is not None or host or hosts is not None:
+            raise UserError(
+                f"--resume goes on where {resume} was begun: leave out --on, --host and --hosts. Begin its nodes on other "
+                "hosts with `pipelinerl node --host …`, a Slurm job with its slurm.sh (docs/clusters.md)"
+            )
         raise typer.Exit(launching.resume(resumption.directory_of(resume), connect=connect))
     config = recipes.load(recipe or "tiny", overrides or [])
     members = members_of(config, host, hosts, gpus, first_port)

@@ -128,6 +128,8 @@ def _add_plan(app: typer.Typer) -> None:
             typer.echo(json.dumps(plan_json(launch), indent=2))
         else:
             typer.echo("\n".join(plan_lines(launch)))
+            if members is None:
+                typer.echo("ports: examples; a run on one machine takes some that are free when it begins")
 
 
 def _add_node(app: typer.Typer, connect: Connect, claim: Callable[[RunConfig], bool]) -> None:

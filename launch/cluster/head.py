@@ -52,6 +52,11 @@ class HeadNode:
             self._own = NodeFile(launch.run_dir, launch.homes.head.name, id)
             self._others = OtherNodes(launch.run_dir, id, [host.name for host in members.hosts[1:]])
 
+    @property
+    def leads(self) -> bool:
+        """Are there hosts to tell anything?"""
+        return self._record is not None
+
     def begin(self) -> None:
         """Tell the nodes that a launch is under way. Raises OSError."""
         if self._record is not None:

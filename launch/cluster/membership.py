@@ -156,10 +156,8 @@ class NodeFile:
     def _write(self) -> None:
         self._record = msgspec.structs.replace(self._record, beat=self._record.beat + 1)
         self._written_at = time.monotonic()
-        draft = self._path.with_suffix(".new")
         with suppress(OSError):
-            draft.write_bytes(msgspec.json.encode(self._record))
-            draft.replace(self._path)
+            write_private(self._path, msgspec.json.encode(self._record).decode())
 
 
 def node_path(run_dir: Path, host: str) -> Path:

@@ -24,6 +24,7 @@ from launch.cluster.command_line import (
     add_cluster_commands,
     elsewhere_of,
     members_of,
+    refuse_hosts,
 )
 from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
@@ -77,16 +78,11 @@ def run(
     from pipelinerl.commands import resumption
     from pipelinerl.commands.check import refuse
 
-    connect = _connect
     if resume is not None:
         if recipe is not None:
             raise UserError(f"--resume goes on by the recipe in {resume}; change its recipe.toml, or start another run")
-        if on is not None or host or hosts is not None:
-            raise UserError(
-                f"--resume goes on where {resume} was begun: leave out --on, --host and --hosts. Begin its nodes on other "
-                "hosts with `pipelinerl node --host …`, a Slurm job with its slurm.sh (docs/clusters.md)"
-            )
-        raise typer.Exit(launching.resume(resumption.directory_of(resume), connect=connect))
+        refuse_hosts(resume, on, host, hosts)
+        raise typer.Exit(launching.resume(resumption.directory_of(resume), connect=_connect))
     config = recipes.load(recipe or "tiny", overrides or [])
     members = members_of(config, host, hosts, gpus, first_port)
     refuse(config)
@@ -94,7 +90,7 @@ def run(
         from launch.cluster.launchers import start_on
 
         raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumption.claim))
-    raise typer.Exit(launching.start(config, claim=resumption.claim, connect=connect, members=members))
+    raise typer.Exit(launching.start(config, claim=resumption.claim, connect=_connect, members=members))
 
 
 @app.command()

@@ -71,6 +71,15 @@ def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | No
     return Elsewhere(by=by, members=members, slurm_options=tuple(slurm_options or ()), image=image, address=address)
 
 
+def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: int | None) -> None:
+    """Return when a run that goes on is given no hosts: it has its own. Raises UserError."""
+    if on is not None or words or count is not None:
+        raise UserError(
+            f"--resume goes on where {resume} was begun: leave out --on, --host and --hosts. Begin its nodes on other "
+            "hosts with `pipelinerl node --host …`, a Slurm job with its slurm.sh (docs/clusters.md)"
+        )
+
+
 def members_of(
     config: RunConfig, words: list[str] | None, count: int | None, gpus: int | None, first_port: int | None
 ) -> Members | None:

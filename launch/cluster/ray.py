@@ -189,6 +189,8 @@ class _Nodes:
             status = 128 + signal.SIGKILL
         status = 128 - status if status < 0 else status
         if status <= 2 or status == 130:
+            if status and name != head:
+                self._announce(f"{name} ended with status {status}; it says why in {self._run_dir / 'cluster'}")
             return status if name == head else None
         self._left[name] -= 1
         if self._left[name] < 0:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 from launch.cluster import slurm
@@ -72,7 +77,60 @@ def test_without_slurm_the_script_stays_and_is_named(tmp_path: Path, monkeypatch
     assert (tmp_path / "slurm.sh").is_file()
 
 
-# --- a real cluster ---------------------------------------------------------------------------------------------------
+# --- a real cluster: the script with a stand-in for the program, then whole runs --------------------------------------
+
+#: Takes the script's words as `pipelinerl` does: `node` serves until it is told to end, `stop` tells it to.
+_PROGRAM = """
+import os, sys, time
+from pathlib import Path
+command, run = sys.argv[1], Path(sys.argv[2])
+if command == "stop":
+    (run / "stop").write_text(" ".join(sys.argv[3:]))
+    sys.exit()
+name, life = sys.argv[4], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+with open(run / f"{name}-{life}", "a") as file:
+    file.write(f"{os.getpid()} {' '.join(sys.argv[5:])}\\n")
+while not (run / ("over" if life else "stop")).exists():
+    time.sleep(0.05)
+"""
+
+
+def _lives(run_dir: Path, name: str, life: int) -> list[str]:
+    path = run_dir / f"{name}-{life}"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_the_script_on_a_real_cluster(tmp_path: Path) -> None:
+    """A killed step is begun again; notice suspends the run, and the job's next life begins its nodes anew."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    config = _config(engine={"type": "bigram"}, trainer={"type": "bigram"})
+    members = Members(hosts=read_hosts(config, [], count=2, gpus=None), first_port=21000)
+    program = shlex.join([sys.executable, "-S", "-E", str(tmp_path / "program.py")])
+    script = slurm.slurm_script(config, members, run_dir=run_dir)
+    script, replaced = re.subn(r"(?m)^pipelinerl=\(.*\)$", f"pipelinerl=({program})", script)
+    assert replaced == 1
+    (run_dir / "slurm.sh").write_text(script)
+    with slurm_cluster(tmp_path / "slurm") as cluster:
+        job = cluster.run("sbatch", "--parsable", str(run_dir / "slurm.sh")).strip()
+        served = partial(_lives, run_dir)
+        _until(cluster, run_dir, lambda: served("n1", 0) and served("n2", 0), "a node on both hosts")
+        hosts = "--first-port 21000 --host n1=127.0.0.1:gpus=0 --host n2=127.0.0.2:gpus=0"
+        first = served("n2", 0)[0]
+        assert first.split(" ", 1)[1] == hosts and served("n1", 0)[0].split(" ", 1)[1] == hosts
+        os.kill(int(first.split()[0]), signal.SIGKILL)
+        _until(cluster, run_dir, lambda: len(served("n2", 0)) == 2, "the node that was killed again")
+        assert len(served("n1", 0)) == 1, "the other went on"
+        cluster.run("scancel", "--batch", "--signal=TERM", job)  # as Slurm does before the time limit
+        _until(cluster, run_dir, (run_dir / "stop").exists, "the notice")
+        assert (run_dir / "stop").read_text() == "--suspend"
+        _until(cluster, run_dir, lambda: cluster.state(job) == "PENDING", "the job in the queue again")
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would hold it for two minutes
+        _until(cluster, run_dir, lambda: served("n1", 1) and served("n2", 1), "the next life")
+        (run_dir / "over").touch()
+        _until(cluster, run_dir, lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the job's end")
+        assert cluster.state(job) == "COMPLETED", (run_dir / f"slurm-{job}.out").read_text()
 
 
 def _submitted(cluster: SlurmCluster, directory: Path, *changes: str) -> str:
@@ -125,24 +183,3 @@ def test_notice_suspends_the_run_and_the_next_life_of_the_job_goes_on(tmp_path: 
         cluster.run(*CLI, "stop", str(directory))
         _until(cluster, directory, lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the job's end")
         assert cluster.state(job) == "COMPLETED", (directory / f"slurm-{job}.out").read_text()
-
-
-@pytest.mark.slow
-def test_a_step_that_is_killed_is_begun_again_and_the_run_goes_on(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    with slurm_cluster(tmp_path / "slurm") as cluster:
-        job = _submitted(cluster, directory, "run.steps=100000", "engine.count=2")
-        _until(cluster, directory, lambda: len(_events(directory, "engine_verified")) == 2, "both engines")
-        (node,) = [each for each in psutil.process_iter(["cmdline"]) if _is_node(each, directory, "n2")]
-        node.kill()
-        _until(cluster, directory, lambda: len(_events(directory, "engine_verified")) == 3, "the engine again")
-        cluster.run(*CLI, "stop", str(directory))
-        _until(cluster, directory, lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the job's end")
-        assert cluster.state(job) == "COMPLETED", (directory / f"slurm-{job}.out").read_text()
-
-
-def _is_node(process: psutil.Process, directory: Path, name: str) -> bool:
-    """Is it the node of that host? srun, which is given the same words, is not."""
-    words = process.info["cmdline"] or [""]
-    python, named = Path(words[0]).name.startswith("python"), words[-1:] and f"--name {name} " in " ".join(words)
-    return python and "node" in words and str(directory) in words and bool(named)

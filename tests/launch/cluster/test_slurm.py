@@ -165,21 +165,3 @@ def test_a_run_on_a_real_cluster_of_two_nodes(tmp_path: Path) -> None:
     assert _events(directory, "run_finished"), output
     hosts = {event["url"].split(":")[1] for event in _events(directory, "engine_verified")}
     assert hosts == {"//127.0.0.1", "//127.0.0.2"}
-
-
-@pytest.mark.slow
-def test_notice_suspends_the_run_and_the_next_life_of_the_job_goes_on(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    with slurm_cluster(tmp_path / "slurm") as cluster:
-        job = _submitted(cluster, directory, "run.steps=100000", "engine.count=2")
-        _until(cluster, directory, lambda: len(_events(directory, "step")) >= 3, "steps")
-        cluster.run("scancel", "--batch", "--signal=TERM", job)  # as Slurm does before the time limit
-        _until(cluster, directory, lambda: _events(directory, "run_suspended"), "the notice")
-        _until(cluster, directory, lambda: cluster.state(job) == "PENDING", "the job in the queue again")
-        saved = max(event["step"] for event in _events(directory, "step"))
-        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would hold it for two minutes
-        _until(cluster, directory, lambda: len(_events(directory, "trainer_ready")) == 2, "a trainer in the next life")
-        assert _events(directory, "trainer_ready")[-1]["model_version"] == saved
-        cluster.run(*CLI, "stop", str(directory))
-        _until(cluster, directory, lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the job's end")
-        assert cluster.state(job) == "COMPLETED", (directory / f"slurm-{job}.out").read_text()

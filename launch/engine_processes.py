@@ -2,7 +2,7 @@
 
 The controller says in its status whom it has requested and to_stop; it is asked all the time, and says the whole each
 time, so that nothing is lost if either of the two is away for a while. The launcher owns the processes: they end with
-it, however it ends.
+it, however it ends. Of a run on several hosts they are on the head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EngineProcesses:
         self._launch = launch
         self._give_up = give_up
         self._ports = set(launch.ports.all)
-        self._devices = DevicePool(launch.config, launch.placement)
+        self._devices = DevicePool(launch.config, launch.placement_of_head)
 
     def follow(self, status: RunStatus) -> None:
         """Start who is wanted and not there yet, stop who is to_stop."""

@@ -74,7 +74,7 @@ def place(config: RunConfig, devices: Devices) -> Placement:
     """
     check_uses(config)
     if not devices.each:
-        _check_none_is_needed(config, devices)
+        check_none_is_needed(config, devices)
         return Placement(devices)
     _check_counts(config, devices)
     indices = _indices(config, devices)
@@ -124,7 +124,8 @@ def _check_counts(config: RunConfig, devices: Devices) -> None:
             raise RecipeError(f"{key} names device {beyond[0]}, and there {_there(devices)}; devices count from 0")
 
 
-def _check_none_is_needed(config: RunConfig, devices: Devices) -> None:
+def check_none_is_needed(config: RunConfig, devices: Devices) -> None:
+    """Raise RecipeError when the recipe insists on GPUs: there are none."""
     asked = list(dict.fromkeys(key for key, _ in _explicit(config)))
     for role, section, needs in (
         ("engine", config.engine, config.gpus_of_engine()),

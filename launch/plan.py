@@ -15,6 +15,9 @@ where the stream server is the embedded one, `--redis-url`, and, where it serves
 actors, trainer, engines, parameter servers, controller, tracker and redis, so that each finds what it needs. The
 controller's exit with status 0 completes the run. What dies is started again. Engines and trainer see the GPUs that
 `placement` gives them and no other, and are told their share of the memory where they share one.
+
+Where there are several hosts (`launch.spread` says which process is on which), each is addressed by its host's, and
+binds that; `Plan.of_host` is the share of one, whose supervisor waits for what is elsewhere by its health address.
 """
 
 from __future__ import annotations
@@ -28,14 +31,19 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
-from launch.devices import Devices
-from launch.placement import TRAINER, Assignment, Placement, place
+from launch.hosts import LOCALHOST, Homes, Host
+from launch.placement import TRAINER, Assignment, Placement
+from launch.spread import spread
 from pipelinerl.config.recipe import RunConfig
 
 #: Up to this many cores a process of its own core is worth more than the scheduler's freedom.
 _SMALL_MACHINE = 8
 
-_LOOPBACK = "127.0.0.1"
+#: The C library asks a name server for 5 s, twice, before it gives up. torch's TCPStore looks up the name of each peer
+#: that connects: where no server knows it, that bounds what a new weight group waits for it.
+_RESOLVER = "timeout:1 attempts:2"
+#: Names the file with the password of the streams that the launcher started, for roles on whatever host.
+_PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD_FILE"
 
 
 class OnExit(StrEnum):
@@ -65,6 +73,7 @@ class ProcessSpec:
         stop_order: lower stops earlier; equal ones together.
         group: those of one group live and die together: when one has died, all are started again.
         cpu: cores it may run on; None: all.
+        host: name of the host that it runs on.
         log_name: file below the run's `logs/`.
     """
 
@@ -78,6 +87,7 @@ class ProcessSpec:
     stop_order: int = 0
     group: str | None = None
     cpu: tuple[int, ...] | None = None
+    host: str = LOCALHOST.name
 
     @property
     def log_name(self) -> str:
@@ -87,16 +97,17 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The processes in the order in which they may start.
+    """The processes in the order in which they may start; `elsewhere` are health addresses of other hosts', by name.
 
     Raises:
         ValueError: two share a name, or one waits for a process that does not come before it.
     """
 
     specs: tuple[ProcessSpec, ...]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
+        seen: set[str] = set(self.elsewhere)
         for spec in self.specs:
             if spec.name in seen:
                 raise ValueError(f"process names must be unique, got {spec.name!r} twice")
@@ -111,10 +122,15 @@ class Plan:
                 return spec
         raise KeyError(name)
 
+    def of_host(self, host: str) -> Plan:
+        """The share of one host."""
+        others = {spec.name: spec.health for spec in self.specs if spec.host != host and spec.health is not None}
+        return Plan(tuple(spec for spec in self.specs if spec.host == host), others)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Loopback ports of the services; `redis` is None when the recipe names a server of its own."""
+    """Ports of the services; `redis` is None when the recipe names a server of its own."""
 
     controller: int
     engines: tuple[int, ...]
@@ -152,9 +168,10 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What all processes of one launch are told, on this machine, whose usable cores are `cores`.
+    """What all processes of one launch are told; `cores` are the usable ones of this machine.
 
-    `placement` is of the processes with which the run begins.
+    `placement` is of the processes with which the run begins, and `homes` says which host each is on: this machine's
+    loopback, where nothing else is said.
     """
 
     config: RunConfig
@@ -163,7 +180,27 @@ class Launch:
     token_file: Path
     cores: Sequence[int]
     placement: Placement = field(default_factory=Placement)
+    homes: Homes = field(default_factory=Homes)
     python: str = sys.executable
+
+    def at(self, name: str, port: int | None) -> str:
+        """`host:port` of a process that listens."""
+        return f"{self.homes.of(name).address}:{port}"
+
+    def assignment_of(self, name: str) -> Assignment:
+        """The devices of a process; of the ranks of a trainer each has its own, of those of its host."""
+        on, rank = self.placement.of(name), rank_of(name)
+        if rank is None or self.ports.trainer is None or (rank and on.indices):
+            return on
+        whole = self.placement.of(TRAINER)
+        return replace(whole, indices=whole.indices[rank : rank + 1])
+
+    @property
+    def placement_of_head(self) -> Placement:
+        """That of the processes of the head, on its own devices."""
+        head = self.homes.head
+        own = {name: on for name, on in self.placement.assignments.items() if self.homes.of(name) is head}
+        return replace(self.placement, assignments=own)
 
     def spec(
         self,
@@ -176,18 +213,19 @@ class Launch:
         **rest: object,
     ) -> ProcessSpec:
         """A process in its role; `arguments` are its own, `shown` is the environment of its devices."""
-        config, ports = self.config, self.ports
+        config, ports, home = self.config, self.ports, self.homes.of(name)
         argv = [self.python, "-m", "pipelinerl.cli", role, "--recipe", str(self.run_dir / "recipe.toml")]
         argv += ["--run-dir", str(self.run_dir), "--name", name, "--token-file", str(self.token_file)]
         if ports.redis is not None:  # a server of the user's is read from the recipe: its address may hold a secret
-            argv += ["--redis-url", f"redis://{_LOOPBACK}:{ports.redis}/0"]
-        argv += ["--controller-url", f"http://{_LOOPBACK}:{ports.controller}"]
+            argv += ["--redis-url", f"redis://{self.at('redis', ports.redis)}/0"]
+        argv += ["--controller-url", f"http://{self.at('controller', ports.controller)}"]
+        argv += [] if port is None or home.address == LOCALHOST.address else ["--host", home.address]
         argv += [] if port is None else ["--port", str(port)]
         argv += arguments
         env = self._environment(shown or {})
-        health = {} if port is None or role == "redis" else {"health": f"http://{_LOOPBACK}:{port}/health"}
-        restarts = config.launch.restarts
-        return ProcessSpec(name=name, argv=tuple(argv), env=env, restarts=restarts, **{**health, **rest})  # type: ignore[arg-type]
+        health = {} if port is None or role == "redis" else {"health": f"http://{home.address}:{port}/health"}
+        rest = {"restarts": config.launch.restarts, "host": home.name, **health, **rest}
+        return ProcessSpec(name=name, argv=tuple(argv), env=env, **rest)  # type: ignore[arg-type]
 
     def engine(self, name: str, *, port: int, type: str | None = None, on: Assignment = Assignment()) -> ProcessSpec:
         """An engine on its devices; one with a `type` was requested of a live run, which does not fail with it."""
@@ -201,7 +239,7 @@ class Launch:
             # The recipe's options are those of its own type.
             arguments += ("--set", "engine.options={}") if config.engine.options and type != config.engine.type else ()
         on_exit = OnExit.RESTART if type is None else OnExit.SPARE
-        shown = self._shown(type or config.engine.type, config.engine.device, on)
+        shown = self._shown(self.homes.of(name), type or config.engine.type, config.engine.device, on)
         return self.spec(
             name, "engine", port=port, arguments=arguments, shown=shown, after=("controller",), stop_order=2, cpu=cpu,
             on_exit=on_exit,
@@ -215,7 +253,7 @@ class Launch:
             TRAINER,
             "trainer",
             arguments=(*arguments, *self._trainer_settings(on)),
-            shown=self._trainer_shown(on, rank=0),
+            shown=self._trainer_shown(TRAINER),
             after=tuple(after),
             on_exit=OnExit.DONE,
             stop_order=1,
@@ -226,44 +264,56 @@ class Launch:
     def trainer_rank(self, rank: int, *, after: Sequence[str]) -> ProcessSpec:
         """A further process of the trainer, on a device of its own. It ends with rank 0, so it is stopped later."""
         config, on = self.config, self.placement.of(TRAINER)
+        name = f"{TRAINER}-rank-{rank}"
         argv = [self.python, "-m", "pipelinerl.cli", "trainer-rank", "--rank", str(rank)]
         argv += ["--recipe", str(self.run_dir / "recipe.toml"), *self._trainer_settings(on)]
         return ProcessSpec(
-            name=f"{TRAINER}-rank-{rank}",
+            name=name,
             argv=tuple(argv),
-            env=self._environment(self._trainer_shown(on, rank=rank)),
+            env=self._environment(self._trainer_shown(name)),
             after=tuple(after),
             on_exit=OnExit.DONE,
             restarts=config.launch.restarts,
             stop_order=2,
             group=TRAINER,
+            host=self.homes.of(name).name,
         )
 
     def _trainer_settings(self, on: Assignment) -> tuple[str, ...]:
         share = _share_setting("trainer.memory_share", on, self.config.trainer.memory_share)
         if self.ports.trainer is None:
             return share
-        meeting = f'coordinator="{_LOOPBACK}:{self.ports.trainer}",token_file={json.dumps(str(self.token_file))}'
+        meeting = f'coordinator="{self.at(TRAINER, self.ports.trainer)}",token_file={json.dumps(str(self.token_file))}'
         return (*share, "--set", f"trainer.options.distributed={{{meeting}}}")
 
-    def _trainer_shown(self, on: Assignment, *, rank: int) -> Mapping[str, str]:
+    def _trainer_shown(self, name: str) -> Mapping[str, str]:
         section = self.config.trainer
-        if self.ports.trainer is not None:
-            on = replace(on, indices=on.indices[rank : rank + 1])
-        return self._shown(section.type, section.device, on)
+        return self._shown(self.homes.of(name), section.type, section.device, self.assignment_of(name))
 
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
+        password = {_PASSWORD_VARIABLE: str(self._redis_password)} if self._streams_are_elsewhere else {}
         return {
             "OMP_NUM_THREADS": str(self.config.launch.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
+            "RES_OPTIONS": _RESOLVER,
+            **password,
             **shown,
         }
 
-    def _shown(self, type: str, device: str, on: Assignment) -> Mapping[str, str]:
+    @property
+    def _redis_password(self) -> Path:
+        return self.run_dir / "redis" / "password"
+
+    @property
+    def _streams_are_elsewhere(self) -> bool:
+        """Is the embedded server at an address at which a role does not look for its password by itself?"""
+        return self.ports.redis is not None and self.homes.of("redis").address != LOCALHOST.address
+
+    def _shown(self, home: Host, type: str, device: str, on: Assignment) -> Mapping[str, str]:
         """The environment that shows a process its devices."""
-        devices = self.placement.devices
+        devices = home.devices if self.homes.are_several else self.placement.devices
         if type == "jax" and device == "cpu" and devices.each:
             return {"JAX_PLATFORMS": "cpu"}  # whatever it computes with, JAX takes memory of each GPU that it sees
         return devices.environment(on.indices)
@@ -276,15 +326,15 @@ def plan(
     ports: Ports,
     token_file: Path,
     cores: Sequence[int],
-    devices: Devices = Devices(),
+    hosts: Sequence[Host] = (LOCALHOST,),
     python: str = sys.executable,
 ) -> Plan:
-    """The processes of a run of `config` on this machine, whose usable cores are `cores` and whose GPUs `devices`.
+    """The processes of a run of `config` on these hosts; `cores` are the usable ones of the host that asks.
 
     Raises:
-        RecipeError: the recipe cannot be placed on the devices.
+        RecipeError: the recipe cannot be placed on the hosts.
     """
-    placement = place(config, devices)
+    homes, placement = spread(config, hosts)
     return processes_of(
         Launch(
             config=config,
@@ -293,9 +343,16 @@ def plan(
             token_file=token_file,
             cores=cores,
             placement=placement,
+            homes=homes,
             python=python,
         )
     )
+
+
+def rank_of(name: str) -> int | None:
+    """The rank of a trainer's process, by its name; None for all others."""
+    number = name.removeprefix(f"{TRAINER}-rank-")
+    return 0 if name == TRAINER else int(number) if number != name else None
 
 
 def processes_of(launch: Launch) -> Plan:
@@ -304,7 +361,7 @@ def processes_of(launch: Launch) -> Plan:
     embedded = ports.redis is not None
     specs = []
     if embedded:
-        health = f"redis://{_LOOPBACK}:{ports.redis}{quote(str(launch.run_dir / 'redis' / 'password'))}"
+        health = f"redis://{launch.at('redis', ports.redis)}{quote(str(launch.run_dir / 'redis' / 'password'))}"
         specs.append(spec("redis", "redis", port=ports.redis, health=health, stop_order=5))
     after = ("redis",) if embedded else ()
     complete = OnExit.COMPLETE
@@ -314,7 +371,7 @@ def processes_of(launch: Launch) -> Plan:
     specs += [launch.engine(name, port=port, on=launch.placement.of(name)) for name, port in engines.items()]
     servers = {f"parameter-server-{number}": port for number, port in enumerate(ports.parameter_servers)}
     specs += [spec(name, "parameter-server", port=port, after=after, stop_order=3) for name, port in servers.items()]
-    arguments = ("--set", _servers_setting(ports.parameter_servers)) if servers else ()
+    arguments = ("--set", _servers_setting([launch.at(*server) for server in servers.items()])) if servers else ()
     specs.append(launch.trainer(after=(*after, *servers), arguments=arguments))
     specs += [launch.trainer_rank(rank, after=after) for rank in range(1, config.trainer_processes)]
     specs += [
@@ -327,9 +384,9 @@ def processes_of(launch: Launch) -> Plan:
     return Plan(tuple(specs))
 
 
-def _servers_setting(ports: Sequence[int]) -> str:
+def _servers_setting(addresses: Sequence[str]) -> str:
     """The change of the recipe that tells the trainer where the parameter servers are."""
-    urls = ", ".join(f'"http://{_LOOPBACK}:{port}"' for port in ports)
+    urls = ", ".join(f'"http://{address}"' for address in addresses)
     return f"parameter_server.urls=[{urls}]"
 
 

@@ -95,7 +95,7 @@ class Process:
 
     def answers(self) -> bool:
         """Does it answer its health check now?"""
-        return self.spec.health is None or _answers(self.spec.health)
+        return self.spec.health is None or answers(self.spec.health)
 
     def ask_to_stop(self) -> None:
         """SIGTERM to the process itself, which stops its own children in its own way."""
@@ -134,7 +134,8 @@ def exit_words(status: int) -> str:
         return f"killed by signal {-status}"
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Does whoever has this health address (see `ProcessSpec.health`) say that it is ready?"""
     parts = urlsplit(address)
     if parts.scheme == "redis":
         with contextlib.suppress(OSError):

@@ -10,22 +10,28 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 
 from launch import run_directory
+from launch.cluster.head import HeadNode
+from launch.cluster.membership import Members, read_members, write_members
+from launch.cluster.share import launch_in, launch_on
 from launch.devices import devices_for
 from launch.engine_processes import EngineProcesses
-from launch.placement import Placement, check_uses, place
+from launch.hosts import LOCALHOST, Host
+from launch.placement import check_uses, place
 from launch.plan import Launch, Ports, processes_of
 from launch.run_directory import RunDirectory
-from launch.supervisor import RunOutcome, Supervisor
+from launch.spread import spread
+from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
@@ -63,25 +69,44 @@ class ControllerCalls(Protocol):
 Connect = Callable[[str, str], ControllerCalls]
 
 
-def start(config: RunConfig, *, claim: Callable[[RunConfig], bool], connect: Connect) -> int:
-    """Run a recipe from its beginning; returns the exit status. `claim` is `run_directory.create`'s."""
-    placement = placed(config)  # refused before anything is made
-    return _launch(run_directory.create(config, claim=claim), placement, connect)
+def start(
+    config: RunConfig, *, claim: Callable[[RunConfig], bool], connect: Connect, members: Members | None = None
+) -> int:
+    """Run a recipe from its beginning, on this machine alone or as the head of `members`; returns the exit status.
+
+    `claim` is `run_directory.create`'s.
+    """
+    return resume(prepare(config, claim=claim, members=members), connect=connect)
+
+
+def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: Members | None) -> Path:
+    """Make the directory of a run, ready to go on in; returns its path.
+
+    Raises:
+        UserError: the run cannot be on these hosts, which is refused before anything is made.
+    """
+    spread(config, (_this_machine(config),) if members is None else members.hosts)
+    directory = run_directory.create(config, claim=claim)
+    if members is not None:
+        write_members(directory.path, members)
+    return directory.path
 
 
 def resume(path: Path, *, connect: Connect) -> int:
-    """Go on with a run from its newest checkpoint; returns the exit status."""
+    """Go on with a run from its newest checkpoint, as the head of its hosts; returns the exit status."""
     directory = run_directory.open_run(path)
-    return _launch(directory, placed(directory.config), connect)
+    members = read_members(path)
+    if members is not None:
+        launch = launch_on(members, members.hosts[0].name, directory)
+    else:
+        homes, placement = spread(directory.config, (_this_machine(directory.config),))
+        ports = Ports.of(directory.config, free_ports(Ports.count(directory.config)))
+        launch = launch_in(directory, homes, placement, ports)
+    return _launch(directory, launch, connect)
 
 
-def placed(config: RunConfig) -> Placement:
-    """Where the roles of a run would be on this machine's devices.
-
-    Raises:
-        UserError: they cannot be there.
-    """
-    return place(config, devices_for(config, os.environ))
+def _this_machine(config: RunConfig) -> Host:
+    return replace(LOCALHOST, devices=devices_for(config, os.environ))
 
 
 def describe_placement(config: RunConfig) -> str:
@@ -112,41 +137,39 @@ def report(path: Path) -> list[Path]:
     return [files.html, files.picture]
 
 
-def _launch(directory: RunDirectory, placement: Placement, connect: Connect) -> int:
+def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
     console = Console()
     with directory.locked():
         config = directory.config
-        ports = Ports.of(config, free_ports(Ports.count(config)))
-        cores = sorted(os.sched_getaffinity(0))
-        launch = Launch(
-            config=config,
-            run_dir=directory.path,
-            ports=ports,
-            token_file=directory.tokens,
-            cores=cores,
-            placement=placement,
-        )
         token = json.loads(directory.tokens.read_text())["token"]
-        controller = connect(f"http://127.0.0.1:{ports.controller}", token)
+        controller = connect(f"http://{launch.at('controller', launch.ports.controller)}", token)
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
-        if placement.assignments:
-            console.print(placement.describe(), highlight=False, markup=False)
+        if launch.placement.assignments and not launch.homes.are_several:
+            console.print(launch.placement.describe(), highlight=False, markup=False)
         with ProgressDisplay(console) as progress, _StatusReader(controller) as reader:
 
+            def announce(text: str) -> None:
+                progress.console.print(text, highlight=False, soft_wrap=True)
+
             def follow() -> None:
+                head.follow(supervisor)
                 if (status := reader.take()) is not None:
                     progress.show(status)
                     staff.follow(status)
 
+            head = HeadNode(launch, read_members(directory.path), announce)
+            head.begin()
             supervisor = Supervisor(
-                processes_of(launch),
+                processes_of(launch).of_host(launch.homes.head.name),
                 directory.path,
                 start_timeout_s=config.launch.start_timeout_s,
                 grace_s=config.launch.grace_s,
                 save_s=config.launch.save_s,
                 suspend=partial(_suspends, controller),
-                announce=lambda text: progress.console.print(text, highlight=False, soft_wrap=True),
+                announce=announce,
                 on_tick=follow,
+                on_end=partial(_tell_nodes, head, directory),
+                tell_restarts=head.tell_restarts,
             )
             staff = EngineProcesses(supervisor, launch, give_up=reader.give_up)
             result = supervisor.run()
@@ -172,12 +195,25 @@ def _suspends(controller: ControllerCalls) -> bool:
     return True
 
 
+def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> None:
+    """A run that its controller was told to suspend has completed for its launcher, and is not over for the nodes."""
+    if not head.leads:
+        return
+    if result.outcome is RunOutcome.COMPLETED and _last_event(directory.events).get("kind") == "run_suspended":
+        result = RunResult(RunOutcome.STOPPED, f"suspended; go on with: pipelinerl run --resume {directory.path}")
+    head.end(result)
+
+
+def _last_event(events: Path) -> Mapping[str, Any]:
+    try:
+        return tell(read_events(events)).finished or {}
+    except (OSError, ValueError):
+        return {}
+
+
 def _why_it_failed(events: Path) -> str:
     """The controller's sentence, if it has ended the run because that cannot go on; else nothing."""
-    try:
-        last = tell(read_events(events)).finished or {}
-    except (OSError, ValueError):
-        return ""
+    last = _last_event(events)
     return str(last.get("reason", "")) if last.get("kind") == "run_failed" else ""
 
 

@@ -108,6 +108,16 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
     return directory
 
 
+def refuse_taken(path: Path) -> None:
+    """Return when a run can be begun in this very directory.
+
+    Raises:
+        UserError: something else lies there.
+    """
+    if path.exists():
+        raise UserError(f"{path} exists, and holds no run: expected {path / 'recipe.toml'} or nothing; move it away")
+
+
 def open_run(path: Path) -> RunDirectory:
     """The directory of a run that was started before; nothing is changed.
 

@@ -5,6 +5,7 @@ What it waits for, and how long:
 | state       | waits for                                | until             | then                           |
 |-------------|------------------------------------------|-------------------|--------------------------------|
 | waiting     | health of what it is to start after      | their deadlines   | starting                       |
+| waiting     | the same of what is on another host      | `start_timeout_s` | fails the run, naming it       |
 | starting    | its health check                         | `start_timeout_s` | fails the run, showing its log |
 | healthy     | its exit                                 | –                 | what `OnExit` says, or failure |
 | backing off | ½, 1, 2, 4, … seconds (`RestartBudget`)  | –                 | starting                       |
@@ -30,14 +31,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import IO, final
 
 from launch.plan import OnExit, Plan, ProcessSpec
-from launch.process import Process, State, exit_words
+from launch.process import Process, State, answers, exit_words
 from pipelinerl.observability.restarts import write_restarts
+from pipelinerl.observability.status import RestartStatus
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _TICK_S = 0.02
@@ -79,6 +82,8 @@ class Supervisor:
         suspend: tells it; returns whether it has heard. Called by Ctrl-C or SIGTERM, must return within seconds.
         announce: is told, in one sentence each, what the user should know (deaths, restarts, stopping).
         on_tick: called about every `tick_every_s` while the run is up; must return quickly.
+        on_end: is told how the run ended, before anything is stopped for that.
+        tell_restarts: is told of those that have died, when it begins and at each death; may raise OSError.
     """
 
     def __init__(
@@ -93,8 +98,15 @@ class Supervisor:
         announce: Callable[[str], None] = print,
         on_tick: Callable[[], None] = lambda: None,
         tick_every_s: float = 0.25,
+        on_end: Callable[[RunResult], None] = lambda result: None,
+        tell_restarts: Callable[[tuple[RestartStatus, ...]], None] | None = None,
     ) -> None:
         self._run_dir = run_dir
+        self._on_end = on_end
+        self._write_restarts = tell_restarts or partial(write_restarts, run_dir)
+        self._elsewhere = dict(plan.elsewhere)
+        self._reached: set[str] = set()  # of those elsewhere, who has answered
+        self._began_at = 0.0
         self._start_timeout_s = start_timeout_s
         self._grace_s = grace_s
         self._save_s = save_s
@@ -113,9 +125,12 @@ class Supervisor:
     def run(self) -> RunResult:
         """Start everything, keep it alive, stop everything; returns when nothing of the run is left."""
         with self._signals(), self._reaping():
+            self._began_at = time.monotonic()
             try:
                 self._tell_restarts()  # in place of what the launcher before has left
                 self._watch()
+                assert self._result is not None
+                self._on_end(self._result)
             finally:
                 self._stop()
         assert self._result is not None  # _watch returns with one, or raises what on_tick raised
@@ -206,14 +221,14 @@ class Supervisor:
         return True
 
     def _stopped(self) -> None:
-        self._end(RunOutcome.STOPPED, f"stopped; go on with: pipelinerl run --resume {self._run_dir}")
+        self.end(RunOutcome.STOPPED, f"stopped; go on with: pipelinerl run --resume {self._run_dir}")
 
     def _advance(self, process: Process, now: float) -> None:
         """Move one process one step on in the table above."""
         if self._result is not None or process.state is State.ENDED:
             return
         if process.state is State.WAITING:
-            if all(self._processes[name].state is State.HEALTHY for name in process.spec.after):
+            if all(self._is_healthy(name, process, now) for name in process.spec.after):
                 self._start(process, now)
         elif process.state is State.BACKING_OFF:
             if now >= process.due:
@@ -227,11 +242,30 @@ class Supervisor:
         elif process.state is State.STARTING:
             self._await_health(process, now)
 
+    def _is_healthy(self, name: str, waiting: Process, now: float) -> bool:
+        """May `waiting` be started, as far as the process `name` goes, which may be on another host?"""
+        if name in self._processes:
+            return self._processes[name].state is State.HEALTHY
+        if name in self._reached:
+            return True
+        if now - self._probed_at.get(name, float("-inf")) < _PROBE_EVERY_S:
+            return False
+        if answers(self._elsewhere[name]):
+            self._reached.add(name)
+        elif now - self._began_at > self._start_timeout_s:
+            self._fail(
+                waiting,
+                f"{waiting.spec.name} waits for {name}, which did not answer {self._elsewhere[name]} within "
+                f"{self._start_timeout_s:g} s; is its host up, and does the network let this one through?",
+            )
+        self._probed_at[name] = time.monotonic()
+        return name in self._reached
+
     def _start(self, process: Process, now: float) -> None:
         try:
             self._tell_reaper("+", process.start(now))
         except OSError as error:
-            self._end(RunOutcome.FAILED, f"{process.spec.name} cannot be started: {error}")
+            self.end(RunOutcome.FAILED, f"{process.spec.name} cannot be started: {error}")
 
     def _await_health(self, process: Process, now: float) -> None:
         name = process.spec.name
@@ -251,7 +285,7 @@ class Supervisor:
         process.state = State.ENDED
         if spec.on_exit is OnExit.COMPLETE and status == 0:
             if self._saved_by is None:
-                self._end(RunOutcome.COMPLETED, "completed")
+                self.end(RunOutcome.COMPLETED, "completed")
             else:
                 self._stopped()
             return
@@ -282,7 +316,7 @@ class Supervisor:
     def _tell_restarts(self) -> None:
         died = (each.budget.status(name) for name, each in self._processes.items() if each.budget.deaths)
         try:
-            write_restarts(self._run_dir, tuple(died))
+            self._write_restarts(tuple(died))
         except OSError as error:
             self._announce(f"the restarts are not written to {self._run_dir}: {error.strerror}")
 
@@ -295,9 +329,10 @@ class Supervisor:
             self._forget(process)
             process.state = State.ENDED
         else:
-            self._end(RunOutcome.FAILED, words)
+            self.end(RunOutcome.FAILED, words)
 
-    def _end(self, outcome: RunOutcome, message: str) -> None:
+    def end(self, outcome: RunOutcome, message: str) -> None:
+        """End the run, in so many words; called by `on_tick` too, for what it alone knows of."""
         self._result = RunResult(outcome, message)
 
     def _stop(self) -> None:

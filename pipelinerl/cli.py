@@ -13,6 +13,19 @@ from typing import Annotated, Any
 
 import typer
 
+from launch.cluster.command_line import (
+    FirstPort,
+    Gpus,
+    HostCount,
+    HostWords,
+    Image,
+    On,
+    SlurmOptions,
+    add_cluster_commands,
+    elsewhere_of,
+    members_of,
+    refuse_hosts,
+)
 from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
 from pipelinerl.commands.hidden_arguments import hide_password
@@ -48,21 +61,36 @@ def run(
     recipe: Annotated[str | None, typer.Argument(help="Recipe file, or name of a shipped one (default: tiny).")] = None,
     overrides: Overrides = None,
     resume: Annotated[str | None, typer.Option(help="Go on with the run in this directory, or at this URL.")] = None,
+    host: HostWords = None,
+    hosts: HostCount = None,
+    gpus: Gpus = None,
+    first_port: FirstPort = None,
+    on: On = None,
+    slurm: SlurmOptions = None,
+    image: Image = None,
 ) -> None:
-    """Train: start every role on this machine, show progress, write the report. Ctrl-C saves, and ends it."""
+    """Train: start every role on this machine, show progress, write the report. Ctrl-C saves, and ends it.
+
+    With --host, this machine is the first of several, on each of which `pipelinerl node` runs; with --on, something
+    else starts these (docs/clusters.md).
+    """
     from launch import run as launching
     from pipelinerl.commands import resumption
     from pipelinerl.commands.check import refuse
-    from pipelinerl.controller.client import ControllerClient
 
-    connect = partial(ControllerClient, who="the launcher")
     if resume is not None:
         if recipe is not None:
             raise UserError(f"--resume goes on by the recipe in {resume}; change its recipe.toml, or start another run")
-        raise typer.Exit(launching.resume(resumption.directory_of(resume), connect=connect))
+        refuse_hosts(resume, on, host, hosts)
+        raise typer.Exit(launching.resume(resumption.directory_of(resume), connect=_connect))
     config = recipes.load(recipe or "tiny", overrides or [])
+    members = members_of(config, host, hosts, gpus, first_port)
     refuse(config)
-    raise typer.Exit(launching.start(config, claim=resumption.claim, connect=connect))
+    if on is not None:
+        from launch.cluster.launchers import start_on
+
+        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumption.claim))
+    raise typer.Exit(launching.start(config, claim=resumption.claim, connect=_connect, members=members))
 
 
 @app.command()
@@ -443,6 +471,23 @@ def tracker(options: RoleOptions) -> None:
     from pipelinerl.roles import tracker_role
 
     options.run(tracker_role.run)
+
+
+def _connect(url: str, token: str) -> Any:
+    """The controller's client, by which the launcher follows a run."""
+    from pipelinerl.controller.client import ControllerClient
+
+    return ControllerClient(url, token, who="the launcher")
+
+
+def _claim(config: recipes.RunConfig) -> bool:
+    """Take the run's name at its location."""
+    from pipelinerl.commands import resumption
+
+    return resumption.claim(config)
+
+
+add_cluster_commands(app, connect=_connect, claim=_claim)
 
 
 def _assignment(text: str) -> tuple[str, Any]:

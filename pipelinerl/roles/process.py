@@ -37,6 +37,8 @@ log = logging.getLogger("pipelinerl")
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
 #: Where the address of the streams may come from, with its password, when no argument gives it; before the recipe.
 REDIS_VARIABLE = "PIPELINERL_REDIS_URL"
+#: The file with the password of an embedded server that is on another host than this role; the launcher names it.
+REDIS_PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD_FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +123,10 @@ def freeze_gc() -> None:
 
 def _with_password(redis_url: str, run_dir: Path) -> str:
     """The embedded server's password lies beside its data, so that it need not stand in a command line."""
-    password = run_dir / "redis" / "password"
-    parts = urlsplit(redis_url)
-    if parts.password is not None or not password.is_file() or parts.hostname not in ("127.0.0.1", "localhost"):
+    parts, named = urlsplit(redis_url), os.environ.get(REDIS_PASSWORD_VARIABLE)
+    password = Path(named) if named else run_dir / "redis" / "password"
+    is_ours = named is not None or parts.hostname in ("127.0.0.1", "localhost")
+    if parts.password is not None or not is_ours or not password.is_file():
         return redis_url
     return parts._replace(netloc=f":{password.read_text()}@{parts.netloc}").geturl()
 

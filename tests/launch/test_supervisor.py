@@ -419,3 +419,38 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     supervisor = Supervisor(Plan((_spec("main", SLEEP),)), tmp_path)
     with pytest.raises(ValueError, match="must be unique, got 'main' again"):
         supervisor.add(_spec("main", SLEEP))
+
+
+def test_what_is_elsewhere_is_waited_for_by_its_health_address(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    address = f"http://127.0.0.1:{port}/"
+    main = _spec("main", "print('worked')", after=("elsewhere",), on_exit=OnExit.COMPLETE)
+    plan = Plan((main,), {"elsewhere": address})
+    said: list[str] = []
+    with subprocess.Popen([sys.executable, "-S", "-E", "-c", SERVE, str(port)]) as other:
+        try:
+            options: dict[str, object] = {"start_timeout_s": PATIENCE_S, "grace_s": SOON_S, "announce": said.append}
+            result = Supervisor(plan, tmp_path, **options).run()  # type: ignore[arg-type]
+        finally:
+            other.kill()
+    assert (result.outcome, said) == (RunOutcome.COMPLETED, [])
+    assert (tmp_path / "logs" / "main.log").read_text() == "worked\n"
+    late = Supervisor(plan, tmp_path, start_timeout_s=0.0, grace_s=SOON_S, announce=said.append).run()
+    assert late.outcome is RunOutcome.FAILED
+    assert late.message.startswith(f"main waits for elsewhere, which did not answer {address} within 0 s")
+
+
+def test_an_end_from_without_is_told_before_anything_is_stopped(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def tick() -> None:
+        if supervisor.pids:
+            supervisor.end(RunOutcome.FAILED, "on host b: no room")
+
+    def told(result: RunResult) -> None:
+        pids.extend(pid for pid in supervisor.pids.values() if _alive(pid))
+
+    plan = Plan((_spec("main", SLEEP),))
+    supervisor = Supervisor(plan, tmp_path, grace_s=SOON_S, announce=print, on_tick=tick, tick_every_s=0.0, on_end=told)
+    assert supervisor.run() == RunResult(RunOutcome.FAILED, "on host b: no room")
+    assert len(pids) == 1 and not _alive(pids[0])

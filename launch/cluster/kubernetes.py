@@ -1,0 +1,254 @@
+"""A run under Kubernetes: manifests in which the pod of each host runs `pipelinerl node`; pure, no API server is asked.
+
+| object | for what |
+|---|---|
+| ConfigMap `NAME-recipe` | the recipe, resolved, without secrets |
+| PersistentVolumeClaim `NAME-runs` | the run's directory, for all pods: checkpoints, logs, streams, token (0600) |
+| Service `NAME`, headless | a name for each pod, `host-0.NAME`, before it is ready |
+| Services `NAME-controller`, `NAME-redis`, … | one for each role that listens, for whoever looks for it by its role |
+| Job `NAME-HOST`, one for each host | a pod that comes back when it was evicted, or its node died |
+
+A pod that is told to end has `launch.save_s` to save, and a minute; its place is taken by another, which goes on.
+Status 1 or 2 ends its Job: the run has failed, and another try would end the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import tomli_w
+
+from launch.cluster.membership import Members
+from launch.hosts import Host
+from launch.plan import Launch, Plan, Ports, ProcessSpec, processes_of
+from launch.spread import spread
+from pipelinerl.config.recipe import RunConfig, to_table
+from pipelinerl.errors import UserError
+
+#: Where a pod finds its recipe.
+RECIPE_FOLDER: Final = "/mnt/recipe"
+#: On top of `launch.save_s`: for stopping what then runs.
+_GRACE_S: Final = 60
+#: Pods of one host that may die of themselves before its Job, and with it the run, has failed.
+_RETRIES: Final = 6
+_APPLY_S: Final = 120.0
+_LABEL: Final = "pipelinerl.dev/run"
+_HOST_LABEL: Final = "pipelinerl.dev/host"
+
+
+def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str) -> list[dict[str, Any]]:
+    """The objects of a run whose directory is `run_dir` in every pod, below the mount of the shared volume.
+
+    Raises:
+        UserError: a name of the run's, or of a host's, is none that Kubernetes takes.
+    """
+    name = config.run.name
+    for word in (name, *(host.name for host in members.hosts)):
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", word):
+            raise UserError(
+                f"Kubernetes takes names of small letters, digits and dashes, up to 40, got {word!r}; change run.name "
+                "or --host"
+            )
+    hosts = tuple(_in_pods(host, name) for host in members.hosts)
+    plan = _plan(config, Members(hosts=hosts, first_port=members.first_port), run_dir)
+    labels = {_LABEL: name}
+    recipe = tomli_w.dumps(to_table(config))
+    claim = {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "100Gi"}},
+    }
+    return [
+        _object("v1", "ConfigMap", f"{name}-recipe", labels, data={"recipe.toml": recipe}),
+        _object("v1", "PersistentVolumeClaim", f"{name}-runs", labels, spec=claim),
+        _object("v1", "Service", name, labels, spec={
+            "clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels,
+            "ports": [_port(spec) for spec in plan.specs if spec.health is not None],
+        }),
+        *(_role_service(name, role, specs, labels) for role, specs in _listening(plan).items()),
+        *(
+            _object("batch/v1", "Job", f"{name}-{host.name}", labels | {_HOST_LABEL: host.name}, spec=_job(
+                config, host, hosts, plan.of_host(host.name), members.first_port, run_dir, image
+            ))
+            for host in hosts
+        ),
+    ]  # fmt: skip
+
+
+def manifest_text(objects: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> str:
+    """The objects as YAML, after the notes as its comments."""
+    comments = "".join(f"# {note}\n" for note in notes)
+    return comments + "".join("---\n" + "\n".join(_yaml(each)) + "\n" for each in objects)
+
+
+def notes_for(config: RunConfig) -> list[str]:
+    """What its user has to bring."""
+    name, url = config.run.name, config.streams.redis_url
+    notes = [
+        f"kubectl apply --filename this file; kubectl logs --follow job/{name}-HOST; kubectl delete --selector "
+        f"{_LABEL}={name} job,service,configmap ends it",
+        f"The image must hold this project; the model, {config.model.path}, must be in it or on the volume.",
+    ]
+    if url is not None:
+        notes.append(f"kubectl create secret generic {name}-streams --from-literal=url=redis://:PASSWORD@HOST:PORT/0")
+    return notes
+
+
+def apply(text: str, folder: Path, name: str) -> str:
+    """Write the manifests and hand them to kubectl; returns a sentence.
+
+    Raises:
+        UserError: there is no kubectl here, or it refuses them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-kubernetes.yaml"
+    path.write_text(text)
+    command = ["kubectl", "apply", "--filename", str(path)]
+    if shutil.which(command[0]) is None:
+        raise UserError(f"kubectl is not on PATH; on a machine that has it: {shlex.join(command)}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_APPLY_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"kubectl did not answer within {_APPLY_S:g} s; then: {shlex.join(command)}") from None
+    if done.returncode:
+        raise UserError(f"kubectl refused {path}: {done.stderr.strip()}")
+    return f"{done.stdout.strip()}\nfollow it with: kubectl logs --follow job/{name}-HOST"
+
+
+def _in_pods(host: Host, run: str) -> Host:
+    """The host as its pods are found: by the name that the headless service gives them."""
+    return Host(name=host.name, address=f"{host.name}.{run}", devices=host.devices, roles=host.roles)
+
+
+def _plan(config: RunConfig, members: Members, run_dir: Path) -> Plan:
+    homes, placement = spread(config, members.hosts)
+    first = members.first_port
+    return processes_of(
+        Launch(
+            config=config,
+            run_dir=run_dir,
+            ports=Ports.of(config, range(first, first + Ports.count(config))),
+            token_file=run_dir / "tokens.json",
+            cores=(),
+            placement=placement,
+            homes=homes,
+        )
+    )
+
+
+def _object(api: str, kind: str, name: str, labels: Mapping[str, str], **rest: object) -> dict[str, Any]:
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": dict(labels)}, **rest}
+
+
+def _listening(plan: Plan) -> dict[str, list[ProcessSpec]]:
+    """Processes that listen, by role."""
+    roles: dict[str, list[ProcessSpec]] = {}
+    for spec in plan.specs:
+        if spec.health is not None:
+            roles.setdefault(re.sub(r"-\d+$", "", spec.name), []).append(spec)
+    return roles
+
+
+def _role_service(run: str, role: str, specs: Sequence[ProcessSpec], labels: Mapping[str, str]) -> dict[str, Any]:
+    """A role's ports on the hosts that have it: on the only one, or on all, each of which has some of them."""
+    hosts = {spec.host for spec in specs}
+    selector = dict(labels) | ({_HOST_LABEL: next(iter(hosts))} if len(hosts) == 1 else {})
+    spec = {"selector": selector, "ports": [_port(each) for each in specs], "clusterIP": "None"}
+    return _object("v1", "Service", f"{run}-{role}", labels, spec=spec)
+
+
+def _port(spec: ProcessSpec) -> dict[str, Any]:
+    """A service's port. Its name has 15 characters at most, for pods' sake."""
+    name = spec.name.replace("parameter-server", "weights")
+    return {"name": name, "port": urlsplit(spec.health or "").port}
+
+
+def _job(
+    config: RunConfig, host: Host, hosts: Sequence[Host], share: Plan, first_port: int, run_dir: Path, image: str
+) -> dict[str, Any]:
+    run, labels = config.run.name, {_LABEL: config.run.name, _HOST_LABEL: host.name}
+    words = [each for other in hosts for each in ("--host", other.word)]
+    command = ["python3", "-m", "pipelinerl.cli", "node", str(run_dir), "--name", host.name, "--first-port"]
+    command += [str(first_port), *words, "--recipe", f"{RECIPE_FOLDER}/recipe.toml"]
+    container: dict[str, Any] = {
+        "name": "node",
+        "image": image,
+        "command": command,
+        "env": _environment(config),
+        "volumeMounts": [
+            {"name": "runs", "mountPath": str(run_dir.parent)},
+            {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+        "securityContext": {"allowPrivilegeEscalation": False},
+    }
+    if len(host.devices):
+        container["resources"] = {"limits": {"nvidia.com/gpu": len(host.devices)}}
+    served = [spec for spec in share.specs if (spec.health or "").startswith("http")]
+    if served:  # the supervisor in the pod starts again what dies: no probe may kill it
+        probe = {"httpGet": {"path": "/health", "port": urlsplit(served[0].health or "").port}, "periodSeconds": 5}
+        container["ports"] = [
+            {"name": _port(spec)["name"][:15].rstrip("-"), "containerPort": _port(spec)["port"]} for spec in served
+        ]
+        container["readinessProbe"] = {**probe, "failureThreshold": 3}
+    pod = {
+        "hostname": host.name,
+        "subdomain": run,
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": round(config.launch.save_s + config.launch.grace_s) + _GRACE_S,
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": f"{run}-runs"}},
+            {"name": "recipe", "configMap": {"name": f"{run}-recipe"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    ends = {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [1, 2]}}
+    evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return {
+        "backoffLimit": _RETRIES,
+        "podFailurePolicy": {"rules": [ends, evicted]},
+        "template": {"metadata": {"labels": labels}, "spec": pod},
+    }
+
+
+def _environment(config: RunConfig) -> list[dict[str, Any]]:
+    """The address of the user's own streams holds a password: it comes from a secret."""
+    always: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    if config.streams.redis_url is None:
+        return always
+    key = {"name": f"{config.run.name}-streams", "key": "url"}
+    return [*always, {"name": "PIPELINERL_REDIS_URL", "valueFrom": {"secretKeyRef": key}}]
+
+
+def _yaml(value: Any) -> Iterator[str]:
+    """Lines of YAML for tables, lists and scalars; scalars are JSON's, which are YAML's too."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _entry(f"{key}:", item)
+    elif isinstance(value, list) and value:
+        for item in value:
+            first, *rest = _yaml(item)
+            yield f"- {first}"
+            yield from (f"  {line}" for line in rest)
+    else:
+        yield json.dumps(value)
+
+
+def _entry(key: str, item: Any) -> Iterator[str]:
+    if isinstance(item, str) and "\n" in item and item.endswith("\n"):
+        yield f"{key} |"
+        yield from (f"  {line}" if line else "" for line in item.splitlines())
+    elif isinstance(item, Mapping | list) and item:
+        yield key
+        yield from (f"  {line}" for line in _yaml(item))
+    else:
+        yield f"{key} {json.dumps(item)}"

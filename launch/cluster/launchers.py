@@ -1,0 +1,91 @@
+"""What can start a run's nodes on other machines, by the word after `--on`: how a plan is shown for it, how it begins.
+
+To add one: a member of `Launcher`, a line in `rendered` and one in `start_on`, and a file that renders `pipelinerl
+node` for each host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from launch.cluster import kubernetes, ray, slurm
+from launch.cluster.membership import Members
+from launch.run import prepare
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import UserError
+
+
+class Launcher(StrEnum):
+    """What starts nodes."""
+
+    SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    RAY = "ray"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """Where a run is to be: by what, on which hosts, with what its user adds for that."""
+
+    by: Launcher
+    members: Members
+    slurm_options: Sequence[str] = ()
+    image: str | None = None
+    address: str | None = None
+
+
+def read_launcher(word: str) -> tuple[Launcher, str | None]:
+    """The launcher of `--on`, with its address, if the word is one: `ray://host:10001`.
+
+    Raises:
+        UserError: the word names none.
+    """
+    if word.startswith("ray://"):
+        return Launcher.RAY, word
+    try:
+        return Launcher(word), None
+    except ValueError:
+        raise UserError(f"--on must be one of {', '.join(Launcher)}, or ray://HOST:10001; got {word!r}") from None
+
+
+def rendered(config: RunConfig, where: Elsewhere, run_dir: Path) -> str:
+    """What the launcher is given for a run in `run_dir`; nothing is started."""
+    if where.by is Launcher.SLURM:
+        return slurm.slurm_script(config, where.members, run_dir=run_dir, extra=where.slurm_options)
+    if where.by is Launcher.RAY:
+        return ray.describe(config, where.members)
+    if where.image is None:
+        raise UserError(
+            "--on kubernetes must know the container image: say --image REGISTRY/NAME:TAG, with this project"
+        )
+    objects = kubernetes.manifests(config, where.members, run_dir=run_dir, image=where.image)
+    return kubernetes.manifest_text(objects, kubernetes.notes_for(config))
+
+
+def start_on(
+    config: RunConfig, where: Elsewhere, *, claim: Callable[[RunConfig], bool], announce: Callable[[str], None] = print
+) -> int:
+    """Begin a run there; returns the exit status: 0 when it is begun, or, under Ray, that of the run when it is over.
+
+    Under Kubernetes its directory is on a volume of the cluster's, where its head makes it.
+
+    Raises:
+        UserError: it cannot be; the message says what to do.
+    """
+    if where.by is Launcher.KUBERNETES:
+        run_dir = config.run_directory
+        if not run_dir.is_absolute():
+            raise UserError(
+                f"run.directory must be absolute, the mount of the shared volume, got {config.run.directory}"
+            )
+        announce(kubernetes.apply(rendered(config, where, run_dir), Path.cwd(), config.run.name))
+        return 0
+    run_dir = prepare(config, claim=claim, members=where.members)
+    announce(f"run {run_dir.name} in {run_dir}")
+    if where.by is Launcher.RAY:
+        return ray.run_on_ray(where.address, config, where.members, run_dir, announce)
+    announce(slurm.submit(rendered(config, where, run_dir), run_dir))
+    return 0

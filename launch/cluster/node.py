@@ -1,0 +1,165 @@
+"""`pipelinerl node`: one host's share of a run, under a supervisor with the rules of a run on one machine.
+
+The head's node is the launcher itself, which serves its own share (`launch.run.resume`). Any other does this:
+
+| it waits for                                | how long   | then                                                   |
+|---------------------------------------------|------------|--------------------------------------------------------|
+| a launch that is under way (`launch.json`)  | `HEAD_S`   | refuses, and says what to start                        |
+| health of the controller, on the head       | the recipe's `start_timeout_s` | fails the run, naming it           |
+| a word of the head                          | `HEAD_S`   | stops its share                                        |
+| the run's end, which the head says          | –          | stops its share, and ends as the head does             |
+
+It serves one launch after the other: where the head was started again, all begin anew with the new token. When this
+node is killed, its processes end with it; started again, it starts them again. SIGTERM stops its share and lets a
+trainer save first; the run goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, final
+
+from filelock import FileLock, Timeout
+
+from launch import run_directory
+from launch.cluster.membership import (
+    BEAT_S,
+    LaunchRecord,
+    NodeFile,
+    NodeState,
+    OtherNodes,
+    folder_of,
+    read_launch,
+)
+from launch.cluster.share import launch_on
+from launch.placement import TRAINER
+from launch.plan import processes_of
+from launch.supervisor import RunOutcome, RunResult, Supervisor
+from pipelinerl.errors import UserError
+
+#: A head that is not heard for so long is not coming back.
+HEAD_S: Final = 600.0
+_LOOK_S: Final = 0.1
+
+
+def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = print, head_s: float = HEAD_S) -> int:
+    """Run the share of `host` until the run is over; returns the exit status, which is the head's.
+
+    Raises:
+        UserError: no launch comes, this host has no part in it or too few GPUs, or another node serves it.
+    """
+    record = _await_launch(run_dir, host, head_s)
+    with _claimed(run_dir, host):
+        while True:
+            if record.result is not None:
+                announce(f"the run is over: {record.result.outcome}")
+                return record.result.exit_status
+            share = _Share(run_dir.resolve(), host, record, announce, head_s)
+            result = share.serve()
+            if not share.superseded:
+                announce(f"{result.outcome}: {result.message}")
+                return result.exit_status
+            announce("the head began another launch; following it")
+            record = _await_launch(run_dir, host, head_s)
+
+
+@final
+class _Share:
+    """A host's share of one launch."""
+
+    def __init__(
+        self, run_dir: Path, host: str, record: LaunchRecord, announce: Callable[[str], None], head_s: float
+    ) -> None:
+        self._run_dir = run_dir
+        self._host = host
+        self._record = record
+        self._head_s = head_s
+        self._file = NodeFile(run_dir, host, record.id)
+        self._head = OtherNodes(run_dir, record.id, [record.members.hosts[0].name])
+        self._began_at = time.monotonic()
+        self._looked_at = float("-inf")
+        self._told: RunResult | None = None
+        self.superseded = False
+        directory = run_directory.open_run(run_dir)
+        launch = launch_on(record.members, host, directory)
+        own, section = processes_of(launch).of_host(host), directory.config.launch
+        trains = any(spec.name == TRAINER for spec in own.specs)
+        self._supervisor = Supervisor(
+            own,
+            run_dir,
+            start_timeout_s=section.start_timeout_s,
+            grace_s=max(section.grace_s, section.save_s) if trains else section.grace_s,
+            announce=announce,
+            on_tick=self._follow,
+            on_end=self._end,
+            tell_restarts=self._file.tell_restarts,
+        )
+
+    def serve(self) -> RunResult:
+        """Run it to its end, or to the launch's."""
+        self._file.tell(NodeState.UP)
+        result = self._supervisor.run()
+        if result.outcome is not RunOutcome.FAILED or self._told is not None:
+            self._file.tell(NodeState.LEFT if self._told is None else NodeState.ENDED)
+        return result
+
+    def _follow(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at < BEAT_S / 4:
+            return
+        self._looked_at = now
+        self._file.beat()
+        self._head.read(now)
+        record = read_launch(self._run_dir)
+        if record is not None and record.id != self._record.id:
+            self.superseded = True
+            self._end_with(RunResult(RunOutcome.STOPPED, "the head began another launch"))
+        elif record is not None and record.result is not None:
+            self._end_with(record.result)
+        elif now - max((heard.at for heard in self._head.heard.values()), default=self._began_at) > self._head_s:
+            head = self._record.members.hosts[0].name
+            words = f"host {head}, the head, was not heard for {self._head_s:g} s; start its node again"
+            self._end_with(RunResult(RunOutcome.FAILED, words))
+
+    def _end_with(self, result: RunResult) -> None:
+        self._told = result
+        self._supervisor.end(result.outcome, result.message)
+
+    def _end(self, result: RunResult) -> None:
+        """Before anything is stopped: what fails here ends the run, and the head must know why."""
+        if self._told is None and result.outcome is RunOutcome.FAILED:
+            self._file.tell(NodeState.FAILED, result.message)
+
+
+def _await_launch(run_dir: Path, host: str, head_s: float) -> LaunchRecord:
+    """The launch under way, or a completed one; what was stopped or has failed may be begun again."""
+    deadline = time.monotonic() + head_s
+    while True:
+        record = read_launch(run_dir)
+        if record is not None and (record.result is None or record.result.outcome is RunOutcome.COMPLETED):
+            return record
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"host {host} waited {head_s:g} s for a launch of the run in {run_dir}; start the node of the head "
+                f"(pipelinerl run --resume {run_dir}), and see that both hosts have that directory"
+            )
+        time.sleep(_LOOK_S)
+
+
+@contextmanager
+def _claimed(run_dir: Path, host: str) -> Iterator[None]:
+    """Hold the host's place in the run.
+
+    Raises:
+        UserError: another node holds it.
+    """
+    lock = FileLock(folder_of(run_dir) / f"node-{host}.lock", timeout=0, mode=0o600, fallback_to_soft=False)
+    try:
+        held = lock.acquire()
+    except Timeout:
+        raise UserError(f"another node serves host {host} of the run in {run_dir}; end it first") from None
+    with held:
+        yield

@@ -1,0 +1,235 @@
+"""A run on a Ray cluster: a placement group with a bundle for each host, and in each an actor that runs the node.
+
+Ray finds machines, holds their GPUs, and brings a machine's share back when it was lost. It starts `pipelinerl node` as
+a process of its own on each and no more: no role imports ray, and nothing of a run goes through the object store.
+
+| it waits for                          | how long          | then                                                   |
+|---------------------------------------|-------------------|--------------------------------------------------------|
+| a placement group                     | `PLACED_S`        | refuses, and says what each host takes                 |
+| the head's node                       | –                 | ends with its status                                   |
+| a node that died to be there again    | `_ASK_S`          | fails; the run goes on meanwhile                       |
+| … on a machine of another address     | the same          | begins all nodes anew: the run goes on from checkpoint |
+| Ctrl-C: the run to be saved           | `launch.save_s`   | kills                                                  |
+
+A node may die `launch.restarts` times.
+
+What it needs: the run's directory and the model on a file system that all machines see, and this project on each.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, final
+
+from launch.cluster.membership import Members
+from launch.hosts import Host
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import UserError
+from pipelinerl.system import tied_process
+
+PLACED_S: Final = 120.0
+_ASK_S: Final = 60.0
+_LOOK_S: Final = 1.0
+#: On top of `launch.save_s`: for stopping what then runs.
+_STOP_S: Final = 10.0
+
+
+def bundles_of(members: Members) -> list[dict[str, float]]:
+    """What each host takes of Ray's resources."""
+    gpus = [len(host.devices) for host in members.hosts]
+    return [{"CPU": 1.0, **({"GPU": float(count)} if count else {})} for count in gpus]
+
+
+def describe(config: RunConfig, members: Members) -> str:
+    """What Ray would be asked for; nothing is started."""
+    lines = [f"placement group {config.run.name}, strategy STRICT_SPREAD:"]
+    for host, bundle in zip(members.hosts, bundles_of(members), strict=True):
+        takes = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
+        lines.append(
+            f"  {host.name}: {takes}; pipelinerl node RUN --name {host.name}, up to {config.launch.restarts} restarts"
+        )
+    return "\n".join(lines)
+
+
+@final
+class NodeProcess:
+    """What runs in a bundle, as a Ray actor: the node, as a process of its own that ends with the actor."""
+
+    def address(self) -> str:
+        """The address of this machine by which Ray's others reach it."""
+        return str(_ray().util.get_node_ip_address())
+
+    def serve(self, words: Sequence[str], output: str) -> int:
+        """Run `pipelinerl node` with these words until it ends; returns its exit status."""
+        tie = [tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--"]
+        command = [sys.executable, "-S", "-E", *tie, sys.executable, "-m", "pipelinerl.cli", "node", *words]
+        with open(output, "ab") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return process.wait()
+
+
+def run_on_ray(
+    address: str | None, config: RunConfig, members: Members, run_dir: Path, announce: Callable[[str], None]
+) -> int:
+    """Run until the run is over; returns the head's status. `address` is a cluster's; None: the one of this machine.
+
+    Raises:
+        UserError: ray is not installed, no cluster answers, or it cannot hold the hosts.
+    """
+    ray = _ray()
+    try:
+        ray.init(address=address or "auto", log_to_driver=False, namespace="pipelinerl")
+    except (ConnectionError, RuntimeError) as error:
+        raise UserError(
+            f"no Ray cluster answers at {address or 'this machine'}: {error}; start one with `ray start --head`, and "
+            "say --on ray://HOST:10001 from another machine"
+        ) from None
+    try:
+        return _Nodes(ray, config, members, run_dir, announce).run()
+    finally:
+        ray.shutdown()
+
+
+@final
+class _Nodes:
+    """The nodes of one run on one cluster."""
+
+    def __init__(
+        self, ray: Any, config: RunConfig, members: Members, run_dir: Path, announce: Callable[[str], None]
+    ) -> None:
+        self._ray = ray
+        self._config = config
+        self._members = members
+        self._run_dir = run_dir
+        self._announce = announce
+        self._group = self._placed()
+        self._left = dict.fromkeys((host.name for host in members.hosts), config.launch.restarts)
+        self._actors: dict[str, Any] = {}
+        self._hosts: dict[str, Host] = {}
+        self._serving: dict[Any, str] = {}
+        self._interrupts = 0
+        self._kill_at = float("inf")
+
+    def run(self) -> int:
+        """Begin all nodes, and look after them."""
+        before = [(each, signal.signal(each, self._interrupted)) for each in (signal.SIGINT, signal.SIGTERM)]
+        try:
+            self._begin_all()
+            while True:
+                done, _ = self._ray.wait(list(self._serving), num_returns=1, timeout=_LOOK_S)
+                for reference in done:
+                    status = self._ended(self._serving.pop(reference), reference)
+                    if status is not None:
+                        return status
+                if self._interrupts and self._kill_at == float("inf"):
+                    self._suspend()
+                if self._interrupts > 1 or time.monotonic() > self._kill_at:
+                    self._announce("the run is not saved; killing it")
+                    return 130
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+            self._ray.util.remove_placement_group(self._group)
+
+    def _placed(self) -> Any:
+        bundles = bundles_of(self._members)
+        group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name=self._config.run.name)
+        if group.wait(timeout_seconds=PLACED_S):
+            return group
+        self._ray.util.remove_placement_group(group)
+        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        there = "; ".join(f"CPU {each.get('CPU', 0):g}, GPU {each.get('GPU', 0):g}" for each in alive)
+        raise UserError(
+            f"Ray has no room for {len(bundles)} hosts, each on a machine of its own, within {PLACED_S:g} s:\n"
+            f"{describe(self._config, self._members)}\nits machines have: {there}; add machines, or say fewer "
+            "--hosts or --gpus"
+        )
+
+    def _begin_all(self) -> None:
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+        self._actors, self._serving = {}, {}
+        for number, host in enumerate(self._members.hosts):
+            self._actors[host.name] = self._actor(number)
+            self._hosts[host.name] = self._located(host)
+        for host in self._members.hosts:
+            self._serve(host.name)
+
+    def _actor(self, bundle: int) -> Any:
+        takes = bundles_of(self._members)[bundle]
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        remote = self._ray.remote(NodeProcess)
+        return remote.options(num_cpus=takes["CPU"], num_gpus=takes.get("GPU", 0), scheduling_strategy=where).remote()
+
+    def _located(self, host: Host) -> Host:
+        return replace(host, address=self._ray.get(self._actors[host.name].address.remote(), timeout=_ASK_S))
+
+    def _serve(self, name: str) -> None:
+        hosts = [word for host in self._hosts.values() for word in ("--host", host.word)]
+        words = [str(self._run_dir), "--name", name, "--first-port", str(self._members.first_port), *hosts]
+        output = self._run_dir / "cluster" / f"node-{name}.out"
+        self._announce(f"{name} is {self._hosts[name].address}; it writes to {output}")
+        self._serving[self._actors[name].serve.remote(words, str(output))] = name
+
+    def _ended(self, name: str, reference: Any) -> int | None:
+        """A node has ended, or its machine; returns the run's status, if that is it."""
+        head = self._members.hosts[0].name
+        try:
+            status = int(self._ray.get(reference, timeout=_ASK_S))
+        except self._ray.exceptions.RayActorError:
+            status = 128 + signal.SIGKILL
+        status = 128 - status if status < 0 else status
+        if status <= 2 or status == 130:
+            if status and name != head:
+                self._announce(f"{name} ended with status {status}; it says why in {self._run_dir / 'cluster'}")
+            return status if name == head else None
+        self._left[name] -= 1
+        if self._left[name] < 0:
+            self._announce(f"{name} died again and again; its output is in {self._run_dir / 'cluster'}")
+            return 1
+        self._announce(f"{name} died; beginning it again")
+        self._ray.kill(self._actors[name])
+        number = [host.name for host in self._members.hosts].index(name)
+        self._actors[name] = self._actor(number)
+        located = self._located(self._hosts[name])
+        if located.address == self._hosts[name].address:
+            self._serve(name)
+        else:
+            self._announce(f"{name} is on another machine now: all nodes begin anew, from the checkpoint")
+            self._begin_all()
+        return None
+
+    def _interrupted(self, _number: int, _frame: object) -> None:
+        self._interrupts += 1
+
+    def _suspend(self) -> None:
+        """Have the run saved; the head ends with it."""
+        self._announce("saving; press Ctrl-C again to kill at once")
+        self._kill_at = time.monotonic() + self._config.launch.save_s + _STOP_S
+        words = [sys.executable, "-m", "pipelinerl.cli", "stop", str(self._run_dir), "--suspend"]
+        try:
+            subprocess.run(words, timeout=_ASK_S, check=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+            self._kill_at = 0.0
+
+
+def _ray() -> Any:
+    """The library, which is an extra.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise UserError("--on ray needs Ray: pip install 'pipelinerl[ray]', on every machine of the cluster") from None
+    return ray

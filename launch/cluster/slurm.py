@@ -1,0 +1,156 @@
+"""A run under Slurm: a batch script that starts `pipelinerl node` on every host of its allocation, and submits itself.
+
+The script is one for all lives of the job:
+
+- One `srun` step for each host. A step whose node dies without a word is begun again, `launch.restarts` times; the
+  others go on meanwhile (`--no-kill`; `--kill-on-bad-exit` ends only the step of the host concerned).
+- Hosts are those of the allocation, at the addresses that Slurm has for them (`NodeAddr`), the first being the head.
+- Before the time limit Slurm sends SIGTERM to the script, which suspends the run; then the job is requeued, and its
+  next life goes on from the checkpoint, on whatever hosts it gets, without being told.
+- Its status is the head's: 0 completed, 1 failed.
+
+What it needs: the run's directory and the model on a file system that all hosts see, and this Python on each.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from launch.cluster.membership import Members
+from launch.hosts import Host
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import UserError
+
+#: On top of `launch.save_s`: for the command that suspends, and for stopping what then runs.
+_NOTICE_S: Final = 60
+_SUBMIT_S: Final = 60.0
+
+_SCRIPT: Final = """\
+#!/bin/bash
+{directives}
+
+set -u
+run={run_dir}
+pipelinerl=({pipelinerl})
+
+{names}
+hosts=(--first-port {first_port})
+for name in "${{names[@]}}"; do
+    address=$(scontrol --oneliner show node "$name" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+    hosts+=(--host "$name=${{address:-$name}}{options}")
+done
+
+# Slurm's notice: save the run, and end it.
+suspended=
+suspend() {{
+    suspended=yes
+    "${{pipelinerl[@]}}" stop "$run" --suspend
+}}
+trap suspend TERM
+
+# The share of one host. One that dies without a word (killed: a status above 128) is begun again.
+serve() {{
+    trap - TERM
+    local status tries=0
+    while :; do
+        srun --nodes=1 --ntasks=1 --nodelist="$1" --cpu-bind=none --kill-on-bad-exit=1 --no-kill \\
+            "${{pipelinerl[@]}}" node "$run" --name "$1" "${{hosts[@]}}"
+        status=$?
+        if (( status <= 128 || status == 130 || ++tries > {restarts} )); then return "$status"; fi
+        echo "the node of $1 ended with status $status; beginning it again ($tries of {restarts})"
+        sleep 1
+    done
+}}
+
+for name in "${{names[@]:1}}"; do serve "$name" & done
+serve "${{names[0]}}" &
+head=$!
+
+wait "$head"
+status=$?
+while (( status > 128 )) && kill -0 "$head" 2> /dev/null; do  # a signal ended the wait, not the head
+    wait "$head"
+    status=$?
+done
+if (( status <= 1 )); then wait; fi  # the others stop by themselves, when the head has told them
+if [ -n "$suspended" ]; then
+    echo "suspended; the next life of this job goes on"
+    exec scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: Sequence[str] = ()) -> str:
+    """The batch script of a run; pure. `extra` are options of sbatch, such as `--partition=gpu`, as the user has them.
+
+    Raises:
+        UserError: the hosts are not alike, and have no names by which Slurm could be asked for them.
+    """
+    hosts = members.hosts
+    named = not all(re.fullmatch(r"host-\d+", host.name) for host in hosts)
+    if not named and len({len(host.devices) for host in hosts}) > 1:
+        raise UserError("hosts that are not alike must be named as Slurm names them: say --host NAME:gpus=8 for each")
+    most = max(len(host.devices) for host in hosts)
+    directives = [
+        f"--job-name={config.run.name}",
+        f"--nodes={len(hosts)}",
+        "--ntasks-per-node=1",
+        *(["--nodelist=" + ",".join(host.name for host in hosts)] if named else []),
+        *([f"--gpus-per-node={most}"] if most else []),
+        "--exclusive",
+        "--requeue",
+        "--no-kill",
+        f"--signal=B:TERM@{round(config.launch.save_s) + _NOTICE_S}",
+        "--open-mode=append",
+        f"--output={run_dir / 'slurm-%j.out'}",
+        *extra,
+    ]
+    return _SCRIPT.format(
+        directives="\n".join(f"#SBATCH {directive}" for directive in directives),
+        run_dir=shlex.quote(str(run_dir)),
+        pipelinerl=shlex.join([sys.executable, "-m", "pipelinerl.cli"]),
+        names=_names(hosts) if named else 'mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        options="${more[$name]}" if named else f":gpus={most}",
+        first_port=members.first_port,
+        restarts=config.launch.restarts,
+    )
+
+
+def submit(script: str, run_dir: Path) -> str:
+    """Write the script into the run's directory and hand it to Slurm; returns a sentence with the job's number.
+
+    Raises:
+        UserError: there is no Slurm here, or it refuses the job.
+    """
+    path = run_dir / "slurm.sh"
+    path.write_text(script)
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            f"sbatch is not on PATH, so there is no Slurm to submit to; on a machine that has it: sbatch {path}"
+        )
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=_SUBMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"sbatch did not answer within {_SUBMIT_S:g} s; is slurmctld up (scontrol ping)? Then: sbatch {path}"
+        ) from None
+    if done.returncode:
+        raise UserError(f"sbatch refused {path}: {done.stderr.strip()}; change it by --slurm, such as --partition=gpu")
+    job = done.stdout.strip().partition(";")[0]
+    return f"submitted as job {job}; follow it with: tail -f {run_dir}/slurm-{job}.out, or pipelinerl status {run_dir}"
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    """Hosts that the user has named, with what was said of each."""
+    more = " ".join(f"[{host.name}]=:gpus={len(host.devices)},roles={'+'.join(sorted(host.roles))}" for host in hosts)
+    return f"names=({' '.join(host.name for host in hosts)})\ndeclare -A more=({more})"

@@ -1,0 +1,112 @@
+"""A plan for people and for programs: who runs where, with which ports, devices, environment and rules.
+
+What it shows holds no secret: tokens and passwords are named by their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from launch.plan import Launch, OnExit, ProcessSpec, processes_of, rank_of
+
+_ON_EXIT = {
+    OnExit.RESTART: "",
+    OnExit.DONE: "done with status 0",
+    OnExit.COMPLETE: "status 0 completes the run",
+    OnExit.SPARE: "the run goes on without it",
+}
+
+
+def plan_lines(launch: Launch) -> Iterator[str]:
+    """Hosts with their processes, and below them what all processes have in common."""
+    plan = processes_of(launch)
+    shared = _shared_environment(plan.specs)
+    name_width = max(len(spec.name) for spec in plan.specs)
+    address_width = max(len(_address(spec)) for spec in plan.specs)
+    for host in launch.homes.hosts:
+        here = [spec for spec in plan.specs if spec.host == host.name]
+        named = host.name if host.name == host.address else f"{host.name} ({host.address})"
+        yield f"host {named}: {len(host.devices) or 'no'} GPU{'' if len(host.devices) == 1 else 's'}"
+        for spec in here:
+            rules = "; ".join([_devices(launch, spec.name), *_meeting(launch, spec), *_rules(spec)])
+            yield f"  {spec.name:<{name_width}}  {_address(spec):<{address_width}}  {rules}"
+            own = " ".join(f"{key}={value}" for key, value in spec.env.items() if key not in shared)
+            if own:
+                yield f"  {'':<{name_width}}  {own}"
+        if not here:
+            yield "  nothing"
+    yield "environment of all: " + " ".join(f"{key}={value}" for key, value in shared.items())
+    yield f"run directory: {launch.run_dir}"
+    yield f"bearer token: in {launch.token_file}, which its owner alone may read"
+
+
+def plan_json(launch: Launch) -> dict[str, Any]:
+    """The same, whole, with every process' argv."""
+    plan = processes_of(launch)
+    return {
+        "run_dir": str(launch.run_dir),
+        "token_file": str(launch.token_file),
+        "hosts": [host.to_json() for host in launch.homes.hosts],
+        "processes": [_process_json(launch, spec) for spec in plan.specs],
+    }
+
+
+def _process_json(launch: Launch, spec: ProcessSpec) -> dict[str, Any]:
+    on = launch.assignment_of(spec.name)
+    return {
+        "name": spec.name,
+        "host": spec.host,
+        "rank": rank_of(spec.name),
+        "argv": list(spec.argv),
+        "env": dict(spec.env),
+        "health": spec.health,
+        "devices": list(on.indices),
+        "memory_share": on.share,
+        "cores": None if spec.cpu is None else list(spec.cpu),
+        "after": list(spec.after),
+        "on_exit": str(spec.on_exit),
+        "restarts": spec.restarts,
+        "stop_order": spec.stop_order,
+        "group": spec.group,
+    }
+
+
+def _shared_environment(specs: tuple[ProcessSpec, ...]) -> dict[str, str]:
+    return {key: value for key, value in specs[0].env.items() if all(spec.env.get(key) == value for spec in specs)}
+
+
+def _address(spec: ProcessSpec) -> str:
+    if spec.health is None:
+        return ""
+    parts = urlsplit(spec.health)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _devices(launch: Launch, name: str) -> str:
+    on = launch.assignment_of(name)
+    if not on.indices:
+        return "CPU"
+    home = launch.homes.of(name)
+    return " + ".join(_labels(launch, home.name, on.indices)) + ("" if on.share is None else f" ({on.share:g} of it)")
+
+
+def _labels(launch: Launch, host: str, indices: tuple[int, ...]) -> Iterator[str]:
+    devices = launch.homes.named(host).devices
+    return (devices.label(index) for index in indices)
+
+
+def _meeting(launch: Launch, spec: ProcessSpec) -> Iterator[str]:
+    if rank_of(spec.name) == 0 and launch.ports.trainer is not None:
+        yield f"its ranks meet at {launch.at(spec.name, launch.ports.trainer)}"
+
+
+def _rules(spec: ProcessSpec) -> Iterator[str]:
+    if spec.after:
+        yield f"after {', '.join(spec.after)}"
+    yield f"{spec.restarts} restart{'' if spec.restarts == 1 else 's'}"
+    if spec.group is not None:
+        yield f"restarted with group {spec.group}"
+    if _ON_EXIT[spec.on_exit]:
+        yield _ON_EXIT[spec.on_exit]

@@ -1,0 +1,166 @@
+"""`Kubelet`: runs the pods of rendered manifests as processes of this machine, from the YAML alone.
+
+It reads what `kubectl apply` would be given, refuses what a cluster would (a volume that is not declared, a claim or a
+map that is not there, a pod whose name no headless service gives), and for each Job starts the container's command in
+the container's environment, and nothing else of this process' own but PATH. What it does not do: images, limits on
+memory, networks. A pod has an address of its own in 127.0.0.0/8, which the others find by `hostname.subdomain` in an
+/etc/hosts of their own, and its maps mounted; bubblewrap does both.
+
+A pod that dies is replaced as the Job says: `podFailurePolicy` may fail the Job, or ignore the death; `backoffLimit`
+bounds the others.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+from urllib.request import ProxyHandler, build_opener
+
+import pytest
+import yaml
+
+from pipelinerl.system import tied_process
+from tests.patience import PATIENCE_S, SOON_S
+
+
+@final
+class Pod:
+    """The current pod of one Job."""
+
+    def __init__(self, kubelet: Kubelet, job: dict[str, Any], address: str) -> None:
+        self.kubelet = kubelet
+        self.name: str = job["metadata"]["name"]
+        self.spec = job["spec"]["template"]["spec"]
+        self.address = address
+        self.output = kubelet.folder / f"{self.name}.out"
+        self._limit: int = job["spec"]["backoffLimit"]
+        self._rules: list[dict[str, Any]] = job["spec"].get("podFailurePolicy", {}).get("rules", [])
+        self.failures = 0
+        self.ended: int | None = None
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        (container,) = self.spec["containers"]
+        environment = {each["name"]: each["value"] for each in container["env"]}
+        environment["PATH"] = os.environ["PATH"]
+        environment |= self.kubelet.of_image
+        words = ["bwrap", "--dev-bind", "/", "/", "--ro-bind", str(self.kubelet.hosts_file), "/etc/hosts"]
+        words += ["--tmpfs", "/mnt"]
+        volumes = {each["name"]: each for each in self.spec["volumes"]}
+        for mount in container["volumeMounts"]:
+            volume = volumes[mount["name"]]
+            if "configMap" in volume:
+                words += ["--ro-bind", str(self.kubelet.maps[volume["configMap"]["name"]]), mount["mountPath"]]
+            elif "persistentVolumeClaim" in volume:
+                assert volume["persistentVolumeClaim"]["claimName"] in self.kubelet.claims
+                assert Path(mount["mountPath"]).is_dir(), "a claim's directory is the test's own"
+        command = [sys.executable if word == "python3" else word for word in container["command"]]
+        tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--")
+        with self.output.open("ab") as out:
+            return subprocess.Popen(
+                [*tie, *words, "--die-with-parent", "--", *command], env=environment, stdout=out, stderr=out
+            )
+
+    def node(self) -> int:
+        """Process id of the container's command, which is bubblewrap's child."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            for path in Path(f"/proc/{self.process.pid}/task/{self.process.pid}").glob("children"):
+                children = path.read_text().split()
+                if children:
+                    return int(children[0])
+            assert time.monotonic() < deadline and self.process.poll() is None, self.output.read_text()
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """End it as a node does that loses its power; whatever it ran is gone."""
+        os.kill(self.node(), signal.SIGKILL)
+
+    def follow(self) -> None:
+        """Replace it, if it has died and the Job has it so."""
+        status = self.process.poll()
+        if status is None or self.ended is not None:
+            return
+        status = 128 - status if status < 0 else status
+        if status == 0 or self._action(status) == "FailJob":
+            self.ended = status
+            return
+        self.failures += 1
+        if self.failures > self._limit:
+            self.ended = status
+        else:
+            self.process = self._start()
+
+    def _action(self, status: int) -> str:
+        for rule in self._rules:
+            codes = rule.get("onExitCodes")
+            if codes and codes["operator"] == "In" and status in codes["values"]:
+                return str(rule["action"])
+        return "Count"
+
+    def is_ready(self) -> bool:
+        """Does its readiness probe succeed?"""
+        probe = self.spec["containers"][0]["readinessProbe"]["httpGet"]
+        opener = build_opener(ProxyHandler({}))
+        try:
+            with opener.open(f"http://{self.address}:{probe['port']}{probe['path']}", timeout=SOON_S) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+@final
+class Kubelet:
+    """Made of the manifests' text; `of_image` is the environment that a container image has by itself."""
+
+    def __init__(self, text: str, folder: Path, *, of_image: Mapping[str, str]) -> None:
+        if shutil.which("bwrap") is None:
+            pytest.skip("pods need bubblewrap for their mounts (Debian's bubblewrap)")
+        folder.mkdir()
+        self.folder, self.of_image = folder, dict(of_image)
+        objects = list(yaml.safe_load_all(text))
+        self.claims = {each["metadata"]["name"] for each in objects if each["kind"] == "PersistentVolumeClaim"}
+        self.maps = {each["metadata"]["name"]: self._mapped(each) for each in objects if each["kind"] == "ConfigMap"}
+        services = [each for each in objects if each["kind"] == "Service"]
+        headless = {each["metadata"]["name"]: each["spec"] for each in services if each["spec"]["clusterIP"] == "None"}
+        jobs = [each for each in objects if each["kind"] == "Job"]
+        addresses: dict[str, str] = {}
+        for number, job in enumerate(jobs):
+            pod, labels = job["spec"]["template"]["spec"], job["spec"]["template"]["metadata"]["labels"]
+            service = headless[pod["subdomain"]]
+            assert service["publishNotReadyAddresses"] and service["selector"].items() <= labels.items()
+            addresses[f"{pod['hostname']}.{pod['subdomain']}"] = f"127.0.1.{number + 1}"
+        self.hosts_file = folder / "hosts"
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+        self.hosts_file.write_text("\n".join(lines) + "\n")
+        self.pods = [Pod(self, job, address) for job, address in zip(jobs, addresses.values(), strict=True)]
+
+    def _mapped(self, each: dict[str, Any]) -> Path:
+        folder = self.folder / str(each["metadata"]["name"])
+        folder.mkdir()
+        for name, text in each["data"].items():
+            (folder / name).write_text(text)
+        return folder
+
+    def follow(self) -> bool:
+        """Look after all pods; returns whether every Job has ended."""
+        for pod in self.pods:
+            pod.follow()
+        return all(pod.ended is not None for pod in self.pods)
+
+    def story(self) -> str:
+        """What the pods wrote last."""
+        return "\n".join(f"--- {pod.name}\n{pod.output.read_text()[-3000:]}" for pod in self.pods)
+
+    def close(self) -> None:
+        """Kill what runs."""
+        for pod in self.pods:
+            pod.process.kill()
+            pod.process.wait(PATIENCE_S)

@@ -1,0 +1,175 @@
+"""Kubernetes: manifests by the published schemas, and pods that run them as processes until the run completes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.cluster import kubernetes
+from launch.cluster.membership import Members
+from launch.hosts import read_hosts
+from pipelinerl.config.recipe import RunConfig, load, parse
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import Event, read_events
+from tests.fakes.bigram_recipe import bigram_recipe
+from tests.fakes.kubelet import Kubelet
+from tests.fakes.live_run import CLI
+from tests.patience import PATIENCE_S
+
+RUN = Path("/runs/x")
+ROOT = Path(__file__).resolve().parents[3]
+TWO = ("head:gpus=1", "worker:gpus=8")
+
+
+def _config(**sections: object) -> RunConfig:
+    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "run": {"name": "x"}, **sections})
+
+
+def _manifests(words: tuple[str, ...] = TWO, **sections: object) -> list[dict[str, Any]]:
+    config = _config(**sections)
+    members = Members(hosts=read_hosts(config, words, count=None, gpus=None))
+    return kubernetes.manifests(config, members, run_dir=RUN, image="registry/pipelinerl:1")
+
+
+def _jobs(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Job"}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"engine": {"count": 3}, "weights": {"transport": "pull"}, "parameter_server": {"replicas": 2}},
+        {"streams": {"redis_url": "redis://:s3cret@db:6379/0"}},
+    ],
+    ids=["plain", "pull", "own_redis"],
+)
+def test_manifests_are_those_of_the_published_schemas(sections: dict[str, object]) -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate holds the schemas (extra dev)")
+    text = kubernetes.manifest_text(_manifests(**sections), ["a note"])
+    objects = list(yaml.safe_load_all(text))
+    assert objects == _manifests(**sections), "the text says the same"
+    for each in objects:
+        validator.validate(each, "1.33", strict=True)
+    assert "s3cret" not in text
+
+
+def test_a_pod_has_time_to_save_and_only_what_cannot_succeed_fails_its_job() -> None:
+    jobs = _jobs(_manifests(launch={"save_s": 300.0}))
+    assert sorted(jobs) == ["x-head", "x-worker"]
+    pod = jobs["x-worker"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= 360
+    assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    rules = jobs["x-head"]["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["FailJob", "Ignore"]
+    assert rules[0]["onExitCodes"]["values"] == [1, 2], "130 and 137 are another try's"
+
+
+def test_services_are_those_of_the_plan() -> None:
+    objects = _manifests(engine={"count": 2}, weights={"transport": "pull"})
+    services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
+    assert sorted(services) == ["x", "x-controller", "x-engine", "x-parameter-server", "x-redis"]
+    assert services["x-controller"]["selector"] == {"pipelinerl.dev/run": "x", "pipelinerl.dev/host": "head"}
+    assert [port["port"] for port in services["x-engine"]["ports"]] == [20001, 20002]
+
+
+def test_a_password_of_the_streams_comes_from_a_secret() -> None:
+    jobs = _jobs(_manifests(streams={"redis_url": "redis://:s3cret@db:6379/0"}))
+    env = {each["name"]: each for each in jobs["x-head"]["template"]["spec"]["containers"][0]["env"]}
+    assert env["PIPELINERL_REDIS_URL"]["valueFrom"] == {"secretKeyRef": {"name": "x-streams", "key": "url"}}
+
+
+@pytest.mark.parametrize("words", [("Head:gpus=1", "b:gpus=1"), ("a.b:gpus=1", "c:gpus=1")])
+def test_names_that_kubernetes_does_not_take_are_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="small letters, digits and dashes"):
+        _manifests(words)
+
+
+def test_without_kubectl_the_manifests_stay_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=rf"kubectl is not on PATH.*--filename {tmp_path}/x-kubernetes\.yaml"):
+        kubernetes.apply("---\n", tmp_path, "x")
+
+
+# --- pods as processes ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _pods(folder: Path, *changes: str) -> Iterator[tuple[Kubelet, Path]]:
+    """The pods of a small run on two hosts, one engine on each."""
+    runs = folder / "runs"
+    runs.mkdir()
+    recipe = bigram_recipe(folder / "bigram")
+    config = load(recipe, [f"run.directory={runs}", "run.name=x", "engine.count=2", *changes])
+    members = Members(hosts=read_hosts(config, ["head", "worker:roles=engine"], count=None, gpus=None))
+    objects = kubernetes.manifests(config, members, run_dir=runs / "x", image="none")
+    of_image = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    kubelet = Kubelet(kubernetes.manifest_text(objects), folder / "kubelet", of_image=of_image)
+    try:
+        yield kubelet, runs / "x"
+    finally:
+        kubelet.close()
+
+
+def _until(kubelet: Kubelet, reached: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        kubelet.follow()
+        assert time.monotonic() < deadline, f"{what} did not come:\n{kubelet.story()}"
+        time.sleep(0.05)
+
+
+def _events(directory: Path, kind: str) -> list[Event]:
+    path = directory / "events.jsonl"
+    return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
+
+
+@pytest.mark.slow
+def test_pods_run_until_the_run_completes(tmp_path: Path) -> None:
+    with _pods(tmp_path, "run.steps=4") as (kubelet, directory):
+        _until(kubelet, kubelet.follow, "the end of all jobs")
+        assert [pod.ended for pod in kubelet.pods] == [0, 0], kubelet.story()
+        hosts = {event["url"].split(":")[1] for event in _events(directory, "engine_verified")}
+        assert hosts == {"//127.0.1.1", "//127.0.1.2"} and _events(directory, "run_finished")
+        assert os.stat(directory / "tokens.json").st_mode & 0o077 == 0
+
+
+def _stop(directory: Path) -> None:
+    subprocess.run([*CLI, "stop", str(directory)], check=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_a_pod_that_dies_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    with _pods(tmp_path, "run.steps=100000") as (kubelet, directory):
+        head, worker = kubelet.pods
+        _until(kubelet, lambda: len(_events(directory, "engine_verified")) == 2, "both engines")
+        assert head.is_ready() and worker.is_ready()
+        worker.kill()
+        _until(kubelet, lambda: worker.failures == 1, "the end of the worker")
+        _until(kubelet, lambda: len(_events(directory, "engine_verified")) == 3, "an engine in its new pod")
+        _stop(directory)
+        _until(kubelet, kubelet.follow, "the end of all jobs")
+        assert [pod.ended for pod in kubelet.pods] == [0, 0], kubelet.story()
+
+
+@pytest.mark.slow
+def test_a_head_that_dies_is_replaced_and_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    with _pods(tmp_path, "run.steps=100000", "checkpoint.interval_steps=5") as (kubelet, directory):
+        head, _ = kubelet.pods
+        _until(kubelet, lambda: _events(directory, "checkpoint"), "a checkpoint")
+        head.kill()
+        _until(kubelet, lambda: len(_events(directory, "run_started")) == 2, "the run in a new pod")
+        _until(kubelet, lambda: len(_events(directory, "trainer_ready")) == 2, "a trainer in the new pod")
+        assert _events(directory, "trainer_ready")[-1]["model_version"] >= 5
+        _stop(directory)
+        _until(kubelet, kubelet.follow, "the end of all jobs")
+        assert [pod.ended for pod in kubelet.pods] == [0, 0], kubelet.story()
+        assert head.failures == 1

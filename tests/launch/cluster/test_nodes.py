@@ -1,0 +1,81 @@
+"""A run on two hosts, each with a supervisor of its own; one is killed in the middle, comes back, and the run ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.system import tied_process
+from tests.fakes.live_run import CLI, LiveRun, launched, light_run
+from tests.fakes.two_hosts import Host, two_hosts
+from tests.patience import PATIENCE_S
+
+_TIE = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--")
+
+
+@contextmanager
+def _node(host: Host, run_dir: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`pipelinerl node` on a host; killed with the block, if it lives."""
+    words = [*_TIE, *host.enter, *CLI, "node", str(run_dir), "--name", "b"]
+    with log.open("ab") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+def _verified(run: LiveRun) -> int:
+    """How often an engine of the second host was found to compute what the trainer does."""
+    return sum("//10.77.0.2:" in event["url"] for event in run.events("engine_verified"))
+
+
+def _stop(host: Host, directory: Path) -> None:
+    subprocess.run([*host.enter, *CLI, "stop", str(directory)], check=True, timeout=PATIENCE_S)
+
+
+def _begun(run: LiveRun) -> bool:
+    return (run.directory / "cluster" / "launch.json").is_file()
+
+
+def test_a_host_is_killed_and_the_run_goes_on_and_ends(tmp_path: Path) -> None:
+    directory, log = tmp_path / "run", tmp_path / "b.out"
+    with two_hosts() as (one, two):
+        hosts = ["--host", f"a={one.address}", "--host", f"b={two.address}:roles=engine"]
+        changes = ("run.steps=100000", "engine.count=2")
+        with launched([*light_run(directory, *changes), *hosts], directory, through=one.enter) as run:
+            run.until(_begun, "the launch")
+            with _node(two, directory, log):
+                run.until(lambda run: _verified(run) == 1, "an engine on the second host")
+                reached = max(run.steps(), default=0)
+            run.until_step(reached + 3)
+            _stop(one, directory)
+            assert run.end() == 0, run.story()
+        assert "completed" in run.output and "host b is up" in run.output
+
+
+@pytest.mark.slow
+def test_a_host_that_was_killed_comes_back_and_takes_its_place(tmp_path: Path) -> None:
+    directory, log = tmp_path / "run", tmp_path / "b.out"
+    changes = ("run.steps=100000", "engine.count=2", "actor.count=2")
+    with two_hosts() as (one, two):
+        hosts = ["--host", f"a={one.address}", "--host", f"b={two.address}:roles=engine"]
+        with launched([*light_run(directory, *changes), *hosts], directory, through=one.enter) as run:
+            run.until(_begun, "the launch")
+            with _node(two, directory, log):
+                run.until(lambda run: _verified(run) == 1, "an engine on the second host")
+                run.until_step(4)
+            reached = max(run.steps())
+            with _node(two, directory, log) as node:
+                run.until(lambda run: _verified(run) == 2, "an engine on the second host again")
+                run.until_step(reached + 3)
+                _stop(one, directory)
+                assert run.end() == 0, run.story()
+                assert node.wait(PATIENCE_S) == 0, log.read_text()

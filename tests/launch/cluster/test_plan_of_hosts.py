@@ -1,0 +1,170 @@
+"""Plans of several hosts: golden files of what `pipelinerl plan` prints, and what is refused.
+
+`PIPELINERL_WRITE_GOLDEN=1 python -m pytest tests/launch/cluster/test_plan_of_hosts.py` writes the golden files anew;
+read the difference before you keep it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launch.cluster.table import plan_json, plan_lines
+from launch.devices import Devices, Origin, VisibleDevice
+from launch.hosts import Host, numbered_devices, read_hosts
+from launch.plan import Launch, Plan, Ports, processes_of
+from launch.spread import spread
+from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.errors import RecipeError, UserError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hosts"
+RUN = Path("/runs/x")
+TWO = ("a=10.0.0.1:gpus=8", "b=10.0.0.2:gpus=8")
+MESH = {"mesh": {"dp_replicate": 1, "dp_shard": 4}}
+
+CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "one_host": ({}, ("a=10.0.0.1:gpus=2",)),
+    "two_hosts": ({"engine": {"count": 3}, "actor": {"count": 3}}, TWO),
+    "without_gpus": ({"engine": {"type": "bigram", "count": 3}, "trainer": {"type": "bigram"}}, ("a=10.0.0.1", "b")),
+    "trainer_elsewhere": (
+        {"engine": {"type": "vllm", "devices": 2, "count": 2}, "trainer": {"options": MESH}},
+        ("head:gpus=0,roles=actor", "t:gpus=4,roles=trainer", "e:gpus=4,roles=engine+actor"),
+    ),
+    "trainer_over_two": ({"trainer": {"options": MESH}}, ("a=10.0.0.1:gpus=3", "b=10.0.0.2:gpus=2")),
+    "pull": ({"weights": {"transport": "pull"}, "parameter_server": {"replicas": 2}}, TWO),
+}
+
+
+def _config(**sections: object) -> RunConfig:
+    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
+
+
+def _launch(config: RunConfig, hosts: Sequence[Host]) -> Launch:
+    homes, placement = spread(config, hosts)
+    ports = Ports.of(config, range(20000, 20000 + Ports.count(config)))
+    return Launch(config=config, run_dir=RUN, ports=ports, token_file=RUN / "tokens.json", cores=(),
+                  placement=placement, homes=homes, python="py")  # fmt: skip
+
+
+def _planned(words: Sequence[str], **sections: object) -> Launch:
+    config = _config(**sections)
+    return _launch(config, read_hosts(config, words, count=None, gpus=None))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden(case: str) -> None:
+    sections, words = CASES[case]
+    shown = "\n".join(plan_lines(_planned(words, **sections))) + "\n"
+    path = GOLDEN / f"{case}.txt"
+    if os.environ.get("PIPELINERL_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(shown)
+    assert shown == path.read_text()
+
+
+def test_each_process_is_on_one_host_and_is_addressed_by_it() -> None:
+    launch = _planned(TWO, engine={"count": 3})
+    plan = processes_of(launch)
+    shares = [plan.of_host("a"), plan.of_host("b")]
+    assert sorted(spec.name for share in shares for spec in share.specs) == sorted(spec.name for spec in plan.specs)
+    engine = plan.spec("engine-0")
+    words = dict(zip(engine.argv[4::2], engine.argv[5::2], strict=True))
+    assert words["--host"] == "10.0.0.2" and words["--controller-url"] == "http://10.0.0.1:20000"
+    assert words["--redis-url"] == "redis://10.0.0.1:20004/0"
+    assert engine.health == "http://10.0.0.2:20001/health"
+    assert shares[1].elsewhere["controller"] == "http://10.0.0.1:20000/health"
+    assert not any("127.0.0.1" in " ".join(spec.argv) for spec in plan.specs)
+
+
+def test_secrets_are_named_by_their_files_alone() -> None:
+    shown = json.dumps(plan_json(_planned(TWO)))
+    assert json.loads(shown)["token_file"] == "/runs/x/tokens.json"
+    config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
+    launch = _launch(config, read_hosts(config, TWO, count=None, gpus=None))
+    assert "s3cret" not in json.dumps(plan_json(launch)) + "".join(plan_lines(launch))
+
+
+def test_name_servers_are_not_waited_for() -> None:
+    """The C library asks for 5 s, twice; torch's TCPStore asks it for the name of each peer."""
+    assert {spec.env["RES_OPTIONS"] for spec in processes_of(_planned(TWO)).specs} == {"timeout:1 attempts:2"}
+
+
+def test_ranks_of_one_trainer_are_one_group_with_a_device_each() -> None:
+    sections, words = CASES["trainer_over_two"]
+    processes = plan_json(_planned(words, **sections))["processes"]
+    ranks = {each["rank"]: each for each in processes if each["rank"] is not None}
+    assert [(ranks[rank]["host"], ranks[rank]["devices"]) for rank in range(4)] == [
+        ("a", [0]), ("a", [1]), ("a", [2]), ("b", [0]),
+    ]  # fmt: skip
+    assert {each["group"] for each in ranks.values()} == {"trainer"}
+    assert [ranks[rank]["env"]["CUDA_VISIBLE_DEVICES"] for rank in range(4)] == ["0", "1", "2", "0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sections", "refusal"),
+    [
+        (("a", "b"), {}, "nothing says how many a has: say --host a:gpus=8"),
+        (("a:gpus=1", "b:gpus=1"), {"engine": {"count": 2}}, "engine-1 of 2 takes 1 GPU .* a none, b none; say more"),
+        (
+            ("a:gpus=4", "b:gpus=1"),
+            {"engine": {"devices": 2, "type": "vllm", "count": 2}},
+            "engine-1 of 2 takes 2 GPUs",
+        ),
+        (("a:gpus=1", "b:gpus=1"), {"trainer": {"options": MESH}}, "the trainer takes 4 GPUs"),
+        (("a:gpus=2,roles=engine", "b:gpus=2,roles=actor"), {}, "no host has the role trainer"),
+        (TWO, {"launch": {"trainer_devices": [0]}}, "name the GPUs of one host, and the run has 2"),
+        (("a:gpus=0", "b:gpus=0"), {"trainer": {"device": "cuda"}}, "trainer.device=cuda ask for GPUs"),
+        (("a", "a"), {}, "got a twice"),
+        (("a:gpu=8",), {}, "--host knows gpus and roles"),
+        (("a:gpus=many",), {}, "with a number of gpus"),
+        (("a:gpus=1,roles=judge",), {}, "roles of engine, trainer, actor"),
+        (("-x",), {}, "--host must be NAME"),
+        (("a=b c",), {}, "--host must be NAME"),
+    ],
+)
+def test_refusals_say_what_to_do(words: tuple[str, ...], sections: dict[str, object], refusal: str) -> None:
+    gpus = 0 if refusal == "got a twice" else None
+    with pytest.raises(UserError, match=refusal):
+        config = _config(**sections)
+        _launch(config, read_hosts(config, words, count=None, gpus=gpus))
+
+
+def test_hosts_may_be_counted() -> None:
+    hosts = read_hosts(_config(), [], count=2, gpus=4)
+    assert [(host.name, host.address, len(host.devices)) for host in hosts] == [
+        ("host-0", "host-0", 4), ("host-1", "host-1", 4),
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="not both"):
+        read_hosts(_config(), ["a"], count=2, gpus=4)
+
+
+def test_a_host_shows_its_own_devices_and_is_refused_with_too_few() -> None:
+    homes, _ = spread(_config(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
+    own = homes.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
+    assert own.named("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
+    assert own.named("a") == homes.named("a")
+    with pytest.raises(UserError, match="host b 1 GPU, and it has none; say --host b:gpus=0"):
+        homes.knowing("b", Devices())
+    with pytest.raises(UserError, match="has no host 'c'; its hosts are a, b"):
+        homes.named("c")
+
+
+def test_hosts_survive_their_file() -> None:
+    host = read_hosts(_config(), ["a=h.example:gpus=2,roles=actor"], count=None, gpus=None)[0]
+    assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
+
+
+def test_a_plan_may_wait_for_what_is_elsewhere_and_for_nothing_else() -> None:
+    spec = processes_of(_planned(TWO)).spec("engine-0")
+    assert Plan((spec,), {"controller": "http://a/health"}).specs == (spec,)
+    with pytest.raises(ValueError, match="engine-0 waits for controller"):
+        Plan((spec,))
+
+
+def test_too_few_gpus_is_an_error_of_the_recipe() -> None:
+    with pytest.raises(RecipeError):
+        _planned(("a:gpus=0", "b:gpus=1"))

@@ -1,0 +1,99 @@
+"""Ray: what it is asked for, and a real cluster of two nodes, which runs a node in each bundle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from launch.cluster import ray as launcher
+from launch.cluster.membership import Members
+from launch.hosts import numbered_devices, read_hosts
+from pipelinerl.config.recipe import parse
+from pipelinerl.errors import UserError
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "run": {"name": "x"}})
+
+#: A cluster of two nodes, in a process of its own, since Ray leaves threads behind. Nodes of a run that is over end at
+#: once, so that this tries Ray's part alone.
+_CLUSTER = """
+import os, sys
+from pathlib import Path
+from ray.cluster_utils import Cluster
+from launch.cluster import ray
+from launch.cluster.membership import LaunchRecord, Members, ended, write_launch
+from launch.hosts import read_hosts
+from launch.supervisor import RunOutcome, RunResult
+from pipelinerl.config.recipe import parse
+from pipelinerl.errors import UserError
+
+run_dir = Path(sys.argv[1])
+sections = {"engine": {"type": "bigram"}, "trainer": {"type": "bigram"}}
+config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
+two, three = (Members(hosts=read_hosts(config, [], count=count, gpus=0)) for count in (2, 3))
+write_launch(run_dir, ended(LaunchRecord(id="1", members=two), RunResult(RunOutcome.COMPLETED, "completed")))
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+try:
+    cluster.add_node(num_cpus=1)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    print("status", ray.run_on_ray(None, config, two, run_dir, print))
+    ray.PLACED_S = 1.0
+    try:
+        ray.run_on_ray(None, config, three, run_dir, print)
+    except UserError as error:
+        print("refused:", error)
+finally:
+    cluster.shutdown()
+"""
+
+
+def test_a_bundle_holds_what_its_host_takes() -> None:
+    members = Members(hosts=read_hosts(CONFIG, ["a:gpus=8", "b:gpus=0"], count=None, gpus=None))
+    assert launcher.bundles_of(members) == [{"CPU": 1.0, "GPU": 8.0}, {"CPU": 1.0}]
+    assert launcher.describe(CONFIG, members).splitlines() == [
+        "placement group x, strategy STRICT_SPREAD:",
+        "  a: CPU 1, GPU 8; pipelinerl node RUN --name a, up to 3 restarts",
+        "  b: CPU 1; pipelinerl node RUN --name b, up to 3 restarts",
+    ]
+
+
+def test_the_words_of_a_host_say_the_same_of_it() -> None:
+    (host,) = read_hosts(CONFIG, ["a=10.0.0.1:gpus=2,roles=engine"], count=None, gpus=None)
+    assert read_hosts(CONFIG, [host.word], count=None, gpus=None) == (host,)
+    assert host.devices == numbered_devices(2)
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    members = Members(hosts=read_hosts(CONFIG, ["a:gpus=0"], count=None, gpus=None))
+    with pytest.raises(UserError, match=r"pip install 'pipelinerl\[ray\]'"):
+        launcher.run_on_ray(None, CONFIG, members, tmp_path, print)
+
+
+@pytest.mark.slow
+def test_a_real_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with TemporaryDirectory(prefix="ray-") as short:  # its sockets' paths have 107 characters at most
+        done = subprocess.run(
+            [sys.executable, "-c", _CLUSTER, str(run_dir)],
+            env={**environment, "RAY_TMPDIR": short, "HOME": short},
+            capture_output=True,
+            text=True,
+            timeout=2 * PATIENCE_S,
+            check=False,
+        )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    assert "status 0\n" in done.stdout
+    outputs = [run_dir / "cluster" / f"node-host-{number}.out" for number in range(2)]
+    assert [path.read_text() for path in outputs] == ["the run is over: completed\n"] * 2
+    assert "refused: Ray has no room for 3 hosts" in done.stdout
+    assert "its machines have: CPU 1, GPU 0; CPU 1, GPU 0; add machines" in done.stdout

@@ -1,0 +1,167 @@
+"""Slurm: the batch script as text, and a real cluster of two nodes that runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from launch.cluster import slurm
+from launch.cluster.membership import Members
+from launch.hosts import read_hosts
+from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import Event, read_events
+from tests.fakes.live_run import CLI, light_run
+from tests.fakes.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.patience import PATIENCE_S
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hosts"
+RUN = Path("/runs/a run")
+
+
+def _config(**sections: object) -> RunConfig:
+    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
+
+
+def _script(words: tuple[str, ...], *, count: int | None = None, gpus: int | None = 8, **rest: tuple[str, ...]) -> str:
+    config = _config(launch={"save_s": 45.0})
+    members = Members(hosts=read_hosts(config, words, count=count, gpus=gpus))
+    return slurm.slurm_script(config, members, run_dir=RUN, **rest)
+
+
+def test_the_script_asks_for_what_the_plan_takes_and_for_notice_before_the_time_limit() -> None:
+    script = _script((), count=2, extra=("--partition=gpu", "--time=4:00:00"))
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert {"--nodes=2", "--gpus-per-node=8", "--requeue", "--no-kill", "--signal=B:TERM@105"} <= set(directives)
+    assert directives[-2:] == ["--partition=gpu", "--time=4:00:00"], "the user has the last word"
+    assert not any(directive.startswith("--nodelist") for directive in directives)
+    assert "run='/runs/a run'\n" in script
+    assert '--host "$name=${address:-$name}:gpus=8"' in script
+
+
+def test_named_hosts_keep_their_order_and_what_was_said_of_each() -> None:
+    script = _script(("t7:gpus=4,roles=trainer", "e1:gpus=8,roles=engine+actor"))
+    assert "#SBATCH --nodelist=t7,e1" in script and "#SBATCH --gpus-per-node=8" in script
+    assert "names=(t7 e1)\ndeclare -A more=([t7]=:gpus=4,roles=trainer [e1]=:gpus=8,roles=actor+engine)" in script
+
+
+def test_hosts_that_are_not_alike_need_names() -> None:
+    with pytest.raises(UserError, match="must be named as Slurm names them"):
+        _script(("host-0:gpus=1", "host-1:gpus=2"))
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is bash's")
+def test_the_script_is_bash() -> None:
+    for script in (_script((), count=3), _script(("a", "b"))):
+        done = subprocess.run(
+            ["bash", "-n"], input=script, text=True, capture_output=True, timeout=PATIENCE_S, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_slurm_the_script_stays_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=rf"sbatch is not on PATH.*sbatch {tmp_path}/slurm\.sh"):
+        slurm.submit("#!/bin/bash\n", tmp_path)
+    assert (tmp_path / "slurm.sh").is_file()
+
+
+# --- a real cluster: the script with a stand-in for the program, then whole runs --------------------------------------
+
+#: Takes the script's words as `pipelinerl` does: `node` serves until it is told to end, `stop` tells it to.
+_PROGRAM = """
+import os, sys, time
+from pathlib import Path
+command, run = sys.argv[1], Path(sys.argv[2])
+if command == "stop":
+    (run / "stop").write_text(" ".join(sys.argv[3:]))
+    sys.exit()
+name, life = sys.argv[4], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+with open(run / f"{name}-{life}", "a") as file:
+    file.write(f"{os.getpid()} {' '.join(sys.argv[5:])}\\n")
+while not (run / ("over" if life else "stop")).exists():
+    time.sleep(0.05)
+"""
+
+
+def _lives(run_dir: Path, name: str, life: int) -> list[str]:
+    path = run_dir / f"{name}-{life}"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_the_script_on_a_real_cluster(tmp_path: Path) -> None:
+    """A killed step is begun again; notice suspends the run, and the job's next life begins its nodes anew."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    config = _config(engine={"type": "bigram"}, trainer={"type": "bigram"})
+    members = Members(hosts=read_hosts(config, [], count=2, gpus=None), first_port=21000)
+    program = shlex.join([sys.executable, "-S", "-E", str(tmp_path / "program.py")])
+    script = slurm.slurm_script(config, members, run_dir=run_dir)
+    script, replaced = re.subn(r"(?m)^pipelinerl=\(.*\)$", f"pipelinerl=({program})", script)
+    assert replaced == 1
+    (run_dir / "slurm.sh").write_text(script)
+    with slurm_cluster(tmp_path / "slurm") as cluster:
+        job = cluster.run("sbatch", "--parsable", str(run_dir / "slurm.sh")).strip()
+        served = partial(_lives, run_dir)
+        _until(cluster, run_dir, lambda: served("n1", 0) and served("n2", 0), "a node on both hosts")
+        hosts = "--first-port 21000 --host n1=127.0.0.1:gpus=0 --host n2=127.0.0.2:gpus=0"
+        first = served("n2", 0)[0]
+        assert first.split(" ", 1)[1] == hosts and served("n1", 0)[0].split(" ", 1)[1] == hosts
+        os.kill(int(first.split()[0]), signal.SIGKILL)
+        _until(cluster, run_dir, lambda: len(served("n2", 0)) == 2, "the node that was killed again")
+        assert len(served("n1", 0)) == 1, "the other went on"
+        cluster.run("scancel", "--batch", "--signal=TERM", job)  # as Slurm does before the time limit
+        _until(cluster, run_dir, (run_dir / "stop").exists, "the notice")
+        assert (run_dir / "stop").read_text() == "--suspend"
+        _until(cluster, run_dir, lambda: cluster.state(job) == "PENDING", "the job in the queue again")
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would hold it for two minutes
+        _until(cluster, run_dir, lambda: served("n1", 1) and served("n2", 1), "the next life")
+        (run_dir / "over").touch()
+        _until(cluster, run_dir, lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the job's end")
+        assert cluster.state(job) == "COMPLETED", (run_dir / f"slurm-{job}.out").read_text()
+
+
+def _submitted(cluster: SlurmCluster, directory: Path, *changes: str) -> str:
+    words = [*CLI, "run", *light_run(directory, *changes), "--on", "slurm", "--hosts", "2"]
+    said = cluster.run(*words)
+    return said.partition("submitted as job ")[2].partition(";")[0]
+
+
+def _events(directory: Path, kind: str) -> list[Event]:
+    path = directory / "events.jsonl"
+    return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
+
+
+def _until(cluster: SlurmCluster, directory: Path, reached: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        if time.monotonic() > deadline:
+            outputs = "\n".join(path.read_text() for path in directory.glob("slurm-*.out"))
+            logs = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in directory.glob("logs/*.log"))
+            raise AssertionError(f"{what} did not come:\n{cluster.logs()}\n{outputs}\n{logs}")
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_real_cluster_of_two_nodes(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with slurm_cluster(tmp_path / "slurm") as cluster:
+        job = _submitted(cluster, directory, "run.steps=4", "engine.count=2")
+        _until(cluster, directory, lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the job's end")
+        output = (directory / f"slurm-{job}.out").read_text()
+        assert cluster.state(job) == "COMPLETED", output
+    assert _events(directory, "run_finished"), output
+    hosts = {event["url"].split(":")[1] for event in _events(directory, "engine_verified")}
+    assert hosts == {"//127.0.0.1", "//127.0.0.2"}

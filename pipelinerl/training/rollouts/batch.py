@@ -261,9 +261,8 @@ def build(
     has none: it is not computed.
 
     Args:
-        shaping: by domain; the others' rewards are the verifiers'.
-        truncated: of rollouts that ended for want of tokens; width: micro-batches that the trainer computes at once.
-        dealing: into how many optimizer steps the batch is divided.
+        shaping: by domain; others' rewards are the verifiers'. truncated: of rollouts that ended for want of tokens.
+        width: micro-batches that the trainer computes at once. dealing: how the batch is divided.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)

@@ -8,8 +8,8 @@
 
 The same code, prompts, noise, objective and number of rollouts: an arm differs in its schedule's flags alone, and each
 optimizer step is on as many rollouts in each. Cells are the rollouts of an optimizer step by a law of answers' lengths;
-each is run with every seed. For each arm: training reward against rollouts, seconds and sampled tokens, held-out accuracy
-of the last weights, ESS, age of tokens in optimizer steps, sampled tokens that were thrown away. Nothing is demanded.
+each is run with every seed. For each arm: training reward against rollouts, seconds and sampled tokens, held-out
+accuracy of the last weights, ESS, age of tokens in optimizer steps, tokens that were thrown away. Nothing is demanded.
 
 Times are of whole runs on this machine, which must do nothing else; `--recipe` takes a task whose model is large enough
 that computing, and not the processes around it, decides. After each run it is said how long the rest will take.

@@ -1,4 +1,4 @@
-"""Arms of the schedules benchmark differ in their schedule alone, and are given as many rollouts and optimizer steps."""
+"""Arms of the schedules benchmark differ in their schedule alone, with as many rollouts and optimizer steps."""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ SETTINGS = (
     f"training.epochs={EPOCHS}",
     f"training.mini_batches={MINI_BATCHES}",
     "training.target_kl=10.0",
+    "objective.grad1.epsilon_low=0.02",
+    "objective.grad1.epsilon_high=0.02",
 )
 
 

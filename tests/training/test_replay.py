@@ -16,6 +16,8 @@ from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.replay import RecordedStep, Replay
 from pipelinerl.training.rollouts.admission import Lineage
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.rollouts.mini_batches import MiniBatching
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
@@ -122,3 +124,32 @@ def test_the_weights_that_sampled_are_kept_as_long_as_steps_ask_for_them(model: 
     assert [each.differences for each in at_sampling_weights(model, acceptance=2).run(steps)] == [{}, {}, {}]
     with pytest.raises(RecordError, match="the weights of version 0 are not kept any more"):
         list(at_sampling_weights(model, acceptance=1).run(steps))
+
+
+def test_steps_of_several_optimizer_steps_are_the_same_to_the_bit_also_from_a_saved_state(
+    model: Path, tmp_path: Path
+) -> None:
+    dealing, objective = MiniBatching(epochs=2, mini_batches=2, seed=3), resolve("grpo")
+    running = replace(replay(model), dealing=dealing)
+    steps, saved = [], tmp_path / "saved"
+    for version in (1, 2, 3):
+        orders = range(4 * version - 4, 4 * version)
+        groups = [GROUPS[index][0] for index in orders]
+        batch = build(groups, objective=objective, token_budget=64, producing=version, dealing=dealing)
+        rates = [0.1 / (version + number) for number in range(4)]
+        figures, updates = running.step.apply(running.step.accumulate(batch, objective), learning_rates=rates)
+        told = batch.stats | figures
+        steps.append(RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures=told, updates=updates))
+        if version == 2:
+            saved.mkdir()
+            running.step.passes.policy.save_state(saved)
+    assert [len(step.updates) for step in steps] == [4, 4, 4]
+    again = list(replace(replay(model), dealing=dealing).run(steps))
+    assert [each.differences for each in again] == [{}, {}, {}]
+    restored = BigramTrainer()
+    restored.init_worker(TrainerSpec(model_path=model, restore_from=saved))
+    resumed = replace(replay(model), dealing=dealing, began_at=2, step=TrainStep(passes=ForwardPasses(policy=restored)))
+    (third,) = resumed.run(steps[2:])
+    assert third.differences == {}
+    (other,) = replace(replay(model), dealing=replace(dealing, seed=4)).run(steps[:1])
+    assert other.differences, "other mini-batches are another step"

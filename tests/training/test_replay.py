@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl import rng
 from pipelinerl.choices import OldLogprobs
 from pipelinerl.errors import RecordError
 from pipelinerl.models.bigram import BigramModel
@@ -22,7 +23,7 @@ from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
-from tests.fakes.rollouts import group
+from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import TrainerSpec
 
 GROUPS = {index: [group(index, (0.0, 1.0, 0.5), version=index // 4)] for index in range(12)}
@@ -126,16 +127,26 @@ def test_the_weights_that_sampled_are_kept_as_long_as_steps_ask_for_them(model: 
         list(at_sampling_weights(model, acceptance=1).run(steps))
 
 
+def various(index: int) -> RolloutGroup:
+    """A group whose rollouts say other things than those of every other group."""
+    draw = rng.generator(index, "various")
+    rollouts = [
+        rollout(reward=reward, sampled=draw.integers(0, 7, 3 + index % 4).tolist()) for reward in (0.0, 1.0, 0.5)
+    ]
+    return replace(group(index, (), version=0), rollouts=tuple(rollouts))
+
+
 def test_steps_of_several_optimizer_steps_are_the_same_to_the_bit_also_from_a_saved_state(
     model: Path, tmp_path: Path
 ) -> None:
     dealing, objective = MiniBatching(epochs=2, mini_batches=2, seed=3), resolve("grpo")
-    running = replace(replay(model), dealing=dealing)
+    groups = {index: [various(index)] for index in range(12)}
+    running = replace(replay(model, groups), dealing=dealing)
     steps, saved = [], tmp_path / "saved"
     for version in (1, 2, 3):
         orders = range(4 * version - 4, 4 * version)
-        groups = [GROUPS[index][0] for index in orders]
-        batch = build(groups, objective=objective, token_budget=64, producing=version, dealing=dealing)
+        its = [groups[index][0] for index in orders]
+        batch = build(its, objective=objective, token_budget=64, producing=version, dealing=dealing)
         rates = [0.1 / (version + number) for number in range(4)]
         figures, updates = running.step.apply(running.step.accumulate(batch, objective), learning_rates=rates)
         told = batch.stats | figures
@@ -144,12 +155,13 @@ def test_steps_of_several_optimizer_steps_are_the_same_to_the_bit_also_from_a_sa
             saved.mkdir()
             running.step.passes.policy.save_state(saved)
     assert [len(step.updates) for step in steps] == [4, 4, 4]
-    again = list(replace(replay(model), dealing=dealing).run(steps))
+    again = list(replace(replay(model, groups), dealing=dealing).run(steps))
     assert [each.differences for each in again] == [{}, {}, {}]
     restored = BigramTrainer()
     restored.init_worker(TrainerSpec(model_path=model, restore_from=saved))
-    resumed = replace(replay(model), dealing=dealing, began_at=2, step=TrainStep(passes=ForwardPasses(policy=restored)))
+    step = TrainStep(passes=ForwardPasses(policy=restored))
+    resumed = replace(replay(model, groups), dealing=dealing, began_at=2, step=step)
     (third,) = resumed.run(steps[2:])
     assert third.differences == {}
-    (other,) = replace(replay(model), dealing=replace(dealing, seed=4)).run(steps[:1])
+    (other,) = replace(replay(model, groups), dealing=replace(dealing, seed=4)).run(steps[:1])
     assert other.differences, "other mini-batches are another step"

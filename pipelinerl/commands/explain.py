@@ -122,7 +122,7 @@ def read(path: Path, group: int = 0) -> list[ScoredRollout]:
     return [_of_json(entry, f"{path}: rollouts.{number}", group) for number, entry in enumerate(entries)]
 
 
-class Asked(NamedTuple):
+class Explained(NamedTuple):
     """What is to be explained: an objective as `resolve` reads it, and what a recipe says around it."""
 
     objective: str | dict[str, Any]
@@ -131,11 +131,11 @@ class Asked(NamedTuple):
     several: str | None = None
 
 
-def _objective_of(choice: str, overrides: Sequence[str]) -> Asked:
+def _objective_of(choice: str, overrides: Sequence[str]) -> Explained:
     if choice in PRESETS:
         if overrides:
             raise UserError(f"{choice} is a preset, and {overrides[0]} changes a recipe; name a recipe instead")
-        return Asked(choice, no_signal_of(choice))
+        return Explained(choice, no_signal_of(choice))
     shipped = sorted(path.stem for path in recipes.RECIPES.glob("*.toml"))
     if choice not in shipped and not Path(choice).is_file():
         raise UserError(
@@ -144,7 +144,7 @@ def _objective_of(choice: str, overrides: Sequence[str]) -> Asked:
         )
     config = recipes.load(choice, overrides)
     no_signal = config.training.no_signal or no_signal_of(config.objective)
-    return Asked(config.objective, no_signal, config.sampling.max_tokens, mini_batch_finding(config))
+    return Explained(config.objective, no_signal, config.sampling.max_tokens, mini_batch_finding(config))
 
 
 def _slots(objective: PolicyObjective) -> Table:

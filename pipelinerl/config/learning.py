@@ -11,7 +11,6 @@ from pipelinerl.choices import NoSignal, OldLogprobs, Truncated
 from pipelinerl.config.sections import Section
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.reward import Over, RewardShaping
-from pipelinerl.training.rollouts.mini_batches import MiniBatching
 
 
 class TrainingSection(Section):
@@ -37,10 +36,6 @@ class TrainingSection(Section):
     """A step of several optimizer steps ends before one at which the KL from π_old, in nats per token, exceeds this."""
     deadline_s: float = Field(default=300.0, gt=0)
     """How long a step may wait without a rollout, or a word of the controller, before the run says so and stops."""
-
-    def dealing(self, seed: int) -> MiniBatching:
-        """How a run of this seed divides its batches."""
-        return MiniBatching(epochs=self.epochs, mini_batches=self.mini_batches, target_kl=self.target_kl, seed=seed)
 
     @model_validator(mode="after")
     def _ends_what_can_end(self) -> Self:

@@ -20,7 +20,7 @@ from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, objective_of, training_problems
+from pipelinerl.roles.wiring import checkpoints_of, dealing_of, objective_of, training_problems
 from pipelinerl.roles.workers import started
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
@@ -159,7 +159,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         publish_timeout_s=config.weights.timeout_s,
         scope=config.staleness.scope,
         overdue_s=config.staleness.overdue_s if config.staleness.overdue is Overdue.WAIT else None,
-        dealing=config.training.dealing(config.run.seed),
+        dealing=dealing_of(config),
         schedule=LearningRateSchedule(
             warmup_steps=config.optimizer.warmup_steps,
             steps=config.optimizer_steps,

@@ -10,6 +10,7 @@ from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
@@ -24,6 +25,7 @@ from pipelinerl.objective.tokens import Policy
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.retention import Retention
+from pipelinerl.training.rollouts.mini_batches import MiniBatching
 from pipelinerl.types import Quota
 
 
@@ -60,6 +62,11 @@ def objective_of(config: RunConfig) -> PolicyObjective:
     for sentence in without_effect(objective, setting_of(config)):
         raise RecipeError(f"objective.{sentence}")
     return objective
+
+
+def dealing_of(config: RunConfig) -> MiniBatching:
+    """How batches are divided into optimizer steps."""
+    return MiniBatching(**shared_values(config.training, MiniBatching), seed=config.run.seed)
 
 
 def setting_of(config: RunConfig) -> Setting:

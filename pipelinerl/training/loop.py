@@ -118,13 +118,12 @@ class TrainingLoop:
         self._settings = settings
         self._step = step
         self._trainer = step.passes.policy
-        self._version = restored.model_version if restored else 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._objective = AdaptiveObjective(
             objective, controller=settings.kl, restored=restored.kl_coefficient if restored else None
         )
         self._overdue = None if settings.overdue_s is None else OverdueWait(settings.overdue_s)
-        self._skipped = 0
+        self._version, self._skipped = restored.model_version if restored else 0, 0
         self._checkpoints = checkpoints
         self._at = at
         self._watch = watch or StepWatch()

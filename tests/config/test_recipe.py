@@ -50,6 +50,13 @@ def refusal(*overrides: str) -> str:
         ("staleness.k=1.5", "staleness.k must be a whole number or inf, got 1.5"),
         ("objective=3", "objective: must be the name of a preset or a table, got 3"),
         ("training.rollouts_per_step=12", "training.rollouts_per_step (12) must be a multiple of sampling.group_size"),
+        ("training.epochs=0", "training.epochs: Input should be greater than or equal to 1, got 0"),
+        ("training.mini_batches=33", "training.mini_batches (33) must be at most the 32 groups of a step (training.ro"),
+        ("training.target_kl=0", "training.target_kl: Input should be greater than 0, got 0"),
+        (
+            "training.target_kl=0.1",
+            "training.target_kl ends a step before one of its further optimizer steps, and there",
+        ),
         ("streams.max_groups=4", "streams.max_groups (4) must be at least the 32 groups of a step"),
         ("sampling.max_tokens=32", "sampling.max_tokens (32) must be below engine.context_length (32)"),
         (

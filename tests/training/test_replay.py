@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl import rng
 from pipelinerl.choices import OldLogprobs
 from pipelinerl.errors import RecordError
 from pipelinerl.models.bigram import BigramModel
@@ -16,11 +17,13 @@ from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.replay import RecordedStep, Replay
 from pipelinerl.training.rollouts.admission import Lineage
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.rollouts.mini_batches import MiniBatching
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
-from tests.fakes.rollouts import group
+from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import TrainerSpec
 
 GROUPS = {index: [group(index, (0.0, 1.0, 0.5), version=index // 4)] for index in range(12)}
@@ -122,3 +125,43 @@ def test_the_weights_that_sampled_are_kept_as_long_as_steps_ask_for_them(model: 
     assert [each.differences for each in at_sampling_weights(model, acceptance=2).run(steps)] == [{}, {}, {}]
     with pytest.raises(RecordError, match="the weights of version 0 are not kept any more"):
         list(at_sampling_weights(model, acceptance=1).run(steps))
+
+
+def various(index: int) -> RolloutGroup:
+    """A group whose rollouts say other things than those of every other group."""
+    draw = rng.generator(index, "various")
+    rollouts = [
+        rollout(reward=reward, sampled=draw.integers(0, 7, 3 + index % 4).tolist()) for reward in (0.0, 1.0, 0.5)
+    ]
+    return replace(group(index, (), version=0), rollouts=tuple(rollouts))
+
+
+def test_steps_of_several_optimizer_steps_are_the_same_to_the_bit_also_from_a_saved_state(
+    model: Path, tmp_path: Path
+) -> None:
+    dealing, objective = MiniBatching(epochs=2, mini_batches=2, seed=3), resolve("grpo")
+    groups = {index: [various(index)] for index in range(12)}
+    running = replace(replay(model, groups), dealing=dealing)
+    steps, saved = [], tmp_path / "saved"
+    for version in (1, 2, 3):
+        orders = range(4 * version - 4, 4 * version)
+        its = [groups[index][0] for index in orders]
+        batch = build(its, objective=objective, token_budget=64, producing=version, dealing=dealing)
+        rates = [0.1 / (version + number) for number in range(4)]
+        figures, updates = running.step.apply(running.step.accumulate(batch, objective), learning_rates=rates)
+        told = batch.stats | figures
+        steps.append(RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures=told, updates=updates))
+        if version == 2:
+            saved.mkdir()
+            running.step.passes.policy.save_state(saved)
+    assert [len(step.updates) for step in steps] == [4, 4, 4]
+    again = list(replace(replay(model, groups), dealing=dealing).run(steps))
+    assert [each.differences for each in again] == [{}, {}, {}]
+    restored = BigramTrainer()
+    restored.init_worker(TrainerSpec(model_path=model, restore_from=saved))
+    step = TrainStep(passes=ForwardPasses(policy=restored))
+    resumed = replace(replay(model, groups), dealing=dealing, began_at=2, step=step)
+    (third,) = resumed.run(steps[2:])
+    assert third.differences == {}
+    (other,) = replace(replay(model, groups), dealing=replace(dealing, seed=4)).run(steps[:1])
+    assert other.differences, "other mini-batches are another step"

@@ -261,9 +261,8 @@ def build(
     has none: it is not computed.
 
     Args:
-        shaping: by domain; the others' rewards are the verifiers'.
-        truncated: of rollouts that ended for want of tokens; width: micro-batches that the trainer computes at once.
-        dealing: into how many optimizer steps the batch is divided.
+        shaping: by domain; others' rewards are the verifiers'. truncated: of rollouts that ended for want of tokens.
+        width: micro-batches that the trainer computes at once. dealing: how the batch is divided.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -279,9 +278,7 @@ def build(
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` finds rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
-    teaches = learns & np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])
-    some = learns if learns.any() else valid  # one that is masked has the weight 0
-    kept = np.flatnonzero(teaches if teaches.any() else some & (np.cumsum(some) == 1)).tolist()
+    taught = np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])
     division = Division(
         dealing=dealing,
         producing=producing,
@@ -290,7 +287,7 @@ def build(
         lengths=lengths,
         num_tokens=np.array([rollout.num_tokens for rollout in rollouts]),
         learns=learns,
-        computed=kept,
+        computed=_computed(learns & taught, learns if learns.any() else valid),
     )
     return TrainBatch(
         groups=list(groups),
@@ -298,26 +295,30 @@ def build(
         learns=learns,
         division=division,
         bins=partial(bins_of, token_budget=token_budget, width=width),
-        packed=[
-            Packed(batch, [members[place] for place in places])
-            for members, weights in division.portions(0)
-            for batch, places in pack(
-                [_weighted(rollouts[i], parts[i], weights[i]) for i in members], token_budget=token_budget, width=width
-            )
-        ],
-        stats=_stats(
-            rollouts,
-            rewards=verdicts[valid],
-            lengths=lengths,
-            producing=producing,
-            idle=1 - len(kept) / len(rollouts),
-        )
+        packed=_packed(division, rollouts, parts, token_budget=token_budget, width=width),
+        stats=_stats(rollouts, rewards=verdicts[valid], division=division)
         | {"masked": float((valid & ~learns).mean())},
     )
 
 
-def _weighted(rollout: Rollout, advantages: Floats, weight: np.float64) -> WeightedRollout:
-    return WeightedRollout(rollout=rollout, advantages=advantages, token_weight=float(weight))
+def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:
+    """Who has something to teach; of none the first of `some`, of whom one that is masked has the weight 0."""
+    return np.flatnonzero(teaches if teaches.any() else some & (np.cumsum(some) == 1)).tolist()
+
+
+def _packed(
+    division: Division, rollouts: Sequence[Rollout], advantages: Sequence[Floats], *, token_budget: int, width: int
+) -> list[Packed]:
+    """The micro-batches of the first epoch, mini-batch after mini-batch."""
+    packed = []
+    for members, weights in division.portions(0):
+        weighted = [
+            WeightedRollout(rollout=rollouts[i], advantages=advantages[i], token_weight=float(weights[i]))
+            for i in members
+        ]
+        for batch, places in pack(weighted, token_budget=token_budget, width=width):
+            packed.append(Packed(batch, [members[place] for place in places]))
+    return packed
 
 
 def _shaped(scored: Scored, domains: NDArray[np.str_], shaping: Mapping[str, RewardShaping]) -> Floats:
@@ -332,10 +333,9 @@ def _shaped(scored: Scored, domains: NDArray[np.str_], shaping: Mapping[str, Rew
     return rewards
 
 
-def _stats(
-    rollouts: Sequence[Rollout], *, rewards: np.ndarray, lengths: np.ndarray, producing: int, idle: float
-) -> dict[str, float]:
-    staleness = np.array([producing - rollout.oldest_version for rollout in rollouts])
+def _stats(rollouts: Sequence[Rollout], *, rewards: np.ndarray, division: Division) -> dict[str, float]:
+    lengths = division.lengths
+    staleness = np.array([division.producing - rollout.oldest_version for rollout in rollouts])
     mixed = np.array([rollout.oldest_version != rollout.newest_version for rollout in rollouts])
     right = sum(rollout.verdict.outcome is Outcome.CORRECT for rollout in rollouts)
     return {
@@ -352,5 +352,5 @@ def _stats(
         "staleness_max": float(staleness.max()),
         "mixed_version_fraction": float(mixed.mean()),
         "unjudged": float(len(rollouts) - rewards.size),
-        "idle_fraction": idle,
+        "idle_fraction": 1 - len(division.computed) / len(rollouts),
     }

@@ -1,0 +1,90 @@
+"""What `check` and `explain` say of a batch that is several optimizer steps, and of the steps that a run recorded."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from pipelinerl.commands.explain import show
+from pipelinerl.commands.findings.mini_batches import mini_batch_finding, update_table
+from pipelinerl.config.recipe import load
+from pipelinerl.objective.contradictions import doubts
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.roles.trainer_role import loop_settings
+from pipelinerl.roles.wiring import objective_of, setting_of
+from pipelinerl.training.replay import RecordedStep
+from pipelinerl.training.rollouts.admission import Lineage
+
+SEVERAL = ("training.epochs=2", "training.mini_batches=4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ((), None),
+        (
+            SEVERAL,
+            "epochs: 2, mini-batches in each: 4, of about 8 whole groups; 8 optimizer steps for each version; with "
+            "k = 2, tokens train at most 16 of them after sampling",
+        ),
+        (
+            ("training.epochs=3", "training.target_kl=0.05", "staleness.k=inf"),
+            "epochs: 3, mini-batches in each: 1, of about 32 whole groups; 3 optimizer steps for each version, fewer "
+            "once the KL from π_old exceeds 0.05",
+        ),
+    ],
+)
+def test_it_says_how_a_batch_is_divided(changes: tuple[str, ...], said: str | None) -> None:
+    assert mini_batch_finding(load("tiny", changes)) == said
+
+
+def test_explain_says_it_of_a_recipe() -> None:
+    told = Console(file=StringIO(), width=300)
+    show("tiny", SEVERAL, [], told)
+    assert "a batch: epochs: 2, mini-batches in each: 4" in told.file.getvalue()
+
+
+def test_the_schedule_is_of_optimizer_steps() -> None:
+    settings = loop_settings(load("tiny", [*SEVERAL, "run.seed=7"]))
+    assert settings.schedule.steps == 8 * 1000
+    assert (settings.dealing.updates, settings.dealing.seed) == (8, 7)
+
+
+def said_of(objective: str | PolicyObjective, *changes: str) -> list[str]:
+    config = load("tiny", changes)
+    return list(doubts(resolve(objective) if isinstance(objective, str) else objective, setting_of(config)))
+
+
+def test_a_clip_over_old_is_doubted_where_a_batch_is_one_optimizer_step() -> None:
+    (alone,) = said_of("ppo_recomputed")
+    assert alone.startswith("grad1 clips π_θ/π_old, which is always 1 here") and "training.epochs" in alone
+    assert said_of("ppo_recomputed", *SEVERAL) == []
+
+
+def test_several_steps_without_a_ratio_are_doubted() -> None:
+    plain = resolve({"preset": "pipelinerl", "is_weight": "one"})
+    assert said_of(plain) == []
+    (several,) = said_of(plain, *SEVERAL)
+    assert several.startswith("grad1 and is_weight hold no ratio of the current policy, and a batch is 8 optimizer")
+    assert said_of("pipelinerl", *SEVERAL) == []
+
+
+def test_old_log_probs_may_be_chosen_where_the_bound_on_the_kl_reads_them() -> None:
+    objective_of(load("tiny", [*SEVERAL, "training.target_kl=0.1", "training.old_logprobs=behavior"]))
+
+
+def test_the_optimizer_steps_of_a_recorded_step_are_a_table() -> None:
+    step = RecordedStep(version=3, lineage=Lineage(1, 0), orders=(), figures={"learning_rate": 0.1})
+    assert update_table(step) is None and step.learning_rates == [0.1]
+    updates = [{"epoch": 1.0, "mini_batch": n, "loss": 0.5, "learning_rate": 0.1 * n} for n in (1.0, 2.0)]
+    several = RecordedStep(version=3, lineage=Lineage(1, 0), orders=(), figures={}, updates=updates)
+    assert several.learning_rates == [0.1, 0.2]
+    told = Console(file=StringIO(), width=120)
+    told.print(update_table(several))
+    assert [line.split() for line in told.file.getvalue().splitlines()[2:]] == [
+        ["1", "1", "0.5", "0.1"],
+        ["1", "2", "0.5", "0.2"],
+    ]

@@ -185,16 +185,13 @@ def warmstart(
     hidden: Annotated[int, typer.Option(help="Width of the decoder.")] = 96,
     layers: Annotated[int, typer.Option(help="Layers of the decoder.")] = 2,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
-    vocab: Annotated[int, typer.Option(help="Tokens that are learned from the problems (0: characters).")] = 0,
     at_least: Annotated[float, typer.Option(help="Stop at this greedy accuracy on the validation split.")] = 0.38,
     at_most: Annotated[float, typer.Option(help="Fail above this one: RL would have too little to do.")] = 0.44,
 ) -> None:
     """Make a small model and fit demonstrations until it has partial skill, as a start for RL."""
     from pipelinerl.commands.warmstart import WarmStartOptions, make
 
-    options = WarmStartOptions(
-        hidden=hidden, layers=layers, heads=heads, accuracy=(at_least, at_most), seed=seed, vocab=vocab
-    )
+    options = WarmStartOptions(hidden=hidden, layers=layers, heads=heads, accuracy=(at_least, at_most), seed=seed)
     make(recipes.load(recipe), options, output=output, say=typer.echo)
 
 

@@ -5,47 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
 
 from pipelinerl import rng
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.data.problems import Split
 from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import save_model
-from pipelinerl.models.tiny_decoder import SPELL_BACKWARD_PHRASE, DecoderShape, char_tokenizer, word_tokenizer
+from pipelinerl.models.tiny_decoder import SPELL_BACKWARD_PHRASE, DecoderShape, char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.models.warmstart import WarmStartProgress, WarmStartSettings, warm_start
 from pipelinerl.roles.wiring import problems_of
-from pipelinerl.types import Problem
-
-#: Problems from whose texts the tokens are learned.
-_READ: Final = 4000
-#: Texts of words are longer, and their accuracy rises more slowly: it is looked at less often.
-_COARSE: Final[dict[str, Any]] = {
-    "check_every": 10, "validation_problems": 192, "max_steps": 6000, "parts": 6, "learning_rate": 2e-3
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartOptions:
-    """The model's size and the band of greedy validation accuracy in which to stop.
-
-    With a `vocab`, its tokens are so many pieces of words, learned from the problems; with 0 they are characters.
-    """
+    """The model's size and the band of greedy validation accuracy in which to stop."""
 
     hidden: int
     layers: int
     heads: int
     accuracy: tuple[float, float]
     seed: int
-    vocab: int = 0
-
-
-def _tokenizer(problem: Callable[[int], Problem], vocab: int) -> Any:
-    if not vocab:
-        return char_tokenizer(phrases=(SPELL_BACKWARD_PHRASE,))
-    texts = (text for i in range(_READ) for text in (problem(i).messages[-1].content, problem(i).ground_truth))
-    return word_tokenizer(texts, vocab=vocab)
 
 
 def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Callable[[str], None]) -> None:
@@ -56,9 +36,7 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
     """
     if output.exists():
         raise UserError(f"{output} exists; name a directory to be made")
-    # Another order of problems than any run's, so that RL does not begin with what was just demonstrated.
-    training = problems_of(config, Split.TRAIN, seed=rng.key(options.seed, "demonstrations") % 2**31).problem
-    backend = _tokenizer(training, options.vocab)
+    backend = char_tokenizer(phrases=(SPELL_BACKWARD_PHRASE,))
     tokenizer = ChatTokenizer(backend, {backend.eos_token_id})
     try:
         shape = DecoderShape(
@@ -67,18 +45,17 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
             heads=options.heads,
             intermediate=2 * options.hidden,
             vocab=tokenizer.vocab_size,
-            max_positions=max(64, config.engine.context_length),
         )
     except ValueError as error:
         raise UserError(str(error)) from None
     settings = WarmStartSettings(
-        training_problem=training,
+        # Another order of problems than any run's, so that RL does not begin with what was just demonstrated.
+        training_problem=problems_of(config, Split.TRAIN, seed=rng.key(options.seed, "demonstrations") % 2**31).problem,
         validation_problem=problems_of(config, Split.VALIDATION, seed=0).problem,
         tokenizer=tokenizer,
         shape=shape,
         seed=options.seed,
         accuracy=options.accuracy,
-        **(_COARSE if options.vocab else {}),
     )
 
     def tell(progress: WarmStartProgress) -> None:

@@ -24,7 +24,7 @@ class VerificationSection(Section):
     """`services` where none is started by the launcher but elsewhere; by default what `services` says."""
     cache_mb: int = Field(default=64, ge=0, le=65_536)
     """What a service may keep of verdicts that it need not reach again."""
-    patience_s: float = Field(default=60.0, gt=0, le=3600)
+    grace_s: float = Field(default=60.0, gt=0, le=3600)
     """How long an answer whose service failed is taken to others before it is masked."""
     silence_s: float = Field(default=30.0, ge=5, le=3600)
     """A service that shows no sign of life for so long has failed."""

@@ -35,8 +35,6 @@ class WarmStartSettings:
         demonstration_temperature: demonstrations are fitted as samples at this temperature, so that at temperature 1
             the model is decisive. At 1 the partly trained model would sample far worse than its greedy answers.
         check_every: optimizer steps between two checks.
-        parts: into how many pieces of about equal length each batch is cut, so that little of it is padding; with more
-            than one, each answer counts alike, however long it is, and not each token.
     """
 
     training_problem: Callable[[int], Problem]
@@ -52,7 +50,6 @@ class WarmStartSettings:
     max_steps: int = 2000
     check_every: int = 2
     validation_problems: int = 512
-    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +93,7 @@ def warm_start(
     for step in range(1, settings.max_steps + 1):
         first = (step - 1) * settings.batch_size
         problems = [settings.training_problem(first + i) for i in range(settings.batch_size)]
-        loss = _step(model, optimizer, _by_length(problems, settings), settings, step)
+        loss = _step(model, optimizer, _batch(problems, settings.tokenizer), settings, step)
         if step % settings.check_every:
             continue
         greedy, sampled = accuracies(model, checked)
@@ -149,19 +146,10 @@ def _batch(problems: Sequence[Problem], tokenizer: ChatTokenizer) -> Demonstrati
     )
 
 
-def _by_length(problems: Sequence[Problem], settings: WarmStartSettings) -> list[Demonstrations]:
-    """The batch in `settings.parts` pieces, the short demonstrations apart from the long ones."""
-    if settings.parts == 1:
-        return [_batch(problems, settings.tokenizer)]
-    ordered = sorted(problems, key=lambda each: len(each.ground_truth) + len(each.messages[-1].content))
-    size = -(-len(ordered) // settings.parts)
-    return [_batch(ordered[begin : begin + size], settings.tokenizer) for begin in range(0, len(ordered), size)]
-
-
 def _step(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
-    batch: Sequence[Demonstrations],
+    batch: Demonstrations,
     settings: WarmStartSettings,
     step: int,
 ) -> float:
@@ -170,24 +158,13 @@ def _step(
 
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * min(1.0, step / max(settings.lr_warmup_steps, 1))
+    logits = model(input_ids=batch.token_ids).logits[:, :-1] / settings.demonstration_temperature
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=_IGNORED)
     optimizer.zero_grad()
-    demonstrations = sum(len(piece.labels) for piece in batch)
-    total = 0.0
-    for piece in batch:
-        labels = piece.labels[:, 1:]
-        logits = model(input_ids=piece.token_ids).logits[:, :-1] / settings.demonstration_temperature
-        if len(batch) == 1:
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
-        else:
-            each = torch.nn.functional.cross_entropy(
-                logits.transpose(1, 2), labels, ignore_index=_IGNORED, reduction="none"
-            )
-            loss = (each.sum(1) / (labels != _IGNORED).sum(1)).sum() / demonstrations
-        loss.backward()
-        total += float(loss.detach())
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return total
+    return float(loss.detach())
 
 
 def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, float]:

@@ -82,7 +82,7 @@ async def run(identity: Identity) -> None:
 def _verifier_services(identity: Identity) -> VerifierServices:
     """The run's verifier services, of which none is known yet, and none asked where actors judge by themselves."""
     section = identity.config.verification
-    patience = ServicePatience(patience_s=section.patience_s, silence_s=section.silence_s, timeout_s=section.timeout_s)
+    patience = ServicePatience(grace_s=section.grace_s, silence_s=section.silence_s, timeout_s=section.timeout_s)
     return VerifierServices(token=identity.token, patience=patience)
 
 

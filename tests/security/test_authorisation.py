@@ -68,7 +68,7 @@ async def test_no_route_but_liveness_lets_anybody_in(app: Any) -> None:
                 allowed = (method, path) in OPEN
                 assert (given in (200, 405)) if allowed else (given == 401), (method, path, credential)
                 asked += 1
-    assert asked >= 5 * len(CREDENTIALS), "the routes were found"
+    assert asked >= 4 * len(CREDENTIALS), "the routes were found"
 
 
 @pytest.mark.parametrize("spelling", ["Bearer {}", "bearer {}", "BEARER {}", "Bearer  {}"])

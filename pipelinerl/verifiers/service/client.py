@@ -2,7 +2,7 @@
 
 Promises: each answer has one verdict, however often a request had to be asked anew; a service that cannot be reached,
 falls silent, breaks off, answers 5xx or answers what cannot be, is an infrastructure failure: the request goes to
-another service, again and again for `patience_s`, and its answers are then *masked* (`verifier_error`), never scored.
+another service, again and again for `grace_s`, and its answers are then *masked* (`verifier_error`), never scored.
 What a service answers is bounded in size, and looked at before it is believed.
 
 A service that failed is left alone for a while, longer each time, unless a new life of it is heard of. Of the others
@@ -10,7 +10,7 @@ that are about as little loaded as the least, a problem prefers always the same,
 
 | waits for | at most | who unblocks it |
 |---|---|---|
-| a service, where there is none | `patience_s`, then the answers are masked | the controller names one |
+| a service, where there is none | `grace_s`, then the answers are masked | the controller names one |
 | the next sign of life of a service that judges | `silence_s`, then another is asked | it beats each second |
 | the verdicts of a service | `timeout_s`, then another is asked | it judges |
 | room in services that are full | – | verdicts |
@@ -60,7 +60,7 @@ _MOST_SHOWN_OF_A_REFUSAL: Final = 300
 class ServicePatience:
     """How long services are waited for, in seconds; see the table above."""
 
-    patience_s: float = 60.0
+    grace_s: float = 60.0
     silence_s: float = 30.0
     timeout_s: float = 900.0
 
@@ -107,10 +107,10 @@ class _Try:
     refused: set[str] = field(default_factory=set)
     """Lives of services that will not judge it, whatever time passes."""
 
-    def failed(self, reason: str, now: float, patience_s: float) -> None:
+    def failed(self, reason: str, now: float, grace_s: float) -> None:
         """Note a failure; from the first on, time is short."""
         self.reason = reason
-        self.until = min(self.until, now + patience_s)
+        self.until = min(self.until, now + grace_s)
 
 
 @final
@@ -155,7 +155,7 @@ class VerifierServices:
         while True:
             service = self._chosen(request, body, tried, clock())
             if service is None:
-                tried.failed(self._nobody(request, tried), clock(), self._patience.patience_s)
+                tried.failed(self._nobody(request, tried), clock(), self._patience.grace_s)
                 await self._wait(tried, clock())
             else:
                 service.load += len(answers)
@@ -169,7 +169,7 @@ class VerifierServices:
                     await asyncio.sleep(_LOOK_AGAIN_S)
                 except _ServiceFailed as error:
                     service.failed(clock())
-                    tried.failed(str(error), clock(), self._patience.patience_s)
+                    tried.failed(str(error), clock(), self._patience.grace_s)
                 finally:
                     service.load -= len(answers)
             if clock() >= tried.until:

@@ -61,7 +61,7 @@ class ServedDomain:
     tier: str = ""
 
 
-class Refused(Exception):
+class VerifyRefused(Exception):
     """A request that is not begun here: the status and code of the refusal, and why."""
 
     def __init__(self, status: int, code: str, why: str) -> None:
@@ -116,9 +116,9 @@ class VerifierService:
         return self._queue
 
     def admit(self, request: VerifyRequest) -> ServedDomain:
-        """The domain that is to judge the request. Raises `Refused`."""
+        """The domain that is to judge the request. Raises `VerifyRefused`."""
         if request.protocol != wire.PROTOCOL:
-            raise Refused(
+            raise VerifyRefused(
                 409,
                 wire.OTHER_PROTOCOL,
                 f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl",
@@ -126,17 +126,17 @@ class VerifierService:
         domain = self._domains.get(request.domain)
         if domain is None:
             known = ", ".join(self._domains) or "none"
-            raise Refused(404, wire.UNKNOWN_DOMAIN, f"domain must be one of those judged here, which are {known}")
+            raise VerifyRefused(404, wire.UNKNOWN_DOMAIN, f"domain must be one of those judged here, which are {known}")
         if request.rules != domain.rules:
-            raise Refused(
+            raise VerifyRefused(
                 409,
                 wire.OTHER_RULES,
                 f"rules: this service judges {request.domain} by another recipe; start it with the run's",
             )
         if self.closing.is_set():
-            raise Refused(503, wire.IS_DRAINING, "this service takes nothing new; ask another")
+            raise VerifyRefused(503, wire.IS_DRAINING, "this service takes nothing new; ask another")
         if self._queue and self._queue + len(request.answers) > self._most_waiting:
-            raise Refused(503, wire.IS_FULL, f"this service holds {self._queue} answers already; ask again later")
+            raise VerifyRefused(503, wire.IS_FULL, f"this service holds {self._queue} answers already; ask again later")
         return domain
 
     async def judge(self, domain: ServedDomain, request: VerifyRequest) -> VerifyAnswer:
@@ -243,7 +243,7 @@ class _Verify:
             await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
         except msgspec.DecodeError:
             await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
-        except Refused as refused:
+        except VerifyRefused as refused:
             await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)
         else:
             await self._judged(domain, request, receive, send)

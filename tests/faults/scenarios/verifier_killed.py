@@ -85,7 +85,7 @@ def play(seed: int, directory: Path, *, kills: int = 1) -> Verdict:
 async def _judged(
     draw: random.Random, domain: str, services: list[_Service], started: list[psutil.Process], kills: int
 ) -> tuple[dict[str, int], list[str]]:
-    client = VerifierServices(token=TOKEN, patience=ServicePatience(patience_s=PATIENCE_S))
+    client = VerifierServices(token=TOKEN, patience=ServicePatience(grace_s=PATIENCE_S))
     figures, broken, over = {"kills": 0, "groups": 0, "lost": 0, "wrong": 0}, list[str](), asyncio.Event()
 
     def lease_all() -> None:

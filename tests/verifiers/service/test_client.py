@@ -46,8 +46,8 @@ def honest(verifier: Exact) -> Any:
 
 
 @asynccontextmanager
-async def client(*, patience_s: float = PATIENCE_S, silence_s: float = SOON_S) -> AsyncIterator[VerifierServices]:
-    services = VerifierServices(token=TOKEN, patience=ServicePatience(patience_s=patience_s, silence_s=silence_s))
+async def client(*, grace_s: float = PATIENCE_S, silence_s: float = SOON_S) -> AsyncIterator[VerifierServices]:
+    services = VerifierServices(token=TOKEN, patience=ServicePatience(grace_s=grace_s, silence_s=silence_s))
     try:
         yield services
     finally:
@@ -169,7 +169,7 @@ async def test_where_no_service_does_its_work_answers_are_masked_and_the_reason_
     answer: Callable[[], Response] | None, words: str
 ) -> None:
     with in_thread(Hostile(answer or raw(b"")).app) as url:
-        async with client(patience_s=0.6) as services:
+        async with client(grace_s=0.6) as services:
             services.update([lease(url if answer else "http://127.0.0.1:1")])
             judged = await services.judge("words", RULES, problem(1), ANSWERS)
     assert [judgement.verdict.outcome for judgement in judged] == [Outcome.VERIFIER_ERROR] * 3
@@ -185,7 +185,7 @@ async def test_where_no_service_does_its_work_answers_are_masked_and_the_reason_
     ],
 )
 async def test_without_a_service_that_may_judge_answers_are_masked(leases: Sequence[Any], words: str) -> None:
-    async with client(patience_s=0.2) as services:
+    async with client(grace_s=0.2) as services:
         services.update(leases)
         judged = await services.judge("words", RULES, problem(1), ANSWERS)
     assert all(judgement.verdict.outcome is Outcome.VERIFIER_ERROR for judgement in judged)

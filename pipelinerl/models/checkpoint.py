@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import xxhash
+
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.files import sync
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Longest header that safetensors itself reads, in bytes.
 _LONGEST_HEADER: Final = 100_000_000
+#: Read and hashed at once.
+_BLOCK_BYTES: Final = 2**20
 #: What is loaded: the language model, or its layers alone, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]
 
@@ -81,6 +85,23 @@ def weight_files(path: Path) -> list[Path]:
     if absent := [name for name in names if not (path / name).is_file()]:
         raise ModelError(f"{path} lacks {', '.join(absent)}, which its index names; copy the model again")
     return [path / name for name in names]
+
+
+def weights_digest(path: Path) -> str:
+    """XXH3-128 of the bytes of all weight files, as 32 hexadecimal digits: wherever the directory lies.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    for file in weight_files(path):
+        try:
+            with file.open("rb", buffering=0) as stream:
+                while block := stream.read(_BLOCK_BYTES):
+                    digest.update(block)
+        except OSError as error:
+            raise ModelError(f"{file} cannot be read: {error}; copy it again") from error
+    return digest.hexdigest()
 
 
 def model_dtype(path: Path) -> WeightDType:

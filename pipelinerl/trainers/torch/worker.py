@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.loading import adamw, load, refuse_device
 from pipelinerl.trainers.torch.lora.adapters import Adapters
-from pipelinerl.trainers.torch.lora.targets import share_of
+from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.packed_model import PackedModel
 from pipelinerl.trainers.torch.passes import broken_loss, evaluate, predicted, require_finite
 from pipelinerl.trainers.torch.value_model import PackedValueModel

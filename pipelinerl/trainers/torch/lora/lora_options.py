@@ -78,3 +78,15 @@ def _targets(value: Any) -> tuple[str, ...] | None:
     if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
         return tuple(sorted(set(value)))
     raise SpecError(f'{_WHERE}.targets must be "{ALL_LINEAR}" or a list of modules\' names, got {value!r}')
+
+
+def share_of(trained: int, whole: int) -> str:
+    """`1.2 M of 135 M parameters train`."""
+    return f"{_short(trained)} of {_short(whole)} parameters train"
+
+
+def _short(count: int) -> str:
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return str(count)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from pipelinerl.models.checkpoint import check_weights
-from pipelinerl.trainers.torch.lora.lora_options import LoraOptions
+from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, share_of
 from trainer_contract.errors import SpecError
 
 _LINEAR: Final = (nn.Linear, Conv1D)
@@ -78,15 +78,3 @@ def described(path: Path, options: LoraOptions) -> str:
         f"LoRA of rank {options.rank} on {', '.join(last_names(modules))}: "
         f"{share_of(adapter_parameters(modules, options.rank), whole)}"
     )
-
-
-def share_of(trained: int, whole: int) -> str:
-    """`1.2 M of 135 M parameters train`."""
-    return f"{_short(trained)} of {_short(whole)} parameters train"
-
-
-def _short(count: int) -> str:
-    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return str(count)

@@ -27,10 +27,9 @@ VOCAB = 48
 OBJECTIVE = resolve("pipelinerl")
 LORA = {"rank": 4, "alpha": 8}
 ARCHITECTURES = (
-    ("qwen2", Head.POLICY),
     ("gpt2", Head.POLICY),
     ("qwen2", Head.VALUE),
-    *(pytest.param(name, Head.POLICY, marks=pytest.mark.slow) for name in ("qwen3", "llama", "mistral")),
+    *(pytest.param(name, Head.POLICY, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "llama", "mistral")),
     pytest.param("gpt2", Head.VALUE, marks=pytest.mark.slow),
 )
 

@@ -139,9 +139,12 @@ def _of_all(prediction: MemoryPrediction) -> int:
 def _advice(footprint: Footprint, limit: int) -> str:
     """The knobs each of which is enough by itself; else all of them together, with what that takes."""
     tried = list(_changes(footprint))
-    enough = [f"{name} ({gib(changed.total)})" for name, changed in tried if changed.total <= limit]
+    enough: dict[str, str] = {}  # of each knob the least change
+    for name, changed in tried:
+        if changed.total <= limit:
+            enough.setdefault(name.partition("=")[0], f"{name} ({gib(changed.total)})")
     if enough:
-        return f"it would fit with {', or with '.join(enough)}"
+        return f"it would fit with {', or with '.join(enough.values())}"
     if not tried:
         return "give it a larger device"
     name, least = min(tried, key=lambda each: each[1].total)

@@ -46,6 +46,13 @@ class Placement:
         """That of a process; no devices for one that uses none."""
         return self.assignments.get(name, Assignment())
 
+    def bytes_of(self, name: str) -> int | None:
+        """What a process may take of each of its devices; None where it uses none, or one of unknown size."""
+        assignment = self.of(name)
+        sizes = [self.devices.each[index].memory_mib for index in assignment.indices]
+        known = [size for size in sizes if size is not None]
+        return int(min(known) * 2**20 * (assignment.share or 1.0)) if known and len(known) == len(sizes) else None
+
     def describe(self) -> str:
         """Say in one line which process has which devices."""
         if not self.assignments:

@@ -27,7 +27,7 @@ from launch.cluster.share import launch_in, launch_on
 from launch.devices import devices_for
 from launch.engine_processes import EngineProcesses
 from launch.hosts import LOCALHOST, Host
-from launch.placement import check_uses, place
+from launch.placement import TRAINER, Placement, check_uses, place
 from launch.plan import Launch, Ports, processes_of
 from launch.run_directory import RunDirectory
 from launch.spread import spread
@@ -120,6 +120,20 @@ def describe_placement(config: RunConfig) -> str:
     if not devices.each:
         return "no NVIDIA GPU to divide"
     return place(config, devices).describe()
+
+
+def memory_limits(config: RunConfig) -> Mapping[str, int]:
+    """Bytes that the trainer and each engine may take of a device here, by kind; `all`: of this host, without GPUs.
+
+    Raises:
+        UserError: there are devices, and the recipe does not fit them.
+    """
+    placement = placed(config) if devices_for(config, os.environ).each else Placement()
+    if not placement.assignments:
+        return {"all": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    engines = [placement.bytes_of(name) for name in placement.assignments if name != TRAINER]
+    found = {"trainer": placement.bytes_of(TRAINER), "engine": min((e for e in engines if e), default=None)}
+    return {kind: size for kind, size in found.items() if size is not None}
 
 
 def report(path: Path) -> list[Path]:

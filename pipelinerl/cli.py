@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,20 +91,42 @@ def run(
         from launch.cluster.launchers import start_on
 
         raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumption.claim))
+    for line in _memory_lines(config, launching.memory_limits(config) if len(members.hosts) == 1 else {}):
+        typer.echo(line)
     raise typer.Exit(launching.start(config, claim=resumption.claim, connect=_connect, members=members))
 
 
 @app.command()
-def check(recipe: Recipe, overrides: Overrides = None) -> None:
+def check(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    device_gib: Annotated[
+        float | None, typer.Option(min=0, help="Memory of a device, if not of this machine's.")
+    ] = None,
+) -> None:
     """Dry run of a recipe: everything that can be refused without training is refused here."""
-    from launch.run import describe_placement
+    from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings
 
     config = recipes.load(recipe, overrides or [])
     for name, finding in findings(config):
         typer.echo(f"{name:<12} {finding}")
     typer.echo(f"{'placement':<12} {describe_placement(config)}")
+    limit = None if device_gib is None else int(device_gib * 2**30)
+    for line in _memory_lines(config, memory_limits(config) if limit is None else {"trainer": limit, "engine": limit}):
+        typer.echo(f"{'memory':<12} {line}")
     typer.echo("the recipe can run")
+
+
+def _memory_lines(config: recipes.RunConfig, limits: Mapping[str, int]) -> Iterator[str]:
+    """What trains, and what each process will take of its device."""
+    from pipelinerl.commands.memory import prediction as memory
+    from pipelinerl.roles.wiring import objective_of
+
+    predicted = memory.predict(config, objective_of(config))
+    if (line := memory.trainable(predicted)) is not None:
+        yield line
+    yield from memory.lines(predicted, limits=limits)
 
 
 @app.command()

@@ -65,7 +65,10 @@ TRAINERS: Final[Mapping[str, RegistryEntry]] = {
 #: Trainers that know options of their own (`trainer.options`).
 TRAINERS_WITH_OPTIONS: Final = frozenset({"torch", "jax"})
 #: Of some of them, what refuses options before a run is started, without importing anything heavy.
-TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {"torch": "pipelinerl.trainers.torch.options:mesh_of"}
+TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
+    "torch": "pipelinerl.trainers.torch.options:checked",
+    "jax": "pipelinerl.trainers.option_table:refuse_lora",
+}
 
 #: Trainers that can be given a value head.
 VALUE_HEADS: Final = frozenset({"torch", "bigram"})

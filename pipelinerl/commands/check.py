@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs
+from pipelinerl.commands.findings.adapters import adapter_findings
 from pipelinerl.commands.findings.instructions import instruction_findings
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding
 from pipelinerl.commands.findings.prompts import prompt_findings
@@ -113,6 +114,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         ),
     )
     yield "trainer", f"{config.trainer.type}, {config.trainer.precision}, sends {dtypes.wire}"
+    yield from adapter_findings(config)
     if lacking := list(_not_here(config)):
         yield "elsewhere", f"this machine has no GPU, which the recipe asks for: {', '.join(lacking)}"
     yield from _objective_findings(config)

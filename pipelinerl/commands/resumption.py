@@ -118,6 +118,8 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
         return
     if "ref_logprobs" in objective_of(config).passes and (config.reference is None or config.reference.path is None):
         raise UserError(f"{config.model.resolved} is not on this machine, and is the reference of this run: bring it")
+    if config.trainer.options.get("lora") is not None:
+        raise UserError(f"{config.model.resolved} is not on this machine, and is the base of this run's LoRA: bring it")
     (draft / "model").mkdir()
     for file in checkpoint.iterdir():
         if file.is_file() and file.name != MANIFEST:

@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import xxhash
+
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.files import sync
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Longest header that safetensors itself reads, in bytes.
 _LONGEST_HEADER: Final = 100_000_000
+#: Read and hashed at once.
+_BLOCK_BYTES: Final = 2**20
 #: What is loaded: the language model, or its layers alone, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]
 
@@ -83,6 +87,23 @@ def weight_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
+def weights_digest(path: Path) -> str:
+    """XXH3-128 of the bytes of all weight files, as 32 hexadecimal digits: wherever the directory lies.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    for file in weight_files(path):
+        try:
+            with file.open("rb", buffering=0) as stream:
+                while block := stream.read(_BLOCK_BYTES):
+                    digest.update(block)
+        except OSError as error:
+            raise ModelError(f"{file} cannot be read: {error}; copy it again") from error
+    return digest.hexdigest()
+
+
 def model_dtype(path: Path) -> WeightDType:
     """What the directory keeps its weights in: as config.json says, or else what most bytes of its files are of.
 
@@ -107,21 +128,34 @@ def model_dtype(path: Path) -> WeightDType:
 
 
 def _stored_dtype(path: Path) -> str:
-    """The dtype of most bytes, by the headers of the files alone: eight bytes of length, then JSON."""
+    """The dtype of most bytes, by the headers of the files alone."""
     sizes: Counter[str] = Counter()
     for file in weight_files(path):
-        try:
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
-            for name, tensor in header.items():
-                if name != "__metadata__":
-                    start, end = tensor["data_offsets"]
-                    sizes[tensor["dtype"]] += end - start
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{file} is no safetensors file: {error}; copy it again") from None
+        for dtype, _, num_bytes in _header(file).values():
+            sizes[dtype] += num_bytes
     code = max(sizes, key=lambda each: sizes[each], default="F32")
     return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(code, code)
+
+
+def tensor_headers(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a safetensors file, by name. Raises ModelError for what is none."""
+    return {name: shape for name, (_, shape, _) in _header(file).items()}
+
+
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """dtype, shape and bytes of each tensor: eight bytes of length, then JSON."""
+    found = {}
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                found[name] = (str(tensor["dtype"]), tuple(tensor["shape"]), end - start)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is no safetensors file: {error}; copy it again") from None
+    return found
 
 
 def vocab_size(path: Path) -> int | None:

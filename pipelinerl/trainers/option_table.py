@@ -29,3 +29,12 @@ def whole(value: Any, where: str, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(f"{where} must be a whole number of at least {least}, got {value!r}")
     return value
+
+
+def refuse_lora(options: Mapping[str, Any]) -> None:
+    """Raise SpecError for adapters, of a trainer that has none."""
+    if "lora" in options:
+        raise SpecError(
+            "options.lora: adapters are the torch trainer's, and the JAX trainer trains every weight; leave lora out, "
+            "or say trainer.type = torch"
+        )

@@ -12,7 +12,7 @@ from tests.architecture.tree import FLOORS, Module, project, room_of
 HEAVY = frozenset(
     {
         "torch", "jax", "jaxlib", "vllm", "accelerate", "transformers", "ray", "sglang", "optax", "tensorstore",
-        "deepspeed",
+        "deepspeed", "peft",
     }
 )  # fmt: skip
 
@@ -150,7 +150,14 @@ def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
         return
     words = set(re.split(r"[_/.]", module.path))
     # transformers and accelerate are torch libraries, optax and tensorstore jax ones: the same file holds them.
-    kin = {"transformers": "torch", "accelerate": "torch", "deepspeed": "torch", "optax": "jax", "tensorstore": "jax"}
+    kin = {
+        "transformers": "torch",
+        "accelerate": "torch",
+        "deepspeed": "torch",
+        "peft": "torch",
+        "optax": "jax",
+        "tensorstore": "jax",
+    }
     for target in module.imports:
         top = target.split(".")[0]
         if top in HEAVY and not {top, kin.get(top, top)} & words:

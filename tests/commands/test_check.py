@@ -64,7 +64,12 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         ("objective.grad1.epsilon_low=x", "objective.grad1.epsilon_low must be a number, got 'x'"),
         ("critic.clip=0.5", "critic: the objective reads no values; remove the section"),
         ("parameter_server.copies=foo://x", "foo://x cannot be reached from here"),
-        ("trainer.options.foo=1", "trainer.options.foo is unknown to the torch trainer; it knows mesh, distributed"),
+        ("trainer.options.lora.rank=0", r"trainer\.options\.lora\.rank must be a whole number of at least 1, got 0"),
+        ("trainer.options.lora={rank=8, rnk=8}", r"trainer\.options\.lora\.rnk is unknown to the torch trainer"),
+        (
+            "trainer.options.foo=1",
+            "trainer.options.foo is unknown to the torch trainer; it knows mesh, lora, distributed",
+        ),
         ("engine.options.zzz=1", "engine.type 'torch' knows no options, got zzz; remove them"),
         ("reference.path=/r", "reference: the objective reads no ref_logprobs; remove the section"),
         ("kl_control.target=0.1", "kl_control: the objective has no KL term to control"),
@@ -88,6 +93,20 @@ def test_it_says_where_a_users_code_is_and_what_it_makes_of_a_real_problem(tmp_p
         r"of an empty answer wrong, reward 0 \(short 0, math_answer 0\) in .* s: math_answer: no answer",
         said,
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["trainer.type=jax"], r"trainer\.options\.lora: adapters are the torch trainer's, and the JAX trainer trains"),
+        (["trainer.options.mesh.dp_shard=2"], r"trainer\.options\.lora trains in one process, .*mesh makes 2"),
+        (['trainer.options.lora.targets=["q"]'], r"trainer\.options\.lora\.targets: 'q' names none; .* are down_proj"),
+        (['trainer.options.lora.targets=["embed_tokens"]'], r"'embed_tokens' is an embedding; linear layers of this"),
+    ],
+)
+def test_adapters_that_cannot_be_had_are_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        list(findings(load("tiny", [*QUICK, "trainer.options.lora.rank=8", *overrides])))
 
 
 def test_a_users_function_that_judges_neither_a_right_nor_an_empty_answer_is_refused(tmp_path: Path) -> None:

@@ -118,6 +118,13 @@ def test_no_device_is_given_out_more_than_once_over(name: str, count: int) -> No
         assert len(here) <= 1 or sum(1.0 if share is None else share for share in here) <= 1.0 + 1e-9
 
 
+def test_the_memory_that_a_process_may_take_is_its_share_of_the_smallest_of_its_devices() -> None:
+    alone, shared = (place(config_of({}), gpus(count)) for count in (2, 1))
+    assert alone.bytes_of("trainer") == 81559 * 2**20
+    assert shared.bytes_of("trainer") == int(81559 * 2**20 * 0.45)
+    assert place(config_of({}), Devices((VisibleDevice("0"),))).bytes_of("trainer") is None
+
+
 @pytest.mark.parametrize(
     ("sections", "count", "sentence"),
     [

@@ -8,7 +8,7 @@ import pytest
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
-from trainer_contract.conformance.probes import LINEAR, Subject
+from trainer_contract.conformance.probes import LINEAR, Learns, Subject
 from trainer_contract.errors import NonFiniteError, SpecError, StateError
 from trainer_contract.types import Head, LossStats, MeasuringObjective, StepStats, TrainerSpec, measures_of
 
@@ -398,3 +398,33 @@ def test_a_missing_model_must_be_refused(tmp_path, spec):
     eager = Broken(init_worker=lambda sound, _: sound.init_worker(spec))
     results = run(Subject(lambda: eager, spec, VOCAB), directory=tmp_path)
     assert "missing_model_is_refused" in {r.name for r in results if r.status is Status.FAILED}
+
+
+def doubled_norm(sound, *, learning_rate):
+    stats = sound.optimizer_step(learning_rate=learning_rate)
+    return replace(stats, grad_norm=2 * stats.grad_norm)
+
+
+def never_clips(sound, spec):
+    return sound.init_worker(replace(spec, optimizer=replace(spec.optimizer, grad_clip=0.0)))
+
+
+def half_the_gradient(sound, *, learning_rate):
+    return sound.optimizer_step(learning_rate=learning_rate / 2)
+
+
+@pytest.mark.parametrize(
+    ("verbs", "expected"),
+    [
+        ({}, set()),
+        ({"optimizer_step": doubled_norm}, {"gradient_is_of_the_loss", "clipping_bounds_the_norm"}),
+        ({"init_worker": never_clips}, {"clipping_bounds_the_norm"}),
+        ({"optimizer_step": half_the_gradient}, {"gradient_is_of_the_loss", "clipping_bounds_the_norm"}),
+    ],
+)
+def test_adapters_are_seen_by_the_fall_of_the_loss(verbs, expected, spec, tmp_path):
+    """A trainer of weights keeps these promises, too; what breaks them is found without reading its weights."""
+    checks = [check for check in CHECKS if check.__name__ in ("gradient_is_of_the_loss", "clipping_bounds_the_norm")]
+    subject = Subject(lambda: Broken(**verbs), spec, VOCAB, Learns.ADAPTERS)
+    found = run(subject, directory=tmp_path, checks=checks)
+    assert {result.name for result in found if result.status is Status.FAILED} == expected

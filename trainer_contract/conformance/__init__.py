@@ -5,7 +5,7 @@
 
 The kit needs nothing but the contract: its objective is written with operators that every array library has. With
 the optimizer set to eps = 1 and no clipping, AdamW's first step is lr·g/(|g| + 1): so the weights show the gradient,
-which is then checked against the loss itself.
+which is then checked against the loss itself. Of adapters they do not (`fall_checks`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import Final
 
 import numpy as np
 
+from trainer_contract.conformance.fall_checks import fall_is_clipped, fall_is_of_the_gradient
 from trainer_contract.conformance.forward_checks import FORWARD_AT
 from trainer_contract.conformance.head_checks import steps_may_stand_still, values_precede_their_tokens
 from trainer_contract.conformance.measure_checks import MEASURES, VALUE_MEASURES
 from trainer_contract.conformance.probes import (
     LINEAR,
     CheckUnsupported,
+    Learns,
     LinearObjective,
     Subject,
     gradient_of,
@@ -175,6 +177,9 @@ def loss_is_of_forward(subject: Subject, _: Path) -> None:
 def gradient_is_of_the_loss(subject: Subject, _: Path) -> None:
     """A small step along the gradient changes the loss as the gradient predicts; `grad_norm` is the gradient's norm."""
     trainer, batch, rate = started(subject), pack(rollouts_of(subject.vocab_size), temperature=0.7), 1e-2
+    if subject.learns is Learns.ADAPTERS:
+        fall_is_of_the_gradient(subject, batch, LINEAR)
+        return
     before = weights_of(trainer)
     loss = trainer.backward([batch], LINEAR)[0].loss
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm
@@ -194,6 +199,9 @@ def gradient_is_of_the_loss(subject: Subject, _: Path) -> None:
 def clipping_bounds_the_norm(subject: Subject, _: Path) -> None:
     """`grad_clip` scales the gradient to that norm; `grad_norm` reports the norm before."""
     batch, rate = pack(rollouts_of(subject.vocab_size)), 1e-2
+    if subject.learns is Learns.ADAPTERS:
+        fall_is_clipped(subject, batch, LINEAR)
+        return
     full = stepped(started(subject), [batch], rate)
     clip = full.norm / 2
     clipped = stepped(started(subject, grad_clip=clip), [batch], rate)

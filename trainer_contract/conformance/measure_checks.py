@@ -10,8 +10,10 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from trainer_contract.conformance.fall_checks import fall_is_of_the_gradient
 from trainer_contract.conformance.probes import (
     CheckUnsupported,
+    Learns,
     Subject,
     gradient_of,
     pack,
@@ -80,6 +82,9 @@ def measures_are_of_the_whole_distribution(subject: Subject, _: Path) -> None:
 def _gradient_is_of(measure: HeadMeasure, subject: Subject) -> None:
     trainer, objective = started(subject), _Measuring(measure)
     batch = pack(rollouts_of(subject.vocab_size), temperature=0.7)
+    if subject.learns is Learns.ADAPTERS:
+        fall_is_of_the_gradient(subject, batch, objective)
+        return
     scale = abs(trainer.backward([batch], objective)[0].loss)
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
     require(norm > 0, f"{measure} has no gradient")

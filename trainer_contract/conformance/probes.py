@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -24,6 +25,15 @@ class CheckUnsupported(Exception):
     """Raised in a check that has no meaning for this subject."""
 
 
+class Learns(StrEnum):
+    """What a spec's options make trainable."""
+
+    WEIGHTS = "weights"
+    """What is gathered, so that a step shows the gradient."""
+    ADAPTERS = "adapters"
+    """What is merged into the weights before they are gathered."""
+
+
 class Subject(NamedTuple):
     """What is tried: a trainer's class, and a spec for a small fp32 model of `vocab_size` tokens (at least 8).
 
@@ -33,6 +43,7 @@ class Subject(NamedTuple):
     factory: Callable[[], Trainer]
     spec: TrainerSpec
     vocab_size: int
+    learns: Learns = Learns.WEIGHTS
 
 
 @final

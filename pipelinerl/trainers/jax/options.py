@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from pipelinerl.trainers.jax.mesh import MeshShape
-from pipelinerl.trainers.option_table import refuse_unknown, table, whole
+from pipelinerl.trainers.option_table import refuse_lora, refuse_unknown, table, whole
 from pipelinerl.trainers.ranks.distributed import Distributed, read_distributed
 from trainer_contract.errors import SpecError
 
@@ -49,6 +49,7 @@ class JaxOptions:
         Raises:
             SpecError: an unknown key, or a value of another kind than expected.
         """
+        refuse_lora(options)
         refuse_unknown(options, [field.name for field in fields(cls)], "options", trainer=_NAME)
         remat = options.get("remat", Remat.INFERENCE_MATCHED if gradient_checkpointing else Remat.NONE)
         if remat not in list(Remat):

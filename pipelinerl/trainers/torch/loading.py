@@ -8,18 +8,29 @@ from typing import NamedTuple, cast, final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import AdamW
 from transformers import PreTrainedConfig
 
 from pipelinerl import rng
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import model_dtype
+from pipelinerl.models.checkpoint import model_dtype, weights_digest
 from pipelinerl.numerics import torch_head
 from pipelinerl.trainers.torch import state as torch_state
+from pipelinerl.trainers.torch.lora.adapters import Adapters
+from pipelinerl.trainers.torch.lora.lora_options import lora_of
 from pipelinerl.trainers.torch.packed_model import PackedModel, load_config, load_for_training
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import SpecError
-from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, TrainerSpec
+from trainer_contract.types import (
+    Device,
+    Head,
+    HeadPrecision,
+    OptimizerSpec,
+    Precision,
+    TrainerSpec,
+    WeightDType,
+)
 
 
 @final
@@ -30,6 +41,36 @@ class LoadedModel(NamedTuple):
     config: PreTrainedConfig
     saved: torch_state.TorchSavedState | None
     gather_dtype: torch.dtype
+    adapters: Adapters | None
+    #: Of the directory that a frozen base is from; "" without adapters.
+    base_digest: str
+    #: A frozen base is kept as it is in the directory, where products are of bf16 anyhow.
+    keeps_base_in_bf16: bool
+
+    @property
+    def trained(self) -> dict[str, Parameter]:
+        """What the optimizer holds, by name, in the model's order."""
+        if self.adapters is not None:
+            return self.adapters.trained
+        return {name: parameter for name, parameter in self.model.named_weights() if parameter.requires_grad}
+
+    @property
+    def weights(self) -> dict[str, Parameter]:
+        """What engines are sent, by name, in the model's order: of adapters and their base, the base."""
+        return dict(self.model.named_weights()) if self.adapters is None else self.adapters.base
+
+    def move_to(self, device: torch.device) -> None:
+        """Put the model on the device, and find out whether it can be packed. Raises SpecError."""
+        if self.adapters is None:
+            self.model.to(device)
+        elif self.keeps_base_in_bf16:
+            self.model.probe(torch.device("cpu"))  # in fp32, which bf16's rounding is not mistaken for a leak in
+            self.adapters.compact()
+            self.adapters.to(device, digest=self.base_digest)
+            return
+        else:
+            self.adapters.to(device, digest=self.base_digest)
+        self.model.probe(device)
 
 
 def load(spec: TrainerSpec) -> LoadedModel:
@@ -38,14 +79,27 @@ def load(spec: TrainerSpec) -> LoadedModel:
     Raises:
         SpecError: it cannot be had. StateError: the saved state is damaged, or of another model.
     """
-    config = load_config(spec.model_path)
+    config, lora = load_config(spec.model_path), lora_of(spec.options)
     torch.manual_seed(rng.key(spec.seed, "torch_trainer"))
     saved = None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config, head=spec.head)
-    source = spec.model_path if saved is None else saved.model_path
+    if saved is not None:
+        saved.check_kind(has_adapters=lora is not None)
+    source = spec.model_path if saved is None or lora is not None else saved.model_path
     gather_dtype = _gather_dtype(spec)
-    with torch_state.damage_is_state_error(saved):
+    with torch_state.damage_is_state_error(saved if lora is None else None):
         model = _load(source, spec, served=gather_dtype)
-    return LoadedModel(model, config, saved, gather_dtype)
+        adapters = Adapters.of(model, lora)
+    if adapters is not None and adapters.reaches_output and spec.head_precision is HeadPrecision.FP32:
+        raise SpecError(
+            "options.lora.targets names the output layer, and model.head_precision = fp32 computes it with the weights "
+            "that engines hold; leave one of the two out"
+        )
+    digest = "" if adapters is None else weights_digest(spec.model_path)
+    if adapters is not None and saved is not None:
+        saved.check_adapters(adapters.record(digest=digest))
+        adapters.restore(saved.adapter_path)
+    compact = spec.precision is Precision.BF16 and model_dtype(spec.model_path) is WeightDType.BFLOAT16
+    return LoadedModel(model, config, saved, gather_dtype, adapters, digest, compact)
 
 
 def refuse_device(device: Device) -> None:

@@ -67,8 +67,7 @@ class MeshWorker:
         refuse_device(spec.device)
         device = _device(spec)
         loaded, rank = load(spec), world().rank
-        loaded.model.to(device)
-        loaded.model.probe(device)
+        loaded.move_to(device)
         if any(not parameter.requires_grad for parameter in loaded.model.parameters()):
             raise SpecError("options.mesh: a model with frozen parameters cannot be divided; train it in one process")
         compute = torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32

@@ -2,6 +2,7 @@
 
 [trainer]
 options.mesh = { dp_shard = 2 }
+options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
 options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/token" }     # `pipelinerl run` says it
 """
 
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 from pipelinerl.trainers.option_table import refuse_unknown, table, whole
 from pipelinerl.trainers.ranks.distributed import Distributed, read_distributed
+from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of
 from pipelinerl.trainers.torch.mesh import ProcessMesh
 from trainer_contract.errors import SpecError
 
@@ -24,6 +26,7 @@ class TorchOptions:
     """`distributed` is there if and only if the mesh is of several processes."""
 
     mesh: ProcessMesh
+    lora: LoraOptions | None = None
     distributed: Distributed | None = None
 
     @classmethod
@@ -33,7 +36,8 @@ class TorchOptions:
         Raises:
             SpecError: an unknown key, a value of another kind than expected, or a mesh that cannot be had.
         """
-        mesh, distributed = mesh_of(options), options.get("distributed")
+        mesh, lora = checked(options)
+        distributed = options.get("distributed")
         if mesh.size == 1 and distributed is not None:
             raise SpecError("options.distributed is of several processes, and options.mesh makes one; say dp_shard=2")
         if mesh.size > 1 and distributed is None:
@@ -42,16 +46,26 @@ class TorchOptions:
                 '`pipelinerl run`, which says it, or add options.distributed={coordinator="127.0.0.1:8476"}'
             )
         if distributed is None:
-            return cls(mesh=mesh)
+            return cls(mesh=mesh, lora=lora)
         return cls(mesh=mesh, distributed=read_distributed(distributed, trainer=_NAME, processes=mesh.size))
 
 
-def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:
-    """The mesh that options ask for; what is refused before a run is started.
+def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None]:
+    """The mesh and the adapters that options ask for; what is refused before a run is started.
 
     Raises:
         SpecError: as `TorchOptions.of`, but for where the processes meet, which the launcher says.
     """
+    mesh, lora = mesh_of(options), lora_of(options)
+    if lora is not None and mesh.size > 1:
+        raise SpecError(
+            f"options.lora trains in one process, and options.mesh makes {mesh.size}; leave one of the two out"
+        )
+    return mesh, lora
+
+
+def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:
+    """The mesh that options ask for. Raises SpecError for one that cannot be had, and for unknown options."""
     refuse_unknown(options, [field.name for field in fields(TorchOptions)], "options", trainer=_NAME)
     axes = table(options.get("mesh", {}), ProcessMesh, "options.mesh", trainer=_NAME)
     mesh = ProcessMesh(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in axes.items()})

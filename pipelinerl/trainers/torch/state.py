@@ -4,16 +4,19 @@
     optimizer.safetensors   <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step, and rng.cpu / rng.cuda
     trainer.json            format, head, model_version, architecture
 
+With adapters the model is not written, but told by its digest: `adapter/` in place of `model/` is a directory of
+peft's, moments are of what trains alone, and `trainer.json` says `lora`, too: rank, alpha, targets, base.
+
 Digests are the caller's: what is checked here is that the state is complete and of the expected model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, Self, final
+from typing import Any, Final, Protocol, Self, final
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +31,8 @@ from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
 
 MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
+#: The directory of adapters.
+ADAPTER: Final = "adapter"
 #: Parts of a configuration that do not make it another model.
 _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
 
@@ -40,6 +45,15 @@ class Saveable(Protocol):
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         """Write the model's directory with these values of all its parameters."""
         ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SavedAdapters:
+    """What writes adapters into a new directory, and what `trainer.json` says of them."""
+
+    write: Callable[[Path], None]
+    record: Mapping[str, Any]
 
 
 @final
@@ -67,9 +81,46 @@ class RandomState:
 class TorchSavedState:
     """A state that was read and checked."""
 
-    model_path: Path
+    path: Path
     model_version: int
     tensors: Mapping[str, Tensor]
+    lora: Mapping[str, Any] | None
+
+    @property
+    def model_path(self) -> Path:
+        """The model that was saved, if it was trained whole."""
+        return self.path / "model"
+
+    @property
+    def adapter_path(self) -> Path:
+        """The adapters that were saved, if they were trained."""
+        return self.path / ADAPTER
+
+    def check_kind(self, *, has_adapters: bool) -> None:
+        """Raise StateError when adapters are to go on as a whole model, or the other way round."""
+        if has_adapters and self.lora is None:
+            raise StateError(
+                f"the trainer state in {self.path} is of a model that was trained whole; leave trainer.options.lora out"
+            )
+        if not has_adapters and self.lora is not None:
+            raise StateError(
+                f"the trainer state in {self.path} is of LoRA adapters; go on with trainer.options.lora = "
+                f"{_options_of(self.lora)}"
+            )
+
+    def check_adapters(self, expected: Mapping[str, Any]) -> None:
+        """Raise StateError unless the adapters are of this rank, alpha, these targets and this base."""
+        assert self.lora is not None, "`check_kind` comes first"
+        if self.lora.get("base") != expected["base"]:
+            raise StateError(
+                f"the LoRA adapters in {self.path} are of another base than the weights in model.path; go on from the "
+                "model directory that the run began with"
+            )
+        if self.lora != expected:
+            raise StateError(
+                f"the LoRA adapters in {self.path} are {_options_of(self.lora)}, and the recipe asks for "
+                f"{_options_of(expected)}; go on with those"
+            )
 
     @property
     def random(self) -> RandomState:
@@ -101,12 +152,10 @@ class TorchSavedState:
             if not moments:
                 continue  # never stepped
             if len(moments) < len(MOMENTS) or any(m.ndim and m.shape != shape for m in moments.values()):
-                raise StateError(f"the optimizer state of {name!r} in {self.model_path.parent} is incomplete")
+                raise StateError(f"the optimizer state of {name!r} in {self.path} is incomplete")
             found[name] = moments
         if len(found) not in (0, len(shapes)):
-            raise StateError(
-                f"{self.model_path.parent} has optimizer state for {len(found)} of {len(shapes)} parameters"
-            )
+            raise StateError(f"{self.path} has optimizer state for {len(found)} of {len(shapes)} parameters")
         return found
 
 
@@ -119,14 +168,23 @@ def save(
     head: Head,
     moments: Mapping[str, Mapping[str, Tensor]],
     model_version: int,
+    adapters: SavedAdapters | None = None,
 ) -> None:
-    """Write the state below the existing directory `path`; weights and AdamW's `moments` by the parameters' names."""
+    """Write the state below the existing directory `path`; weights and AdamW's `moments` by the parameters' names.
+
+    Of a model with adapters these are written in place of the weights.
+    """
     tensors = {"rng.cpu": random.cpu} | ({} if random.cuda is None else {"rng.cuda": random.cuda})
     for name, kinds in moments.items():
         tensors |= {f"{name}.{kind}": kinds[kind].contiguous() for kind in MOMENTS}
-    model.save(path / "model", weights)
+    further: dict[str, Any] = {"head": head}
+    if adapters is None:
+        model.save(path / "model", weights)
+    else:
+        adapters.write(path / ADAPTER)
+        further["lora"] = adapters.record
     save_file(tensors, path / "optimizer.safetensors")
-    write_record(path, model_version=model_version, architecture=_architecture(model.model.config), head=head)
+    write_record(path, model_version=model_version, architecture=_architecture(model.model.config), **further)
 
 
 def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedState:
@@ -142,11 +200,13 @@ def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedSta
         raise damaged(path, error) from error
     if record.get("head") != head:
         raise StateError(f"the trainer state in {path} has the head {record.get('head')!r}, expected {str(head)!r}")
-    if head is Head.VALUE and not (path / "model" / HEAD_FILE).is_file():
-        raise StateError(f"the trainer state in {path} lacks model/{HEAD_FILE}; restore another checkpoint")
+    lora = record.get("lora")
+    folder = "model" if lora is None else ADAPTER
+    if head is Head.VALUE and not (path / folder / HEAD_FILE).is_file():
+        raise StateError(f"the trainer state in {path} lacks {folder}/{HEAD_FILE}; restore another checkpoint")
     if "rng.cpu" not in tensors:
         raise StateError(f"the trainer state in {path} has no random state; restore another checkpoint")
-    return TorchSavedState(path / "model", record["model_version"], tensors)
+    return TorchSavedState(path, record["model_version"], tensors, lora)
 
 
 @contextmanager
@@ -158,6 +218,12 @@ def damage_is_state_error(saved: TorchSavedState | None) -> Iterator[None]:
         if saved is None:
             raise error if isinstance(error, SpecError) else SpecError(f"the weights are damaged: {error}") from error
         raise StateError(f"the model of a saved trainer state is damaged: {error}") from error
+
+
+def _options_of(record: Mapping[str, Any]) -> str:
+    """As a recipe says it."""
+    names = ", ".join(f'"{name}"' for name in record.get("targets", ()))
+    return f"{{ rank = {record.get('rank')}, alpha = {record.get('alpha'):g}, targets = [{names}] }}"
 
 
 def _architecture(config: PreTrainedConfig) -> str:

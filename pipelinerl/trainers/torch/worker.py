@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast, final
 
@@ -17,6 +19,8 @@ from torch.optim import Optimizer
 
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.loading import adamw, load, refuse_device
+from pipelinerl.trainers.torch.lora.adapters import Adapters
+from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.packed_model import PackedModel
 from pipelinerl.trainers.torch.passes import broken_loss, evaluate, predicted, require_finite
 from pipelinerl.trainers.torch.value_model import PackedValueModel
@@ -34,6 +38,8 @@ from trainer_contract.types import (
     TrainerSpec,
 )
 
+log = logging.getLogger("pipelinerl")
+
 
 @final
 @dataclass(slots=True)
@@ -49,6 +55,10 @@ class TorchWorker:
     #: The storage that is trained, which a parameter leaves while other weights are lent to it.
     own: Mapping[str, Tensor]
     random: torch_state.RandomState
+    #: What the optimizer holds, by name: all of `own`, or adapters.
+    trained: Mapping[str, torch.nn.Parameter]
+    adapters: Adapters | None = None
+    base_digest: str = ""
     model_version: int = 0
     has_gradient: bool = False
 
@@ -58,10 +68,11 @@ class TorchWorker:
         refuse_device(spec.device)
         accelerator = _accelerator(spec)
         loaded = load(spec)
-        loaded.model.to(accelerator.device)
-        loaded.model.probe(accelerator.device)
-        trained = (parameter for parameter in loaded.model.parameters() if parameter.requires_grad)
-        model, optimizer = accelerator.prepare(loaded.model, adamw(trained, spec.optimizer))
+        loaded.move_to(accelerator.device)
+        trained, weights = loaded.trained, loaded.weights
+        if loaded.adapters is not None:
+            log.info("LoRA: %s", share_of(*loaded.adapters.counts))
+        model, optimizer = accelerator.prepare(loaded.model, adamw(trained.values(), spec.optimizer))
         worker = cls(
             spec=spec,
             accelerator=accelerator,
@@ -69,11 +80,14 @@ class TorchWorker:
             optimizer=optimizer,
             gather_dtype=loaded.gather_dtype,
             vocab_size=loaded.config.get_text_config().vocab_size,
-            own={name: parameter.detach() for name, parameter in accelerator.unwrap_model(model).named_weights()},
+            own={name: parameter.detach() for name, parameter in weights.items()},
             random=torch_state.RandomState.now(),
+            trained=trained,
+            adapters=loaded.adapters,
+            base_digest=loaded.base_digest,
         )
         if loaded.saved is not None:
-            loaded.saved.restore_optimizer(optimizer, dict(worker.named_parameters()))
+            loaded.saved.restore_optimizer(optimizer, trained)
             worker.model_version, worker.random = loaded.saved.model_version, loaded.saved.random
         return worker
 
@@ -93,8 +107,8 @@ class TorchWorker:
         return cast(PackedModel | PackedValueModel, self.accelerator.unwrap_model(self.model))
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Under Hugging Face's names, in the model's order, tied parameters once."""
-        yield from self.unwrapped.named_weights()
+        """Under Hugging Face's names, in the model's order, tied parameters once; adapters are none of them."""
+        yield from self.unwrapped.named_weights() if self.adapters is None else self.adapters.base.items()
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """`Trainer.forward`."""
@@ -106,11 +120,16 @@ class TorchWorker:
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """`forward` through the same modules, whose parameters hold the given weights meanwhile."""
-        with _lent(self.named_parameters(), weights, dtype=self.gather_dtype):
+        off = nullcontext() if self.adapters is None else self.adapters.off()  # what is lent has them in it
+        with off, _lent(self.named_parameters(), weights, dtype=self.gather_dtype):
             return self.forward(batches)
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Evaluate each on the tokens of the loss mask, then accumulate its gradient."""
+        with nullcontext() if self.adapters is None else self.adapters.dropping_out():
+            return self._backward(batches, objective)
+
+    def _backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         found = []
         for number, batch in enumerate(batches):
             if not batch.loss_mask.any():
@@ -152,13 +171,14 @@ class TorchWorker:
         return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self.own.items())
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Detached tensors; of an fp32 model the trainer's own memory, not a copy."""
+        """Detached tensors; of an fp32 model that is trained whole the trainer's own memory, not a copy."""
         for name, own in self.own.items():
-            yield name, own.to(self.gather_dtype)
+            value = own if self.adapters is None else self.adapters.merged(name, own)
+            yield name, value.to(self.gather_dtype)
 
     def save_state(self, path: Path) -> None:
         """Write a Hugging Face model directory, optimizer and random state below the directory `path`."""
-        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.adapters
         torch_state.save(
             path,
             model=self.unwrapped,
@@ -167,6 +187,11 @@ class TorchWorker:
             head=self.spec.head,
             moments={names[id(parameter)]: moments for parameter, moments in self.optimizer.state.items()},
             model_version=self.model_version,
+            adapters=adapters
+            and torch_state.SavedAdapters(
+                write=partial(adapters.save, base=self.spec.model_path, own=self.own),
+                record=adapters.record(digest=self.base_digest),
+            ),
         )
 
     def close(self) -> None:

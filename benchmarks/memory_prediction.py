@@ -1,0 +1,241 @@
+"""`pipelinerl check`'s prediction of the torch trainer's peak memory over what it takes: within 15 %.
+
+Of several decoders, and SmolLM2-135M where models/smollm2 has it; each whole and by LoRA, in fp32 and bf16, with and
+without checkpointing. On a CPU every allocation and release of a step is counted (torch's profiler), on CUDA it is
+`torch.cuda.max_memory_allocated`: so library workspaces and Python are not in it, as they are not in the prediction. A
+step is two micro-batches, so that the second finds the first one's gradient, after a step that has made the moments.
+The largest parameter lies beside it as it is gathered.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.gpu_device import Scale
+from benchmarks.measure import Row, print_table, write_record
+from pipelinerl.commands.memory.trainer_memory import TrainerMemory
+from pipelinerl.models.model_shape import read_shape
+from pipelinerl.objective.presets import resolve
+from pipelinerl.rng import generator
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
+
+SMOLLM2: Final = Path(__file__).parents[1] / "models" / "smollm2"
+_TOLERANCE: Final = 0.15
+_RATE: Final = 1e-6
+#: Precision, LoRA's rank (0: whole), checkpointing.
+_VARIANTS: Final = (
+    (Precision.FP32, 0, False),
+    (Precision.FP32, 0, True),
+    (Precision.FP32, 16, False),
+    (Precision.BF16, 0, False),
+    (Precision.BF16, 0, True),
+    (Precision.BF16, 16, False),
+    (Precision.BF16, 16, True),
+)
+#: Those that a CPU makes within minutes.
+_OF_SMOLLM2: Final = _VARIANTS[:3]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCase:
+    """A model, how it is trained, and the tokens of a micro-batch."""
+
+    name: str
+    path: Path
+    precision: Precision
+    rank: int
+    checkpointing: bool
+    tokens: int
+
+    @property
+    def label(self) -> str:
+        """For the table."""
+        kind = f"LoRA {self.rank}" if self.rank else "whole"
+        return f"{self.name}, {kind}, {self.precision}{', checkpointing' if self.checkpointing else ''}, {self.tokens}"
+
+
+def run(quick: bool) -> list[dict[str, Any]]:
+    """Every case; prints predicted over measured, and writes the record."""
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-memory-") as folder:
+        found = [measured(case, torch.device("cpu")) for case in _cases(Path(folder), quick=quick)]
+    print_table("trainer's peak memory, predicted / measured (and measured)", [_row(each) for each in found])
+    write_record("memory_prediction", {"quick": quick, "tolerance": _TOLERANCE, "cases": found})
+    return found
+
+
+def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """`gpu_check`'s part: its own model, on the device; a rehearsal on a CPU counts allocations."""
+    cases = [
+        MemoryCase(
+            name="decoder",
+            path=folder,
+            precision=Precision.BF16,
+            rank=rank,
+            checkpointing=checkpointing,
+            tokens=scale.trained_tokens,
+        )
+        for rank, checkpointing in ((0, False), (0, True), (16, False))
+    ]
+    found = [measured(case, device) for case in cases]
+    return [_row(each) for each in found], {"cases": found}
+
+
+def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
+    """Bytes of the case, predicted and measured."""
+    trainer, batch = TorchTrainer(), _ragged(case.tokens, _vocab(case.path))
+    trainer.init_worker(
+        TrainerSpec(
+            model_path=case.path,
+            device=Device(device.type),
+            precision=case.precision,
+            gradient_checkpointing=case.checkpointing,
+            options={"lora": {"rank": case.rank}} if case.rank else {},
+        )
+    )
+    shape = read_shape(case.path)
+    memory = TrainerMemory(
+        shape=shape,
+        precision=case.precision,
+        tokens=batch.num_tokens,
+        trained=int(batch.loss_mask.sum()),
+        checkpointing=case.checkpointing,
+        rank=case.rank,
+        wire=shape.dtype,
+    )
+    peak = _peak(trainer, batch, device)
+    print(f"{case.label}: {memory.total / peak:.3f}", file=sys.stderr, flush=True)
+    trainer.close()
+    del trainer
+    gc.collect()
+    return {
+        "case": case.label,
+        "predicted": memory.total,
+        "measured": peak,
+        "ratio": memory.total / peak,
+        "parts": dict(memory.parts),
+    }
+
+
+def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int:
+    objective = resolve("pipelinerl")
+
+    def step() -> None:
+        held = [array for _, array in trainer.gather_weights() if array.numel() == largest]
+        trainer.backward([batch, batch], objective)
+        trainer.optimizer_step(learning_rate=_RATE)
+        held.clear()
+
+    largest = max(int(np.prod(info.shape)) for info in trainer.weight_layout())
+    step()  # which makes the moments
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return int(torch.cuda.max_memory_allocated())
+    standing = _standing(trainer)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    results: Any = profiled.profiler
+    events = [each for each in results.kineto_results.events() if each.name() == "[memory]"]
+    events.sort(key=lambda each: each.start_ns())
+    return standing + int(np.cumsum([each.nbytes() for each in events]).max())
+
+
+def _standing(trainer: TorchTrainer) -> int:
+    """Bytes that are there between two steps: what a profiler that starts now does not see allocated."""
+    worker: Any = trainer._worker
+    moments = [each for state in worker.optimizer.state.values() for each in state.values()]
+    tensors = [*worker.own.values(), *worker.trained.values(), *moments]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _ragged(tokens: int, vocab: int) -> MicroBatch:
+    """Rollouts of uneven lengths, a quarter of each a prompt."""
+    draw = generator(0, "memory_prediction", tokens)
+    lengths = draw.integers(64, 448, max(2, tokens // 256))
+    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
+    mask = positions >= np.repeat(np.maximum(lengths // 4, 1), lengths)
+    count = len(positions)
+    return MicroBatch(
+        token_ids=draw.integers(0, vocab, count).astype(np.int32),
+        position_ids=positions,
+        segment_ids=np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
+        loss_mask=mask,
+        advantages=mask.astype(np.float32),
+        weights=(mask / count).astype(np.float32),
+        behavior_logprobs=np.where(mask, -np.log(vocab), 0.0).astype(np.float32),
+        temperatures=np.ones(count, np.float32),
+        num_segments=len(lengths),
+    )
+
+
+def _vocab(path: Path) -> int:
+    return read_shape(path).vocab
+
+
+def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:
+    for name, config in _configs().items():
+        path = folder / name
+        AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(path)
+        for precision, rank, checkpointing in _VARIANTS[: 3 if quick else None]:
+            yield MemoryCase(
+                name=name,
+                path=path,
+                precision=precision,
+                rank=rank,
+                checkpointing=checkpointing,
+                tokens=1024 if quick else 2048,
+            )
+    if not quick and (SMOLLM2 / "model.safetensors").is_file():
+        for precision, rank, checkpointing in _OF_SMOLLM2:
+            yield MemoryCase(
+                name="SmolLM2-135M",
+                path=SMOLLM2,
+                precision=precision,
+                rank=rank,
+                checkpointing=checkpointing,
+                tokens=512,
+            )
+
+
+def _configs() -> Mapping[str, PreTrainedConfig]:
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    return {
+        "llama": LlamaConfig(vocab_size=8192, **sizes),
+        "qwen3": Qwen3Config(vocab_size=4096, head_dim=32, tie_word_embeddings=True, **sizes),
+        "gpt2": GPT2Config(vocab_size=4096, n_embd=256, n_layer=6, n_head=8, bos_token_id=0, eos_token_id=0),
+    }
+
+
+def _row(found: Mapping[str, Any]) -> Row:
+    ratio = found["ratio"]
+    return Row(
+        found["case"],
+        f"{ratio:.3f} ({found['measured'] / 2**20:,.0f} MiB)",
+        "0.85 to 1.15",
+        abs(ratio - 1) <= _TOLERANCE,
+    )
+
+
+if __name__ == "__main__":
+    run(quick="--quick" in sys.argv)

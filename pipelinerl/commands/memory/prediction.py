@@ -1,0 +1,197 @@
+"""`pipelinerl check`'s memory table: what each process will take, whether it fits, and which knob would make it fit.
+
+Promises: nothing heavy is imported and no weight is read. What cannot be predicted (a trainer or an engine of another
+kind, a server that runs already) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from pipelinerl.commands.memory.engine_memory import EngineMemory
+from pipelinerl.commands.memory.trainer_memory import TrainerMemory
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.models import bigram
+from pipelinerl.models.checkpoint import model_type
+from pipelinerl.models.model_shape import ModelShape, read_shape
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of, share_of
+from pipelinerl.trainers.torch.options import mesh_of
+from trainer_contract.types import Precision, WeightDType
+
+_ENGINES: Final = frozenset({"torch", "jax", "vllm"})
+_SHARDS: Final = (2, 4, 8, 16, 32, 64)
+
+
+class Footprint(Protocol):
+    """What a process takes of each of its devices."""
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Bytes by what they are of."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPrediction:
+    """Of the trainer, and of each engine; None where nothing is known of that type."""
+
+    trainer: TrainerMemory | None
+    engine: EngineMemory | None
+    engines: int
+
+    @property
+    def by_process(self) -> dict[str, Footprint]:
+        """Those that are predicted, by the process' kind."""
+        found: dict[str, Footprint] = {}
+        found |= {} if self.trainer is None else {"trainer": self.trainer}
+        return found if self.engine is None else found | {"engine": self.engine}
+
+
+def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
+    """Predict the memory of a recipe that `check` has not refused.
+
+    Raises:
+        ModelError: the model's sizes cannot be read.
+    """
+    path = config.model.resolved
+    if model_type(path) == bigram.MODEL_TYPE:
+        return MemoryPrediction(None, None, 0)
+    shape = read_shape(path)
+    return MemoryPrediction(_trainer(config, shape, objective), _engine(config, shape), config.engine.count)
+
+
+def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -> TrainerMemory | None:
+    section = config.trainer
+    if section.type != "torch":
+        return None
+    lora, mesh = lora_of(section.options), mesh_of(_without_meeting(section.options))
+    longest = config.engine.context_length
+    tokens = max(longest, min(section.micro_batch_tokens, longest * config.training.rollouts_per_step))
+    asked = min(1.0, config.sampling.max_tokens / longest)
+    return TrainerMemory(
+        shape=shape,
+        precision=section.precision,
+        tokens=tokens,
+        trained=max(1, int(tokens * asked)),
+        checkpointing=section.gradient_checkpointing,
+        rank=0 if lora is None else lora.rank,
+        targets=None if lora is None else lora.targets,
+        shards=mesh.dp_shard,
+        wire=dtypes_of(config).wire,
+        values="values" in objective.passes,
+        reference="ref_logprobs" in objective.passes,
+    )
+
+
+def _engine(config: RunConfig, shape: ModelShape) -> EngineMemory | None:
+    section, dtypes = config.engine, dtypes_of(config)
+    if section.type not in _ENGINES:
+        return None
+    return EngineMemory(
+        shape=shape,
+        dtype=dtypes.engine,
+        wire=dtypes.wire,
+        slots=section.slots,
+        context=section.context_length,
+        weights=section.weights.value,
+        devices=section.devices,
+    )
+
+
+def trainable(prediction: MemoryPrediction) -> str | None:
+    """`LoRA: 1.2 M of 135 M parameters train`; None where all do, or nothing is known of the trainer."""
+    trainer = prediction.trainer
+    if trainer is None or not trainer.rank:
+        return None
+    return f"LoRA: {share_of(trainer.adapters, trainer.shape.count)}"
+
+
+def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterator[str]:
+    """A line for each process, and where it is more than the limit, in bytes, by kind, one of what to do.
+
+    A limit of `all` is on the sum of all processes, on a machine without GPUs.
+    """
+    for kind, its in prediction.by_process.items():
+        limit = limits.get(kind)
+        told = ", ".join(f"{name} {gib(size)}" for name, size in its.parts.items())
+        yield f"{kind}: {gib(its.total)}" + (f" of {gib(limit)}" if limit else "") + f" at the peak ({told})"
+        if limit is not None and its.total > limit:
+            yield f"{kind}: more than the {gib(limit)} that it has; {_advice(its, limit)}"
+    whole, limit = _of_all(prediction), limits.get("all")
+    if limit is not None and whole > limit:
+        yield f"all processes together: {gib(whole)}, more than the {gib(limit)} of this machine"
+
+
+def _of_all(prediction: MemoryPrediction) -> int:
+    trainer = 0 if prediction.trainer is None else prediction.trainer.total * prediction.trainer.shards
+    return trainer + (0 if prediction.engine is None else prediction.engine.total * prediction.engines)
+
+
+def _advice(footprint: Footprint, limit: int) -> str:
+    """The knobs each of which is enough by itself; else all of them together, with what that takes."""
+    tried = list(_changes(footprint))
+    enough: dict[str, str] = {}  # of each knob the least change
+    for name, changed in tried:
+        if changed.total <= limit:
+            enough.setdefault(name.partition("=")[0], f"{name} ({gib(changed.total)})")
+    if enough:
+        return f"it would fit with {', or with '.join(enough.values())}"
+    if not tried:
+        return "give it a larger device"
+    name, least = min(tried, key=lambda each: each[1].total)
+    return f"no knob is enough by itself, the most is {name} ({gib(least.total)}): change several, or give more devices"
+
+
+def _changes(footprint: Footprint) -> Iterator[tuple[str, Footprint]]:
+    """What a recipe may change, and what the process takes then."""
+    if isinstance(footprint, TrainerMemory):
+        yield from _trainer_changes(footprint)
+    elif isinstance(footprint, EngineMemory):
+        for slots in _halves(footprint.slots, 8):
+            yield f"engine.slots={slots}", replace(footprint, slots=slots)
+        if footprint.dtype is WeightDType.FLOAT32:
+            yield "engine.dtype=bfloat16", replace(footprint, dtype=WeightDType.BFLOAT16)
+
+
+def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
+    if not trainer.checkpointing:
+        yield "trainer.gradient_checkpointing=true", replace(trainer, checkpointing=True)
+    for tokens in _halves(trainer.tokens, 1024):
+        share = tokens / trainer.tokens
+        fewer = replace(trainer, tokens=tokens, trained=max(1, int(trainer.trained * share)))
+        yield f"trainer.micro_batch_tokens={tokens}", fewer
+    if trainer.precision is Precision.FP32:
+        yield "trainer.precision=bf16", replace(trainer, precision=Precision.BF16)
+    if not trainer.rank and trainer.shards == 1:
+        rank = LoraOptions().rank
+        yield f"trainer.options.lora.rank={rank}", replace(trainer, rank=rank)
+    if not trainer.rank:
+        for shards in _SHARDS:
+            if shards > trainer.shards:
+                yield f"trainer.options.mesh.dp_shard={shards}", replace(trainer, shards=shards)
+
+
+def _halves(number: int, least: int) -> Sequence[int]:
+    """The number halved again and again, down to `least`."""
+    found = []
+    while (number := number // 2) >= least:
+        found.append(number)
+    return found
+
+
+def _without_meeting(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "distributed"}
+
+
+def gib(size: int) -> str:
+    """`3.1 GiB`, or `12 MiB` of what is small."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,153 @@
+"""What the torch trainer takes of a device's memory at the peak of a step: closed form, from sizes alone.
+
+The peak is in a backward pass that is not the first of its step: gradients are there whole, and all that the forward
+pass kept. What one layer keeps, per token, with H hidden, Q and K the width of queries and of keys, I the MLP's:
+
+    in fp32    residual stream 2 H, norms' outputs 2 H, queries Q, keys and values 2 K, attention's output 2 Q, the MLP
+               4 I (5 I if it is not gated); what trains RMS norms' weights 2 H, and 2 (Q + K) where heads have norms
+    in bf16    the residual stream and what norms' weights need stay fp32; each linear layer has its input once more
+
+Padded to its bucket, what attention keeps is a tenth more. With checkpointing a layer keeps its input alone and one of
+them at a time has all of it. The output layer holds three times its logits while it goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from pipelinerl.models.model_shape import BYTES, ModelShape
+from trainer_contract.types import Precision, WeightDType
+
+#: Logits held at once: of `numerics.torch_logprobs`, which is not imported since it brings torch.
+LOGITS_AT_ONCE: Final = 2**24
+#: What buckets of similar lengths add.
+_PADDING: Final = 1.1
+#: Log-softmax, its gradient, and that of the logits.
+_LOGITS_HELD: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """A torch trainer of `shards` × any replicas; `tokens` of a micro-batch, of which `trained` have a loss.
+
+    `rank` 0 trains every weight; else adapters of that rank on `targets` (None: all linear layers). `values` and
+    `reference` say whether a critic and a reference of the same size lie beside the policy.
+    """
+
+    shape: ModelShape
+    precision: Precision
+    tokens: int
+    trained: int
+    checkpointing: bool = False
+    rank: int = 0
+    targets: tuple[str, ...] | None = None
+    shards: int = 1
+    wire: WeightDType = WeightDType.FLOAT32
+    values: bool = False
+    reference: bool = False
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Bytes by what they are of, those that are there at the peak."""
+        values = 2 if self.values else 1
+        found = {
+            "weights": self._weights * (1 if self.rank else values + self.reference) + 4 * self.adapters * values,
+            "gradients": 4 * self._trained * values,
+            "moments": 8 * self._trained * values // self.shards,
+            "activations": self._activations,
+            "logits": self._logits,
+            "casts": self._casts,
+            "gather": self._gather,
+        }
+        return {name: size for name, size in found.items() if size}
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.parts.values())
+
+    @property
+    def adapters(self) -> int:
+        """Parameters of A and B of all targets."""
+        return self.rank * sum(map(sum, self.shape.adapted(self.targets))) if self.rank else 0
+
+    @property
+    def _trained(self) -> int:
+        return self.adapters if self.rank else self.shape.count
+
+    @property
+    def _is_half(self) -> bool:
+        return self.precision is Precision.BF16
+
+    @property
+    def _keeps_base_in_bf16(self) -> bool:
+        return bool(self.rank) and self._is_half and self.shape.dtype is WeightDType.BFLOAT16
+
+    @property
+    def _weights(self) -> int:
+        """A copy of the model; where a mesh divides it, this part, and two layers that are gathered at once."""
+        shape = self.shape
+        if self._keeps_base_in_bf16:
+            return 4 * shape.count - 2 * shape.matrices
+        if self.shards == 1:
+            return 4 * shape.count
+        layer = sum(rows * columns for rows, columns in shape.linear.values()) // shape.layers
+        outer = shape.vocab * shape.hidden
+        return 4 * (shape.count // self.shards + 2 * layer + outer)
+
+    @property
+    def _casts(self) -> int:
+        """Weights in bf16, which autocast makes of fp32 ones and a backward pass needs."""
+        return 2 * self.shape.multiplied if self._is_half and not self._keeps_base_in_bf16 else 0
+
+    @property
+    def _activations(self) -> int:
+        shape, tokens = self.shape, self.tokens
+        outer = 4 * tokens * shape.hidden * (2 if self.rank else 3) + 4 * self.trained * shape.hidden
+        if not self.checkpointing:
+            return outer + tokens * shape.layers * self._of_layer
+        return outer + 4 * tokens * shape.hidden * shape.layers
+
+    @property
+    def _of_layer(self) -> int:
+        """Bytes that a layer keeps for each token."""
+        shape, frozen = self.shape, bool(self.rank)
+        hidden, mlp = shape.hidden, shape.intermediate * (4 if shape.is_gated else 5)
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        attention = _PADDING * (2 * query + 2 * key) + query
+        full, products = 2.0 * hidden, 2.0 * hidden + attention + mlp
+        if shape.is_gated and not frozen:
+            full += 2 * hidden
+        if shape.normalises_heads:
+            full += (1 if frozen else 2) * (query + key)
+        if self._is_half:
+            inputs = (1 if shape.has_merged_attention else 3) + (2 if shape.is_gated else 1)
+            products += (inputs - 2) * hidden + (query if frozen else 0)
+            return int(4 * full + 2 * products)
+        return int(4 * (full + products))
+
+    @property
+    def _logits(self) -> int:
+        """The output layer's, or what a layer needs on its way back where that is more."""
+        shape, tokens = self.shape, self.tokens
+        whole = self.trained * shape.vocab
+        at_once, weight = min(whole, LOGITS_AT_ONCE), 0 if self.rank else 4 * shape.vocab * shape.hidden
+        head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
+        if whole > LOGITS_AT_ONCE:
+            head += weight  # the sum of the pieces' gradients
+        size = 2 if self._is_half else 4
+        back = size * tokens * (2 * shape.intermediate + 2 * shape.hidden)
+        if self.checkpointing:
+            back += tokens * self._of_layer
+        return max(head, back)
+
+    @property
+    def _gather(self) -> int:
+        """The largest parameter as it is sent, beside the passes; merged in fp32 before."""
+        largest = self.shape.largest
+        if self.rank:
+            merged = max((rows * columns for rows, columns in self.shape.adapted(self.targets)), default=0)
+            return max(8 * merged, BYTES[self.wire] * largest)
+        return 0 if self.wire is WeightDType.FLOAT32 and self.shards == 1 else BYTES[self.wire] * largest

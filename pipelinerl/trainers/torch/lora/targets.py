@@ -1,0 +1,80 @@
+"""Which layers of a model get adapters, and how many parameters these have; also of a model without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from pipelinerl.models.checkpoint import check_weights
+from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, share_of
+from trainer_contract.errors import SpecError
+
+_LINEAR: Final = (nn.Linear, Conv1D)
+
+
+def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
+    """The linear layers of a Hugging Face `model` that the options name, by their names, in the model's order.
+
+    Raises:
+        SpecError: a name is of no linear layer, or of one whose weight another module shares.
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, _LINEAR)}
+    head = model.get_output_embeddings()
+    inner = {name: module for name, module in linear.items() if module is not head}
+    if options.targets is None:
+        return inner
+    for target in options.targets:
+        _refuse(model, target, linear, offered=inner)
+    return {name: module for name, module in linear.items() if any(_is_named(name, each) for each in options.targets)}
+
+
+def last_names(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Targets as peft's own configuration names them."""
+    return sorted({name.rpartition(".")[2] for name in modules})
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """(in, out) features; the weight of a `Conv1D` is [in, out], that of a `Linear` [out, in]."""
+    weight: Any = module.weight
+    rows, columns = weight.shape
+    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+
+
+def adapter_parameters(modules: Mapping[str, nn.Module], rank: int) -> int:
+    """How many numbers A [rank, in] and B [out, rank] of all these modules are."""
+    return sum(rank * sum(shape_of(module)) for module in modules.values())
+
+
+def _refuse(model: Any, target: str, linear: Mapping[str, nn.Module], *, offered: Mapping[str, nn.Module]) -> None:
+    named = {name: module for name, module in model.named_modules() if _is_named(name, target)}
+    found = [name for name in named if name in linear]
+    names = ", ".join(last_names(offered))
+    if not found:
+        kind = "is an embedding" if any(isinstance(each, nn.Embedding) for each in named.values()) else "names none"
+        raise SpecError(f"options.lora.targets: {target!r} {kind}; linear layers of this model are {names}")
+    embedding = model.get_input_embeddings()
+    if any(linear[name].weight is embedding.weight for name in found):
+        raise SpecError(f"options.lora.targets: {target!r} is tied to the embedding; choose of {names}")
+
+
+def _is_named(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def described(path: Path, options: LoraOptions) -> str:
+    """What trains of the model in a directory, of which no weight is read.
+
+    Raises:
+        SpecError: as `target_modules`. ModelError: there is no model.
+    """
+    model = check_weights(path)
+    modules = target_modules(model, options)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"LoRA of rank {options.rank} on {', '.join(last_names(modules))}: "
+        f"{share_of(adapter_parameters(modules, options.rank), whole)}"
+    )

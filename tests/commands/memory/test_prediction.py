@@ -1,0 +1,132 @@
+"""Memory that `pipelinerl check` predicts: of what is measured, of a 70B model in no time, and what it advises."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from benchmarks.memory_prediction import MemoryCase, measured
+from pipelinerl.commands.memory.engine_memory import EngineMemory
+from pipelinerl.commands.memory.prediction import MemoryPrediction, lines, predict, trainable
+from pipelinerl.commands.memory.trainer_memory import LOGITS_AT_ONCE, TrainerMemory
+from pipelinerl.config.recipe import load
+from pipelinerl.models.model_shape import read_shape
+from pipelinerl.numerics import torch_logprobs
+from pipelinerl.roles.wiring import objective_of
+from trainer_contract.types import Precision, WeightDType
+
+GIB = 2**30
+#: Llama 3 70B.
+LARGE = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def large(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "rank", "checkpointing"),
+    [
+        ("llama", Precision.FP32, 0, False),
+        ("llama", Precision.BF16, 8, False),
+        pytest.param("llama", Precision.BF16, 0, True, marks=pytest.mark.slow),
+        pytest.param("gpt2", Precision.FP32, 8, False, marks=pytest.mark.slow),
+    ],
+)
+def test_within_15_percent_of_what_is_measured(family, precision, rank, checkpointing, tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
+    configs = {
+        "llama": LlamaConfig(vocab_size=2048, num_key_value_heads=2, **sizes),
+        "gpt2": GPT2Config(vocab_size=2048, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0),
+    }
+    AutoModelForCausalLM.from_config(configs[family]).bfloat16().save_pretrained(tmp_path)
+    case = MemoryCase(
+        name=family, path=tmp_path, precision=precision, rank=rank, checkpointing=checkpointing, tokens=512
+    )
+    assert 0.85 <= measured(case, torch.device("cpu"))["ratio"] <= 1.15
+
+
+def test_a_70b_model_takes_no_time_and_no_weights(large):
+    began = time.process_time()
+    shape = read_shape(large)
+    assert time.process_time() - began < 2
+    assert shape.count == 70_553_706_496
+    whole = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=8192, trained=8192, checkpointing=True)
+    assert whole.parts["moments"] == 8 * shape.count and whole.total > 1000 * GIB
+    lora = replace(whole, rank=16)
+    assert 0.99 < lora.parts["weights"] / (2 * shape.count) < 1.02
+
+
+def test_sizes_are_those_of_the_files(tmp_path):
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+    model.save_pretrained(tmp_path)
+    shape = read_shape(tmp_path)
+    assert shape.count == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.adapted(("q_proj",)) == [(32, 32), (32, 32)]
+    assert len(shape.adapted(None)) == 2 * 7
+
+
+def test_the_output_layers_pieces_are_the_trainers():
+    assert LOGITS_AT_ONCE == torch_logprobs.LOGITS_AT_ONCE
+
+
+def test_what_does_not_fit_is_told_with_a_knob_that_makes_it_fit(large):
+    shape = read_shape(large)
+    trainer = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=8192, trained=8192, rank=16)
+    engine = EngineMemory(
+        shape=shape, dtype=WeightDType.BFLOAT16, wire=WeightDType.BFLOAT16, slots=64, context=8192, devices=8
+    )
+    prediction = MemoryPrediction(trainer, engine, 1)
+    limit = 170 * GIB
+    told = list(lines(prediction, limits={"trainer": limit, "engine": limit}))
+    advice = next(line for line in told if "more than" in line)
+    assert advice.startswith("trainer: more than the 170.0 GiB that it has; it would fit with")
+    assert "trainer.gradient_checkpointing=true" in advice
+    assert replace(trainer, checkpointing=True).total <= limit < trainer.total
+    assert not any(line.startswith("engine: more than") for line in told)
+    hopeless = list(lines(prediction, limits={"trainer": GIB}))
+    assert any("no knob is enough by itself" in line for line in hopeless)
+
+
+def test_a_recipe_is_predicted_whole():
+    config = load("tiny", ["trainer.options.lora.rank=8"])
+    prediction = predict(config, objective_of(config))
+    assert trainable(prediction) == "LoRA: 26.1 k of 190 k parameters train"
+    assert [line.partition(":")[0] for line in lines(prediction, limits={})] == ["trainer", "engine"]
+    assert any(line.startswith("all processes") for line in lines(prediction, limits={"all": 1}))
+    whole = predict(load("tiny"), objective_of(load("tiny")))
+    assert trainable(whole) is None and whole.trainer.total > prediction.trainer.total
+    assert predict(load("tiny", ["trainer.type=jax"]), objective_of(config)).trainer is None
+
+
+def test_each_part_grows_as_what_it_is_of_does(large):
+    plain = TrainerMemory(shape=read_shape(large), precision=Precision.FP32, tokens=4096, trained=4096)
+    assert replace(plain, tokens=8192).parts["activations"] > 1.9 * plain.parts["activations"]
+    assert replace(plain, shards=8).parts["moments"] == plain.parts["moments"] // 8
+    assert replace(plain, values=True).parts["moments"] == 2 * plain.parts["moments"]
+    assert replace(plain, reference=True).parts["weights"] == 2 * plain.parts["weights"]
+    assert replace(plain, rank=16, reference=True).parts["weights"] == replace(plain, rank=16).parts["weights"]

@@ -1,0 +1,234 @@
+"""LoRA in the torch trainer: the kit, a plain loop with peft, what engines are sent, shared memory, resuming."""
+
+import gc
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.torch.lora import shared_base
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.conformance import Status, run
+from trainer_contract.conformance.probes import Learns, Subject
+from trainer_contract.errors import SpecError, StateError
+from trainer_contract.host_weights import copied
+from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, Precision, TrainerSpec, WeightDType
+
+#: peft's own, where it wraps a whole model.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+VOCAB = 48
+OBJECTIVE = resolve("pipelinerl")
+LORA = {"rank": 4, "alpha": 8}
+ARCHITECTURES = (
+    ("gpt2", Head.POLICY),
+    ("qwen2", Head.VALUE),
+    *(pytest.param(name, Head.POLICY, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "llama", "mistral")),
+    pytest.param("gpt2", Head.VALUE, marks=pytest.mark.slow),
+)
+
+
+def started(path, *, lora=LORA, **fields):
+    trainer = TorchTrainer()
+    options = {"lora": dict(lora)} if lora is not None else {}
+    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, options=options, **fields))
+    return trainer
+
+
+def trained(trainer, batch, *, steps=2, rate=1e-2):
+    """Steps on one micro-batch; returns the losses."""
+    losses = []
+    for _ in range(steps):
+        losses.append(trainer.backward([batch], OBJECTIVE)[0].loss)
+        trainer.optimizer_step(learning_rate=rate)
+    return losses
+
+
+def saved(trainer, directory):
+    directory.mkdir()
+    trainer.save_state(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("name", "head"), ARCHITECTURES)
+def test_conformance(name, head, model_path, tmp_path):
+    spec = TrainerSpec(model_path=model_path(name), device=Device.CPU, head=head, options={"lora": LORA})
+    results = run(Subject(TorchTrainer, spec, VOCAB, Learns.ADAPTERS), directory=tmp_path)
+    assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_twenty_steps_are_those_of_a_plain_loop_with_peft(name, model_path, micro_batch):
+    optimizer = OptimizerSpec(weight_decay=0.1, grad_clip=0.5)
+    trainer = started(model_path(name), optimizer=optimizer)
+    model = AutoModelForCausalLM.from_pretrained(model_path(name), attn_implementation="eager").eval()
+    gpt2 = name == "gpt2"
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=gpt2)
+    model = get_peft_model(model, config)
+    plain = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter, value in trainer._worker.trained.items():
+            plain[parameter].copy_(value)
+    adamw = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    for step in range(20):
+        batch = micro_batch(seed=step)
+        batch = replace(batch, weights=batch.weights / batch.weights.sum())  # as a step weighs its tokens
+        loss = plain_loss(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adamw.step()
+        adamw.zero_grad()
+        got = trained(trainer, batch, steps=1, rate=3e-4)[0]
+        assert abs(got - loss.item()) <= 1e-6, step
+    assert any(value.abs().max() > 0 for n, value in trainer._worker.trained.items() if "lora_B" in n)
+
+
+def plain_loss(model, batch):
+    """The objective, rollout by rollout."""
+    loss = torch.zeros(())
+    for segment in range(batch.num_segments):
+        row = np.flatnonzero(batch.segment_ids == segment)
+        logits = model(input_ids=torch.from_numpy(batch.token_ids[row]).long()[None]).logits[0]
+        tempered = logits[:-1] / torch.from_numpy(batch.temperatures[row[1:]])[:, None]
+        logprobs = torch.log_softmax(tempered, -1)
+        for place, t in enumerate(row[1:]):
+            if batch.loss_mask[t]:
+                logprob = logprobs[place, int(batch.token_ids[t])]
+                ratio = torch.exp(logprob.detach() - float(batch.behavior_logprobs[t]))
+                loss = loss - float(batch.weights[t]) * ratio * float(batch.advantages[t]) * logprob
+    return loss
+
+
+def test_engines_are_sent_the_base_models_names_with_the_adapters_merged(model_path, micro_batch, tmp_path):
+    path, batch = model_path("gpt2"), micro_batch()
+    trainer, whole = started(path), started(path, lora=None)
+    assert trainer.weight_layout() == whole.weight_layout()
+    before = copied(whole.gather_weights())
+    assert all(np.array_equal(data, before[name]) for name, data in copied(trainer.gather_weights()).items())
+    trained(trainer, batch)
+    state = saved(trainer, tmp_path / "state")
+    base = AutoModelForCausalLM.from_pretrained(path)
+    elsewhere = PeftModel.from_pretrained(base, state / "adapter").merge_and_unload()
+    expected, moved = dict(elsewhere.named_parameters()), 0
+    for name, tensor in trainer.gather_weights():
+        torch.testing.assert_close(tensor, expected[name].detach(), rtol=0, atol=1e-6, msg=name)
+        moved += not np.array_equal(tensor.numpy().view(np.uint8).ravel(), before[name])
+    assert moved == 2 * 4, "two layers of four linear layers each"
+    assert all(np.array_equal(own.numpy().view(np.uint8).ravel(), before[n]) for n, own in trainer._worker.own.items())
+
+
+def test_a_state_holds_adapters_and_their_moments_alone(model_path, micro_batch, tmp_path):
+    trainer, whole = started(model_path("qwen2")), started(model_path("qwen2"), lora=None)
+    for each in (trainer, whole):
+        trained(each, micro_batch())
+    state = saved(trainer, tmp_path / "lora")
+    saved(whole, tmp_path / "whole")
+    assert sorted(p.name for p in state.iterdir()) == ["adapter", "optimizer.safetensors", "trainer.json"]
+    names = {name.rpartition(".")[0] for name in load_file(state / "optimizer.safetensors")} - {"rng"}
+    assert names == set(trainer._worker.trained)
+    config = json.loads((state / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(model_path("qwen2")))
+
+
+def test_a_base_in_bf16_computes_the_same_bits_in_half_the_memory(model_path, micro_batch, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path("gpt2"), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "bf16")
+    model.float().save_pretrained(tmp_path / "fp32")
+    told, sizes, batch = [], [], micro_batch()
+    for name in ("bf16", "fp32"):
+        trainer = started(tmp_path / name, precision=Precision.BF16, gather_dtype=WeightDType.BFLOAT16)
+        losses = trained(trainer, batch)
+        weights = b"".join(data.tobytes() for data in copied(trainer.gather_weights()).values())
+        told.append((losses, trainer.forward([batch])[0].tobytes(), weights))
+        sizes.append(sum(own.nbytes for own in trainer._worker.own.values()))
+    assert told[0] == told[1]
+    assert sizes[0] < 0.55 * sizes[1]
+
+
+def test_policy_critic_and_reference_compute_with_one_base(model_path, micro_batch):
+    path, batch = model_path("qwen3"), micro_batch()
+    policy, critic, reference = started(path), started(path, head=Head.VALUE), started(path)
+    weights = {name: own.data_ptr() for name, own in policy._worker.own.items()}
+    assert {n: own.data_ptr() for n, own in reference._worker.own.items()} == weights
+    trunk = {f"model.{n}": own.data_ptr() for n, own in critic._worker.own.items() if not n.startswith("value_head")}
+    assert trunk and trunk.items() <= weights.items()
+    first = reference.forward([batch])[0].tobytes()
+    assert first == started(path, lora=None).forward([batch])[0].tobytes(), "B is 0: it is the base"
+    trained(critic, batch)
+    trained(policy, batch)
+    assert policy.forward([batch])[0].tobytes() != first == reference.forward([batch])[0].tobytes()
+    for each in (policy, critic, reference):
+        each.close()
+    gc.collect()
+    assert not list(shared_base._BASES)
+
+
+def test_dropout_is_of_backward_alone_and_goes_on_exactly(model_path, micro_batch, tmp_path):
+    path, batch, lora = model_path("qwen2"), micro_batch(), {**LORA, "dropout": 0.5}
+    trainer = started(path, lora=lora)
+    trained(trainer, batch)
+    forward = trainer.forward([batch])[0]
+    assert forward.tobytes() == trainer.forward([batch])[0].tobytes()
+    dropped = trainer.backward([batch], OBJECTIVE)[0].predictions
+    assert np.abs(dropped - np.where(batch.loss_mask, forward, 0)).max() > 1e-3
+    trainer.discard_gradient()
+    trained(trainer, batch, steps=1)
+    state = saved(trainer, tmp_path / "state")
+    expected = trained(trainer, batch)
+    assert trained(started(path, lora=lora, restore_from=state), batch) == expected
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        ({"rank": 0}, r"options\.lora\.rank must be a whole number of at least 1, got 0"),
+        ({"rank": 8, "ranks": 8}, r"options\.lora\.ranks is unknown to the torch trainer; it knows rank, alpha"),
+        ({"alpha": 0}, r"options\.lora\.alpha must be a number above 0, got 0"),
+        ({"dropout": 1.0}, r"options\.lora\.dropout must be a number at least 0 and below 1, got 1\.0"),
+        ({"targets": []}, 'targets must be "all-linear" or a list'),
+        ({"targets": ["q"]}, "'q' names none; linear layers of this model are down_proj, gate_proj, k_proj, o_proj"),
+        ({"targets": ["embed_tokens"]}, "'embed_tokens' is an embedding"),
+        ({"targets": ["q_proj", "lm_head"]}, "'lm_head' is tied to the embedding"),
+        (8, r"options\.lora must be a table, got 8"),
+    ],
+)
+def test_options_that_are_refused(lora, sentence, model_path):
+    with pytest.raises(SpecError, match=sentence):
+        TorchTrainer().init_worker(
+            TrainerSpec(model_path=model_path("qwen2"), device=Device.CPU, options={"lora": lora})
+        )
+
+
+def test_a_mesh_and_an_exact_output_layer_are_refused_beside_it(model_path):
+    with pytest.raises(SpecError, match=r"options\.lora trains in one process, and options\.mesh makes 2"):
+        TorchTrainer().init_worker(
+            TrainerSpec(model_path=model_path("llama"), options={"lora": LORA, "mesh": {"dp_shard": 2}})
+        )
+    with pytest.raises(SpecError, match=r"names the output layer, and model\.head_precision = fp32"):
+        started(model_path("llama"), lora={"targets": ["lm_head"]}, head_precision=HeadPrecision.FP32)
+
+
+def test_states_of_other_adapters_bases_and_whole_models_are_refused(model_path, micro_batch, tmp_path):
+    path, batch = model_path("qwen2"), micro_batch()
+    trainer, whole = started(path, lora={"targets": ["q_proj", "v_proj"]}), started(path, lora=None)
+    state = saved(trainer, tmp_path / "lora")
+    refused = r"are \{ rank = 16, alpha = 32, targets = \[\"q_proj\", \"v_proj\"\] \}, and the recipe asks for"
+    for other in ({"rank": 8}, {"alpha": 16}, {"targets": ["q_proj"]}):
+        with pytest.raises(StateError, match=refused):
+            started(path, lora={"targets": ["q_proj", "v_proj"], **other}, restore_from=state)
+    with pytest.raises(StateError, match=r"is of LoRA adapters; go on with trainer\.options\.lora = \{ rank = 16"):
+        started(path, lora=None, restore_from=state)
+    with pytest.raises(StateError, match=r"a model that was trained whole; leave trainer\.options\.lora out"):
+        started(path, restore_from=saved(whole, tmp_path / "whole"))
+    trained(whole, batch, steps=1)
+    AutoModelForCausalLM.from_pretrained(saved(whole, tmp_path / "moved") / "model").save_pretrained(tmp_path / "base")
+    with pytest.raises(StateError, match=r"another base than the weights in model\.path"):
+        started(tmp_path / "base", lora={"targets": ["q_proj", "v_proj"]}, restore_from=state)

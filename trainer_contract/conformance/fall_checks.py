@@ -1,0 +1,55 @@
+"""The gradient of a trainer whose weights do not show it: adapters train, and what is gathered are merged weights.
+
+What remains to be seen is the loss. With AdamW's eps 1 and a gradient far below 1, its first step is lr·g, and the loss
+falls by lr·|g|²; clipped to the norm c, by lr·c·|g|.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from trainer_contract.conformance.probes import Subject, require, require_equal, started
+from trainer_contract.types import MicroBatch, Objective
+
+#: The norm that the objective's weights are scaled to give: far below eps.
+_FAINT: Final = 0.01
+#: A fall that fp32 resolves, and that is still in proportion to the step.
+_SHARE: Final = 1e-3
+
+
+def fall_is_of_the_gradient(subject: Subject, batch: MicroBatch, objective: Objective) -> None:
+    """A small step makes the loss fall by the rate times the square of the reported norm."""
+    faint, norm, rate = _fainter(subject, batch, objective)
+    fall = _fall(subject, faint, objective, rate)
+    expected = rate * norm**2
+    require_equal(fall, expected, 0.1 * expected, "the fall of the loss after a small step")
+
+
+def fall_is_clipped(subject: Subject, batch: MicroBatch, objective: Objective) -> None:
+    """Clipped to half of its norm, the gradient makes the loss fall half as far."""
+    faint, norm, rate = _fainter(subject, batch, objective)
+    expected = rate * norm**2 / 2
+    fall = _fall(subject, faint, objective, rate, grad_clip=norm / 2)
+    require_equal(fall, expected, 0.1 * expected, "the fall of the loss after a small step that is clipped")
+
+
+def _fainter(subject: Subject, batch: MicroBatch, objective: Objective) -> tuple[MicroBatch, float, float]:
+    """The batch with weights that make its gradient faint, the norm of that, and a rate."""
+    trainer = started(subject)
+    loss = trainer.backward([batch], objective)[0].loss
+    norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
+    require(norm > 0, "the objective has no gradient")
+    scale = _FAINT / norm
+    faint = replace(batch, weights=(batch.weights * np.float32(scale)).astype(np.float32))
+    return faint, _FAINT, _SHARE * abs(loss) * scale / _FAINT**2
+
+
+def _fall(subject: Subject, batch: MicroBatch, objective: Objective, rate: float, *, grad_clip: float = 0.0) -> float:
+    trainer = started(subject, grad_clip=grad_clip)
+    loss = trainer.backward([batch], objective)[0].loss
+    norm = trainer.optimizer_step(learning_rate=rate).grad_norm
+    require_equal(norm, _FAINT, 0.01 * _FAINT, "grad_norm of an objective whose weights are scaled")
+    return loss - trainer.backward([batch], objective)[0].loss

@@ -1,7 +1,7 @@
 // The frame: which run, how it does, whether it is heard, and the screen that the address names.
 import { hear } from "./api.js";
 import { Compare } from "./compare.js";
-import { clock, duration, number } from "./format.js";
+import { clock, duration, number, runName } from "./format.js";
 import { Group } from "./group.js";
 import { tell, useAnswer } from "./live.js";
 import { Now } from "./now.js";
@@ -143,8 +143,8 @@ function Ended({ facts }) {
 
 function Runs({ facts, screen }) {
   return html`<nav class="row" aria-label="Runs">${facts.runs.map(
-    (each) => html`<a key=${each.run} href=${link(screen, { run: each.run || "" })}
-    aria-current=${each.run === facts.run ? "true" : undefined}>${each.name}</a>`,
+    (each) => html`<a key=${each.run} href=${link(PARTS[screen]?.[0] ?? screen, { run: each.run || "" })}
+    aria-current=${each.run === facts.run ? "true" : undefined}>${runName(each, facts.runs)}</a>`,
   )}</nav>`;
 }
 

@@ -1,6 +1,6 @@
 // Compare: several runs over each other, by steps, samples or seconds, and where their recipes differ.
 import { Chart, sharedWindow } from "./charts.js";
-import { anything, words } from "./format.js";
+import { anything, runName, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { settle } from "./route.js";
 import uPlot from "./uplot.js";
@@ -33,7 +33,7 @@ export function Compare({ facts, query }) {
   return html`<div class="stack"><h2 class="said">Compare</h2>
     <div class="card row"><fieldset class="row"><legend class="said">Runs</legend>${facts.runs.map(
       (each) => html`<label key=${each.run}><input type="checkbox" checked=${runs.includes(String(each.run))}
-        onChange=${() => toggle(String(each.run))} />${each.name} <span class="soft">${each.state}</span></label>`,
+        onChange=${() => toggle(String(each.run))} />${runName(each, facts.runs)} <span class="soft">${each.state}</span></label>`,
     )}</fieldset>
       <label>over <select value=${x} onChange=${(event) => settle({ x: event.target.value })}>${AXES.map(([name, title]) => html`<option key=${name} value=${name}>${title}</option>`)}</select></label>
       <label>measure <select value=""
@@ -60,7 +60,7 @@ function Lines({ state, metrics, label }) {
           title: words(metric),
           x,
           lines: known.map((each, index) => ({
-            label: nameOf(each, state.runs),
+            label: runName(each, state.runs),
             values: columns[index],
             colour: 1 + (each.run % 8),
           })),
@@ -75,16 +75,12 @@ function Lines({ state, metrics, label }) {
   )}</div>`;
 }
 
-function nameOf(run, runs) {
-  return runs.some((each) => each.run !== run.run && each.name === run.name) ? `${run.name} (${run.run})` : run.name;
-}
-
 function Differences({ state }) {
   return html`<section class="card"><h2>Where the recipes differ</h2>${
     state.differences.length
       ? html`<div class="scroll" tabindex="0" role="region" aria-label="Differences of the recipes"><table>
     <thead><tr><th scope="col">setting</th>${state.runs.map((each) => html`<th
-      key=${each.run} scope="col">${nameOf(each, state.runs)}</th>`)}</tr></thead>
+      key=${each.run} scope="col">${runName(each, state.runs)}</th>`)}</tr></thead>
     <tbody>${state.differences.map((each) => html`<tr key=${each.path}>
       <td class="mono">${each.path}</td>${each.values.map((value, index) => html`<td
       key=${index}>${anything(value)}</td>`)}</tr>`)}</tbody></table></div>`

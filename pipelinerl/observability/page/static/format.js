@@ -60,3 +60,8 @@ export function anything(value) {
     );
   return String(value);
 }
+
+// A run's name, with its number where another has the same.
+export function runName(run, runs) {
+  return runs.some((each) => each.run !== run.run && each.name === run.name) ? `${run.name} (${run.run})` : run.name;
+}

@@ -76,7 +76,7 @@ function Tiles({ state, wide }) {
       number(fleet.tokens_per_s ?? overall.tokens_per_s),
       Number.isFinite(fleet.occupancy) ? `engines ${percent(fleet.occupancy, 0)} busy` : "",
     ],
-    ["time of a step", duration(time.step_s), `of it waiting ${duration(time.wait_s)}`],
+    ["time of a step", duration(time.step_s), `after ${duration(time.wait_s)} of waiting`],
     ["update pause", duration(time.pause_s ?? fleet.update_pause_s), "median"],
     ["answer length", number(overall.length), `${percent(overall.truncated)} cut off`],
     ["groups in flight", number(ledger.in_flight), `${number(ledger.trained)} of ${number(ledger.issued)} trained`],
@@ -307,11 +307,10 @@ function Shares({ state }) {
       mismatch.length
         ? html`<div class="scroll" tabindex="0" role="region" aria-label="Mismatch by cause"><table><thead><tr>
           <th scope="col">cause</th><th class="number" scope="col">tokens</th>
-      <th class="number" scope="col">mean</th><th class="number" scope="col">P95</th>
+      <th class="number" scope="col">P95</th>
         <th class="number" scope="col">max</th></tr></thead><tbody>${mismatch.map(
         (each) => html`<tr key=${each.cause}><td>${each.cause}</td>
-      <td class="number">${percent(each.share)}</td><td class="number">${number(each.mean)}</td>
-        <td class="number">${number(each.p95)}</td><td class="number">${number(each.max)}</td></tr>`,
+      <td class="number">${percent(each.share)}</td><td class="number">${number(each.p95)}</td><td class="number">${number(each.max)}</td></tr>`,
       )}</tbody></table></div>`
         : html`<p class="none">Not measured yet.</p>`
     }</section></div>`;

@@ -18,6 +18,7 @@ from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
 from pipelinerl.commands.hidden_arguments import hide_password
 from pipelinerl.commands.oubliette.command_line import oubliette_app
 from pipelinerl.commands.role_options import ROLES, Changes, RoleOptions, RoleRecipe, role_command
+from pipelinerl.commands.watch.command_line import watch
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.redaction import without_secrets
@@ -36,6 +37,7 @@ app.add_typer(engines_app, name="engines")
 app.add_typer(oubliette_app, name="oubliette")
 app.add_typer(conformance_app, name="conformance")
 add_evaluation_commands(app)
+app.command()(watch)
 
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]

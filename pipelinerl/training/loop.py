@@ -336,7 +336,7 @@ class TrainingLoop:
         figures = await self._in_worker(lambda: self._step.apply(accumulated, learning_rate=rate))
         self._at(self._version)
         self._solved.note(batch.groups)
-        by = self._watch.stepped(batch, accumulated.micro_batches, version=self._version)
+        by = self._watch.stepped(batch, accumulated.micro_batches, version=self._version, losses=accumulated.losses)
         return batch.stats | figures | self._objective.observe(figures), by
 
     def _ended(self, groups: Iterable[RolloutGroup], fate: Fate, why: str) -> None:

@@ -15,7 +15,7 @@ _WAYS: Final = (
     "<script>pwned({i})</script>",
     "<img src=x onerror=pwned({i})>",
     "<svg onload=pwned({i})>",
-    "\"><script>pwned({i})</script>",
+    '"><script>pwned({i})</script>',
     "' onmouseover='pwned({i})",
     "javascript:pwned({i})",
     "<iframe srcdoc='<script>parent.pwned({i})</script>'>",

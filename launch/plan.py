@@ -3,6 +3,7 @@
     redis ──▶ controller ──▶ engine-0 … engine-N
                         ├──▶ parameter-server-0 … ──▶ trainer      (servers only where weights are pulled)
                         ├──▶ trainer-rank-1 … trainer-rank-R       (only where the trainer is of several processes)
+                        ├──▶ tracker                           (only where the recipe names trackers)
                         └──▶ actor-0 … actor-M          ▶ = is started once the one before is healthy
 
 Every process is `python -m pipelinerl.cli <role>` with the arguments
@@ -10,9 +11,9 @@ Every process is `python -m pipelinerl.cli <role>` with the arguments
     --recipe <run>/recipe.toml --run-dir <run> --name <name> --token-file <file> --controller-url …
 
 where the stream server is the embedded one, `--redis-url`, and, where it serves HTTP, `--port`. They stop in the order
-actors, trainer, engines, parameter servers, controller, redis, so that each finds what it still needs. The controller's
-exit with status 0 completes the run. What dies is started again. Engines and trainer see the GPUs that `placement`
-gives them and no other, and are told their share of the memory where they share one.
+actors, trainer, engines, parameter servers, controller, tracker and redis, so that each finds what it needs. The
+controller's exit with status 0 completes the run. What dies is started again. Engines and trainer see the GPUs that
+`placement` gives them and no other, and are told their share of the memory where they share one.
 """
 
 from __future__ import annotations
@@ -314,6 +315,8 @@ def processes_of(launch: Launch) -> Plan:
     specs.append(launch.trainer(after=(*after, *servers), arguments=arguments))
     specs += [launch.trainer_rank(rank, after=after) for rank in range(1, config.trainer_processes)]
     specs += [spec(f"actor-{number}", "actor", after=after, stop_order=0) for number in range(config.actor.count)]
+    if config.trackers.chosen:  # it is stopped after the controller, whose last word it tells
+        specs.append(spec("tracker", "tracker", after=after, on_exit=OnExit.SPARE, stop_order=5))
     return Plan(tuple(specs))
 
 

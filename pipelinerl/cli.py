@@ -261,6 +261,30 @@ def samples(
 
 
 @app.command()
+def trace(
+    run_dir: RunPath,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write (default: trace.json.gz of the run).")
+    ] = None,
+) -> None:
+    """A run over time, for Perfetto: what each role and engine did when, and where each version came from."""
+    from pipelinerl.commands.exports.trace import trace_run
+
+    typer.echo(trace_run(run_dir, output))
+
+
+@app.command()
+def track(
+    run_dir: RunPath,
+    tensorboard: Annotated[Path, typer.Option(help="Directory for event files that TensorBoard reads.")],
+) -> None:
+    """Take what a run has recorded to TensorBoard, also of a run that is over; once more takes what is new."""
+    from pipelinerl.commands.exports.track import track_run
+
+    typer.echo(track_run(run_dir, tensorboard))
+
+
+@app.command()
 def explain(
     choice: Annotated[
         str | None, typer.Argument(metavar="PRESET|RECIPE", help="An algorithm, or a recipe (default: lists them).")
@@ -397,6 +421,14 @@ def trainer(options: RoleOptions) -> None:
     from pipelinerl.roles import trainer_role
 
     options.run(trainer_role.run)
+
+
+@role_command(app, name="tracker")
+def tracker(options: RoleOptions) -> None:
+    """Takes the run's figures to the recipe's trackers (TensorBoard, W&B, trackio); the run does not wait for it."""
+    from pipelinerl.roles import tracker_role
+
+    options.run(tracker_role.run)
 
 
 def _assignment(text: str) -> tuple[str, Any]:

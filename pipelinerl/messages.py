@@ -290,8 +290,25 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class GroupStages(msgspec.Struct, frozen=True, array_like=True):
+    """When an actor had claimed the order `index`, had it sampled by `engine`, and had it verified, in Unix seconds.
+
+    `spans` are of (version, tokens), of its longest answer. Nothing is decided by it.
+    """
+
+    index: int
+    claimed: float
+    sampled: float
+    verified: float
+    engine: str
+    spans: list[tuple[int, int]]
+
+
 class ActorAlive(ControlMessage, frozen=True):
-    """An actor's heartbeat; `verifiers` is by domain, `filtering` counts the groups that a recipe's filter judged."""
+    """An actor's heartbeat; `verifiers` is by domain, `filtering` counts the groups that a recipe's filter judged.
+
+    `stages` are of a few of the groups that it has ended since the heartbeat before, drawn by seed.
+    """
 
     name: str
     groups_in_flight: int
@@ -299,6 +316,7 @@ class ActorAlive(ControlMessage, frozen=True):
     retries: int
     verifiers: dict[str, VerifierFigures] = {}
     filtering: VerifierFigures = VerifierFigures()
+    stages: list[GroupStages] = []
 
 
 class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from pipelinerl.messages import (
     GroupFailed,
     GroupHandedOver,
     GroupOutdated,
+    GroupStages,
     OrdersEnded,
     Published,
     ShownAnswer,
@@ -245,6 +246,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
                 )
             },
             filtering=VerifierFigures(judged=7),
+            stages=[GroupStages(4, 1.0, 1.5, 1.75, "http://a", [(5, 3), (6, 2)])],
         ),
         {
             "name": "actor-0",
@@ -271,6 +273,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
                 "timeouts_in_a_row": 0,
                 "reason": "",
             },
+            "stages": [[4, 1.0, 1.5, 1.75, "http://a", [[5, 3], [6, 2]]]],
         },
     ),
     (

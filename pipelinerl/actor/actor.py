@@ -28,6 +28,7 @@ from pipelinerl.actor.filtering import Filtering
 from pipelinerl.actor.freshness import Freshness, Held
 from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble
 from pipelinerl.actor.shown import shown_problem
+from pipelinerl.actor.stages import StageLog
 from pipelinerl.actor.verifier_tally import VerifierTally
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
@@ -146,6 +147,7 @@ class Actor:
         self._freshness = Freshness()
         self._dead_letters = DeadLetters(stream)
         self._tally = VerifierTally()
+        self._stages = StageLog()
         self._groups_done = 0
         self._resampled = 0
 
@@ -208,7 +210,8 @@ class Actor:
 
     async def _fulfil(self, order: PromptOrder) -> None:
         try:
-            answers = await self._sampled_in_time(order)
+            with self._stages.claimed(order):
+                answers = await self._sampled_in_time(order)
             if answers is None:
                 return
             refusal = await self._filtering.refusal(order, answers)
@@ -266,6 +269,7 @@ class Actor:
             choices = answered.completion.choices
             sampled += [(answered.completion, choice) for choice in choices if choice.finish_reason != "abort"]
             if len(sampled) == order.sampling.num_samples:
+                self._stages.sampled(order, answered.url)
                 return await self._judged(order, verifier, sampled)
             self._resampled += order.sampling.num_samples - len(sampled)
         raise PipelineError(
@@ -283,6 +287,7 @@ class Actor:
         ]
         judgements = await verifier.judge(order.problem, answers)
         self._tally.note(order.problem.domain, judgements)
+        self._stages.verified(order, [choice for _, choice in sampled])
         return [
             Answer(completion, choice, judgement.verdict)
             for (completion, choice), judgement in zip(sampled, judgements, strict=True)
@@ -325,6 +330,7 @@ class Actor:
                     retries=self._resampled,
                     verifiers=self._tally.by_domain,
                     filtering=self._filtering.figures,
+                    stages=self._stages.take(),
                 )
             )
             self._outbox.ready.set()

@@ -25,6 +25,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
+from pipelinerl.observability.trackers.tracker import missing_package
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.process import Identity
@@ -66,6 +67,9 @@ def refuse(config: RunConfig) -> None:
             registry.resolve(registry.TRAINER_OPTION_CHECKS[config.trainer.type])(config.trainer.options)
         except SpecError as error:
             raise RecipeError(f"trainer.{error}") from error
+    for tracker in config.trackers.chosen:
+        if sentence := missing_package(tracker):
+            raise RecipeError(sentence)
     dtypes_of(config)
     objective_of(config)
     _check_other_models(config)

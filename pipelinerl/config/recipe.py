@@ -48,6 +48,7 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
+from pipelinerl.config.trackers import TrackersSection
 from pipelinerl.config.watching import FiguresSection, SamplesSection
 from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.errors import RecipeError, UserError
@@ -87,6 +88,7 @@ class RunConfig(Section):
     parameter_server: ParameterServerSection = ParameterServerSection()
     samples: SamplesSection = SamplesSection()
     figures: FiguresSection = FiguresSection()
+    trackers: TrackersSection = TrackersSection()
     launch: LaunchSection = LaunchSection()
 
     @field_validator("objective", mode="before")

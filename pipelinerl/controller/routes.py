@@ -2,6 +2,7 @@
 
 GET    /health            liveness, without a token
 GET    /status            → `RunStatus`
+GET    /metrics           the run in Prometheus' text form
 GET    /knobs             → `KnobsAnswer`: values and the log of changes
 PATCH  /knobs             {"k": 4, …} → `KnobsAnswer`; 422 with one sentence when they cannot run
 GET    /assignment        → `ActorAssignment`: what an actor works by
@@ -33,6 +34,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from pipelinerl.controller.state.knobs import KnobChange
 
 STATUS: Final = "/status"
+METRICS: Final = "/metrics"
 KNOBS: Final = "/knobs"
 ASSIGNMENT: Final = "/assignment"
 ENGINES: Final = "/engines"

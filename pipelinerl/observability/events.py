@@ -27,7 +27,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ from typing import Any, Final, Self, final
 log = logging.getLogger("pipelinerl")
 
 _RECENT_BYTES: Final = 65536
+_PIECE_BYTES: Final = 1 << 16
 #: The disk is full, or the user's share of it.
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _PAUSE_S: Final = 1.0
@@ -155,14 +156,53 @@ def read_events(path: Path) -> list[Event]:
     """
     events: list[Event] = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            event = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: expected one JSON object, got {line[:60]!r}: {error}") from None
-        if not isinstance(event, dict) or "kind" not in event:
-            raise ValueError(f"{path}:{number}: expected a JSON object with a kind, got {line[:60]!r}")
-        events.append(event)
+        events.append(_record(line, f"{path}:{number}"))
     return events
+
+
+@final
+class EventFollower:
+    """Reads a log on from where it was, in pieces of a bounded size; one may look again and again while it grows."""
+
+    def __init__(self, path: Path, *, offset: int = 0) -> None:
+        """`offset` is where to begin, in bytes: 0, or what `offset` was after an earlier look."""
+        self._path = path
+        self.offset = offset
+
+    def new(self, *, most_bytes: int = _PIECE_BYTES) -> list[Event]:
+        """Whole records that follow, of about `most_bytes` (one record at least); empty when there is nothing new.
+
+        Raises:
+            ValueError: a line is not a record; the message says where it begins.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(most_bytes)
+                while data and b"\n" not in data and (more := file.read(most_bytes)):
+                    data += more
+        except FileNotFoundError:
+            return []
+        events = []
+        for line in data.split(b"\n")[:-1]:
+            events.append(_record(line, f"{self._path}, byte {self.offset}"))
+            self.offset += len(line) + 1
+        return events
+
+    def all(self) -> Iterator[Event]:
+        """Every record up to the end of the log, held a piece at a time. Raises as `new` does."""
+        while events := self.new():
+            yield from events
+
+
+def _record(line: bytes, place: str) -> Event:
+    try:
+        event = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: expected one JSON object, got {line[:60]!r}: {error}") from None
+    if not isinstance(event, dict) or "kind" not in event:
+        raise ValueError(f"{place}: expected a JSON object with a kind, got {line[:60]!r}")
+    return event
 
 
 def _whole_length(file: int) -> int:

@@ -331,13 +331,15 @@ class TrainingLoop:
     async def _train(self, batch: TrainBatch) -> tuple[dict[str, float], StepFigures]:
         """One optimizer step; returns its figures, in all and by domain. Raises NonFiniteStep if it must be skipped."""
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
+        computed = time.monotonic()
         await self._until_weights_may_change()
+        held = {"publish_wait_s": time.monotonic() - computed}
         rate = self._current.knobs.learning_rate * self._settings.schedule.factor(self._version)
         figures = await self._in_worker(lambda: self._step.apply(accumulated, learning_rate=rate))
         self._at(self._version)
         self._solved.note(batch.groups)
         by = self._watch.stepped(batch, accumulated.micro_batches, version=self._version, losses=accumulated.losses)
-        return batch.stats | figures | self._objective.observe(figures), by
+        return batch.stats | figures | self._objective.observe(figures) | held, by
 
     def _ended(self, groups: Iterable[RolloutGroup], fate: Fate, why: str) -> None:
         groups = list(groups)

@@ -134,3 +134,12 @@ def test_a_trainer_of_one_process_is_no_group_nor_is_one_whose_ranks_others_star
         made = _plan(_config(trainer={"options": options}))
         assert [spec.name for spec in made.specs if "trainer" in spec.name] == ["trainer"]
         assert made.spec("trainer").group is None and "--set" not in made.spec("trainer").argv
+
+
+def test_a_tracker_is_a_process_that_the_run_can_do_without_and_that_hears_its_last_word() -> None:
+    assert "tracker" not in [spec.name for spec in _plan(_config()).specs]
+    made = _plan(_config(trackers={"tensorboard": True}))
+    tracker = made.spec("tracker")
+    assert (tracker.on_exit, tracker.after, tracker.health) == (OnExit.SPARE, ("controller",), None)
+    assert tracker.stop_order > made.spec("controller").stop_order
+    assert not any("tracker" in spec.after for spec in made.specs), "nobody waits for it"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.observability.events import EventLog, Sync, read_events
+from pipelinerl.observability.events import EventFollower, EventLog, Sync, read_events
 from tests.fakes import small_disk
 from tests.patience import PATIENCE_S, SOON_S
 
@@ -164,3 +164,33 @@ def test_a_full_disk_loses_and_tears_no_record(tmp_path: Path, scene: Callable[[
         timeout=PATIENCE_S,
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_follower_reads_each_record_once_however_the_log_grows(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    follower = EventFollower(path)
+    assert follower.new() == [], "there is no log yet"
+    path.write_bytes(b'{"kind":"a"}\n{"kind":"b"}\n{"ki')
+    assert [event["kind"] for event in follower.new()] == ["a", "b"]
+    assert follower.offset == 26 and follower.new() == [], "a torn tail is no record"
+    with path.open("ab") as file:
+        file.write(b'nd":"c"}\n')
+    assert [event["kind"] for event in EventFollower(path, offset=follower.offset).new()] == ["c"]
+
+
+def test_a_follower_reads_in_pieces_and_a_long_record_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [b'{"kind":"a","x":"%s"}\n' % (b"x" * size) for size in (3, 500, 3, 3)]
+    path.write_bytes(b"".join(lines))
+    follower, pieces = EventFollower(path), []
+    while piece := follower.new(most_bytes=64):
+        pieces.append(len(piece))
+    assert sum(pieces) == 4 and len(pieces) > 1
+    assert len(list(EventFollower(path).all())) == 4
+
+
+def test_a_follower_names_the_place_of_what_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"kind":"a"}\nnonsense\n')
+    with pytest.raises(ValueError, match=r"events.jsonl, byte 13: expected one JSON object, got b'nonsense'"):
+        EventFollower(path).new()

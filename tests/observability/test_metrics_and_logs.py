@@ -10,16 +10,20 @@ import warnings
 import pytest
 
 from pipelinerl.observability.logs import configure
-from pipelinerl.observability.metrics import prometheus_text
+from pipelinerl.observability.metrics import labelled_text, prometheus_text
 
 
 def test_prometheus_text() -> None:
-    text = prometheus_text({"steps_total": 3, "pause_s": 0.5}, prefix="engine", labels={"url": 'a"b\\c\n'})
+    text = labelled_text(
+        {"steps_total": {(): 3}, "pause_s": {(("url", 'a"b\\c\n'), ("name", "x")): 0.5, (): 1}, "none": {}},
+        prefix="engine",
+    )
     assert text == (
         "# TYPE engine_steps_total counter\n"
-        'engine_steps_total{url="a\\"b\\\\c\\n"} 3\n'
+        "engine_steps_total 3\n"
         "# TYPE engine_pause_s gauge\n"
-        'engine_pause_s{url="a\\"b\\\\c\\n"} 0.5\n'
+        'engine_pause_s{url="a\\"b\\\\c\\n",name="x"} 0.5\n'
+        "engine_pause_s 1\n"
     )
     assert prometheus_text({"a": 1}, prefix="x") == "# TYPE x_a gauge\nx_a 1\n"
 

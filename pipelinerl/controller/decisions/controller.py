@@ -35,7 +35,7 @@ from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, ho
 from pipelinerl.controller.decisions.giving_up import finish, give_up, refused, suspend
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.decisions.stall_diagnosis import progress_mark, waiting_for
-from pipelinerl.controller.decisions.step_review import note_outdated, step_taken
+from pipelinerl.controller.decisions.step_review import note_outdated, note_stages, step_taken
 from pipelinerl.controller.state.effects import Effect, IssuePrompts, Record, Send
 from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.inputs import (
@@ -178,7 +178,8 @@ class Controller:
             case EvaluationDone():
                 return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
             case ActorAlive():
-                self.state.actors[report.name] = (report, now)
+                self.state.actors[report.name] = (msgspec.structs.replace(report, stages=[]), now)
+                note_stages(self.state, report)
                 return []
             case _:
                 return []  # of an abandoned epoch: its author is fenced

@@ -23,6 +23,7 @@ def published(state: RunState, report: Published) -> Record:
             "send_s": report.send_s,
             "total_s": report.total_s,
             "pause_s": max(report.pauses_s.values(), default=0.0),
+            "pauses_s": report.pauses_s,
             "engines": len(report.pauses_s),
             "failed": report.failed,
         },

@@ -7,12 +7,18 @@ its verifier has done since the step before: `verified` answers, `verifier_s` a 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
+
+import msgspec
 
 from pipelinerl.controller.decisions.alarms import alarms_of
 from pipelinerl.controller.state.effects import Effect, Record
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.watched_steps import FIRST_STEPS, WINDOW, DomainCounts, WatchedStep
-from pipelinerl.messages import GroupOutdated, StepDone, VerifierFigures
+from pipelinerl.messages import ActorAlive, GroupOutdated, StepDone, VerifierFigures
+
+#: Groups whose stages are told with one step.
+MOST_STAGES: Final = 4
 
 Figures = Mapping[str, Mapping[str, float]]
 
@@ -24,8 +30,16 @@ def step_taken(state: RunState, report: StepDone) -> list[Effect]:
     watched.by_tag = report.by_tag
     by = {"by_domain": watched.by_domain, "by_tag": watched.by_tag}
     step = {"step": version, "model_version": version, "orders": report.orders}
+    stages, watched.stages = msgspec.to_builtins(watched.stages), []
     _remember(state, report)
-    return [Record("step", step | report.stats | by), *_alarms(state, step=version)]
+    return [Record("step", step | report.stats | by | {"stages": stages}), *_alarms(state, step=version)]
+
+
+def note_stages(state: RunState, report: ActorAlive) -> None:
+    """An actor has ended groups: a step's event tells of `MOST_STAGES` at most, the first that are said."""
+    free = MOST_STAGES - len(state.watched.stages)
+    if free > 0 and report.stages:
+        state.watched.stages = [*state.watched.stages, *report.stages[:free]]
 
 
 def note_outdated(state: RunState, report: GroupOutdated) -> None:

@@ -18,6 +18,7 @@ from inference_contract.errors import ContractError
 from pipelinerl.controller import routes
 from pipelinerl.controller.decisions.engine_decisions import removal_reason
 from pipelinerl.controller.routes import Done, EngineDrain, EngineNames, EngineOffer, EngineStart, KnobsAnswer
+from pipelinerl.controller.service.run_metrics import run_metrics
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.effects import Record
 from pipelinerl.controller.state.fleet import EngineLifecycle, base_url
@@ -31,6 +32,7 @@ from pipelinerl.controller.state.inputs import (
     SuspendAsked,
 )
 from pipelinerl.errors import PipelineError, RecipeError
+from pipelinerl.observability.metrics import PROMETHEUS_TYPE
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 
 _LOCALHOST: Final = "localhost"
@@ -66,6 +68,12 @@ def _add_status(app: FastAPI, service: ControllerService) -> None:
     async def status() -> Response:
         await service.begun()
         return _answer(service.status())
+
+    @app.get(routes.METRICS)
+    async def metrics() -> Response:
+        await service.begun()
+        text = run_metrics(service.status(), service.controller.state.trainer.last_step)
+        return Response(text, media_type=PROMETHEUS_TYPE)
 
     @app.get(routes.ASSIGNMENT)
     async def assignment() -> Response:

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from pipelinerl.messages import VerifierFigures
+from pipelinerl.messages import GroupStages, VerifierFigures
 
 #: So many steps are remembered, and of the run's first steps so many entropies.
 WINDOW: Final = 25
@@ -47,5 +47,7 @@ class WatchedSteps(msgspec.Struct, kw_only=True):
     """The last `WINDOW` steps, the oldest first."""
     first_entropies: list[float] = []
     """Of the first `FIRST_STEPS` steps since this controller's state began."""
+    stages: list[GroupStages] = []
+    """Of groups that ended since the last step, a few: the next step's event tells them."""
     alarms: dict[str, str] = {}
     """Those raised and not cleared, by key: what is said of them."""

@@ -27,7 +27,7 @@ from inference_contract.engine import Engine
 from inference_contract.errors import ContractError, EngineStopped, InvalidRequest
 from inference_contract.schemas import ChatCompletionRequest, Health, ModelList
 from inference_contract.weights import InitProcessGroupRequest, WeightUpdateRequest
-from pipelinerl.observability.metrics import prometheus_text
+from pipelinerl.observability.metrics import PROMETHEUS_TYPE, prometheus_text
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -83,7 +83,7 @@ def _state_routes(engine: Engine) -> list[APIRoute]:
     async def metrics() -> Response:
         return Response(
             prometheus_text(engine.metrics().model_dump(), prefix=METRICS_PREFIX),
-            media_type="text/plain; version=0.0.4",
+            media_type=PROMETHEUS_TYPE,
         )
 
     return [

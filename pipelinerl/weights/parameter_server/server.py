@@ -49,6 +49,7 @@ from starlette.types import Message, Receive, Scope, Send
 from inference_contract import routes
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, InvalidRequest
 from pipelinerl.errors import CheckpointError, PipelineError
+from pipelinerl.observability.metrics import PROMETHEUS_TYPE, prometheus_text
 from pipelinerl.system.background import in_background
 from pipelinerl.system.http_service import BodyRule, guard, refuse_in_one_shape
 from pipelinerl.weights.digest import WeightDigest
@@ -228,6 +229,19 @@ def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
 
 
 def _add_versions(app: FastAPI, server: ParameterServer) -> None:
+    @app.get(routes.METRICS)
+    async def metrics() -> Response:
+        state = server.state()
+        figures = {
+            "epoch": state.epoch,
+            "room": state.room,
+            "versions": len(state.versions),
+            "newest_version": max((record.version for record in state.versions), default=-1),
+            "saved_version": -1 if state.saved is None else state.saved[1],
+            "readers": len(state.progress),
+        }
+        return Response(prometheus_text(figures, prefix="pipelinerl_parameter_server"), media_type=PROMETHEUS_TYPE)
+
     @app.get(wire.VERSIONS)
     async def state() -> ServerState:
         return server.state()

@@ -1,0 +1,1 @@
+"""A run over time: what each of its parts did when, to be drawn and to be traced."""

@@ -1,0 +1,198 @@
+"""A run's events as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) opens. Written as it is read.
+
+A track for each role and engine, complete events (`ph` X), instants (i) for knobs, alarms and restarts, and flows:
+
+    order N      sampling ▶ verification ▶ the step that trained the group     (groups drawn by seed)
+    version V    the step that made it ▶ its publication ▶ what each engine serves
+
+Promises: memory is bounded whatever the run's length; times (µs) of one track never fall and its spans never overlap;
+each flow has one beginning and one end, which lies later and in a span; of a run that goes on, or died, the file is
+whole, too.
+Format: "Trace Event Format", Google, 2016; flows bind to the span that encloses them (`bp` e).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import IO, Any, Final, final
+
+from pipelinerl.observability.events import Event
+from pipelinerl.observability.timeline.groups import TracedGroup
+from pipelinerl.observability.timeline.spans import (
+    CHECKPOINT,
+    EVALUATION,
+    PUBLICATION,
+    TRAINER,
+    RunMark,
+    Span,
+    SpanReader,
+)
+
+#: Rows among which groups that overlap are dealt; a group that finds none free is left out, and counted.
+_ROWS: Final = 32
+#: Steps whose versions may still be published.
+_STEPS: Final = 1024
+_EVENTS: Final = "events"
+_GROUPS: Final = "groups"
+#: The processes of the trace, in the order in which Perfetto shows them; those of engines come after.
+_PROCESSES: Final = ("run", TRAINER, PUBLICATION, EVALUATION, CHECKPOINT, _GROUPS)
+#: Tracks that lie within another of the same lane, as its parts.
+_WITHIN: Final = {"pause": "pauses", "publish_wait": "publish_wait", "stall": "stall", "away": "away"}
+
+TraceEvent = dict[str, Any]
+
+
+@final
+@dataclass(slots=True)
+class ChromeTrace:
+    """Makes the trace events of one run from its events, in their order."""
+
+    left_out: int = 0
+    """Groups for which there was no row."""
+    _reader: SpanReader = field(default_factory=SpanReader)
+    _ids: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    _processes: dict[str, int] = field(default_factory=dict)
+    _rows: list[float] = field(default_factory=lambda: [0.0] * _ROWS)
+    _ends: dict[tuple[int, int], int] = field(default_factory=dict)  # of each track's last span, in µs
+    _steps: dict[int, int] = field(default_factory=dict)  # by version, a moment in the span, in µs
+    _published: dict[int, list[int]] = field(default_factory=dict)  # likewise; a version may be published again
+
+    def events(self, events: Iterable[Event]) -> Iterator[TraceEvent]:
+        """All of the trace."""
+        for process in _PROCESSES:
+            yield from self._named(process)
+        for event in events:
+            groups: list[TracedGroup] = []
+            for drawn in self._reader.read(event):
+                if isinstance(drawn, TracedGroup):
+                    groups.append(drawn)
+                else:
+                    yield from self._span(drawn) if isinstance(drawn, Span) else self._mark(drawn)
+            for group in sorted(groups, key=lambda group: group.claimed):
+                yield from self._group(group)
+        for span in self._reader.open():
+            yield from self._span(span, unended=True)
+
+    # --- spans -----------------------------------------------------------------------------------------------------
+
+    def _span(self, span: Span, *, unended: bool = False) -> Iterator[TraceEvent]:
+        arguments: dict[str, Any] = {"value": span.value} | ({"note": span.note} if span.note else {})
+        arguments |= {"unended": True} if unended else {}
+        track = (span.lane, _WITHIN.get(span.track, span.lane))
+        for event in self._complete(track, _name_of(span), span.start, span.end, cat=span.track, args=arguments):
+            yield event
+            if event["ph"] == "X":
+                yield from self._version_flow(span, event["ts"])
+
+    def _mark(self, mark: RunMark) -> Iterator[TraceEvent]:
+        yield from self._track("run", _EVENTS)
+        pid, tid = self._ids["run", _EVENTS]
+        yield {
+            "ph": "i", "s": "g", "name": mark.words or mark.kind, "cat": mark.kind, "ts": _us(mark.at),
+            "pid": pid, "tid": tid,
+        }  # fmt: skip
+
+    def _group(self, group: TracedGroup) -> Iterator[TraceEvent]:
+        row = next((row for row, until in enumerate(self._rows) if until <= group.claimed), None)
+        if row is None:
+            self.left_out += 1
+            return
+        self._rows[row] = group.trained
+        track = (_GROUPS, f"row {row:02d}")
+        stages = (
+            ("sampling", group.claimed, group.sampled),
+            ("verification", group.sampled, group.verified),
+            ("waiting for its step", group.verified, group.trained),
+        )
+        spans = ", ".join(f"v{version} × {tokens}" for version, tokens in group.spans)
+        arguments = {"order": group.order, "step": group.step, "engine": group.engine, "longest answer": spans}
+        made: list[int] = []
+        for name, start, end in stages:
+            for event in self._complete(track, name, start, end, cat=_GROUPS, args=arguments):
+                yield event
+                if event["ph"] == "X":
+                    made.append(event["ts"])
+        if made and (step := self._ids.get((TRAINER, TRAINER))) is not None:
+            name, flow = f"order {group.order}", f"order-{group.order}-{group.step}-{made[0]}"
+            for place, ts in enumerate(made):
+                yield _flow("t" if place else "s", name, flow, ts, self._ids[track])
+            yield _flow("f", name, flow, _us(group.ended) - 1, step)
+
+    def _version_flow(self, span: Span, began: int) -> Iterator[TraceEvent]:
+        """From a step to its version's publication, and from there to each engine that serves it."""
+        version, last, name = span.value, _us(span.end) - 1, f"v{span.value}"
+        if span.track == "step":
+            self._steps[version] = last
+            _forget(self._steps)
+        elif span.track == "publish":
+            if (made := self._steps.pop(version, None)) is not None and made <= last:
+                yield _flow("s", name, f"version-{version}-{made}", made, self._ids[TRAINER, TRAINER])
+                yield _flow("f", name, f"version-{version}-{made}", max(began, made), self._ids[span.lane, span.lane])
+            self._published.setdefault(version, []).append(last)
+            _forget(self._published)
+        elif span.track == "serves":
+            sent = max((at for at in self._published.get(version, ()) if at <= began), default=None)
+            if sent is not None:
+                flow = f"served-{version}-{began}-{span.lane}"
+                yield _flow("s", name, flow, sent, self._ids[PUBLICATION, PUBLICATION])
+                yield _flow("f", name, flow, began, self._ids[span.lane, span.lane])
+
+    # --- details ---------------------------------------------------------------------------------------------------
+
+    def _complete(
+        self, track: tuple[str, str], name: str, start: float, end: float, **rest: Any
+    ) -> Iterator[TraceEvent]:
+        """A span of at least a microsecond that does not reach into the one before it; nothing where none is left."""
+        yield from self._track(*track)
+        pid, tid = self._ids[track]
+        ts, until = max(_us(start), self._ends.get((pid, tid), 0)), _us(end)
+        if until > ts:
+            self._ends[pid, tid] = until
+            yield {"ph": "X", "name": name, "ts": ts, "dur": until - ts, "pid": pid, "tid": tid, **rest}
+
+    def _named(self, process: str) -> Iterator[TraceEvent]:
+        if process not in self._processes:
+            pid = self._processes[process] = len(self._processes) + 1
+            for name, arguments in (("process_name", {"name": process}), ("process_sort_index", {"sort_index": pid})):
+                yield {"ph": "M", "name": name, "pid": pid, "tid": 0, "args": arguments}
+
+    def _track(self, process: str, name: str) -> Iterator[TraceEvent]:
+        if (process, name) not in self._ids:
+            yield from self._named(process)
+            pid = self._processes[process]
+            tid = 1 + sum(known == pid for known, _ in self._ids.values())
+            self._ids[process, name] = (pid, tid)
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def write_trace(trace: ChromeTrace, events: Iterable[Event], file: IO[str], *, run: str) -> int:
+    """Write the whole trace as JSON; returns how many trace events it has."""
+    count = 0
+    file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps({"run": run}) + ',"traceEvents":[\n')
+    for count, event in enumerate(trace.events(events), start=1):
+        file.write((",\n" if count > 1 else "") + json.dumps(event, separators=(",", ":")))
+    file.write("\n]}\n")
+    return count
+
+
+def _flow(phase: str, name: str, flow: str, ts: int, ids: tuple[int, int]) -> TraceEvent:
+    bound = {"bp": "e"} if phase == "f" else {}
+    return {"ph": phase, "name": name, "cat": "flow", "id": flow, "ts": ts, "pid": ids[0], "tid": ids[1], **bound}
+
+
+def _name_of(span: Span) -> str:
+    if span.track == "serves":
+        return f"v{span.value}" if span.value >= 0 else "no weights yet"
+    return f"{span.track} {span.value}" if span.value >= 0 else span.track
+
+
+def _forget(held: dict[int, Any]) -> None:
+    """The oldest version, where there are too many."""
+    if len(held) > _STEPS:
+        del held[next(iter(held))]
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,284 @@
+"""From a run's events, in their order, to spans: what each part of the run did from when to when.
+
+    for event in log:
+        for span in reader.read(event):     # each as soon as it has ended; those of one track rise and never overlap
+            ...
+    for span in reader.open():              # those that have not
+
+| lane          | track          | value   | from                                                                     |
+|---------------|----------------|---------|--------------------------------------------------------------------------|
+| an engine     | `serves`       | version | one publication to the next, or to its loss; −1 before the first         |
+|               | `pause`        | version | measured by the engine; drawn at the end of the publication              |
+|               | `away`         | –       | suspect until it is back, lost until it joins anew; the note says why    |
+| `trainer`     | `step`, `wait` | step    | measured by the trainer; the note of a wait is its culprit               |
+|               | `publish_wait` | step    | weights could not change yet; measured, and drawn at the end of the step |
+| `publication` | `publish`      | version | measured by the trainer                                                  |
+| `evaluation`  | `evaluation`   | version | `evaluation_began` to its result; the note says why one was begun again  |
+| `checkpoint`  | `checkpoint`   | step    | its step to the word that it is durable                                  |
+|               | `stall`        | step    | training stood still for it; measured, drawn at the beginning            |
+
+Times are seconds since the run began, without those for which it was not running. A log whose writer was killed and
+that goes on says so by another `run_started`: what was open then ends with the last event before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, final
+
+from pipelinerl.observability.events import Event
+from pipelinerl.observability.timeline.groups import GroupJoiner, TracedGroup
+
+TRAINER: Final = "trainer"
+PUBLICATION: Final = "publication"
+EVALUATION: Final = "evaluation"
+CHECKPOINT: Final = "checkpoint"
+#: The kind of the lanes that are named by an engine's URL.
+ENGINE: Final = "engine"
+
+#: Of what the trainer may wait for; sampling where nothing else explains at least half of the wait.
+SAMPLING: Final = "sampling"
+_EXPLAINS: Final = 0.5
+#: So many steps back may a checkpoint have begun; so many evaluations and verifications may have held a wait up.
+_REMEMBERED: Final = 64
+
+
+class Span(NamedTuple):
+    """One thing that one part did, from `start` to `end` in seconds."""
+
+    lane: str
+    track: str
+    start: float
+    end: float
+    value: int
+    note: str = ""
+
+
+class RunMark(NamedTuple):
+    """Something that happened at one moment, in words."""
+
+    at: float
+    kind: str
+    words: str
+
+
+Drawn = Span | RunMark | TracedGroup
+
+
+class _Begun(NamedTuple):
+    start: float
+    value: int
+    note: str = ""
+
+
+@final
+@dataclass(slots=True)
+class SpanReader:
+    """Reads the events of one run in the order of its log; memory is bounded whatever the run's length."""
+
+    now: float = 0.0
+    """Time of the newest event."""
+    _serves: dict[str, _Begun] = field(default_factory=dict)
+    _away: dict[str, _Begun] = field(default_factory=dict)
+    _engineless: _Begun | None = None
+    _evaluation: _Begun | None = None
+    _ends: dict[tuple[str, str], float] = field(default_factory=dict)  # of the last span of each track
+    _steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _held: deque[tuple[float, float, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _groups: GroupJoiner = field(default_factory=GroupJoiner)
+
+    def read(self, event: Event) -> Iterator[Drawn]:
+        """What has ended with this event."""
+        kind, before = str(event["kind"]), self.now
+        self.now = max(self.now, _number(event.get("elapsed_s")))  # a clock that was set back draws nothing backwards
+        if kind == "run_started":
+            yield from self._cut(before)
+        yield from _marks(kind, event, self.now)
+        reading = _READINGS.get(kind)
+        if reading is not None:
+            yield from reading(self, event)
+
+    def open(self) -> Iterator[Span]:
+        """What has begun and not ended, as far as it is known."""
+        for url, begun in self._serves.items():
+            yield Span(url, "serves", begun.start, self.now, begun.value, begun.note)
+        for url, begun in self._away.items():
+            yield Span(url, "away", begun.start, self.now, begun.value, begun.note)
+        if self._evaluation is not None:
+            yield Span(EVALUATION, "evaluation", self._evaluation.start, self.now, *self._evaluation[1:])
+
+    # --- readings of one kind --------------------------------------------------------------------------------------
+
+    def _step(self, event: Event) -> Iterator[Drawn]:
+        step, step_s, wait_s = _whole(event, "step"), _number(event.get("step_s")), _number(event.get("wait_s"))
+        began = self.now - step_s
+        groups = list(self._groups.stepped(event, began=began, now=self.now))
+        for group in groups:
+            self._held.append((group.sampled, group.verified, "verification"))
+        if wait_s > 0:
+            yield from self._span(TRAINER, "wait", began - wait_s, began, step, self._culprit(began - wait_s, began))
+        yield from self._span(TRAINER, "step", began, self.now, step)
+        if (held_s := min(step_s, _number(event.get("publish_wait_s")))) > 0:
+            yield from self._span(TRAINER, "publish_wait", self.now - held_s, self.now, step)
+        self._steps.append((step, self.now))
+        yield from groups
+
+    def _publish(self, event: Event) -> Iterator[Drawn]:
+        version = _whole(event, "model_version")
+        yield from self._span(PUBLICATION, "publish", self.now - _number(event.get("total_s")), self.now, version)
+        pauses = event.get("pauses_s")
+        if not isinstance(pauses, Mapping):  # a log of before engines were told apart: all that serve took it
+            pauses = dict.fromkeys(self._serves, _number(event.get("pause_s")))
+        for url, pause_s in pauses.items():
+            yield from self._span(url, "pause", self.now - _number(pause_s), self.now, version)
+            yield from self._now_serves(str(url), version)
+
+    def _now_serves(self, url: str, version: int) -> Iterator[Span]:
+        begun = self._serves.get(url)
+        if begun is None or begun.value != version:
+            yield from self._ended_serving(url)
+            self._serves[url] = _Begun(self.now, version)
+
+    def _ended_serving(self, url: str) -> Iterator[Span]:
+        if (begun := self._serves.pop(url, None)) is not None:
+            yield from self._span(url, "serves", begun.start, self.now, begun.value, begun.note)
+
+    def _joined(self, event: Event) -> Iterator[Drawn]:
+        url = str(event.get("url"))
+        yield from self._back(event)
+        self._serves.setdefault(url, _Begun(self.now, -1, "no weights of this run yet"))
+        if self._engineless is not None:
+            self._held.append((self._engineless.start, self.now, "engines"))
+            self._engineless = None
+
+    def _lost(self, event: Event) -> Iterator[Drawn]:
+        url = str(event.get("url"))
+        yield from self._back(event)
+        yield from self._ended_serving(url)
+        self._away[url] = _Begun(self.now, -1, f"lost: {event.get('reason', '')}")
+        if not self._serves and self._engineless is None:
+            self._engineless = _Begun(self.now, -1)
+
+    def _suspect(self, event: Event) -> Iterator[Drawn]:
+        self._away.setdefault(str(event.get("url")), _Begun(self.now, -1, "it did not answer"))
+        return iter(())
+
+    def _back(self, event: Event) -> Iterator[Drawn]:
+        url = str(event.get("url"))
+        if (begun := self._away.pop(url, None)) is not None:
+            yield from self._span(url, "away", begun.start, self.now, begun.value, begun.note)
+
+    def _evaluation_began(self, event: Event) -> Iterator[Drawn]:
+        self._evaluation = _Begun(self.now, _whole(event, "model_version"))
+        return iter(())
+
+    def _evaluated(self, event: Event) -> Iterator[Drawn]:
+        if (begun := self._evaluation) is not None:  # of several sets, one event each: the first ends it for all
+            self._evaluation = None
+            self._held.append((begun.start, self.now, EVALUATION))
+            note = str(event.get("reason") or event.get("name") or "")
+            yield from self._span(EVALUATION, "evaluation", begun.start, self.now, begun.value, note)
+
+    def _checkpointed(self, event: Event) -> Iterator[Drawn]:
+        version, stall_s = _whole(event, "model_version"), _number(event.get("stall_s"))
+        began = next((at for step, at in reversed(self._steps) if step == version), self.now - stall_s)
+        yield from self._span(CHECKPOINT, "stall", began, min(self.now, began + stall_s), version)
+        yield from self._span(CHECKPOINT, "checkpoint", began, self.now, version)
+
+    def _over(self, _: Event) -> Iterator[Drawn]:
+        yield from self._cut(self.now)
+
+    def _cut(self, at: float) -> Iterator[Drawn]:
+        """The processes ended at `at`: so did whatever they were doing."""
+        now, self.now = self.now, at
+        for span in list(self.open()):
+            yield from self._span(*span)
+        self.now = now
+        self._serves, self._away, self._evaluation, self._engineless = {}, {}, None, None
+
+    # --- details ---------------------------------------------------------------------------------------------------
+
+    def _span(self, lane: str, track: str, start: float, end: float, value: int, note: str = "") -> Iterator[Span]:
+        """What was measured by another clock is kept from reaching into the span before it."""
+        start = max(0.0, start, self._ends.get((lane, track), 0.0))
+        if end > start:
+            self._ends[lane, track] = end
+            yield Span(lane, track, start, end, value, note)
+
+    def _culprit(self, start: float, end: float) -> str:
+        """What was under way for most of a wait: the longest overlap wins, sampling if none has half of it."""
+        known = [each for each in self._held if each[1] > start and each[0] < end]
+        known += [(each.start, end, EVALUATION) for each in (self._evaluation,) if each is not None]
+        known += [(each.start, end, "engines") for each in (self._engineless,) if each is not None]
+        best, culprit = _EXPLAINS * (end - start), SAMPLING
+        for cause in dict.fromkeys(name for _, _, name in known):
+            overlaps = [(max(start, since), min(end, until)) for since, until, name in known if name == cause]
+            if (covered := _covered(overlaps)) > best:
+                best, culprit = covered, cause
+        return culprit
+
+
+#: What a mark is said in, by the kind of its event; its fields are filled in, one that it lacks is an empty word.
+_WORDS: Final[Mapping[str, str]] = {
+    "alarm": "{what}",
+    "alarm_cleared": "alarm over: {alarm} {domain}",
+    "stalled": "nothing gets on: it waits for {waits_for}",
+    "run_started": "the run began, or was gone on with",
+    "controller_returned": "the controller came back at v{model_version}",
+    "trainer_ready": "a trainer began at v{model_version}, epoch {epoch}",
+    "trainer_left": "the trainer left at v{model_version}",
+    "engine_joined": "{url} joined",
+    "engine_lost": "{url} is lost: {reason}",
+    "engine_draining": "{url} is drained",
+    "step_skipped": "step {step} was skipped: {what} not finite",
+    "checkpoint_delayed": "no checkpoint of step {model_version} yet: {reason}",
+    "run_finished": "{reason}",
+    "run_failed": "{reason}",
+    "run_suspended": "{reason}",
+}
+
+
+def _marks(kind: str, event: Event, now: float) -> Iterator[RunMark]:
+    if kind == "knobs":
+        changes = event.get("changes")
+        made = ", ".join(f"{name} = {value}" for name, value in changes.items()) if isinstance(changes, dict) else ""
+        yield RunMark(now, kind, f"{made} by {event.get('who', 'somebody')}")
+    elif kind in _WORDS:
+        yield RunMark(now, kind, _WORDS[kind].format_map(defaultdict(str, event)))
+
+
+_READINGS: Final = {
+    "step": SpanReader._step,
+    "publish": SpanReader._publish,
+    "engine_joined": SpanReader._joined,
+    "engine_back": SpanReader._back,
+    "engine_suspect": SpanReader._suspect,
+    "engine_lost": SpanReader._lost,
+    "evaluation_began": SpanReader._evaluation_began,
+    "evaluation": SpanReader._evaluated,
+    "evaluation_restarted": SpanReader._evaluated,
+    "checkpoint": SpanReader._checkpointed,
+    "run_finished": SpanReader._over,
+    "run_failed": SpanReader._over,
+    "run_suspended": SpanReader._over,
+}
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of their union."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def _whole(event: Event, field: str) -> int:
+    return int(_number(event.get(field)))

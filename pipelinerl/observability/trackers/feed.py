@@ -1,0 +1,105 @@
+"""`TrackerFeed`: takes a run's events to one tracker, each once, across the deaths of its own process.
+
+    <run>/trackers/<name>.json   how far it is: a place in events.jsonl, the reader's state, the tracker's bookmark
+    <run>/trackers/<name>.lock   held while a process feeds this tracker
+
+A piece of the log is logged, flushed, and then the position is written, whole or not at all. Whoever is killed in
+between begins again at the position before, where the tracker's bookmark lets it forget what came after.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, final
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from pipelinerl.observability.events import EventFollower
+from pipelinerl.observability.trackers.metric_names import MetricReader, ReaderState, Rewound
+from pipelinerl.observability.trackers.tracker import OpenTracker, Tracker
+
+FOLDER: Final = "trackers"
+_LAST: Final = ("run_finished", "run_suspended", "run_failed")
+
+
+class FeedPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a tracker was fed. `over` says that the last event was the run's end, for now."""
+
+    offset: int = 0
+    reader: ReaderState = msgspec.field(default_factory=ReaderState)
+    bookmark: dict[str, Any] | None = None
+    over: bool = False
+
+
+@final
+class TrackerFeed:
+    """Feeds one tracker while it is open; used from one thread.
+
+    Raises:
+        BlockingIOError: another process feeds it.
+        OSError: the tracker or the position cannot be written: open another feed, later.
+    """
+
+    def __init__(self, run_dir: Path, name: str, open_tracker: OpenTracker) -> None:
+        """`name` tells the trackers of a run apart."""
+        folder = run_dir / FOLDER
+        folder.mkdir(exist_ok=True)
+        self._place = folder / f"{name}.json"
+        self._lock = FileLock(folder / f"{name}.lock", timeout=0, mode=0o600, fallback_to_soft=False)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise BlockingIOError(f"another process feeds {name} from {run_dir}") from None
+        self._tracker: Tracker | None = None
+        try:
+            position = _read(self._place)
+            self._follower = EventFollower(run_dir / "events.jsonl", offset=position.offset)
+            self._reader = MetricReader(position.reader)
+            self.is_over = position.over
+            self._tracker = open_tracker(position.bookmark)
+        except BaseException:
+            self.close()
+            raise
+
+    def advance(self) -> bool:
+        """Take the next piece of the log to the tracker; False when there is nothing new."""
+        events = self._follower.new()
+        if not events or self._tracker is None:
+            return False
+        for event in events:
+            for row in self._reader.read(event):
+                if isinstance(row, Rewound):
+                    self._tracker.rewind(row.step)
+                elif row.figures:
+                    self._tracker.log(row.step, row.figures, time=row.time)
+        self.is_over = events[-1]["kind"] in _LAST
+        position = FeedPosition(
+            offset=self._follower.offset,
+            reader=self._reader.state,
+            bookmark=self._tracker.flush(),
+            over=self.is_over,
+        )
+        draft = self._place.with_name(f"{self._place.name}.new")
+        draft.write_bytes(msgspec.json.encode(position))
+        draft.replace(self._place)
+        return True
+
+    def close(self) -> None:
+        """Let go of the tracker, and let others feed it."""
+        try:
+            if self._tracker is not None:
+                self._tracker.close()
+        finally:
+            self._tracker = None
+            self._lock.release()
+
+
+def _read(place: Path) -> FeedPosition:
+    """Raises ValueError when the file is damaged: to begin anew would log everything twice."""
+    try:
+        return msgspec.json.decode(place.read_bytes(), type=FeedPosition)
+    except FileNotFoundError:
+        return FeedPosition()
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{place} must hold how far the tracker was fed: {error}; remove it to begin anew") from None

@@ -1,0 +1,175 @@
+"""Which figures of a run's events a tracker is given, by the names that its users know. docs/trackers.md has the table.
+
+`MetricReader` turns events into rows. Rows are by step; an evaluation's step is the version that it asked. Figures of
+the engines, which are measured every second, come with the next step as means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple, final
+
+import msgspec
+
+from pipelinerl.observability.events import Event
+from pipelinerl.observability.run_history import HELD_OUT
+
+#: Fields of a `step` event.
+STEP_METRICS: Final[Mapping[str, str]] = {
+    "reward": "reward",
+    "accuracy": "accuracy",
+    "loss": "loss/policy",
+    "value_loss": "loss/value",
+    "kl_reference": "loss/kl_reference",
+    "kl_coefficient": "loss/kl_coefficient",
+    "grad_norm": "optimizer/grad_norm",
+    "learning_rate": "optimizer/learning_rate",
+    "entropy": "policy/entropy",
+    "exact_entropy": "policy/exact_entropy",
+    "clip_fraction": "policy/clip_fraction",
+    "truncated_fraction": "policy/is_truncated_fraction",
+    "ratio_mean": "policy/ratio_mean",
+    "ratio_max": "policy/ratio_max",
+    "ess": "policy/ess",
+    "kl_k1": "policy/kl_k1",
+    "kl_k3": "policy/kl_k3",
+    "length_mean": "length/mean",
+    "length_p95": "length/p95",
+    "length_max": "length/max",
+    "truncated": "length/truncated",
+    "staleness_mean": "staleness/mean",
+    "staleness_max": "staleness/max",
+    "mixed_version_fraction": "staleness/mixed_versions",
+    "stale_tokens": "staleness/dropped_tokens_total",
+    "rollouts": "batch/rollouts",
+    "tokens": "batch/tokens",
+    "sampled_tokens": "batch/sampled_tokens",
+    "waiting_groups": "batch/waiting_groups",
+    "idle_fraction": "batch/idle_fraction",
+    "masked": "batch/masked",
+    "unjudged": "verifier/unjudged",
+    "wait_s": "perf/wait_s",
+    "step_s": "perf/step_s",
+    "publish_wait_s": "perf/publish_wait_s",
+}
+#: Fields of `engines` events, as means since the step before, and of the `publish` event before the step.
+ENGINE_METRICS: Final[Mapping[str, str]] = {
+    "tokens_per_s": "perf/tokens_per_s",
+    "occupancy": "perf/engine_occupancy",
+    "running": "perf/running_sequences",
+    "waiting": "perf/waiting_sequences",
+}
+PUBLISH_METRICS: Final[Mapping[str, str]] = {"pause_s": "perf/update_pause_s", "total_s": "perf/publish_s"}
+#: Fields of an `evaluation` event, below `eval/<set>/`; k in pass@k and maj@k is the recipe's.
+EVALUATION_METRICS: Final = ("accuracy", "low", "high", "length_mean", "truncated", "unjudged")
+_CURVES: Final = {"pass_at": "pass", "majority_at": "maj"}
+#: Computed here: tokens that a step trained, by its time with the wait.
+TRAINED: Final = "perf/trained_tokens_per_s"
+#: `mismatch_<cause>_<figure>` and `old_mismatch_…` are `mismatch/<cause>_<figure>`, `old_mismatch/…`.
+_MISMATCH: Final = ("mismatch_", "old_mismatch_")
+
+
+class MetricRow(NamedTuple):
+    """Figures by name of one step, at a time in Unix seconds."""
+
+    step: int
+    time: float
+    figures: dict[str, float]
+
+
+class Rewound(NamedTuple):
+    """The run goes on from a checkpoint: of this step and later ones nothing counts."""
+
+    step: int
+
+
+class ReaderState(msgspec.Struct):
+    """What a reader remembers between two events."""
+
+    last_step: int = 0
+    looks: int = 0
+    """`engines` events since the last step."""
+    sums: dict[str, float] = {}
+    """Of their figures, by the metric's name."""
+    published: dict[str, float] = {}
+    """The last publication's."""
+
+
+@final
+class MetricReader:
+    """Reads the events of one run in order. `state` is all that it knows, and what another goes on with."""
+
+    def __init__(self, state: ReaderState | None = None) -> None:
+        self.state = state or ReaderState()
+
+    def read(self, event: Event) -> Iterator[MetricRow | Rewound]:
+        """What follows for a tracker."""
+        match event["kind"]:
+            case "trainer_ready":
+                version = int(event.get("model_version") or 0)
+                if version < self.state.last_step:
+                    self.state.last_step = version
+                    yield Rewound(version + 1)
+            case "engines":
+                self.state.looks += 1
+                for name, value in _named(event, ENGINE_METRICS).items():
+                    self.state.sums[name] = self.state.sums.get(name, 0.0) + value
+            case "publish":
+                self.state.published = _named(event, PUBLISH_METRICS)
+            case "evaluation":
+                yield MetricRow(int(event.get("model_version") or 0), _time(event), _evaluation(event))
+            case "step":
+                yield self._step(event)
+
+    def _step(self, event: Event) -> MetricRow:
+        state, step = self.state, int(event.get("step") or 0)
+        figures = _named(event, STEP_METRICS) | state.published | _mismatch(event) | _by_domain(event)
+        figures |= {name: total / state.looks for name, total in state.sums.items()}
+        seconds = _number(event.get("wait_s")) + _number(event.get("step_s"))
+        if seconds > 0 and "batch/tokens" in figures:
+            figures[TRAINED] = figures["batch/tokens"] / seconds
+        self.state = ReaderState(last_step=step)
+        return MetricRow(step, _time(event), figures)
+
+
+def _named(event: Event, names: Mapping[str, str]) -> dict[str, float]:
+    return {name: float(event[field]) for field, name in names.items() if _is_number(event.get(field))}
+
+
+def _mismatch(event: Event) -> dict[str, float]:
+    return {
+        field.replace("mismatch_", "mismatch/", 1): float(value)
+        for field, value in event.items()
+        if field.startswith(_MISMATCH) and _is_number(value)
+    }
+
+
+def _by_domain(event: Event) -> dict[str, float]:
+    """`domain/<name>/<figure>`; figures by tag are left out: there may be hundreds."""
+    return {
+        f"domain/{domain}/{name}": float(value)
+        for domain, figures in (event.get("by_domain") or {}).items()
+        for name, value in figures.items()
+        if _is_number(value)
+    }
+
+
+def _evaluation(event: Event) -> dict[str, float]:
+    place = f"eval/{event.get('name') or HELD_OUT}"
+    figures = {f"{place}/{name}": float(event[name]) for name in EVALUATION_METRICS if _is_number(event.get(name))}
+    for field, name in _CURVES.items():
+        figures |= {f"{place}/{name}@{each['k']}": float(each["value"]) for each in event.get(field) or ()}
+    return figures
+
+
+def _time(event: Event) -> float:
+    return _number(event.get("time"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_number(value) else 0.0

@@ -1,0 +1,118 @@
+"""The tracker's process: reads the run's event log and takes its figures to the recipe's trackers.
+
+    thread, one a tracker   waits for              unblocked by
+    feed                    new events             the clock, twice a second
+                            a tracker that fails   its next try, after 1, 2, 4, … 30 s
+
+Nothing of the run waits for it, and it asks nothing of any role. A tracker that fails (a disk that is full, a server
+that is away, a bug of its package) is opened again, from where it stood. When the process is told to stop, which the
+launcher does after the controller has ended, it takes what is there to the trackers first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from contextlib import closing
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Final
+
+from pipelinerl.config.recipe import RunConfig, to_table
+from pipelinerl.errors import UserError
+from pipelinerl.observability.trackers.feed import TrackerFeed
+from pipelinerl.observability.trackers.tracker import (
+    Bookmark,
+    OpenTracker,
+    TrackedRun,
+    Tracker,
+    missing_package,
+)
+from pipelinerl.roles.process import Identity
+from pipelinerl.system.background import in_background, settled
+
+log = logging.getLogger("pipelinerl")
+
+_POLL_S: Final = 0.5
+_FIRST_RETRY_S: Final = 1.0
+_RETRY_S: Final = 30.0
+#: So long may the last events take, W&B's and trackio's sending included; the launcher has `launch.grace_s`.
+_END_S: Final = 60.0
+
+
+async def run(identity: Identity) -> None:
+    """Feed the trackers until the process is told to stop.
+
+    Raises:
+        UserError: the recipe names no tracker, or one whose package is not installed.
+    """
+    wanted = trackers_of(identity.config, identity.run_dir)
+    if not wanted:
+        raise UserError("the recipe names no tracker: add trackers.tensorboard = true, or another of [trackers]")
+    stop = threading.Event()
+    feeds = [
+        in_background(name, partial(feed_until, identity.run_dir, name, open_tracker, stop))
+        for name, open_tracker in wanted.items()
+    ]
+    try:
+        await asyncio.gather(*(asyncio.wrap_future(feed) for feed in feeds))
+    finally:
+        stop.set()
+        for feed in feeds:
+            await settled(feed, timeout_s=_END_S)
+
+
+def feed_until(run_dir: Path, name: str, open_tracker: OpenTracker, stop: threading.Event) -> None:
+    """Feed one tracker until `stop` is set, and what is there by then; whatever it raises is tried again."""
+    pause_s = _FIRST_RETRY_S
+    while True:
+        try:
+            with closing(TrackerFeed(run_dir, name, open_tracker)) as feed:
+                while True:
+                    stopping = stop.is_set()  # before the last look
+                    while feed.advance():
+                        pause_s = _FIRST_RETRY_S
+                    if stopping:
+                        return
+                    stop.wait(_POLL_S)
+        except Exception as error:  # foreign packages raise what they like; the thread is this tracker's main
+            log.warning("%s: %s: %s; the run goes on, tried again in %g s", name, type(error).__name__, error, pause_s)
+        if stop.wait(pause_s):
+            return
+        pause_s = min(2 * pause_s, _RETRY_S)
+
+
+def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
+    """How to open each tracker that the recipe names.
+
+    Raises:
+        UserError: a package is missing.
+    """
+    for name in config.trackers.chosen:
+        if sentence := missing_package(name):
+            raise UserError(sentence)
+    section = config.trackers
+    tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=to_table(config))
+
+    def wandb(bookmark: Bookmark | None) -> Tracker:
+        from pipelinerl.observability.trackers.wandb_run import WandbTracker
+
+        return WandbTracker(tracked, bookmark, wandb=import_module("wandb"), **dict(section.wandb or {}))
+
+    def trackio(bookmark: Bookmark | None) -> Tracker:
+        from pipelinerl.observability.trackers.trackio_run import TrackioTracker
+
+        return TrackioTracker(tracked, trackio=import_module("trackio"), **dict(section.trackio or {}))
+
+    known: dict[str, OpenTracker]
+    known = {"tensorboard": partial(open_tensorboard, run_dir / "tensorboard"), "wandb": wandb, "trackio": trackio}
+    return {name: known[name] for name in section.chosen}
+
+
+def open_tensorboard(directory: Path, bookmark: Bookmark | None) -> Tracker:
+    """Event files in that directory."""
+    from pipelinerl.observability.trackers.tensorboard import TensorBoardTracker
+
+    return TensorBoardTracker(directory, bookmark)

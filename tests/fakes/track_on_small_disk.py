@@ -1,0 +1,45 @@
+"""A tracker whose event files lie on a disk that is full at first, and has room once the tracker has failed.
+
+python -m tests.fakes.track_on_small_disk RUN       RUN/disk is a small disk; prints one JSON object
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from pathlib import Path
+
+from pipelinerl.observability.trackers.tensorboard import TensorBoardTracker
+from pipelinerl.roles.tracker_role import feed_until
+from tests.fakes.small_disk import fill, free
+from tests.observability.trackers.event_files import series
+
+
+def main(run_dir: Path) -> None:
+    """Make the disk full, feed; make room when it fails; what is there in the end."""
+    disk, board, stop = run_dir / "disk", run_dir / "disk" / "board", threading.Event()
+    board.mkdir()
+    fill(disk)
+    failed = threading.Event()
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "No space left" in record.getMessage() and not failed.is_set():
+                failed.set()
+                free(disk)
+                stop.set()  # what is there is told all the same, by the try after this one
+
+    logging.getLogger("pipelinerl").addHandler(Watch())
+    while not failed.is_set():
+        feed_until(run_dir, "t", lambda bookmark: TensorBoardTracker(board, bookmark), stop)
+    stop.clear()
+    done = threading.Event()
+    done.set()
+    feed_until(run_dir, "t", lambda bookmark: TensorBoardTracker(board, bookmark), done)
+    print(json.dumps({"failed": failed.is_set(), "rewards": series(board, "reward")}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,122 @@
+"""Windows of a run's timeline: what they hold, however long the run and however coarse the drawing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pipelinerl.observability.timeline.run_timeline import MOST_GROUPS, RunTimeline
+from pipelinerl.observability.timeline.spans import Span
+from pipelinerl.observability.timeline.tracks import Track
+from tests.observability.timeline.events_of_a_run import STEP_S, A, B, event, publish, run, step
+
+STEPS = 5_000
+
+
+def _timeline(events: list[dict[str, Any]]) -> RunTimeline:
+    timeline = RunTimeline()
+    for each in events:
+        timeline.feed(each)
+    return timeline
+
+
+@pytest.fixture(scope="module")
+def long_run() -> RunTimeline:
+    return _timeline(run(STEPS))
+
+
+def _track(window: dict[str, Any], lane: str, kind: str) -> dict[str, Any]:
+    (found,) = (each for each in window["lanes"] if each["lane"] == lane)
+    (track,) = (each for each in found["tracks"] if each["kind"] == kind)
+    return dict(track)
+
+
+def test_lanes_come_in_one_order_engines_first() -> None:
+    window = _timeline(run()).window()
+    assert [(each["kind"], each["lane"]) for each in window["lanes"]] == [
+        ("engine", A), ("engine", B), ("trainer", "trainer"), ("publication", "publication"),
+        ("evaluation", "evaluation"), ("checkpoint", "checkpoint"),
+    ]  # fmt: skip
+
+
+def test_a_fine_window_has_every_span_as_it_was() -> None:
+    steps = _track(_timeline(run(6)).window(9.0, 12.0, points=3000), "trainer", "step")
+    assert steps["start"] == [9.5, 10.5, 11.5] and steps["end"] == [10.0, 11.0, 12.0]
+    assert steps["value"] == [1, 2, 3] and steps["count"] == [1, 1, 1] and steps["busy"] == [0.5, 0.5, 0.5]
+
+
+def test_a_window_has_what_reaches_into_it() -> None:
+    steps = _track(_timeline(run(6)).window(9.75, 11.75, points=3000), "trainer", "step")
+    assert steps["value"] == [1, 2, 3]
+
+
+def test_a_coarse_window_loses_no_span_and_no_second(long_run: RunTimeline) -> None:
+    steps = _track(long_run.window(points=500), "trainer", "step")
+    assert sum(steps["count"]) == STEPS
+    assert sum(steps["busy"]) == pytest.approx(STEPS * STEP_S)
+    assert len(steps["start"]) <= 1000
+    assert all(end >= start for start, end in zip(steps["start"], steps["end"], strict=True))
+    assert all(a <= b for a, b in zip(steps["end"][:-1], steps["start"][1:], strict=True))
+
+
+def test_a_long_span_stands_alone_among_short_ones() -> None:
+    """At a resolution at which steps are merged, an evaluation of many cells is not."""
+    track = Track()
+    for number in range(100):
+        track.add(Span("l", "t", number * 0.01, number * 0.01 + 0.005, number))
+    track.add(Span("l", "t", 1.0, 9.0, 100, "long"))
+    track.add(Span("l", "t", 9.0, 9.001, 101))
+    drawn = track.window(0.0, 10.0, cell=1.0)
+    assert drawn["count"] == [100, 1, 1] and drawn["value"][1:] == [100, 101]
+    assert drawn["note"][1] == "long" and drawn["start"][1:] == [1.0, 9.0]
+
+
+def test_merged_spans_say_the_value_of_the_longest() -> None:
+    track = Track()
+    for number, length in enumerate((0.01, 0.3, 0.02)):
+        track.add(Span("l", "t", number * 0.32, number * 0.32 + length, number, f"note {number}"))
+    drawn = track.window(0.0, 1.0, cell=1.0)
+    assert (drawn["value"], drawn["note"], drawn["count"]) == ([1], ["note 1"], [3])
+    assert drawn["busy"] == [pytest.approx(0.33)]
+
+
+def test_what_has_not_ended_is_drawn_up_to_now() -> None:
+    timeline = _timeline([*run(2, ended=False), event("evaluation_began", 12.0, model_version=2)])
+    timeline.feed(step(3, 20.0))
+    serves = _track(timeline.window(), A, "serves")
+    assert (serves["value"][-1], serves["end"][-1]) == (2, 20.0)
+    evaluation = _track(timeline.window(), "evaluation", "evaluation")
+    assert (evaluation["start"][-1], evaluation["end"][-1], evaluation["value"][-1]) == (12.0, 20.0, 2)
+    timeline.feed(publish(3, 21.0, A))
+    timeline.feed(event("engines", 21.5))
+    assert _track(timeline.window(), A, "serves")["value"][-2:] == [2, 3]
+    assert _track(timeline.window(0.0, 5.0), "evaluation", "evaluation")["value"] == [0]
+
+
+def test_groups_are_those_under_way_then_evenly_thinned(long_run: RunTimeline) -> None:
+    few = long_run.window(100.0, 103.0)["groups"]
+    assert few["total"] == len(few["order"]) and 3 <= few["total"] <= 6
+    assert all(claimed <= 103.0 for claimed in few["claimed"]) and all(at >= 100.0 for at in few["trained"])
+    every = long_run.window()["groups"]
+    assert every["total"] == STEPS and len(every["order"]) <= MOST_GROUPS
+    gaps = {b - a for a, b in zip(every["step"][:-1], every["step"][1:], strict=True)}
+    assert len(gaps) == 1, "evenly"
+    assert few["spans"][0] == ((0, 4), (1, 2)) and set(few["engine"]) == {A}
+
+
+def test_marks_are_those_of_the_window() -> None:
+    window = _timeline(run(6)).window(15.5, 20.0)
+    assert [mark[1] for mark in window["marks"]] == ["knobs", "run_finished"]
+
+
+def test_an_empty_run_has_lanes_and_nothing_in_them() -> None:
+    window = RunTimeline().window()
+    assert [lane["kind"] for lane in window["lanes"]] == ["trainer", "publication", "evaluation", "checkpoint"]
+    assert all(track["start"] == [] for lane in window["lanes"] for track in lane["tracks"])
+
+
+def test_a_window_is_plain_json_and_bounded(long_run: RunTimeline) -> None:
+    text = json.dumps(long_run.window(points=1500), allow_nan=False)
+    assert len(text) < 2_000_000

@@ -1,0 +1,173 @@
+"""The tracker's process: a run does not notice what happens to it, and nothing of the run is lost or doubled there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+import pytest
+
+from pipelinerl.commands.check import refuse
+from pipelinerl.commands.exports.track import track_run
+from pipelinerl.config.recipe import RunConfig, load, parse
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import read_events
+from pipelinerl.observability.trackers import tracker
+from pipelinerl.observability.trackers.tracker import TrackedRun
+from pipelinerl.observability.trackers.trackio_run import TrackioTracker
+from pipelinerl.observability.trackers.wandb_run import WandbTracker
+from pipelinerl.roles.tracker_role import feed_until, trackers_of
+from tests.fakes import small_disk
+from tests.fakes.live_run import LiveRun, launched, light_run
+from tests.observability.timeline.events_of_a_run import run
+from tests.observability.trackers.event_files import series
+from tests.patience import PATIENCE_S
+
+RUN: Final = TrackedRun(name="tiny", directory=Path("/runs/tiny"), recipe={"run": {"name": "tiny"}})
+
+
+def _fed_to(live: LiveRun) -> int:
+    """The last step that the position names."""
+    place = live.directory / "trackers" / "tensorboard.json"
+    return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
+
+
+def test_a_run_does_not_notice_that_its_tracker_is_killed(tmp_path: Path) -> None:
+    """And every step of the run is in the event files, once, the last one, too."""
+    directory = tmp_path / "run"
+    with launched(light_run(directory, "trackers.tensorboard=true", "run.steps=100000"), directory) as live:
+        live.until(lambda _: _fed_to(live) > 0, "a figure reaches the tracker")
+        live.role("tracker").kill()
+        killed_at = max(live.steps())
+        live.until(lambda _: _fed_to(live) > killed_at, "the tracker's next life goes on")
+        stopped = [sys.executable, "-m", "pipelinerl.cli", "stop", str(directory)]
+        subprocess.run(stopped, check=True, timeout=PATIENCE_S, capture_output=True)
+        assert live.end() == 0, live.story()
+    steps = [event for event in read_events(directory / "events.jsonl") if event["kind"] == "step"]
+    assert series(directory / "tensorboard", "reward") == [
+        (e["step"], pytest.approx(e["reward"], abs=1e-5)) for e in steps
+    ]
+    deaths = json.loads((directory / "restarts.json").read_text())["processes"]
+    assert [each["name"] for each in deaths] == ["tracker"]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_figure(tmp_path: Path) -> None:
+    place = tmp_path / "disk"
+    if reason := small_disk.why_not(place):
+        pytest.skip(f"no small disk can be mounted here: {reason}")
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
+    command = [*small_disk.command(place, size="256k"), sys.executable, "-m", "tests.fakes.track_on_small_disk"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told == {"failed": True, "rewards": [[number, 0.5] for number in range(1, 6)]}
+
+
+def test_whatever_a_tracker_raises_is_tried_again_until_the_process_is_told_to_stop(tmp_path: Path) -> None:
+    stop, tries = threading.Event(), list[int]()
+    (tmp_path / "events.jsonl").write_text(json.dumps(run(1)[0]) + "\n")
+
+    def broken(_: Any) -> Any:
+        tries.append(1)
+        if len(tries) == 2:
+            stop.set()
+        raise RuntimeError("a bug of its package")
+
+    feed_until(tmp_path, "t", broken, stop)
+    assert len(tries) == 2
+
+
+@final
+class RecordedRun:
+    """Stands for a run of W&B's or trackio's package: what it was begun with, what it was told."""
+
+    def __init__(self, **begun: Any) -> None:
+        self.begun, self.rows, self.finished = begun, list[tuple[int, dict[str, float]]](), False
+        self.id = begun.get("id") or "made-up"
+
+    def log(self, row: Mapping[str, float], *, step: int) -> None:
+        self.rows.append((step, dict(row)))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@final
+class Package:
+    """Stands for the package."""
+
+    def __init__(self) -> None:
+        self.run = RecordedRun()
+
+    def init(self, **begun: Any) -> RecordedRun:
+        self.run = RecordedRun(**begun)
+        return self.run
+
+
+def test_wandb_goes_on_in_the_run_of_its_bookmark() -> None:
+    package = Package()
+    opened = partial(WandbTracker, RUN, project="p", entity=None, mode="offline", wandb=package)
+    first = opened(None)
+    assert package.run.begun == {
+        "project": "p", "entity": None, "name": "tiny", "id": None, "resume": "allow", "mode": "offline",
+        "dir": "/runs/tiny", "config": {"run": {"name": "tiny"}},
+    }  # fmt: skip
+    first.log(3, {"reward": 0.5}, time=7.0)
+    first.rewind(2)
+    assert package.run.rows == [(3, {"reward": 0.5, "time": 7.0})]
+    bookmark = first.flush()
+    first.close()
+    assert package.run.finished
+    opened(bookmark)
+    assert package.run.begun["id"] == "made-up"
+
+
+def test_trackio_is_told_rows_by_step() -> None:
+    package = Package()
+    made = TrackioTracker(RUN, project="p", space_id=None, trackio=package)
+    made.log(3, {"reward": 0.5}, time=7.0)
+    made.rewind(2)
+    assert made.flush() == {}
+    made.close()
+    assert package.run.begun == {
+        "project": "p", "name": "tiny", "space_id": None, "resume": "allow", "config": {"run": {"name": "tiny"}},
+    }  # fmt: skip
+    assert package.run.rows == [(3, {"reward": 0.5, "time": 7.0})] and package.run.finished
+
+
+def _config(**trackers: Any) -> RunConfig:
+    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trackers": trackers})
+
+
+def test_the_recipe_names_its_trackers() -> None:
+    assert list(trackers_of(_config(tensorboard=True), Path("/runs/x"))) == ["tensorboard"]
+    assert _config().trackers.chosen == ()
+    chosen = _config(wandb={"project": "p", "mode": "offline"}, trackio={"project": "p"}).trackers.chosen
+    assert chosen == ("wandb", "trackio")
+
+
+def test_a_package_that_is_missing_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
+    config = load("tiny", ["trackers.wandb={project='p'}"])
+    for refused in (lambda: refuse(config), lambda: trackers_of(config, Path("/runs/x"))):
+        with pytest.raises(UserError, match=r"^trackers.wandb needs the package wandb: pip install wandb$"):
+            refused()
+
+
+def test_a_run_that_is_over_is_tracked_by_a_command_once(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(3)))
+    board = tmp_path / "board"
+    assert track_run(tmp_path, board) == f"{board}; look at it with: tensorboard --logdir {board}"
+    assert track_run(tmp_path, board).startswith("nothing new for ")
+    assert series(board, "reward") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    with pytest.raises(UserError, match="is no run"):
+        track_run(board, board)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written: File exists"):
+        track_run(tmp_path, tmp_path / "file")

@@ -22,6 +22,7 @@ from pipelinerl.commands.watch.read_routes import add_reading
 from pipelinerl.commands.watch.sample_routes import add_samples, add_tokens
 from pipelinerl.commands.watch.steer_routes import add_steering
 from pipelinerl.commands.watch.stream_route import add_stream
+from pipelinerl.commands.watch.timeline_route import add_timeline
 from pipelinerl.commands.watch.watched_run import Follower, WatchedRun
 from pipelinerl.observability import page
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
@@ -63,6 +64,7 @@ def create_page(
     add_tokens(app, pages)
     add_steering(app, pages)
     add_stream(app, pages)
+    add_timeline(app, pages)
     refuse_in_one_shape(app)
     guard(app, token=token)
     admit(app, links, token=token, cookie=cookie)

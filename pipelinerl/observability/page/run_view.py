@@ -14,6 +14,7 @@ from typing import Any, Final, final
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.page.step_table import StepTable
 from pipelinerl.observability.run_history import HELD_OUT
+from pipelinerl.observability.timeline.run_timeline import RunTimeline
 
 #: Of the last steps so many are kept whole: 10 MB.
 MOST_RECENT: Final = 500
@@ -61,6 +62,7 @@ class RunView:
     """
 
     steps: StepTable = field(default_factory=StepTable)
+    timeline: RunTimeline = field(default_factory=RunTimeline)
     started: Event = field(default_factory=dict)
     ended: Event | None = None
     newest: Event = field(default_factory=dict)
@@ -92,6 +94,7 @@ class RunView:
         """Take the next event in; True where it undoes steps: the run was resumed below its last one."""
         kind = str(event["kind"])
         self.newest = event
+        self.timeline.feed(event)
         rewound = False
         if kind == "step":
             rewound = self._take_step(event)

@@ -15,7 +15,7 @@ import pytest
 from tests.commands.watch.run_files import ServedPage, loaded, served_page, written_run
 from tests.fakes.live_run import launched, light_run
 from tests.observability.page.browser import MISSING, a_browser, opened
-from tests.observability.page.hostile_run import HOSTILE, hostile_run
+from tests.observability.page.hostile_run import HOSTILE, hostile_run, long_silent
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 STEPS: Final = 12
-SCREENS: Final = ("now", "steer", "samples", "compare")
+SCREENS: Final = ("now", "steer", "timeline", "samples", "compare")
 
 #: Contrasts below 4.5 of texts and controls that are drawn (WCAG 2, relative luminance); what is behind is composed.
 CONTRASTS: Final = """() => {
@@ -77,7 +77,7 @@ def browser() -> Iterator[Browser]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
     """Run 0 was killed, run 1 is hostile."""
     folder = tmp_path_factory.mktemp("browser")
-    killed = written_run(folder / "killed", steps=STEPS, end=False)
+    killed = long_silent(written_run(folder / "killed", steps=STEPS, end=False))
     with served_page(killed, hostile_run(folder / "hostile")) as served:
         for run in (0, 1):
             loaded(served, run)
@@ -96,6 +96,7 @@ def shown(page: Page, screen: str) -> None:
     wanted = {
         "now": lambda: main.get_by_role("img", name=re.compile("^Gradient norm over step; newest: grad norm 0")),
         "steer": lambda: main.get_by_role("slider").first,
+        "timeline": lambda: main.get_by_role("region", name="Lanes").get_by_role("cell", name="trainer").first,
         "samples": lambda: main.get_by_role("link", name=re.compile("^Group of the answer")).first,
         "group": lambda: main.get_by_role("article", name="Answer 1"),
         "tokens": lambda: main.get_by_role("button", pressed=True).first,
@@ -126,6 +127,8 @@ def test_each_screen_shows_a_killed_runs_files(browser: Browser, server: ServedP
         go(page, server.url, "now")
         expect(page.locator("main")).to_contain_text("short_words")
         assert page.locator(".chart canvas").first.evaluate(DRAWN)
+        go(page, server.url, "timeline")
+        page.wait_for_function(f"(canvas) => ({DRAWN})(canvas)", arg=page.locator("main canvas").element_handle())
         go(page, server.url, "steer")
         expect(page.get_by_role("slider").first).to_be_disabled()
         expect(page.get_by_role("region", name="Changes of knobs")).to_contain_text("cli")
@@ -205,6 +208,25 @@ def test_the_keyboard_alone_leads_everywhere(browser: Browser, server: ServedPag
         for _ in range(3):
             page.keyboard.press("ArrowRight")
         expect(page.locator("main .tip")).to_contain_text("token 2: id 7")
+        go(page, server.url, "timeline")
+        tab_to(page, "at.tagName === 'CANVAS'")
+        span = page.get_by_role("heading", name=re.compile("^In this window")).inner_text()
+        page.keyboard.press("+")
+        expect(page.get_by_role("heading", name=re.compile("^In this window"))).not_to_have_text(span)
+
+
+def test_the_wheel_zooms_into_the_timeline(browser: Browser, server: ServedPage) -> None:
+    from playwright.sync_api import expect
+
+    with opened(browser, server.url) as page:
+        go(page, server.url, "timeline")
+        heading = page.get_by_role("heading", name=re.compile("^In this window"))
+        whole = heading.inner_text()
+        page.locator("main canvas").hover()
+        page.mouse.wheel(0, -400)
+        expect(heading).not_to_have_text(whole)
+        page.get_by_role("button", name="all", exact=True).click()
+        expect(heading).to_have_text(whole)
 
 
 def test_a_connection_that_is_lost_is_shown_and_comes_back_by_itself(browser: Browser, server: ServedPage) -> None:

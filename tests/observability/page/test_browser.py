@@ -303,7 +303,7 @@ def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path
             slider.press("ArrowRight")
             slider.press("ArrowRight")
             apply.click()
-            expect(page.locator("form")).to_contain_text("Accepted: k = 6")
+            expect(page.get_by_role("form", name="Knobs")).to_contain_text("Accepted: k = 6")
             run.until(lambda live: moved_to(live.events("knobs"), 6), "the event of k = 6")
             expect(page.get_by_role("region", name="Changes of knobs")).to_contain_text("k = 6")
             expect(page.get_by_role("region", name="Engines").locator("tbody tr")).to_have_count(1)

@@ -12,6 +12,8 @@ VLLM_FOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 WITH_VLLM ?= $(filter Linux-x86_64-cpu,$(shell uname -s)-$(shell uname -m)-$(VLLM_FOR))
 # Debian's package that the tests of code in a sandbox need, where it is missing.
 SANDBOX ?= $(shell command -v bwrap >/dev/null || echo bubblewrap)
+# Likewise the browser in which the live page is tried.
+BROWSER ?= $(shell command -v chromium >/dev/null || echo chromium)
 BIN    := $(VENV)/bin
 # The project itself, built by the setuptools that was installed with its packages.
 PROJECT := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
@@ -32,7 +34,7 @@ part = began=$$(date +%s); $(2); ended=$$?; [ $$ended = 0 ] || failed=1; \
 TOLD = printf "$$notes\n"; exit $${failed:-0}
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test sandbox vllm test-vllm chaos check format bench gpu-check lock clean
+.PHONY: help install run test sandbox browser vllm test-vllm chaos check format bench gpu-check lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,7 +44,7 @@ install: $(VENV)/.installed ## create the environment, once
 run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
-test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) ## the test suite; with ARGS="-m slow", what it leaves out
+test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) $(if $(BROWSER),browser) ## the test suite; with ARGS="-m slow", what it leaves out
 	@$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(or $(ARGS),$(CHECKED))) \
 	$(if $(or $(ARGS),$(if $(WITH_VLLM),,1)),\
 	  notes="$$notes\nmake test: left out: vLLM's part ($(if $(ARGS),ARGS is for the other,WITH_VLLM is empty here, $$(uname -sm)))";,\
@@ -57,6 +59,11 @@ sandbox: ## bubblewrap, by which answers that are code are judged: installed whe
 	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(APT) update \
 	  && $(APT) install -y --no-install-recommends bubblewrap >/dev/null; } \
 	  || echo "make: bubblewrap is not here and could not be installed: what runs code in a sandbox is left out" >&2
+
+browser: ## chromium, in which the live page is tried: installed where this is root's Debian
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(APT) update \
+	  && $(APT) install -y --no-install-recommends chromium >/dev/null; } \
+	  || echo "make: chromium is not here and could not be installed: the live page is not tried in a browser" >&2
 
 vllm: $(VLLM)/.installed ## an environment with vLLM, .venv-vllm: for CUDA where there is a GPU, else for CPUs
 

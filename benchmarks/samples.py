@@ -49,7 +49,7 @@ from pipelinerl.types import (
     Verdict,
     VersionSpan,
 )
-from trainer_contract.types import Device, OptimizerSpec, TrainerSpec
+from trainer_contract.types import Device, LossStats, OptimizerSpec, TrainerSpec
 
 _TARGET: Final = 0.01
 _MAX_BYTES: Final = 2**20
@@ -89,6 +89,7 @@ class Watched:
     steps: int
     version: int = 0
     last: TrainBatch | None = field(default=None)
+    losses: list[LossStats | None] = field(default_factory=list)
 
     def alone(self) -> None:
         """Steps that nobody watches."""
@@ -123,12 +124,14 @@ class Watched:
     def _take(self) -> TrainBatch:
         version = self.step.passes.policy.model_version + 1
         self.last = build(self.groups, objective=_OBJECTIVE, token_budget=8192, producing=version)
-        self.step.apply(self.step.accumulate(self.last, _OBJECTIVE), learning_rates=[0.0])
+        accumulated = self.step.accumulate(self.last, _OBJECTIVE)
+        self.losses = accumulated.losses
+        self.step.apply(accumulated, learning_rates=[0.0])
         return self.last
 
     def _look(self, batch: TrainBatch) -> None:
         self.version += 1
-        self.watch.stepped(batch, batch.micro_batches, version=self.version)
+        self.watch.stepped(batch, batch.micro_batches, version=self.version, losses=self.losses)
 
 
 def groups_of(size: Size) -> list[RolloutGroup]:

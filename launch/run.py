@@ -128,7 +128,8 @@ def memory_limits(config: RunConfig) -> Mapping[str, int]:
     Raises:
         UserError: there are devices, and the recipe does not fit them.
     """
-    placement = placed(config) if devices_for(config, os.environ).each else Placement()
+    devices = devices_for(config, os.environ)
+    placement = place(config, devices) if devices.each else Placement()
     if not placement.assignments:
         return {"all": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     engines = [placement.bytes_of(name) for name in placement.assignments if name != TRAINER]

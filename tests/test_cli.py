@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from pipelinerl import cli
-from pipelinerl.commands.role_options import LOCAL_REDIS
+from pipelinerl.commands.processes.role_options import LOCAL_REDIS
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.roles import process
 from pipelinerl.roles.process import REDIS_VARIABLE, TOKEN_VARIABLE

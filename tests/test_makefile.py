@@ -28,7 +28,7 @@ def made(folder: Path, *words: str, fails: str = "") -> tuple[int, str, str]:
         interpreter.chmod(0o755)
         for stamp in (".installed", ".installed-dev"):
             (folder / name / stamp).touch()
-    environments = [f"VENV={folder}/first", f"VLLM={folder}/second", "SANDBOX="]
+    environments = [f"VENV={folder}/first", f"VLLM={folder}/second", "SANDBOX=", "BROWSER="]
     done = subprocess.run(
         ["make", "-C", str(ROOT), *environments, *words],
         capture_output=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.config.recipe import check_layout
-from pipelinerl.controller.client import ControllerClient
+from pipelinerl.controller.client import TIMEOUT_S, ControllerClient
 from pipelinerl.errors import UserError
 from pipelinerl.roles.process import read_token
 
@@ -21,14 +21,17 @@ class ControllerAddress(msgspec.Struct, frozen=True):
     token: str | None
 
 
-def controller_of(run: Path | str) -> ControllerClient:
+def controller_of(run: Path | str, *, timeout_s: float = TIMEOUT_S) -> ControllerClient:
     """The controller of the run in a directory, or at a URL; then with the token of $PIPELINERL_TOKEN.
+
+    Args:
+        timeout_s: for which it may keep a question waiting.
 
     Raises:
         UserError: no run is live in the directory, or one that another version of the project began.
     """
     address = address_of(run)
-    return ControllerClient(address.url, address.token, who=_user())
+    return ControllerClient(address.url, address.token, who=_user(), timeout_s=timeout_s)
 
 
 def address_of(run: Path | str) -> ControllerAddress:

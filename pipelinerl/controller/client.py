@@ -31,7 +31,7 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 T = TypeVar("T")
 
 #: An operator waits longer for an answer than a role does, which asks again soon.
-_TIMEOUT_S: Final = 10.0
+TIMEOUT_S: Final = 10.0
 _ROLE_TIMEOUT_S: Final = 5.0
 #: What an operator may ask; a role waits for its controller.
 _HINT: Final = "; has the run ended?"
@@ -41,7 +41,7 @@ _HINT: Final = "; has the run ended?"
 class ControllerClient:
     """Blocking calls to the controller at `url`; `who` asks, for the log of changes. Used from one thread."""
 
-    def __init__(self, url: str, token: str | None, *, who: str = "", timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, url: str, token: str | None, *, who: str = "", timeout_s: float = TIMEOUT_S) -> None:
         """Raises AddressError when `url` is none."""
         self.url = url
         headers = {routes.WHO: who} if who else {}

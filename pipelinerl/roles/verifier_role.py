@@ -89,7 +89,7 @@ def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
             tiers.setdefault(domain.oubliette.tier, domain.name)
     for tier, name in tiers.items():
         try:
-            probe.opened(tier, slots=1).close()
+            probe.opened(tier, at_once=1).close()
         except SandboxMissing as error:
             raise RecipeError(f"domains.{name}.oubliette.tier: {error}") from None
 

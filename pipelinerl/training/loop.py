@@ -347,7 +347,9 @@ class TrainingLoop:
         self._version = batch.producing
         self._at(self._version)
         self._solved.note(batch.groups)
-        by = self._watch.stepped(accumulated.batch, accumulated.micro_batches, version=self._version)
+        by = self._watch.stepped(
+            accumulated.batch, accumulated.micro_batches, version=self._version, losses=accumulated.losses
+        )
         return Taken(batch.stats | taken.figures | self._objective.observe(taken.figures) | held, taken.updates), by
 
     def _ended(self, groups: Iterable[RolloutGroup], fate: Fate, why: str) -> None:

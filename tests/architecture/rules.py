@@ -46,6 +46,7 @@ RANDOMNESS_ALLOWED = {
     "launch/run_directory.py": "secrets must not be reproducible",
     "pipelinerl/trainers/torch/loading.py": "seeds torch from rng, for models that draw in their forward",
     "pipelinerl/roles/process.py": "secrets must not be reproducible",
+    "pipelinerl/commands/watch/access.py": "secrets must not be reproducible",
     "pipelinerl/streams/embedded_redis.py": "secrets must not be reproducible",
     "pipelinerl/training/rollouts/rollout_reader.py": "each incarnation of a trainer has a name of its own",
     "pipelinerl/training/loop.py": "each incarnation of the trainer must have a name that no other had",

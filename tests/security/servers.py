@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "run-token"
-SERVERS = ("engine", "controller", "parameter server", "verifier")
+#: Those that `--no-token` lets serve whoever is on this machine.
+OPEN_SERVERS = ("engine", "controller", "parameter server", "verifier")
+SERVERS = (*OPEN_SERVERS, "page")
 
 
 def application(server: str, directory: Path, *, token: str | None = TOKEN) -> Any:
@@ -27,6 +29,8 @@ def application(server: str, directory: Path, *, token: str | None = TOKEN) -> A
         from tests.fakes import parameter_server
 
         return parameter_server.application(token=token)
+    if server == "page":
+        return _page(directory, token)
     from pipelinerl.controller.service.api import create_api
     from pipelinerl.controller.service.service import ControllerService
     from pipelinerl.observability.events import EventLog
@@ -38,3 +42,14 @@ def application(server: str, directory: Path, *, token: str | None = TOKEN) -> A
         controller(), name="test", stream=MemoryStream(), probe=Probe(), events=EventLog(directory / "events.jsonl")
     )
     return create_api(service, token=token)
+
+
+def _page(directory: Path, token: str | None) -> Any:
+    """Of a run that has ended; it always has a token."""
+    from pipelinerl.commands.watch.access import PageLinks
+    from pipelinerl.commands.watch.server import create_page
+    from pipelinerl.commands.watch.watched_run import watched_runs
+    from tests.commands.watch.run_files import written_run
+
+    run_dir = written_run(directory / "watched")
+    return create_page(watched_runs([run_dir]), token=token or TOKEN, links=PageLinks(lambda _: None))

@@ -15,7 +15,7 @@ import pytest
 
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
-from tests.security.servers import SERVERS, TOKEN, application
+from tests.security.servers import OPEN_SERVERS, TOKEN, application
 
 #: A route of each server that does something, and its method.
 ACTS = {
@@ -26,7 +26,7 @@ ACTS = {
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(scope="module", params=OPEN_SERVERS)
 def open_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """A server without a token: its URL, and what it is."""
     with in_thread(application(request.param, tmp_path_factory.mktemp("run"), token=None)) as served:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.commands.role_options import Changes
+from pipelinerl.commands.processes.role_options import Changes
 from pipelinerl.config import recipe as recipes
 
 

@@ -6,7 +6,7 @@ and a file that the writer removes meanwhile is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import itemgetter
@@ -87,11 +87,8 @@ class SampleReader:
 
     def new(self) -> list[SampleGroup]:
         """Groups that were written since the last call, by time."""
-        groups = [group for path in self._files() for group in self._rest_of(path)]
+        groups = [group for path in sorted(sample_files(self.run_dir)) for group in self._rest_of(path)]
         return sorted(groups, key=lambda group: group.time)
-
-    def _files(self) -> Sequence[Path]:
-        return sorted((self.run_dir / FOLDER).glob("*.jsonl"))
 
     def _rest_of(self, path: Path) -> Iterator[SampleGroup]:
         offset = self._offsets.get(path.name, 0)
@@ -107,6 +104,11 @@ class SampleReader:
             group = decode(line)
             if group is not None:
                 yield group
+
+
+def sample_files(run_dir: Path) -> list[Path]:
+    """The files of a run's sample log; of each kind of samples the newest comes last."""
+    return sorted((run_dir / FOLDER).glob("*.jsonl"), key=lambda path: (path.stem.rpartition("-")[2], path.name))
 
 
 def read_samples(run_dir: Path) -> list[SampleGroup]:

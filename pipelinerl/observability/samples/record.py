@@ -7,12 +7,14 @@ tokens all the same. What a model wrote is kept as it is: `visible` makes it har
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 #: Most characters of a text that are kept.
 MOST_CHARACTERS: Final = 8000
+#: Most tokens of a prompt, and of an answer, that are kept beside their texts: a quarter of that many.
+_CHARACTERS_OF_TOKEN: Final = 4
 
 
 class SampleKind(StrEnum):
@@ -26,6 +28,35 @@ class SampleKind(StrEnum):
     """It answers a held-out problem."""
 
 
+class TokenTexts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens as they were recorded, never tokenised again: ids and the text of each, [T].
+
+    Of more than are kept, `left_out` are missing from place `at` on.
+    """
+
+    ids: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ()
+    left_out: int = 0
+    at: int = 0
+
+
+class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The tokens of an answer, and of each what is known; columns [T], None where it has no meaning.
+
+    Attributes:
+        tokens: all after the prompt: what was sampled and, of several turns, what the environment wrote between.
+        versions: of the weights that sampled each; None for what the environment wrote.
+        logprobs: the sampler's. deltas: the trainer's at the step, less the sampler's; empty where it had no gradient.
+        advantages: likewise.
+    """
+
+    tokens: TokenTexts
+    versions: tuple[int | None, ...] = ()
+    logprobs: tuple[float | None, ...] = ()
+    deltas: tuple[float | None, ...] = ()
+    advantages: tuple[float | None, ...] = ()
+
+
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer and what became of it.
 
@@ -36,6 +67,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         shaped: the reward that advantages are computed from. advantage: mean over its tokens.
         length: tokens sampled. spans: (model version, tokens), in order. staleness: in versions.
         trained: did it have a gradient in its step?
+        tokens: None where they are not recorded: an evaluation's, and those of older runs.
     """
 
     text: str
@@ -50,6 +82,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     spans: tuple[tuple[int, int], ...] = ()
     staleness: int | None = None
     trained: bool = False
+    tokens: AnswerTokens | None = None
 
 
 class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -60,6 +93,7 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         time: in Unix seconds.
         evaluation: the name of the evaluation set that asks the problem.
         filtered: of a filtered group, how many groups were filtered since the step before, by reason.
+        prompt_tokens: None where they are not recorded.
     """
 
     kind: SampleKind
@@ -75,7 +109,10 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     why: str = ""
     evaluation: str = ""
     filtered: dict[str, int] = {}
+    prompt_tokens: TokenTexts | None = None
 
+
+T = TypeVar("T")
 
 _ENCODER: Final = msgspec.json.Encoder()
 _DECODER: Final = msgspec.json.Decoder(SampleGroup)
@@ -94,7 +131,7 @@ def encode(group: SampleGroup, *, most_bytes: int) -> bytes | None:
     """A line of at most `most_bytes`, its end included; None where no shortening makes it fit."""
     most = MOST_CHARACTERS
     while True:
-        line = _ENCODER.encode(_shortened(msgspec.to_builtins(group), most)) + b"\n"
+        line = _ENCODER.encode(_written(group, most)) + b"\n"
         if len(line) <= most_bytes:
             return line
         if most == 0:
@@ -108,6 +145,46 @@ def decode(line: bytes) -> SampleGroup | None:
         return _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _written(group: SampleGroup, most: int) -> dict[str, Any]:
+    """The group as it is written, its texts cut to `most` characters and its tokens to a quarter as many."""
+    replace, tokens = msgspec.structs.replace, most // _CHARACTERS_OF_TOKEN
+    bare = replace(group, prompt_tokens=None, answers=tuple(replace(each, tokens=None) for each in group.answers))
+    written: dict[str, Any] = _shortened(msgspec.to_builtins(bare), most)
+    if not tokens:
+        return written
+    if group.prompt_tokens is not None:
+        written["prompt_tokens"] = _cut_tokens(group.prompt_tokens, tokens)
+    for each, answer in zip(written["answers"], group.answers, strict=True):
+        if answer.tokens is not None:
+            each["tokens"] = _cut_answer(answer.tokens, tokens)
+    return written
+
+
+def _cut_tokens(tokens: TokenTexts, most: int) -> TokenTexts:
+    """Three quarters of `most` from the beginning and a quarter from the end, as of texts."""
+    return TokenTexts(
+        ids=_cut(tokens.ids, most),
+        texts=_cut(tokens.texts, most),
+        left_out=max(0, len(tokens.ids) - most),
+        at=most - most // 4 if len(tokens.ids) > most else 0,
+    )
+
+
+def _cut_answer(answer: AnswerTokens, most: int) -> AnswerTokens:
+    return AnswerTokens(
+        tokens=_cut_tokens(answer.tokens, most),
+        versions=_cut(answer.versions, most),
+        logprobs=_cut(answer.logprobs, most),
+        deltas=_cut(answer.deltas, most),
+        advantages=_cut(answer.advantages, most),
+    )
+
+
+def _cut(column: tuple[T, ...], most: int) -> tuple[T, ...]:
+    end = most // 4
+    return column if len(column) <= most else column[: most - end] + column[len(column) - end :]
 
 
 def _shortened(value: Any, most: int) -> Any:

@@ -53,6 +53,12 @@ class Accumulated:
         """Of the whole batch."""
         return self.batch.micro_batches
 
+    @property
+    def losses(self) -> list[LossStats | None]:
+        """Of each of them, what the weights that the step begins with gave; None in later mini-batches."""
+        known = {id(trained): loss for trained, loss in zip(self.first.trained, self.first.losses, strict=True)}
+        return [known.get(id(micro_batch)) for micro_batch in self.micro_batches]
+
 
 class Taken(NamedTuple):
     """A step that was taken: its figures, and those of each of its optimizer steps where it was to have several."""

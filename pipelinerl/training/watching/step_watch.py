@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from pipelinerl.training.rollouts.admission import Fate
 from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.training.watching.domain_figures import DomainTallies, StepFigures
-from pipelinerl.training.watching.training_samples import FilteredGroups, StepRollouts, TrainingSamples
+from pipelinerl.training.watching.training_samples import FilteredGroups, StepRollouts, TrainedTokens, TrainingSamples
 from pipelinerl.types import RolloutGroup
-from trainer_contract.types import MicroBatch
+from trainer_contract.types import LossStats, MicroBatch
 
 #: So many reasons are told apart in one step: those of a user's filter may all differ.
 MOST_REASONS: Final = 20
@@ -46,11 +46,19 @@ class StepWatch:
             self._filtered[why if why in self._filtered or len(self._filtered) < MOST_REASONS else OTHER_REASONS] += 1
             self._example = (group, why)
 
-    def stepped(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], *, version: int) -> StepFigures:
+    def stepped(
+        self,
+        batch: TrainBatch,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        version: int,
+        losses: Sequence[LossStats | None] = (),
+    ) -> StepFigures:
         """A step on the batch has made `version`: figures of what came since the one before, and samples of it.
 
         Args:
             micro_batches: those of the batch with the advantages that they were trained with.
+            losses: what each gave at the weights that the step began with, as far as it is known.
         """
         self._tallies.add(batch.groups)
         if self.samples is not None:
@@ -58,14 +66,34 @@ class StepWatch:
             if self._example is not None:
                 group, why = self._example
                 filtered = FilteredGroups(counts=dict(self._filtered), example=group, why=why)
-            self.samples.write(version, _rollouts(batch, micro_batches), filtered)
+            self.samples.write(version, _rollouts(batch, micro_batches, losses), filtered)
         self._filtered, self._example = Counter(), None
         return self._tallies.take()
 
 
-def _rollouts(batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> StepRollouts:
+def _rollouts(
+    batch: TrainBatch, micro_batches: Sequence[MicroBatch], losses: Sequence[LossStats | None]
+) -> StepRollouts:
     advantages, trained = mean_advantages(batch, micro_batches)
-    return StepRollouts(groups=batch.groups, shaped=batch.scored.rewards, advantages=advantages, trained=trained)
+    return StepRollouts(
+        groups=batch.groups,
+        shaped=batch.scored.rewards,
+        advantages=advantages,
+        trained=trained,
+        tokens_of=lambda row: _tokens_of(row, batch, micro_batches, losses),
+    )
+
+
+def _tokens_of(
+    row: int, batch: TrainBatch, micro_batches: Sequence[MicroBatch], losses: Sequence[LossStats | None]
+) -> TrainedTokens | None:
+    for number, (packed, micro_batch) in enumerate(zip(batch.packed, micro_batches, strict=True)):
+        if row in packed.members:
+            here = micro_batch.loss_mask & (micro_batch.segment_ids == packed.members.index(row))
+            loss = losses[number] if losses else None
+            logprobs = None if loss is None else loss.predictions[here]
+            return TrainedTokens(advantages=micro_batch.advantages[here], logprobs=logprobs)
+    return None
 
 
 def mean_advantages(

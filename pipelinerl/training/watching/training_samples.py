@@ -2,7 +2,7 @@
 
 A few groups of each step are drawn by seed and step, so that nobody chooses them, and a run that is taken again shows
 the same ones. Of the groups that were filtered since the step before, one stands for all. Everything but the draw, the
-decoding too, is done on the log's thread.
+decoding too, is done on the log's thread. Tokens are kept as they were sampled and trained on.
 """
 
 from __future__ import annotations
@@ -10,22 +10,33 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, final
+from dataclasses import dataclass, field
+from typing import Final, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
+from pipelinerl.observability.samples.record import (
+    AnswerRecord,
+    AnswerTokens,
+    SampleGroup,
+    SampleKind,
+    TokenTexts,
+)
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.rng import generator
 from pipelinerl.types import Rollout, RolloutGroup
+from trainer_contract.types import Float32
+
+T = TypeVar("T")
 
 #: Text of token ids, special tokens included.
 Decode = Callable[[Sequence[int]], str]
 
 #: So many tags of a group are kept, and so many parts of a reward.
 _MOST: Final = 16
+#: The texts of so many different tokens are held, so that none is decoded twice.
+_MOST_TEXTS: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +49,45 @@ class FilteredGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTokens:
+    """The sampled tokens of one rollout as its step saw them, f32 [N].
+
+    Attributes:
+        logprobs: the trainer's; None where the policy stood still.
+    """
+
+    advantages: Float32
+    logprobs: Float32 | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
     """What a step made of its rollouts, [B] each, group after group.
 
     Attributes:
         shaped: rewards that advantages were computed from. advantages: means over the tokens; NaN where there is none.
         trained: had it a gradient?
+        tokens_of: the tokens of the rollout of that number; None where it had no gradient.
     """
 
     groups: Sequence[RolloutGroup]
     shaped: NDArray[np.float64]
     advantages: NDArray[np.float64]
     trained: NDArray[np.bool_]
+    tokens_of: Callable[[int], TrainedTokens | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trained:
+    """What a step made of one rollout."""
+
+    shaped: float | None = None
+    advantage: float | None = None
+    trained: bool = False
+    tokens: TrainedTokens | None = None
+
+
+_UNTRAINED: Final = _Trained()
 
 
 @final
@@ -61,30 +99,38 @@ class TrainingSamples:
     decode: Decode
     seed: int
     groups_per_step: int
+    _texts: dict[int, str] = field(default_factory=dict)
 
     def write(self, version: int, step: StepRollouts, filtered: FilteredGroups | None) -> None:
         """Keep some groups of the step that made `version`, and what was filtered before it."""
         draw = generator(self.seed, "samples", version)
         chosen = draw.permutation(len(step.groups))[: self.groups_per_step].tolist()
         now = time.time()
-        self.log.put(lambda: self._made(version, step, sorted(chosen), filtered, now))
+        ends = np.cumsum([len(group.rollouts) for group in step.groups]).tolist()
+        picked = [
+            (group := step.groups[number], [self._part(step, row) for row in _rows(ends[number], group)])
+            for number in sorted(chosen)
+        ]
+        self.log.put(lambda: self._made(version, picked, filtered, now))
+
+    def _part(self, step: StepRollouts, row: int) -> _Trained:
+        return _Trained(
+            shaped=_finite(step.shaped[row]),
+            advantage=_finite(step.advantages[row]),
+            trained=bool(step.trained[row]),
+            tokens=step.tokens_of(row),
+        )
 
     def _made(
-        self, version: int, step: StepRollouts, chosen: Sequence[int], filtered: FilteredGroups | None, now: float
+        self,
+        version: int,
+        picked: Sequence[tuple[RolloutGroup, Sequence[_Trained]]],
+        filtered: FilteredGroups | None,
+        now: float,
     ) -> Iterator[SampleGroup]:
-        ends = np.cumsum([len(group.rollouts) for group in step.groups]).tolist()
-        for number in chosen:
-            group = step.groups[number]
-            rows = range(ends[number] - len(group.rollouts), ends[number])
+        for group, parts in picked:
             answers = tuple(
-                self._answer(
-                    rollout,
-                    version,
-                    shaped=_finite(step.shaped[row]),
-                    advantage=_finite(step.advantages[row]),
-                    trained=bool(step.trained[row]),
-                )
-                for row, rollout in zip(rows, group.rollouts, strict=True)
+                self._answer(rollout, version, part) for rollout, part in zip(group.rollouts, parts, strict=True)
             )
             yield self._group(SampleKind.TRAINED, group, version, answers, now)
         if filtered is not None:
@@ -105,6 +151,7 @@ class TrainingSamples:
         why: str = "",
         counts: Mapping[str, int] | None = None,
     ) -> SampleGroup:
+        context = group.rollouts[0].turns[0].context_token_ids.tolist()
         return SampleGroup(
             kind=kind,
             step=version,
@@ -113,38 +160,85 @@ class TrainingSamples:
             domain=group.domain,
             problem_id=group.problem.problem_id,
             tags=group.problem.tags[:_MOST],
-            prompt=self.decode(group.rollouts[0].turns[0].context_token_ids.tolist()),
+            prompt=self.decode(context),
+            prompt_tokens=self._tokens(context),
             ground_truth=group.problem.ground_truth,
             answers=answers,
             why=why,
             filtered=dict(counts or {}),
         )
 
-    def _answer(
-        self,
-        rollout: Rollout,
-        version: int,
-        *,
-        shaped: float | None = None,
-        advantage: float | None = None,
-        trained: bool = False,
-    ) -> AnswerRecord:
+    def _answer(self, rollout: Rollout, version: int, part: _Trained = _UNTRAINED) -> AnswerRecord:
         verdict, (first, *later) = rollout.verdict, rollout.turns
-        tokens = [first.token_ids, *(part for turn in later for part in (turn.context_token_ids, turn.token_ids))]
+        tokens = [first.token_ids, *(each for turn in later for each in (turn.context_token_ids, turn.token_ids))]
+        token_ids: list[int] = np.concatenate(tokens).tolist()
         return AnswerRecord(
-            text=self.decode(np.concatenate(tokens).tolist()),
+            text=self.decode(token_ids),
             outcome=verdict.outcome.value,
             reward=_finite(verdict.reward) if verdict.outcome.is_judgement else None,
             reason=verdict.reason,
             parts=tuple((part.name, part.reward) for part in verdict.parts[:_MOST] if math.isfinite(part.reward)),
-            shaped=shaped,
-            advantage=advantage,
+            shaped=part.shaped,
+            advantage=part.advantage,
             length=rollout.num_sampled_tokens,
             finish_reason=rollout.finish_reason,
             spans=tuple((span.model_version, span.num_tokens) for turn in rollout.turns for span in turn.spans),
             staleness=version - rollout.oldest_version,
-            trained=trained,
+            trained=part.trained,
+            tokens=self._columns(rollout, token_ids, part.tokens),
         )
+
+    def _columns(self, rollout: Rollout, token_ids: Sequence[int], trained: TrainedTokens | None) -> AnswerTokens:
+        """What is known of each token; `token_ids` are all after the prompt."""
+        sampled = np.concatenate(
+            [
+                mask
+                for number, turn in enumerate(rollout.turns)
+                for mask in (
+                    np.zeros(len(turn.context_token_ids) if number else 0, bool),
+                    np.ones(len(turn.token_ids), bool),
+                )
+            ]
+        )
+        spans = np.array([span for turn in rollout.turns for span in turn.spans], np.int64).reshape(-1, 2)
+        logprobs = np.concatenate([turn.behavior_logprobs for turn in rollout.turns])
+        return AnswerTokens(
+            tokens=self._tokens(token_ids),
+            versions=_spread(np.repeat(spans[:, 0], spans[:, 1]).tolist(), sampled),
+            logprobs=_spread(_told(logprobs, "%.7g"), sampled),
+            deltas=_spread(_told(trained.logprobs - logprobs, "%.3g"), sampled)
+            if trained is not None and trained.logprobs is not None
+            else (),
+            advantages=_spread(_told(trained.advantages, "%.4g"), sampled) if trained is not None else (),
+        )
+
+    def _tokens(self, token_ids: Sequence[int]) -> TokenTexts:
+        return TokenTexts(ids=tuple(token_ids), texts=tuple(map(self._text, token_ids)))
+
+    def _text(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id]).encode(errors="replace").decode()
+            if len(self._texts) < _MOST_TEXTS:
+                self._texts[token_id] = text
+        return text
+
+
+def _rows(end: int, group: RolloutGroup) -> range:
+    return range(end - len(group.rollouts), end)
+
+
+def _spread(values: Sequence[T], sampled: NDArray[np.bool_]) -> tuple[T | None, ...]:
+    """The values at the sampled tokens, None at the others."""
+    if sampled.all():
+        return tuple(values)
+    rest = iter(values)
+    return tuple(next(rest) if each else None for each in sampled.tolist())
+
+
+def _told(values: Float32, form: str) -> list[float | None]:
+    """With as many digits as anybody looks at: what is recorded has to be small."""
+    return [float(form % value) if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _finite(value: float) -> float | None:

@@ -1,0 +1,1 @@
+"""The commands that are one process of a run each."""

@@ -1,0 +1,82 @@
+"""`Feed`: what has just happened in a run, for all who listen; bounded, however slow one of them is.
+
+A listener holds a place in it and nothing else. Whoever comes back says where they were; what they have missed is told
+while it is held, and else they are told that they are behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final, final
+
+import msgspec
+
+from pipelinerl.observability.events import Event
+
+_MOST: Final = 2000
+#: Whoever is further behind fetches steps anew rather than being told each.
+_FAR_BEHIND: Final = 200
+_MOST_BYTES: Final = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class FeedEntry:
+    """One thing that happened: its place, its name, and what is told as JSON; `step` where it is one."""
+
+    place: str
+    name: str
+    data: str
+    step: int | None = None
+
+
+@final
+class Feed:
+    """One writer, many readers, on any threads."""
+
+    def __init__(self, run: int) -> None:
+        self._run = run
+        self._life = f"{time.time_ns():x}"  # no other server's
+        self._entries: deque[FeedEntry] = deque(maxlen=_MOST)
+        self._lock = threading.Lock()
+        self._number = 0
+
+    @property
+    def place(self) -> str:
+        """Where somebody who listens from now on stands."""
+        return f"{self._life}-{self._number}"
+
+    def put(self, name: str, told: Mapping[str, Any], *, step: int | None = None) -> None:
+        """Tell everybody."""
+        data = msgspec.json.encode({**told, "run": self._run})
+        if len(data) > _MOST_BYTES:
+            data = msgspec.json.encode({"kind": told.get("kind"), "time": told.get("time"), "run": self._run})
+        with self._lock:
+            self._number += 1
+            self._entries.append(FeedEntry(self.place, name, data.decode(), step))
+
+    def after(self, place: str) -> Sequence[FeedEntry] | None:
+        """What came after that place; None where it is not known, or too long ago."""
+        life, _, number = place.partition("-")
+        with self._lock:
+            if life != self._life or not number.isdigit() or len(number) > 18:
+                return None
+            missed = self._number - int(number)
+            if not 0 <= missed <= len(self._entries):
+                return None
+            return list(islice(self._entries, len(self._entries) - missed, None))
+
+
+def step_told(event: Event) -> dict[str, Any]:
+    """Of a step its figures alone, without those by domain."""
+    return {name: value for name, value in event.items() if isinstance(value, int | float | str) or value is None}
+
+
+def summarised(entries: Sequence[FeedEntry]) -> tuple[int, int] | None:
+    """Of so many that they are better fetched: the step before the first that is in there, and the last."""
+    steps = [entry.step for entry in entries if entry.step is not None]
+    return (min(steps) - 1, max(steps)) if len(entries) > _FAR_BEHIND and steps else None

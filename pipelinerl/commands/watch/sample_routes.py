@@ -1,0 +1,223 @@
+"""Routes of samples and their tokens: `/api/samples`, `/api/samples/{group}`, `/api/tokens/{group}/{sample}`."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import msgspec
+from fastapi import FastAPI, Path, Query
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from pipelinerl.commands.watch.pages import Name, Pages, RunNumber, StepNumber, answer
+from pipelinerl.commands.watch.watched_run import WatchedRun
+from pipelinerl.numerics.causes import Cause
+from pipelinerl.observability.page.sample_index import SampleFilter, SamplePlace, answers_of
+from pipelinerl.observability.samples.record import AnswerRecord, AnswerTokens, SampleGroup, SampleKind, shortened
+from pipelinerl.system.http_service import refusal
+
+_BRIEF: Final = 200
+_GONE: Final = "the log has no such sample, or no more: samples.max_bytes bounds it, and the oldest go"
+_NO_TOKENS: Final = "no tokens were recorded of this sample: it is an evaluation's, or of an older run"
+
+_Group = Annotated[str, Path(max_length=64)]
+
+
+class Rank(StrEnum):
+    """What samples are sorted by."""
+
+    TIME = "time"
+    STEP = "step"
+    REWARD = "reward"
+    ADVANTAGE = "advantage"
+    LENGTH = "length"
+    STALENESS = "staleness"
+
+
+class Order(StrEnum):
+    """Which come first."""
+
+    ASCENDING = "asc"
+    DESCENDING = "desc"
+
+
+class WantedKind(StrEnum):
+    """Of which kind."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    EVALUATION = "evaluation"
+    ANY = "any"
+
+
+class Signal(StrEnum):
+    """Of groups whose rewards differ, or do not."""
+
+    WITH = "with"
+    WITHOUT = "without"
+
+
+def add_samples(app: FastAPI, pages: Pages) -> None:
+    """Add them."""
+
+    @app.get("/api/samples")
+    def samples(
+        number: RunNumber = 0,
+        kind: WantedKind = WantedKind.TRAINED,
+        sort: Rank = Rank.TIME,
+        order: Order = Order.DESCENDING,
+        domain: Name = None,
+        tag: Name = None,
+        step: StepNumber = None,
+        step_to: StepNumber = None,
+        signal: Signal | None = None,
+        evaluation: Annotated[str | None, Query(alias="set", max_length=500)] = None,
+        finish: Name = None,
+        outcome: Name = None,
+        limit: Annotated[int, Query(ge=1, le=200)] = 50,
+        after: Annotated[str, Query(max_length=100)] = "",
+    ) -> Response:
+        wanted = SampleFilter(
+            kind=None if kind is WantedKind.ANY else SampleKind(kind),
+            domain=domain or None,
+            tag=tag or None,
+            step=step,
+            step_to=step_to,
+            evaluation=evaluation or None,
+            finish_reason=finish or None,
+            outcome=outcome or None,
+            signal=None if signal is None else signal is Signal.WITH,
+            sort=sort,
+            descending=order is Order.DESCENDING,
+            limit=limit,
+            after=_place(after),
+        )
+        run = pages.of(number).run
+        with run.lock:
+            choice = run.samples.choose(wanted)
+            found = list(answers_of(choice, run.samples))
+            complete = not run.samples.unread_bytes
+        rest = None if choice.after is None else "{!r}:{:016x}:{}".format(*choice.after)
+        rows = [_row(place, group) for place, group in found]
+        return answer({"complete": complete, "matched": choice.matched, "after": rest, "samples": rows})
+
+
+def add_tokens(app: FastAPI, pages: Pages) -> None:
+    """Add those of one group."""
+
+    @app.get("/api/samples/{group}")
+    def side_by_side(group: _Group, number: RunNumber = 0) -> Response:
+        found, signal = _group(pages.of(number).run, group)
+        if found is None:
+            return refusal(404, _GONE, code="sample_gone", param="group")
+        told = msgspec.to_builtins(msgspec.structs.replace(found, prompt_tokens=None, answers=()))
+        answers = [_answer(at, each) for at, each in enumerate(found.answers)]
+        whole = {"tags": [], "problem_id": "", "ground_truth": "", "why": "", "evaluation": "", "filtered": {}}
+        return answer({**whole, **told, "group": group, "signal": signal, "answers": answers})
+
+    @app.get("/api/tokens/{group}/{sample}")
+    def tokens(group: _Group, sample: Annotated[int, Path(ge=0, le=2**20)], number: RunNumber = 0) -> Response:
+        found, _ = _group(pages.of(number).run, group)
+        if found is None or sample >= len(found.answers):
+            return refusal(404, _GONE, code="sample_gone", param="group")
+        columns = found.answers[sample].tokens
+        if columns is None:
+            return refusal(404, _NO_TOKENS, code="no_tokens")
+        return answer({"group": group, "sample": sample, "step": found.step, **_columns(found, sample, columns)})
+
+
+def _group(run: WatchedRun, name: str) -> tuple[SampleGroup | None, bool]:
+    with run.lock:
+        found = run.samples.group(name)
+        return found, found is not None and run.samples.has_signal(name)
+
+
+def _place(after: str) -> tuple[float, int, int] | None:
+    if not after:
+        return None
+    try:
+        value, key, number = after.split(":")
+        place = float(value), int(key, 16), int(number)
+    except ValueError:
+        place = math.nan, 0, 0
+    if math.isnan(place[0]) or not 0 <= place[1] < 2**64 or not 0 <= place[2] < 2**31:
+        raise HTTPException(422, "after must be what an answer gave as `after`")
+    return place
+
+
+def _row(place: SamplePlace, group: SampleGroup) -> dict[str, Any]:
+    each = group.answers[place.number]
+    return {
+        "group": place.name,
+        "kind": group.kind,
+        "step": group.step,
+        "time": group.time,
+        "domain": group.domain,
+        "tags": group.tags,
+        "problem_id": group.problem_id,
+        "signal": place.signal,
+        "prompt": shortened(group.prompt, _BRIEF),
+        **_answer(place.number, each),
+        "text": shortened(each.text, _BRIEF),
+        "versions": each.spans,
+    }
+
+
+def _answer(number: int, each: AnswerRecord) -> dict[str, Any]:
+    """An answer without its tokens."""
+    told = {name: getattr(each, name) for name in each.__struct_fields__ if name != "tokens"}
+    return {"sample": number, **told, "has_tokens": each.tokens is not None}
+
+
+def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str, Any]:
+    """One entry for each token, the prompt's first."""
+    prompt, tokens = group.prompt_tokens, answer.tokens
+    ids = [*(prompt.ids if prompt else ()), *tokens.ids]
+    texts = [*(prompt.texts if prompt else ()), *tokens.texts]
+    before = len(ids) - len(tokens.ids)
+    trained, held = group.answers[number].trained, group.step - 1
+
+    def column(values: tuple[Any, ...]) -> list[Any] | None:
+        return [None] * before + list(values) if values else None
+
+    sampled = [False] * before + [version is not None for version in answer.versions]
+    deltas = column(answer.deltas)
+    logprobs = column(answer.logprobs)
+    ours = [None if a is None or b is None else a + b for a, b in zip(logprobs or (), deltas or (), strict=False)]
+    left_out = [each for each in (prompt, tokens) if each is not None and each.left_out]
+    return {
+        "held_version": held,
+        "count": len(ids),
+        "prompt": before,
+        "left_out": sum(each.left_out for each in left_out),
+        "left_out_at": None if not left_out else left_out[0].at + (before if left_out[0] is tokens else 0),
+        "id": ids,
+        "text": texts,
+        "sampled": sampled,
+        "mask": [each and trained for each in sampled],
+        "version": column(answer.versions),
+        "logprob": logprobs,
+        "trainer_logprob": ours or None,
+        "delta": deltas,
+        "cause": column(causes_of(answer.versions, held=held)) if deltas else None,
+        "advantage": column(answer.advantages),
+        "entropy": None,
+        "special": None,
+    }
+
+
+def causes_of(versions: tuple[int | None, ...], *, held: int) -> tuple[Cause | None, ...]:
+    """Why the log-prob of each token differs, as `numerics.causes` tells it: by its weights and its turn's first."""
+    told: list[Cause | None] = []
+    first: int | None = None
+    for version in versions:
+        if version is None:
+            told.append(None)
+            first = None
+            continue
+        first = version if first is None else first
+        own = Cause.NUMERICS if first == held else Cause.CACHE
+        told.append(own if version == held else Cause.STALENESS)
+    return tuple(told)

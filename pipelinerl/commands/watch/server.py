@@ -1,0 +1,90 @@
+"""The page's server: files and JSON for a browser that has the link; docs/watching.md lists its routes.
+
+It reads the runs' files as far as `Follower` has read them, and asks their controllers where something is to be
+steered; no role of a run knows of it. It makes no HTML of anything: the page is files, and what it shows is JSON.
+"""
+
+from __future__ import annotations
+
+import mimetypes
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from pipelinerl.commands.watch.access import PageLinks, admit
+from pipelinerl.commands.watch.pages import Pages, answer
+from pipelinerl.commands.watch.read_routes import add_reading
+from pipelinerl.commands.watch.sample_routes import add_samples, add_tokens
+from pipelinerl.commands.watch.steer_routes import add_steering
+from pipelinerl.commands.watch.stream_route import add_stream
+from pipelinerl.commands.watch.timeline_route import add_timeline
+from pipelinerl.commands.watch.watched_run import Follower, WatchedRun
+from pipelinerl.observability import page
+from pipelinerl.system.http_service import guard, refuse_in_one_shape
+
+#: The page itself.
+STATIC: Final = Path(page.__file__).parent / "static"
+_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+
+
+def create_page(
+    runs: Sequence[WatchedRun],
+    *,
+    token: str,
+    links: PageLinks,
+    cookie: str = "pipelinerl",
+    read_only: bool = False,
+) -> FastAPI:
+    """The application; it follows the runs while it is up.
+
+    Args:
+        token: what programs bring as a bearer token and browsers in the cookie of that name, which a link gives them.
+        read_only: nobody steers by it.
+    """
+
+    @asynccontextmanager
+    async def following(_: FastAPI) -> AsyncIterator[None]:
+        follower = Follower(runs)
+        try:
+            yield
+        finally:
+            follower.close()
+
+    app = FastAPI(title="pipelinerl watch", openapi_url=None, lifespan=following)
+    pages = Pages(runs, read_only=read_only)
+    app.get("/health")(lambda: answer({"state": "ready"}))
+    _add_files(app)
+    add_reading(app, pages)
+    add_samples(app, pages)
+    add_tokens(app, pages)
+    add_steering(app, pages)
+    add_stream(app, pages)
+    add_timeline(app, pages)
+    refuse_in_one_shape(app)
+    guard(app, token=token)
+    admit(app, links, token=token, cookie=cookie)
+    return app
+
+
+def _add_files(app: FastAPI) -> None:
+    @app.get("/")
+    def page_itself() -> Response:
+        return _file("index.html")
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        return _file(name)
+
+
+def _file(name: str) -> Response:
+    """A file of the page, by its bare name; nothing else is served."""
+    known = {path.name: path for path in STATIC.iterdir() if path.is_file()} if STATIC.is_dir() else {}
+    if name not in known:
+        raise HTTPException(404, "the page has no such file")
+    kind = _TYPES.get(known[name].suffix) or mimetypes.guess_type(name)[0] or "text/plain"
+    return Response(known[name].read_bytes(), media_type=kind)

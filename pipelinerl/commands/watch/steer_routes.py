@@ -1,0 +1,151 @@
+"""Routes that steer: `/api/knobs`, `/api/engines`, `/api/stop`. What is over or silent is shown as its log has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from fastapi import Body, FastAPI, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+
+from pipelinerl import registry
+from pipelinerl.commands.watch.pages import Pages, RunNumber, Watched, answer
+from pipelinerl.commands.watch.steering import GRACE_S, described, fleet_told, sort_of
+from pipelinerl.errors import UserError
+from pipelinerl.staleness import PRESETS
+from pipelinerl.system.http_service import refusal
+
+_EFFECTIVE: Final = "at the next step boundary"
+
+_Text = Annotated[str, Field(max_length=256)]
+_Grace = Annotated[float, Field(ge=0, le=86_400)]
+
+
+class EngineWanted(BaseModel):
+    """An engine to add: one that runs, by its `url`, or `count` new ones of a `type`."""
+
+    url: _Text = ""
+    type: _Text = ""
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+
+
+class EngineLeaving(BaseModel):
+    """An engine, by URL or name, that is to go within `grace_s` seconds."""
+
+    engine: _Text
+    grace_s: _Grace = GRACE_S
+
+
+class EngineReplaced(BaseModel):
+    """An engine, by URL or name, that another of a `type` is to take the place of."""
+
+    engine: _Text
+    type: _Text
+    grace_s: _Grace = GRACE_S
+
+
+class RunEnding(BaseModel):
+    """How a run is to end."""
+
+    suspend: bool = False
+
+
+def add_steering(app: FastAPI, pages: Pages) -> None:
+    """Add them."""
+    app.add_exception_handler(UserError, _refused)
+    _add_knobs(app, pages)
+    _add_engines(app, pages)
+
+    @app.post("/api/stop")
+    def stop(ending: RunEnding, number: RunNumber = 0) -> Response:
+        pages.of(number).steering.stop(suspend=ending.suspend)
+        return answer({"state": "stopping"})
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, UserError)
+    status, code = sort_of(error)
+    return refusal(status, str(error), code=code)
+
+
+def _add_knobs(app: FastAPI, pages: Pages) -> None:
+    @app.get("/api/knobs")
+    def knobs(number: RunNumber = 0) -> Response:
+        return answer(_knobs(pages.of(number)))
+
+    @app.patch("/api/knobs")
+    def change(changes: Annotated[dict[str, Any], Body()], number: RunNumber = 0) -> Response:
+        watched = pages.of(number)
+        watched.steering.change(changes)
+        return answer(_knobs(watched))
+
+    @app.post("/api/knobs/check")
+    def check(changes: Annotated[dict[str, Any], Body()], number: RunNumber = 0) -> Response:
+        found = pages.of(number).steering.refused(changes)
+        if found:
+            return answer({"ok": False, "refused": found})
+        return answer({"ok": True, "changes": changes, "effective": _EFFECTIVE})
+
+
+def _add_engines(app: FastAPI, pages: Pages) -> None:
+    @app.get("/api/engines")
+    def engines(number: RunNumber = 0) -> Response:
+        watched = pages.of(number)
+        steered = _steered(watched)
+        if not steered["why_silent"]:
+            told = fleet_told(watched.steering.fleet()) | {"source": "controller"}
+        else:
+            with watched.run.lock:
+                told = {"engines": [dict(each) for each in watched.run.view.engines.values()], "source": "events"}
+            told |= {"requested": [], "to_stop": [], "tokens_per_s": None, "occupancy": None, "update_pause_s": None}
+        return answer(told | {"types": sorted(registry.ENGINES), **_may(steered)})
+
+    @app.post("/api/engines/add")
+    def add(wanted: EngineWanted, number: RunNumber = 0) -> Response:
+        if bool(wanted.url) == bool(wanted.type):
+            message = "name the url of a running engine, or a type to start; one of the two"
+            return refusal(422, message, code="invalid_request_error", param="url")
+        names = pages.of(number).steering.add(wanted.url, wanted.type, wanted.count)
+        return answer({"state": "asked", "names": names})
+
+    @app.post("/api/engines/swap")
+    def swap(wanted: EngineReplaced, number: RunNumber = 0) -> Response:
+        names = pages.of(number).steering.swap(wanted.engine, wanted.type, wanted.grace_s)
+        return answer({"state": "asked", "names": names})
+
+    @app.post("/api/engines/drain")
+    def drain(leaving: EngineLeaving, number: RunNumber = 0) -> Response:
+        pages.of(number).steering.drain(leaving.engine, leaving.grace_s)
+        return answer({"state": "draining"})
+
+    @app.post("/api/engines/remove")
+    def remove(leaving: EngineLeaving, number: RunNumber = 0) -> Response:
+        pages.of(number).steering.remove(leaving.engine)
+        return answer({"state": "removed"})
+
+
+def _steered(watched: Watched) -> dict[str, Any]:
+    """Whether the run can be steered from here, and whether its controller can be asked at all."""
+    silent = "the run is over" if watched.run.view.state else ""
+    if not silent and watched.steering.status() is None:
+        silent = "no controller answers: the run is not live, or is just starting"
+    return {"why_silent": silent, "why_not": silent or watched.steering.obstacle()}
+
+
+def _may(steered: Mapping[str, Any]) -> dict[str, Any]:
+    return {"may_steer": not steered["why_not"], "why_not": steered["why_not"]}
+
+
+def _knobs(watched: Watched) -> dict[str, Any]:
+    steered = _steered(watched)
+    if not steered["why_silent"]:
+        known = watched.steering.knobs()
+        values, log, source = known.knobs, list[Any](known.log), "controller"
+    else:
+        with watched.run.lock:
+            values, log, source = dict(watched.run.view.knobs), list(watched.run.view.knob_log), "events"
+    weights = values.pop("domain_weights", {})
+    flat = values | {f"domain_weights.{name}": weight for name, weight in weights.items()}
+    told = [described(name, value, watched.steering.steps_of(name)) for name, value in flat.items()]
+    return {"knobs": told, "presets": sorted(PRESETS), "log": log, "source": source, **_may(steered)}

@@ -1,0 +1,203 @@
+"""`Steering`: the page's way to the controller of a live run; without one, the page goes on reading.
+
+What is changed goes by the controller's API, with the run's token and the operator's name, as `pipelinerl knobs` and
+`pipelinerl engines` do it. What the controller would refuse is found here before it is sent, by its own rules.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar, final
+
+import msgspec
+
+from pipelinerl.choices import COLDEST, HOTTEST
+from pipelinerl.commands.remote import controller_of
+from pipelinerl.config import recipe as recipes
+from pipelinerl.controller import routes
+from pipelinerl.controller.client import ControllerClient
+from pipelinerl.controller.routes import KnobsAnswer
+from pipelinerl.controller.state.knobs import LARGEST, Knobs
+from pipelinerl.errors import AddressError, RecipeError, TokenRefused, UserError
+from pipelinerl.observability.status import FleetStatus, RunStatus
+from pipelinerl.roles.wiring import knobs_of
+
+T = TypeVar("T")
+
+_TIMEOUT_S: Final = 5.0
+#: A page asks for the status again and again; the controller is asked no more often.
+_STATUS_S: Final = 1.0
+_READ_ONLY: Final = "this link is for looking only: whoever started `pipelinerl watch` said --read-only"
+
+#: What is said of each knob, its range for a slider, and the limits that are its own.
+_KNOBS: Final[dict[str, dict[str, Any]]] = {
+    "j": {"what": "how many steps ahead prompts are issued", "least": 0, "slider": [0, 16], "unit": "versions"},
+    "k": {
+        "what": "how many versions old a rollout may be at its step", "least": 0, "slider": [0, 16],
+        "unit": "versions", "may_be_infinite": True, "whole": True,
+    },
+    "temperature": {"what": "of sampling", "least": COLDEST, "most": HOTTEST, "slider": [0.1, 2.0]},
+    "learning_rate": {"what": "of the optimizer, before its schedule", "least": 0, "log": True},
+    "rollouts_per_step": {"what": "answers that make a step", "least": 1},
+    "evaluation_interval_steps": {"what": "steps from one evaluation to the next", "least": 1},
+    "groups_in_flight": {"what": "groups of each actor at a time", "least": 1},
+}  # fmt: skip
+_WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
+
+
+class CannotSteer(UserError):
+    """There is nobody to steer, or this page may not."""
+
+
+@final
+@dataclass(slots=True)
+class Steering:
+    """Of the run in a directory; used from any thread."""
+
+    run_dir: Path
+    read_only: bool = False
+    _status: RunStatus | None = None
+    _asked_at: float = -math.inf
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def status(self) -> RunStatus | None:
+        """What the controller says, at most a second old; None where nobody answers."""
+        with self._lock:
+            if time.monotonic() - self._asked_at >= _STATUS_S:
+                try:
+                    with controller_of(self.run_dir, timeout_s=_TIMEOUT_S) as controller:
+                        self._status = controller.status()
+                except UserError:
+                    self._status = None
+                self._asked_at = time.monotonic()
+            return self._status
+
+    def obstacle(self) -> str:
+        """Why nothing can be steered, in a sentence; empty where it can."""
+        if self.read_only:
+            return _READ_ONLY
+        return "" if self.status() is not None else "no controller answers: the run is not live, or is just starting"
+
+    def knobs(self) -> KnobsAnswer:
+        """The knobs, and who changed them."""
+        return self._reading(lambda controller: controller.knobs())
+
+    def fleet(self) -> FleetStatus:
+        """The engines."""
+        return self._reading(lambda controller: controller.engines())
+
+    def change(self, changes: dict[str, Any]) -> KnobsAnswer:
+        """Change knobs."""
+        return self._changing(lambda controller: controller.change_knobs(changes))
+
+    def refused(self, changes: Mapping[str, Any]) -> list[dict[str, str]]:
+        """What the controller would refuse, by knob; `""` for what cannot run together."""
+        now = self._knobs_now()
+        try:
+            now.patched(changes)
+        except RecipeError as error:
+            alone = [(name, _refusal(now, {name: value})) for name, value in changes.items()]
+            found = [{"knob": name, "message": why} for name, why in alone if why]
+            return found or [{"knob": "", "message": str(error)}]
+        return []
+
+    def steps_of(self, name: str) -> dict[str, Any]:
+        """What of a knob depends on the recipe: steps of a slider."""
+        if name != "rollouts_per_step":
+            return {}
+        try:
+            sizes = set(self._recipe_knobs().group_sizes.values())
+        except CannotSteer:
+            return {}
+        return {"step": sizes.pop()} if len(sizes) == 1 else {}
+
+    def add(self, url: str, type: str, count: int) -> tuple[str, ...]:
+        """Take a running engine in, or have some started; returns their names."""
+        if url:
+            self._changing(lambda controller: controller.register_engine(url))
+            return (url.rstrip("/"),)
+        return self._changing(lambda controller: controller.request_engines(type, count=count))
+
+    def swap(self, engine: str, type: str, grace_s: float) -> tuple[str, ...]:
+        """Have another started in its place."""
+        return self._changing(lambda controller: controller.request_engines(type, replaces=engine, grace_s=grace_s))
+
+    def drain(self, engine: str, grace_s: float) -> None:
+        """Let it end what it has, and take it out."""
+        self._changing(lambda controller: controller.drain_engine(engine, grace_s=grace_s))
+
+    def remove(self, engine: str) -> None:
+        """Take it out at once."""
+        self._changing(lambda controller: controller.remove_engine(engine))
+
+    def stop(self, *, suspend: bool) -> None:
+        """End the run, or suspend it."""
+        self._changing(lambda controller: controller.suspend() if suspend else controller.stop())
+
+    def _reading(self, call: Callable[[ControllerClient], T]) -> T:
+        with controller_of(self.run_dir, timeout_s=_TIMEOUT_S) as controller:
+            return call(controller)
+
+    def _changing(self, call: Callable[[ControllerClient], T]) -> T:
+        if self.read_only:
+            raise CannotSteer(_READ_ONLY)
+        return self._reading(call)
+
+    def _recipe_knobs(self) -> Knobs:
+        try:
+            return knobs_of(recipes.load(str(self.run_dir / "recipe.toml")))
+        except UserError as error:
+            raise CannotSteer(f"the run's recipe cannot be read, so nothing can be checked by it: {error}") from None
+
+    def _knobs_now(self) -> Knobs:
+        return self._recipe_knobs().patched(self.knobs().knobs)
+
+
+def described(name: str, value: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+    """A knob with its limits, as the page draws it."""
+    told: dict[str, Any] = {
+        "name": name, "value": value, "kind": "number", "least": None, "most": LARGEST, "whole": name in _WHOLE,
+        "log": False, "may_be_infinite": False, "step": 1 if name in _WHOLE or name == "k" else None, "unit": "",
+        "what": "",
+    }  # fmt: skip
+    if name.startswith("domain_weights."):
+        told |= {"least": 0, "slider": [0, 4], "what": "share of this domain; 0 switches it off"}
+    told |= {**_KNOBS.get(name, {}), **more}
+    if "slider" not in told:
+        known = float(value) if isinstance(value, int | float) and value > 0 else 1.0
+        told["slider"] = [known / 100, known * 10] if told["log"] else [told["step"] or 0, 4 * known]
+    return told
+
+
+def sort_of(error: UserError) -> tuple[int, str]:
+    """Status and code by which a refusal is answered."""
+    if isinstance(error, TokenRefused):
+        return 502, "controller_refused_token"
+    if isinstance(error, RecipeError):
+        return 422, "refused"
+    if isinstance(error, AddressError):
+        return 502, "controller_silent"
+    return (403, "read_only") if str(error) == _READ_ONLY else (409, "no_controller")
+
+
+def _refusal(now: Knobs, changes: Mapping[str, Any]) -> str:
+    try:
+        now.patched(changes)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def fleet_told(fleet: FleetStatus) -> dict[str, Any]:
+    """As JSON says it."""
+    told: dict[str, Any] = msgspec.to_builtins(fleet)
+    return told
+
+
+#: For what an engine has when it is to go, unless the page says otherwise.
+GRACE_S: Final = routes.GRACE_S

@@ -1,0 +1,178 @@
+"""`WatchedRun`: one run of the page: its files as far as they have been read, and what is told to those who listen.
+
+A thread, `Follower`, reads all runs on, a bounded piece at a time, so that answers never wait for a long log: they are
+of what has been read so far, and say how much that is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+from pipelinerl.commands.watch.feed import Feed, step_told
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import Event
+from pipelinerl.observability.page.event_tail import EventTail
+from pipelinerl.observability.page.run_view import RunView
+from pipelinerl.observability.page.sample_index import SampleIndex
+from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.samples.reading import FOLDER
+
+log = logging.getLogger("pipelinerl")
+
+_POLL_S: Final = 0.3
+#: Between two pieces of a long log, others get their turn.
+_BREATH_S: Final = 0.001
+#: A controller writes an event at least that often while it lives.
+_SILENT_S: Final = 15.0
+
+
+@final
+@dataclass(slots=True)
+class WatchedRun:
+    """What is known of the run in a directory; `lock` is held while it is read or told of."""
+
+    number: int
+    run_dir: Path
+    view: RunView = field(default_factory=RunView)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    samples: SampleIndex = field(init=False)
+    feed: Feed = field(init=False)
+    loaded: set[str] = field(default_factory=set)
+    state: str = "starting"
+    trouble: str = ""
+    """Why its files cannot be read."""
+    _tail: EventTail = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.samples = SampleIndex(self.run_dir)
+        self.feed = Feed(self.number)
+        self._tail = EventTail(self.run_dir / "events.jsonl")
+
+    @property
+    def name(self) -> str:
+        """The run's own, or its directory's while it has told none."""
+        return str(self.view.started.get("run") or self.run_dir.resolve().name)[:200]
+
+    @property
+    def loading(self) -> dict[str, float]:
+        """How much of its files has been read, 0 to 1."""
+        return {"events": round(self._tail.share, 4), "samples": round(self.samples.share, 4)}
+
+    def recipe(self) -> dict[str, Any]:
+        """Its recipe, without passwords; {} where there is none."""
+        try:
+            table = tomllib.loads((self.run_dir / "recipe.toml").read_text())
+        except (OSError, ValueError):
+            return {}
+        plain: dict[str, Any] = _plain(table)
+        return plain
+
+    def advance(self) -> bool:
+        """Read a piece more of what there is; was there anything?"""
+        with self.lock:
+            try:
+                came = self._read_events()
+                came = self._read_samples() or came
+            except OSError as error:
+                if not self.trouble:
+                    log.warning("%s cannot be read: %s", self.run_dir, error.strerror)
+                self.trouble = f"{self.run_dir} cannot be read: {error.strerror}"
+                return False
+            self.trouble = ""
+            return came
+
+    def note_state(self, *, answers: bool) -> None:
+        """What the run is at, from its log and from whether its controller `answers`; changes are told."""
+        with self.lock:
+            state = self.view.state or ("live" if answers else self._silent_state())
+            if state != self.state:
+                self.state = state
+                self.feed.put("state", {"state": state})
+
+    def _silent_state(self) -> str:
+        newest = self.view.newest.get("time")
+        recent = isinstance(newest, int | float) and time.time() - newest < _SILENT_S
+        return "starting" if recent or not self.view.newest else "crashed"
+
+    def _read_events(self) -> bool:
+        piece = self._tail.read()
+        if piece.anew:
+            self.view = RunView()
+            self.feed.put("rewound", {"to": 0})
+        live = "events" in self.loaded
+        for event in piece.events:
+            if self.view.take(event) and live:
+                self.feed.put("rewound", {"to": event["step"] - 1})
+            if live:
+                self._tell(event)
+        if not live and not self._tail.is_behind:
+            self.loaded.add("events")
+            self.feed.put("loaded", {"what": "events"})
+        return bool(piece.events) or self._tail.is_behind
+
+    def _read_samples(self) -> bool:
+        came = self.samples.read()
+        if came and "samples" in self.loaded:
+            self.feed.put("samples", {"step": self.view.step, "count": came})
+        if "samples" not in self.loaded and not self.samples.unread_bytes:
+            self.loaded.add("samples")
+            self.feed.put("loaded", {"what": "samples"})
+        return bool(came) or (self.samples.unread_bytes > 0 and "samples" not in self.loaded)
+
+    def _tell(self, event: Event) -> None:
+        if event["kind"] == "step" and isinstance(event.get("step"), int):
+            self.feed.put("step", step_told(event), step=event["step"])
+        else:
+            self.feed.put("event", event)
+
+
+def watched_runs(directories: Sequence[Path]) -> list[WatchedRun]:
+    """The runs to watch, by number.
+
+    Raises:
+        UserError: one of them is no run.
+    """
+    for directory in directories:
+        there = ("events.jsonl", "recipe.toml", FOLDER)
+        if not any((directory / name).exists() for name in there):
+            raise UserError(f"{directory} is no run: it has none of {', '.join(there)}; name the run's directory")
+    return [WatchedRun(number, directory) for number, directory in enumerate(directories)]
+
+
+@final
+class Follower:
+    """The thread that reads runs on until it is closed."""
+
+    def __init__(self, runs: Sequence[WatchedRun]) -> None:
+        self._runs = runs
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it."""
+        self._closed.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._closed.is_set():
+            came = [run.advance() for run in self._runs]
+            self._closed.wait(_BREATH_S if any(came) else _POLL_S)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can say it, addresses without users and passwords."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value - value != 0.0:
+        return str(value)
+    return without_secrets(value) if isinstance(value, str) else value if isinstance(value, int | float) else str(value)

@@ -1,0 +1,102 @@
+"""`EventTail`: reads an event log on from where it was, a bounded piece at a time, while it grows or is replaced.
+
+It never writes, locks or waits. A line without its end is left for the next time; a line that nobody here wrote is
+skipped and counted. A file that is another one now, or shorter than what was read of it, is read from its beginning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+
+from pipelinerl.observability.events import Event
+
+_PIECE_BYTES: Final = 2**20
+#: A longer line is no event of ours.
+_MOST_BYTES: Final = 2**25
+
+_DECODER: Final = msgspec.json.Decoder(dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPiece:
+    """Events in the order of the log; `anew` when they are the first of a file that took the place of another."""
+
+    events: list[Event]
+    anew: bool = False
+
+
+@final
+class EventTail:
+    """One reader of one log."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None
+        self._piece = _PIECE_BYTES
+        self.offset = 0
+        self.size = 0
+        self.unreadable = 0
+        """Lines that were skipped."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Was there more than has been read?"""
+        return self.offset < self.size
+
+    @property
+    def share(self) -> float:
+        """How much of the log has been read, 0 to 1."""
+        return self.offset / self.size if self.size else 1.0
+
+    def read(self) -> EventPiece:
+        """The next events, at most about 1 MiB of them; none where nothing came, or there is no log.
+
+        Raises:
+            OSError: the log is there and cannot be read.
+        """
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return EventPiece(events=[])
+        file = (found.st_dev, found.st_ino)
+        anew = self._file is not None and (file != self._file or found.st_size < self.offset)
+        if anew:
+            self.offset = 0
+        self._file, self.size = file, found.st_size
+        if not self.is_behind:
+            return EventPiece(events=[], anew=anew)
+        return EventPiece(events=self._next(), anew=anew)
+
+    def _next(self) -> list[Event]:
+        with self._path.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read(self._piece)
+        whole = data.rfind(b"\n") + 1
+        if not whole:
+            if len(data) < self._piece:  # a line that is being written, or was torn: it is not there yet
+                self.size = self.offset
+            elif self._piece < _MOST_BYTES:
+                self._piece *= 2
+            else:
+                self.offset += len(data)
+                self.unreadable += 1
+            return []
+        self._piece = _PIECE_BYTES
+        self.offset += whole
+        if self.offset + len(data) - whole >= self.size:
+            self.size = self.offset  # what is left is no whole line
+        return [event for line in data[: whole - 1].split(b"\n") if (event := self._event(line)) is not None]
+
+    def _event(self, line: bytes) -> Event | None:
+        try:
+            event: Event = _DECODER.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            event = {}
+        if isinstance(event.get("kind"), str):
+            return event
+        self.unreadable += 1
+        return None

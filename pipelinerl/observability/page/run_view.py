@@ -1,0 +1,222 @@
+"""`RunView`: what the events of a run come to for somebody who watches it, in bounded memory, event by event.
+
+It is given every event once, in order. All steps are in `steps`; of everything else the newest is kept: what stands in
+a chart's margin (`marks`), changes of knobs, evaluations, alarms that stand, engines as the log last told of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from pipelinerl.observability.events import Event
+from pipelinerl.observability.page.step_table import StepTable
+from pipelinerl.observability.run_history import HELD_OUT
+from pipelinerl.observability.timeline.run_timeline import RunTimeline
+
+#: Of the last steps so many are kept whole: 10 MB.
+MOST_RECENT: Final = 500
+_MOST_MARKS: Final = 2000
+_MOST_CHANGES: Final = 1000
+_MOST_INCIDENTS: Final = 200
+_MOST_ENGINES: Final = 1024
+_MOST_TEXT: Final = 500
+
+_ENDS: Final = {"run_finished": "finished", "run_suspended": "suspended", "run_failed": "failed"}
+_INCIDENTS: Final = frozenset(
+    {
+        "engine_joined", "engine_lost", "engine_suspect", "engine_back", "engine_draining", "engine_canary_failed",
+        "engines_hired", "alarm", "alarm_cleared", "checkpoint_delayed", "controller_returned", "trainer_left",
+        "trainer_ready", "step_skipped", "stalled", "orders_lost", "evaluation_restarted", "run_started", "run_failing",
+        "run_suspending", *_ENDS,
+    }
+)  # fmt: skip
+_MARKS: Final = frozenset(
+    {"knobs", "evaluation", "checkpoint", "alarm", "alarm_cleared", "engine_joined", "engine_lost", "run_started"}
+)
+_LIFECYCLES: Final = {
+    "engine_joined": "joining",
+    "engine_verified": "healthy",
+    "engine_back": "healthy",
+    "engine_suspect": "suspect",
+    "engine_draining": "draining",
+    "engine_lost": "expelled",
+    "engine_canary_failed": "unverified",
+}
+#: Of what happens often only how often is told, since the last step.
+_COUNTED: Final = {"group_outdated": "given up by an actor"}
+
+
+@final
+@dataclass(slots=True)
+class RunView:
+    """One run as its log tells it.
+
+    Attributes:
+        started, ended: the first `run_started`; the last event that ends the run, None while it goes on.
+        recent: the last `step` events. pauses_s: engines' pauses for the last updates.
+        evaluations: the newest of each set. alarms: those that stand. engines: by URL.
+        ended_groups: orders that ended without a step, by cause.
+    """
+
+    steps: StepTable = field(default_factory=StepTable)
+    timeline: RunTimeline = field(default_factory=RunTimeline)
+    started: Event = field(default_factory=dict)
+    ended: Event | None = None
+    newest: Event = field(default_factory=dict)
+    recent: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
+    pauses_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
+    marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
+    incidents: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_INCIDENTS))
+    knob_log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_CHANGES))
+    knobs: dict[str, Any] = field(default_factory=dict)
+    evaluations: dict[str, Event] = field(default_factory=dict)
+    alarms: dict[tuple[str, str], Event] = field(default_factory=dict)
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fleet: Event = field(default_factory=dict)
+    ledger: dict[str, Any] = field(default_factory=dict)
+    ended_groups: Counter[str] = field(default_factory=Counter)
+    sampled_by: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
+
+    @property
+    def step(self) -> int:
+        """The last one taken."""
+        return self.steps.bounds[1]
+
+    @property
+    def state(self) -> str:
+        """`finished`, `suspended`, `failed`, or nothing where the log does not say that the run is over."""
+        return _ENDS[str(self.ended["kind"])] if self.ended is not None else ""
+
+    def take(self, event: Event) -> bool:
+        """Take the next event in; True where it undoes steps: the run was resumed below its last one."""
+        kind = str(event["kind"])
+        self.newest = event
+        self.timeline.feed(event)
+        rewound = False
+        if kind == "step":
+            rewound = self._take_step(event)
+        elif kind == "publish":
+            self._take_publication(event)
+        elif kind in ("run_started", *_ENDS):
+            self._take_start_or_end(kind, event)
+        elif kind == "knobs":
+            self._take_knobs(event)
+        elif kind == "evaluation":
+            self._keep_evaluation(event)
+        elif kind == "engines":
+            self.fleet = event
+        elif kind in ("alarm", "alarm_cleared"):
+            self._take_alarm(kind, event)
+        elif kind in _COUNTED:
+            self.ended_groups[_COUNTED[kind]] += 1
+        if kind in _LIFECYCLES:
+            self._take_engine(_LIFECYCLES[kind], event)
+        if kind in _MARKS:
+            self.marks.append(self._mark(kind, event))
+        if kind in _INCIDENTS:
+            self.incidents.append({"time": event.get("time"), "kind": kind, "what": sentence(event)})
+        return rewound
+
+    def _take_step(self, event: Event) -> bool:
+        rewound = self.steps.add(event)
+        step = event.get("step")
+        while self.recent and isinstance(step, int) and not self.recent[-1]["step"] < step:
+            self.recent.pop()
+            self.sampled_by.pop()
+        if isinstance(step, int):
+            self.recent.append({name: value for name, value in event.items() if name != "orders"})
+            self.sampled_by.append(self.ended_groups)
+            self.ended_groups = Counter()
+        return rewound
+
+    def _take_publication(self, event: Event) -> None:
+        pause, version = event.get("pause_s"), event.get("model_version")
+        if isinstance(pause, int | float):
+            self.pauses_s.append(float(pause))
+        failed = event.get("failed")
+        for url, engine in self.engines.items():
+            if engine["state"] == "healthy" and not (isinstance(failed, dict) and url in failed):
+                engine["version"] = version
+
+    def _take_start_or_end(self, kind: str, event: Event) -> None:
+        if kind == "run_started":
+            self.started = self.started or event
+            self.ended = None
+            self.engines.clear()
+            knobs = event.get("knobs")
+            self.knobs = dict(knobs) if isinstance(knobs, dict) else self.knobs
+        else:
+            self.ended = event
+            ledger = event.get("ledger")
+            self.ledger = ledger if isinstance(ledger, dict) else {}
+
+    def _take_knobs(self, event: Event) -> None:
+        changes = event.get("changes")
+        if not isinstance(changes, dict):
+            return
+        self.knobs |= changes
+        self.knob_log.append(
+            {
+                "time": event.get("time"),
+                "step": event.get("step"),
+                "who": cut(event.get("who", "")),
+                "changes": changes,
+                "live": event.get("live", True),
+            }
+        )
+
+    def _keep_evaluation(self, event: Event) -> None:
+        name = cut(event.get("name", HELD_OUT))
+        if name in self.evaluations or len(self.evaluations) < 256:
+            self.evaluations[name] = event
+
+    def _take_alarm(self, kind: str, event: Event) -> None:
+        key = (cut(event.get("alarm", "")), cut(event.get("domain", "")))
+        if kind == "alarm_cleared":
+            self.alarms.pop(key, None)
+        elif len(self.alarms) < 256:
+            self.alarms[key] = event
+
+    def _take_engine(self, lifecycle: str, event: Event) -> None:
+        url = cut(event.get("url", ""))
+        engine = self.engines.get(url)
+        if engine is None:
+            if len(self.engines) >= _MOST_ENGINES:
+                return
+            engine = self.engines[url] = {"url": url, "state": lifecycle, "version": None, "last_error": ""}
+        engine["state"] = lifecycle
+        if event.get("reason"):
+            engine["last_error"] = cut(event["reason"])
+        if isinstance(event.get("model_version"), int):
+            engine["version"] = event["model_version"]
+
+    def _mark(self, kind: str, event: Event) -> dict[str, Any]:
+        step = next((event[name] for name in ("step", "model_version") if isinstance(event.get(name), int)), self.step)
+        mark = {"step": step, "elapsed_s": event.get("elapsed_s"), "kind": kind, "what": sentence(event)}
+        if kind == "evaluation":
+            mark |= {"set": cut(event.get("name", HELD_OUT))} | {
+                name: event.get(name) for name in ("accuracy", "low", "high")
+            }
+        return mark
+
+
+def sentence(event: Event) -> str:
+    """An event in a few words."""
+    changes = event.get("changes")
+    if isinstance(changes, Mapping):
+        made = ", ".join(f"{name} = {value}" for name, value in changes.items())
+        return cut(f"{made} by {event.get('who', 'somebody')}")
+    for name in ("what", "reason", "waits_for", "path"):
+        if event.get(name):
+            return cut(f"{event['url']}: {event[name]}" if event.get("url") else event[name])
+    told = ("url", "names", "epoch", "model_version", "domain", "orders", "accuracy")
+    return cut(", ".join(f"{name} {event[name]}" for name in told if event.get(name) not in (None, "", [])))
+
+
+def cut(text: object) -> str:
+    """A text of a bounded length."""
+    told = str(text)
+    return told if len(told) <= _MOST_TEXT else told[: _MOST_TEXT - 1] + "…"

@@ -1,0 +1,421 @@
+"""`SampleIndex`: where each sample of a run lies, and what one sorts and filters by, in bounded memory.
+
+Texts and tokens stay in the files and are read when they are looked at. The newest file is read first, so that what
+people look at first is there at once. A sample has a permanent name: a digest of its group's kind, step and id, which a
+copy of the run gives it too. Of a step that was taken twice the later samples count; what the log has dropped is gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.observability.samples.reading import sample_files
+from pipelinerl.observability.samples.record import SampleGroup, SampleKind, decode
+
+Bool = NDArray[np.bool_]
+
+#: About 48 bytes each: 100 MB.
+MOST_SAMPLES: Final = 2**21
+_PIECE_BYTES: Final = 2**20
+_MOST_LINE: Final = 2**25
+#: Of names (domains, tags, reasons) so many are told apart.
+_MOST_NAMES: Final = 2**16
+_LARGEST: Final = 2**31 - 1
+_UNKNOWN: Final = -(2**31)
+
+
+class _AnswerPart(msgspec.Struct):
+    outcome: str = ""
+    reward: float | None = None
+    advantage: float | None = None
+    length: int = 0
+    staleness: int | None = None
+    finish_reason: str = ""
+
+
+class _GroupPart(msgspec.Struct):
+    """What is indexed of a group; its texts are skipped and never built."""
+
+    kind: SampleKind
+    step: int
+    time: float
+    group_id: str
+    domain: str
+    answers: list[_AnswerPart]
+    tags: tuple[str, ...] = ()
+    evaluation: str = ""
+
+
+_PARTS: Final = msgspec.json.Decoder(_GroupPart)
+
+_GROUP: Final = np.dtype(
+    [("key", "u8"), ("step", "i8"), ("time", "f8"), ("offset", "i8"), ("size", "i4"), ("file", "i4"), ("kind", "i4"),
+     ("domain", "i4"), ("tags", "i4"), ("evaluation", "i4"), ("signal", "?"), ("there", "?")]
+)  # fmt: skip
+_SAMPLE: Final = np.dtype(
+    [("group", "i4"), ("number", "i4"), ("reward", "f8"), ("advantage", "f4"), ("length", "i4"), ("staleness", "i4"),
+     ("finish", "i4"), ("outcome", "i4")]
+)  # fmt: skip
+
+
+@final
+class _Rows:
+    """Records of one type, that grow."""
+
+    def __init__(self, kind: np.dtype[Any]) -> None:
+        self._array = np.zeros(256, kind)
+        self.count = 0
+
+    @property
+    def all(self) -> NDArray[Any]:
+        """[count], a view."""
+        return self._array[: self.count]
+
+    def add(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Append."""
+        if self.count + len(rows) > len(self._array):
+            grown = np.zeros(max(2 * len(self._array), self.count + len(rows)), self._array.dtype)
+            grown[: self.count] = self.all
+            self._array = grown
+        self._array[self.count : self.count + len(rows)] = rows
+        self.count += len(rows)
+
+    def keep(self, kept: NDArray[Any]) -> None:
+        """Only these."""
+        self._array, self.count = kept.copy(), len(kept)
+
+
+@final
+class _Names:
+    """Numbers for names, and back."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self.names: list[Any] = []
+
+    def number(self, name: Any) -> int:
+        """The name's, a new one if need be; -1 where there are too many."""
+        number = self._numbers.get(name)
+        if number is None:
+            if len(self.names) >= _MOST_NAMES:
+                return -1
+            number = self._numbers[name] = len(self.names)
+            self.names.append(name)
+        return number
+
+    def known(self, name: Any) -> int:
+        """Its number, or -2, which nothing has."""
+        return self._numbers.get(name, -2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFilter:
+    """Which samples are wanted, and in which order; None stands for any."""
+
+    kind: SampleKind | None = None
+    domain: str | None = None
+    tag: str | None = None
+    step: int | None = None
+    step_to: int | None = None
+    evaluation: str | None = None
+    finish_reason: str | None = None
+    outcome: str | None = None
+    signal: bool | None = None
+    sort: str = "time"
+    descending: bool = True
+    limit: int = 50
+    after: tuple[float, int, int] | None = None
+    """The value, group key and number of the last sample that was shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlace:
+    """One sample: its group's permanent name, its number in there, whether the group has a signal."""
+
+    key: int
+    number: int
+    signal: bool
+
+    @property
+    def name(self) -> str:
+        """The group's, as it stands in links."""
+        return f"{self.key:016x}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleChoice:
+    """Some of the samples that are `matched`; `after` goes on from there, None where there is no more."""
+
+    matched: int
+    places: list[SamplePlace]
+    after: tuple[float, int, int] | None
+
+
+@final
+@dataclass(slots=True)
+class SampleIndex:
+    """Of one run's directory."""
+
+    run_dir: Path
+    most: int = MOST_SAMPLES
+    left_out: int = 0
+    """Samples that are too old to be indexed, though the log has them."""
+    unread_bytes: int = 0
+    total_bytes: int = 0
+    _groups: _Rows = field(default_factory=lambda: _Rows(_GROUP))
+    _samples: _Rows = field(default_factory=lambda: _Rows(_SAMPLE))
+    _by_key: dict[int, int] = field(default_factory=dict)
+    _files: _Names = field(default_factory=_Names)
+    _offsets: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _domains: _Names = field(default_factory=_Names)
+    _tags: _Names = field(default_factory=_Names)
+    _reasons: _Names = field(default_factory=_Names)
+
+    @property
+    def share(self) -> float:
+        """How much of the log has been read, 0 to 1."""
+        return 1.0 - self.unread_bytes / self.total_bytes if self.total_bytes else 1.0
+
+    @property
+    def count(self) -> int:
+        """Samples that are there."""
+        return int(self._groups.all["there"][self._samples.all["group"]].sum())
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """Domains, tags and kinds that came."""
+        kinds = np.unique(self._groups.all["kind"]).tolist()
+        return {
+            "domains": sorted(self._domains.names),
+            "tags": sorted({tag for tags in self._tags.names for tag in tags})[:1000],
+            "kinds": [str(_KINDS[number]) for number in kinds],
+        }
+
+    def read(self) -> int:
+        """Index about 1 MiB more of what is new, the newest file first; returns how many samples came.
+
+        Raises:
+            OSError: the log is there and cannot be read.
+        """
+        self.unread_bytes = self.total_bytes = came = 0
+        there = set()
+        for path in reversed(sample_files(self.run_dir)):
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                continue
+            there.add(path.name)
+            inode, offset = self._offsets.get(path.name, (found.st_ino, 0))
+            if inode != found.st_ino or found.st_size < offset:
+                self._forget(path.name)
+                offset = 0
+            self.total_bytes += found.st_size
+            if found.st_size > offset and not came:
+                offset, came = self._read_piece(path, offset, found.st_size)
+            self._offsets[path.name] = (found.st_ino, offset)
+            self.unread_bytes += max(0, found.st_size - offset)
+        for name in self._offsets.keys() - there:
+            self._forget(name)
+            del self._offsets[name]
+        self._make_room()
+        return came
+
+    def choose(self, wanted: SampleFilter) -> SampleChoice:
+        """The samples that are wanted, as ranked; those without the value that they are ranked by come last."""
+        groups, samples = self._groups.all, self._samples.all
+        rows = np.flatnonzero(self._fitting(wanted, groups)[samples["group"]] & self._suiting(wanted, samples))
+        owners = samples["group"][rows]
+        values = _values(wanted.sort, groups, samples, rows)
+        values = np.where(np.isnan(values), np.inf, -values if wanted.descending else values)
+        matched = len(rows)
+        if wanted.after is not None:
+            behind = _behind(wanted.after, values, groups["key"][owners], samples["number"][rows])
+            rows, owners, values = rows[behind], owners[behind], values[behind]
+        if len(rows) > wanted.limit:
+            least = np.partition(values, wanted.limit - 1)[wanted.limit - 1]
+            near = np.flatnonzero(values <= least)
+            rows, owners, values = rows[near], owners[near], values[near]
+        order = np.lexsort((samples["number"][rows], groups["key"][owners], values))[: wanted.limit]
+        places = [
+            SamplePlace(int(groups["key"][group]), int(samples["number"][row]), bool(groups["signal"][group]))
+            for row, group in zip(rows[order].tolist(), owners[order].tolist(), strict=True)
+        ]
+        more = len(order) == wanted.limit and len(order) > 0
+        after = (float(values[order[-1]]), places[-1].key, places[-1].number) if more else None
+        return SampleChoice(matched=matched, places=places, after=after)
+
+    def group(self, name: str) -> SampleGroup | None:
+        """The group of that permanent name, read from its file; None where the log has none, or no more."""
+        try:
+            place = self._by_key.get(int(name, 16)) if len(name) == 16 else None
+        except ValueError:
+            place = None
+        if place is None or not self._groups.all["there"][place]:
+            return None
+        row = self._groups.all[place]
+        path = self.run_dir / "samples" / self._files.names[int(row["file"])]
+        try:
+            with path.open("rb") as file:
+                file.seek(int(row["offset"]))
+                found = decode(file.read(int(row["size"])))
+        except FileNotFoundError:
+            return None
+        return found if found is not None and _key(found) == int(row["key"]) else None
+
+    def has_signal(self, name: str) -> bool:
+        """Do the rewards of the group of that name differ?"""
+        place = self._by_key.get(int(name, 16))
+        return place is not None and bool(self._groups.all["signal"][place])
+
+    def _fitting(self, wanted: SampleFilter, groups: NDArray[Any]) -> Bool:
+        fits = groups["there"].copy()
+        if wanted.kind is not None:
+            fits &= groups["kind"] == _KINDS.index(wanted.kind)
+        if wanted.domain is not None:
+            fits &= groups["domain"] == self._domains.known(wanted.domain)
+        if wanted.tag is not None:
+            having = [number for number, tags in enumerate(self._tags.names) if wanted.tag in tags]
+            fits &= np.isin(groups["tags"], having)
+        if wanted.evaluation is not None:
+            fits &= groups["evaluation"] == self._reasons.known(wanted.evaluation)
+        if wanted.signal is not None:
+            fits &= groups["signal"] == wanted.signal
+        if wanted.step is not None:
+            fits &= groups["step"] >= wanted.step
+            fits &= groups["step"] <= (wanted.step if wanted.step_to is None else wanted.step_to)
+        elif wanted.step_to is not None:
+            fits &= groups["step"] <= wanted.step_to
+        return fits
+
+    def _suiting(self, wanted: SampleFilter, samples: NDArray[Any]) -> Bool:
+        suits = np.ones(len(samples), bool)
+        if wanted.finish_reason is not None:
+            suits &= samples["finish"] == self._reasons.known(wanted.finish_reason)
+        if wanted.outcome is not None:
+            suits &= samples["outcome"] == self._reasons.known(wanted.outcome)
+        return suits
+
+    def _read_piece(self, path: Path, offset: int, size: int) -> tuple[int, int]:
+        """The offset after what was read, and how many samples it was."""
+        piece, data = _PIECE_BYTES, b""
+        with path.open("rb") as file:
+            while piece <= _MOST_LINE:
+                file.seek(offset)
+                data = file.read(piece)
+                if b"\n" in data or offset + len(data) >= size:
+                    break
+                piece *= 4
+        whole = data.rfind(b"\n") + 1
+        came, at, number = 0, offset, self._files.number(path.name)
+        for line in data[:whole].split(b"\n")[:-1]:
+            came += self._add(line, number, at)
+            at += len(line) + 1
+        return (offset + whole if whole else size), came
+
+    def _add(self, line: bytes, file: int, offset: int) -> int:
+        try:
+            group = _PARTS.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return 0
+        if self._samples.count >= 2 * self.most:  # a first reading of a log that is too long
+            self.left_out += len(group.answers)
+            return 0
+        key = _key(group)
+        place = self._by_key.get(key)
+        if place is not None:
+            if self._groups.all["there"][place] and self._groups.all["time"][place] > group.time:
+                return 0
+            self._groups.all["there"][place] = False
+        rewards = {answer.reward for answer in group.answers if answer.reward is not None}
+        domain = self._domains.number(group.domain)
+        tags, evaluation = self._tags.number(group.tags), self._reasons.number(group.evaluation)
+        self._by_key[key] = self._groups.count
+        row = (key, _whole(group.step), group.time, offset, len(line) + 1, file, _KINDS.index(group.kind), domain, tags,
+               evaluation, len(rewards) > 1, True)  # fmt: skip
+        number = self._groups.count
+        self._groups.add([row])
+        self._samples.add(
+            [
+                (
+                    number, at, _value(answer.reward), _value(answer.advantage), _whole(answer.length),
+                    _UNKNOWN if answer.staleness is None else _whole(answer.staleness),
+                    self._reasons.number(answer.finish_reason), self._reasons.number(answer.outcome),
+                )
+                for at, answer in enumerate(group.answers)
+            ]
+        )  # fmt: skip
+        return len(group.answers)
+
+    def _forget(self, file: str) -> None:
+        groups = self._groups.all
+        groups["there"] &= groups["file"] != self._files.known(file)
+
+    def _make_room(self) -> None:
+        """Once there are twice as many as may stay, or half are gone, only the newest stay."""
+        samples, groups = self._samples.all, self._groups.all
+        gone = len(groups) > 4096 and int(groups["there"].sum()) < len(groups) // 2
+        if len(samples) < 2 * self.most and not gone:
+            return
+        sizes = np.bincount(samples["group"], minlength=len(groups)) * groups["there"]
+        newest = np.argsort(-groups["time"], kind="stable")
+        stays = np.zeros(len(groups), bool)
+        stays[newest[np.cumsum(sizes[newest]) <= self.most]] = True
+        stays &= groups["there"]
+        self.left_out += int(sizes[~stays].sum())
+        numbers = np.cumsum(stays) - 1
+        kept = samples[stays[samples["group"]]].copy()
+        kept["group"] = numbers[kept["group"]]
+        self._samples.keep(kept)
+        self._groups.keep(groups[stays])
+        self._by_key = {int(key): place for place, key in enumerate(self._groups.all["key"].tolist())}
+
+
+_KINDS: Final = tuple(SampleKind)
+
+
+def _key(group: SampleGroup | _GroupPart) -> int:
+    told = f"{group.kind}\x1f{group.step}\x1f{group.evaluation}\x1f{group.group_id}"
+    return int.from_bytes(hashlib.blake2b(told.encode(errors="replace"), digest_size=8).digest(), "big")
+
+
+def _values(sort: str, groups: NDArray[Any], samples: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    if sort in ("time", "step"):
+        return groups[sort][samples["group"][rows]].astype(np.float64)
+    values = samples[sort][rows].astype(np.float64)
+    return np.where(values == _UNKNOWN, np.nan, values)
+
+
+def _behind(
+    after: tuple[float, int, int], values: NDArray[np.float64], keys: NDArray[np.uint64], numbers: NDArray[np.int32]
+) -> Bool:
+    value, key, number = after
+    same = values == value
+    named = np.uint64(key)
+    return (values > value) | (same & ((keys > named) | ((keys == named) & (numbers > number))))
+
+
+def _value(number: float | None) -> float:
+    return float("nan") if number is None or not -1e30 < number < 1e30 else number
+
+
+def _whole(number: int) -> int:
+    return max(-_LARGEST, min(_LARGEST, number))
+
+
+def answers_of(choice: SampleChoice, index: SampleIndex) -> Iterator[tuple[SamplePlace, SampleGroup]]:
+    """The groups of the samples that were chosen, each read once; those that went meanwhile are left out."""
+    held: dict[str, SampleGroup | None] = {}
+    for place in choice.places:
+        if place.name not in held:
+            held[place.name] = index.group(place.name)
+        group = held[place.name]
+        if group is not None and place.number < len(group.answers):
+            yield place, group

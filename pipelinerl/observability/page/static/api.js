@@ -1,0 +1,105 @@
+// Asks the page's server, and hears its stream. A refusal is an error that carries the server's sentence.
+
+const LOST = "the server of this page does not answer; it is asked again by itself";
+const NO_KEY = "This browser has no key: open the link that `pipelinerl watch` has printed.";
+
+export class Refused extends Error {
+  constructor(status, message, code) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+function address(path, query) {
+  const url = new URL(`api/${path}`, document.baseURI);
+  for (const [name, value] of Object.entries(query ?? {})) {
+    if (value !== undefined && value !== null && value !== "") url.searchParams.set(name, value);
+  }
+  return url;
+}
+
+async function answerOf(response) {
+  const text = await response.text();
+  let body = null;
+  try {
+    body = JSON.parse(text);
+  } catch {
+    // What is no JSON says nothing here.
+  }
+  if (response.ok && body !== null) return body;
+  if (response.status === 401) throw new Refused(401, NO_KEY, "no_key");
+  throw new Refused(
+    response.status,
+    body?.error?.message ?? `${LOST} (status ${response.status})`,
+    body?.error?.code,
+  );
+}
+
+async function asked(url, options) {
+  let response;
+  try {
+    response = await fetch(url, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(0, LOST, "lost");
+  }
+  return answerOf(response);
+}
+
+export function get(path, query, signal) {
+  return asked(address(path, query), { signal });
+}
+
+export function send(method, path, body, query) {
+  return asked(address(path, query), {
+    method,
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify(body),
+  });
+}
+
+// Hears the run's stream for as long as the page is open, and opens it again whenever it ends. `told(kind, data)` has
+// every event; `link(state)` has `open`, `lost` or `no_key`.
+export function hear(run, told, link) {
+  const kinds = ["hello", "step", "behind", "event", "samples", "state", "loaded", "rewound"];
+  let source = null;
+  let timer = 0;
+  let pause = 500;
+  let over = false;
+  const again = async () => {
+    if (over) return;
+    try {
+      await get("run", { run });
+    } catch (error) {
+      link(error.code === "no_key" ? "no_key" : "lost");
+      pause = Math.min(8000, pause * 2);
+      timer = setTimeout(again, pause);
+      return;
+    }
+    open();
+  };
+  const open = () => {
+    if (over) return;
+    source = new EventSource(address("stream", { run }));
+    source.onopen = () => {
+      pause = 500;
+      link("open");
+    };
+    source.onerror = () => {
+      link("lost");
+      source.close();
+      clearTimeout(timer);
+      timer = setTimeout(again, pause);
+    };
+    for (const kind of kinds) {
+      source.addEventListener(kind, (event) => told(kind, JSON.parse(event.data)));
+    }
+  };
+  open();
+  return () => {
+    over = true;
+    clearTimeout(timer);
+    source?.close();
+  };
+}

@@ -1,0 +1,151 @@
+// The frame: which run, how it does, whether it is heard, and the screen that the address names.
+import { hear } from "./api.js";
+import { Compare } from "./compare.js";
+import { clock, duration, number, runName } from "./format.js";
+import { Group } from "./group.js";
+import { tell, useAnswer } from "./live.js";
+import { Now } from "./now.js";
+import { link, useRoute } from "./route.js";
+import { Samples } from "./samples.js";
+import { Steer } from "./steer.js";
+import { theme, toggleTheme } from "./theme.js";
+import { Timeline } from "./timeline.js";
+import { Tokens } from "./tokens.js";
+import { html, render, useEffect, useRef, useState } from "./view.js";
+
+const SCREENS = [
+  ["now", "Now", Now],
+  ["steer", "Steer", Steer],
+  ["timeline", "Timeline", Timeline],
+  ["samples", "Samples", Samples],
+  ["compare", "Compare", Compare],
+];
+const PARTS = { group: ["samples", Group, "Group"], tokens: ["samples", Tokens, "Tokens"] };
+const STATES = {
+  starting: ["live", "starting"],
+  live: ["live", "live"],
+  finished: ["good", "finished"],
+  suspended: ["warn", "suspended"],
+  failed: ["bad", "failed"],
+  crashed: ["bad", "crashed: it ended without a word"],
+  copy: ["plain", "files only"],
+};
+
+function Page() {
+  const { screen, rest, query } = useRoute();
+  const run = query.run ?? "0";
+  const [heard, setHeard] = useState("opening");
+  const [, redraw] = useState(0);
+  const main = useRef(null);
+  const about = useAnswer(
+    "run",
+    { run },
+    { matters: (kind) => kind === "state" || kind === "step" || kind === "behind", pauseMs: 2000 },
+  );
+  useEffect(() => {
+    let before = false;
+    return hear(
+      run,
+      (kind, data) => {
+        if (kind === "hello" && !before)
+          before = true; // what is shown was just asked for
+        else tell(kind, data);
+      },
+      setHeard,
+    );
+  }, [run]);
+  const [, name, Screen] = SCREENS.find(([id]) => id === screen) ?? [
+    "",
+    ...(PARTS[screen] ? [PARTS[screen][2], PARTS[screen][1]] : ["Now", Now]),
+  ];
+  const facts = about.value ?? about.old;
+  useEffect(() => {
+    document.title = `${name} · ${facts?.name ?? "pipelinerl"}`;
+  }, [name, facts?.name]);
+  const place = `${screen}/${rest.join("/")}`;
+  const before = useRef(place);
+  useEffect(() => {
+    if (before.current !== place) {
+      before.current = place;
+      scrollTo(0, 0);
+      main.current.focus({ preventScroll: true });
+    }
+  }, [place]);
+  const keep = run === "0" ? {} : { run };
+  const skip = (event) => {
+    event.preventDefault();
+    main.current.focus();
+  };
+  return html`
+    <a class="skip" href="#main" onClick=${skip}>Skip to what the screen shows</a>
+    <header class="bar"><div class="inner">
+      <div class="head">
+        <h1>${facts?.name ?? "…"}</h1><${State} facts=${facts} />
+        <div class="right"><${Heard} state=${heard} over=${facts && !["live", "starting"].includes(facts.state)} />
+          <button type="button" onClick=${() => {
+            toggleTheme();
+            redraw((count) => count + 1);
+          }}
+            aria-label=${theme() === "dark" ? "Use light colours" : "Use dark colours"}>${theme() === "dark" ? "☀ light" : "☾ dark"}</button></div>
+      </div>
+      <nav aria-label="Screens"><ul class="tabs">${SCREENS.map(
+        ([id, title]) => html`<li key=${id}><a href=${link(id, keep)}
+        aria-current=${id === screen || PARTS[screen]?.[0] === id ? "page" : undefined}>${title}</a></li>`,
+      )}</ul></nav>
+    </div></header>
+    <main id="main" class="inner" tabindex="-1" ref=${main} aria-label=${name}>
+      ${heard === "no_key" && html`<p class="note bad"
+        role="alert">This browser has no key: open the link that <code>pipelinerl watch</code> has printed.</p>`}
+      ${about.error && heard !== "no_key" && html`<p class="note bad" role="alert">${about.error.message}</p>`}
+      ${
+        facts &&
+        html`<${Ended} facts=${facts} />
+        ${facts.runs.length > 1 && screen !== "compare" && html`<${Runs} facts=${facts} screen=${screen} />`}
+        <${Screen} key=${`${run}/${place}`} run=${run} facts=${facts} query=${query} rest=${rest} />`
+      }
+      ${!facts && !about.error && html`<p class="none">Reading the run…</p>`}
+    </main>`;
+}
+
+function State({ facts }) {
+  if (!facts) return null;
+  const [look, words] = STATES[facts.state] ?? ["plain", facts.state];
+  const of = facts.total_steps ? ` of ${number(facts.total_steps)}` : "";
+  return html`<span class=${`pill ${look}`}>${words}</span>
+    <span class="facts">step ${number(facts.step)}${of} · ${duration(facts.elapsed_s)}</span>`;
+}
+
+function Heard({ state, over }) {
+  const said =
+    state === "open"
+      ? over
+        ? "connected"
+        : "● live"
+      : state === "opening"
+        ? "connecting…"
+        : "connection lost: trying again";
+  const look = state === "open" ? "plain" : state === "opening" ? "plain" : "bad";
+  return html`<span class=${`pill ${look}`} role="status" data-heard=${state}>${said}</span>`;
+}
+
+function Ended({ facts }) {
+  const read = Math.min(facts.loading?.events ?? 1, facts.loading?.samples ?? 1);
+  if (read < 1)
+    return html`<p class="note" role="status">The run's files are being read, ${Math.floor(100 * read)} % so far: what is shown is of these.</p>`;
+  if (facts.state === "crashed") {
+    return html`<p class="note bad">The run ended without a word: its last event is of ${clock(facts.last_event)}, at step ${number(facts.step)}. What it left is shown.</p>`;
+  }
+  if (facts.state === "failed" || facts.state === "suspended") {
+    return html`<p class=${facts.state === "failed" ? "note bad" : "note warn"}>The run ${facts.state === "failed" ? "failed" : "is suspended"}${facts.reason && `: ${facts.reason}`}</p>`;
+  }
+  return null;
+}
+
+function Runs({ facts, screen }) {
+  return html`<nav class="row" aria-label="Runs">${facts.runs.map(
+    (each) => html`<a key=${each.run} href=${link(PARTS[screen]?.[0] ?? screen, { run: each.run || "" })}
+    aria-current=${each.run === facts.run ? "true" : undefined}>${runName(each, facts.runs)}</a>`,
+  )}</nav>`;
+}
+
+render(html`<${Page} />`, document.getElementById("page"));

@@ -1,0 +1,89 @@
+// Compare: several runs over each other, by steps, samples or seconds, and where their recipes differ.
+import { Chart, sharedWindow } from "./charts.js";
+import { anything, runName, words } from "./format.js";
+import { useAnswer } from "./live.js";
+import { settle } from "./route.js";
+import uPlot from "./uplot.js";
+import { html, useMemo } from "./view.js";
+
+const AXES = [
+  ["step", "steps"],
+  ["samples", "samples"],
+  ["seconds", "seconds"],
+];
+
+export function Compare({ facts, query }) {
+  const runs = (query.runs ?? facts.runs.map((each) => each.run).join(",")).split(",").filter(Boolean);
+  const metrics = (query.metrics ?? (facts.metrics.includes("accuracy") ? "reward,accuracy" : "reward"))
+    .split(",")
+    .filter(Boolean);
+  const x = AXES.some(([name]) => name === query.x) ? query.x : "step";
+  const { value, old, error } = useAnswer(
+    runs.length && metrics.length ? "compare" : null,
+    { runs: runs.join(","), metrics: metrics.join(","), x, points: 500 },
+    { matters: (kind) => kind === "step" || kind === "behind", pauseMs: 4000 },
+  );
+  const state = value ?? old;
+  const toggle = (id) =>
+    settle({
+      runs:
+        (runs.includes(id) ? runs.filter((each) => each !== id) : [...runs, id].sort((a, b) => a - b)).join(",") ||
+        undefined,
+    });
+  return html`<div class="stack"><h2 class="said">Compare</h2>
+    <div class="card row"><fieldset class="row"><legend class="said">Runs</legend>${facts.runs.map(
+      (each) => html`<label key=${each.run}><input type="checkbox" checked=${runs.includes(String(each.run))}
+        onChange=${() => toggle(String(each.run))} />${runName(each, facts.runs)} <span class="soft">${each.state}</span></label>`,
+    )}</fieldset>
+      <label>over <select value=${x} onChange=${(event) => settle({ x: event.target.value })}>${AXES.map(([name, title]) => html`<option key=${name} value=${name}>${title}</option>`)}</select></label>
+      <label>measure <select value=""
+        onChange=${(event) => settle({ metrics: [...metrics.filter((name) => name !== event.target.value), event.target.value].join(",") })}>
+        <option value="">add…</option>${facts.metrics.filter((name) => !metrics.includes(name)).map((name) => html`<option key=${name} value=${name}>${words(name)}</option>`)}</select></label>
+      ${metrics.map((name) => html`<button type="button" key=${name} aria-label=${`Without ${words(name)}`}
+        onClick=${() => settle({ metrics: metrics.filter((each) => each !== name).join(",") || undefined })}>${words(name)} ×</button>`)}</div>
+    ${facts.runs.length < 2 && html`<p
+      class="note">One run is open. To compare, name several: <code>pipelinerl watch RUN RUN</code>.</p>`}
+    ${error && html`<p class="note bad" role="alert">${error.message}</p>`}
+    ${state && html`<${Lines} state=${state} metrics=${metrics} label=${x} />
+      <${Differences} state=${state} />`}</div>`;
+}
+
+function Lines({ state, metrics, label }) {
+  const shared = useMemo(sharedWindow, [label]);
+  const figures = useMemo(
+    () =>
+      metrics.map((metric) => {
+        const known = state.runs.filter((each) => each.y[metric]?.some((value) => value !== null));
+        if (!known.length) return null;
+        const [x, ...columns] = uPlot.join(known.map((each) => [each.x, each.y[metric]]));
+        return {
+          title: words(metric),
+          x,
+          lines: known.map((each, index) => ({
+            label: runName(each, state.runs),
+            values: columns[index],
+            colour: 1 + (each.run % 8),
+          })),
+        };
+      }),
+    [state, metrics.join()],
+  );
+  return html`<div class="grid two">${figures.map((figure, index) =>
+    figure
+      ? html`<${Chart} key=${metrics[index]} ...${figure} label=${label} window=${shared} tall=${true} />`
+      : html`<p class="none" key=${metrics[index]}>No run has measured ${words(metrics[index])}.</p>`,
+  )}</div>`;
+}
+
+function Differences({ state }) {
+  return html`<section class="card"><h2>Where the recipes differ</h2>${
+    state.differences.length
+      ? html`<div class="scroll" tabindex="0" role="region" aria-label="Differences of the recipes"><table>
+    <thead><tr><th scope="col">setting</th>${state.runs.map((each) => html`<th
+      key=${each.run} scope="col">${runName(each, state.runs)}</th>`)}</tr></thead>
+    <tbody>${state.differences.map((each) => html`<tr key=${each.path}>
+      <td class="mono">${each.path}</td>${each.values.map((value, index) => html`<td
+      key=${index}>${anything(value)}</td>`)}</tr>`)}</tbody></table></div>`
+      : html`<p class="none">${state.runs.length > 1 ? "Nowhere." : "One recipe alone differs from none."}</p>`
+  }</section>`;
+}

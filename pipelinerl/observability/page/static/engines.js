@@ -1,0 +1,126 @@
+// The engines of the run: what each does, and how to add, drain, swap and remove one. What ends an engine is asked twice.
+import { send } from "./api.js";
+import { duration, number, percent } from "./format.js";
+import { useAnswer } from "./live.js";
+import { html, useState } from "./view.js";
+
+const LOOKS = {
+  healthy: "good",
+  serving: "good",
+  suspect: "warn",
+  draining: "warn",
+  joining: "live",
+  expelled: "bad",
+};
+
+export function Engines({ run, facts }) {
+  const asked = useAnswer(
+    "engines",
+    { run },
+    {
+      matters: (kind, data) =>
+        kind === "step" || kind === "state" || (kind === "event" && String(data.kind).startsWith("engine")),
+      pauseMs: 1500,
+    },
+  );
+  const [said, setSaid] = useState(null);
+  const state = asked.value;
+  if (!state)
+    return html`<section class="card"><h2>Engines</h2><p
+      class=${asked.error ? "note bad" : "none"}>${asked.error?.message ?? "Asking for the engines…"}</p></section>`;
+  const order = async (path, body, done) => {
+    setSaid({ look: "", text: "asking…" });
+    try {
+      const answer = await send("POST", `engines/${path}`, body, { run });
+      setSaid({ look: "good", text: `${done}${answer.names?.length ? `: ${answer.names.join(", ")}` : ""}.` });
+      asked.again();
+    } catch (error) {
+      setSaid({ look: "bad", text: error.message });
+    }
+  };
+  return html`<section class="card"><h2>Engines</h2>
+    <p class="soft">${number(state.engines.length)} engines, ${number(state.tokens_per_s)} tokens/s, ${percent(state.occupancy, 0)} busy, update pause ${duration(state.update_pause_s)}
+      ${state.source === "events" && facts.state !== "live" && " when they were last heard"}</p>
+    ${
+      state.engines.length > 0
+        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Engines"><table><thead><tr>
+          <th scope="col">engine</th><th scope="col">type</th><th scope="col">state</th>
+      <th class="number" scope="col">version</th><th class="number" scope="col">running</th>
+        <th class="number" scope="col">waiting</th><th class="number" scope="col">tokens/s</th><th scope="col">do</th>
+        </tr></thead>
+      <tbody>${state.engines.map((engine) => html`<${Engine} key=${engine.url} engine=${engine} types=${state.types}
+        able=${state.may_steer} order=${order} />`)}</tbody></table></div>`
+        : html`<p class="none">No engine has joined.</p>`
+    }
+    ${state.requested.length > 0 && html`<p>On their way: ${state.requested.map((each) => `${each.name} (${each.type})`).join(", ")}</p>`}
+    ${state.may_steer ? html`<${Add} types=${state.types} order=${order} />` : html`<p
+      class="soft">Engines cannot be changed here${state.why_not && `: ${state.why_not}`}</p>`}
+    <div role="status">${said && html`<p class=${`note ${said.look}`}>${said.text}</p>`}</div></section>`;
+}
+
+function Engine({ engine, types, able, order }) {
+  const [sure, setSure] = useState("");
+  const [type, setType] = useState(engine.type || types[0]);
+  const name = engine.name || engine.url;
+  const named = engine.name || engine.url;
+  const actions = {
+    drain: [
+      "Drain",
+      `End what ${name} has, then take it out?`,
+      () => order("drain", { engine: named }, `${name} is drained`),
+    ],
+    swap: [
+      "Swap",
+      `Start one of type ${type} in its place?`,
+      () => order("swap", { engine: named, type }, `${name} is replaced`),
+    ],
+    remove: ["Remove", `Take ${name} out at once?`, () => order("remove", { engine: named }, `${name} is removed`)],
+  };
+  const yes = () => {
+    actions[sure][2]();
+    setSure("");
+  };
+  return html`<tr><td>${name}<div class="soft">${engine.name ? engine.url : ""}</div>${engine.last_error && html`<div
+    class="soft">${engine.last_error}</div>`}</td><td>${engine.type}</td>
+    <td><span class=${`pill ${LOOKS[engine.state] ?? "plain"}`}>${engine.state}</span></td>
+      <td class="number">${number(engine.version)}</td>
+    <td class="number">${number(engine.running)}${Number.isFinite(engine.slots) ? ` of ${number(engine.slots)}` : ""}</td><td class="number">${number(engine.waiting)}</td><td class="number">${number(engine.tokens_per_s)}</td>
+    <td>${
+      sure
+        ? html`<span class="row" role="group" aria-label=${actions[sure][1]}><span>${actions[sure][1]}</span>
+        ${sure === "swap" && html`<select aria-label="Type of the new engine" value=${type}
+          onChange=${(event) => setType(event.target.value)}>${types.map((each) => html`<option key=${each}
+          value=${each}>${each}</option>`)}</select>`}
+        <button type="button" class="primary" onClick=${yes}>Yes, ${sure}</button>
+          <button type="button" onClick=${() => setSure("")}>No</button></span>`
+        : html`<span class="row">${Object.entries(actions).map(([id, [title]]) => html`<button type="button" key=${id}
+          disabled=${!able} aria-label=${`${title} ${name}`} onClick=${() => setSure(id)}>${title}</button>`)}</span>`
+    }</td></tr>`;
+}
+
+function Add({ types, order }) {
+  const [type, setType] = useState(types[0]);
+  const [count, setCount] = useState("1");
+  const [url, setUrl] = useState("");
+  const start = (event) => {
+    event.preventDefault();
+    order("add", { type, count: Number(count) }, "Asked for");
+  };
+  const join = (event) => {
+    event.preventDefault();
+    order("add", { url: url.trim() }, "Joining");
+  };
+  const bad = url.trim() !== "" && !/^https?:\/\/[^\s/?#@]+\/?$/.test(url.trim());
+  return html`<div class="row"><form class="row" onSubmit=${start} aria-label="Start engines">
+    <label>Start <input type="number" min="1" max="64" value=${count}
+    onInput=${(event) => setCount(event.target.value)} /></label>
+      <label>of type <select value=${type}
+        onChange=${(event) => setType(event.target.value)}>${types.map((each) => html`<option key=${each}
+        value=${each}>${each}</option>`)}</select></label><button type="submit">Add</button></form>
+    <form class="row" onSubmit=${join} aria-label="Add a running engine">
+      <label>or one that runs, at <input type="text" inputmode="url" size="28" value=${url}
+      aria-invalid=${bad ? "true" : undefined} placeholder="URL with its port"
+      onInput=${(event) => setUrl(event.target.value)} /></label>
+      <button type="submit" disabled=${!url.trim() || bad}>Join</button>${bad && html`<span role="alert"
+        class="pill bad">an engine's URL has a scheme, a host and a port, and no path</span>`}</form></div>`;
+}

@@ -1,0 +1,67 @@
+// Numbers, times and names as people read them. What is not known is a dash, never a zero.
+
+const NONE = "–";
+
+export function number(value, digits = 3) {
+  if (typeof value !== "number" || !Number.isFinite(value)) return NONE;
+  if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size >= 1e6) return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: digits });
+  if (size !== 0 && size < 1e-3) return value.toExponential(Math.max(0, digits - 1));
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, Math.ceil(Math.log10(size + 1))) });
+}
+
+export function signed(value, digits = 3) {
+  const text = number(value, digits);
+  return typeof value === "number" && value > 0 ? `+${text}` : text.replace("-", "−");
+}
+
+export function percent(value, digits = 1) {
+  return typeof value === "number" && Number.isFinite(value) ? `${(100 * value).toFixed(digits)} %` : NONE;
+}
+
+export function duration(seconds) {
+  if (typeof seconds !== "number" || !Number.isFinite(seconds)) return NONE;
+  if (seconds < 0) return `−${duration(-seconds)}`;
+  if (seconds === 0) return "0 s";
+  if (seconds < 1e-3) return `${number(seconds * 1e6, 3)} µs`;
+  if (seconds < 1) return `${number(seconds * 1e3, 3)} ms`;
+  if (seconds < 60) return `${number(seconds, 3)} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
+  return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+}
+
+export function clock(unixSeconds) {
+  if (typeof unixSeconds !== "number" || !Number.isFinite(unixSeconds)) return NONE;
+  return new Date(unixSeconds * 1e3).toLocaleString("sv");
+}
+
+export function words(name) {
+  return String(name).replaceAll("_", " ");
+}
+
+// What is nested, flat: {a: {b: 1}} as [["a.b", 1]].
+function pairs(value) {
+  return Object.entries(value).flatMap(([name, each]) =>
+    each !== null && typeof each === "object"
+      ? pairs(each).map(([inner, one]) => [`${name}.${inner}`, one])
+      : [[name, each]],
+  );
+}
+
+export function anything(value) {
+  if (value === null || value === undefined || value === "") return NONE;
+  if (typeof value === "number") return number(value, 4);
+  if (typeof value === "object")
+    return (
+      pairs(value)
+        .map(([name, each]) => `${name} = ${anything(each)}`)
+        .join(", ") || NONE
+    );
+  return String(value);
+}
+
+// A run's name, with its number where another has the same.
+export function runName(run, runs) {
+  return runs.some((each) => each.run !== run.run && each.name === run.name) ? `${run.name} (${run.run})` : run.name;
+}

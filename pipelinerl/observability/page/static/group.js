@@ -1,0 +1,44 @@
+// A group: the problem and all answers to it, side by side. Its address stays the same for as long as the log keeps it.
+import { clock, number, signed, words } from "./format.js";
+import { useAnswer } from "./live.js";
+import { link } from "./route.js";
+import { html } from "./view.js";
+
+export function Group({ run, rest }) {
+  const { value: group, error } = useAnswer(`samples/${encodeURIComponent(rest[0] ?? "")}`, { run });
+  const keep = run === "0" ? {} : { run };
+  const back = html`<p><a href=${link("samples", keep)}>← all samples</a></p>`;
+  if (error)
+    return html`${back}<p class="note warn">${error.code === "sample_gone" ? "The log keeps the newest samples, and this one is gone." : error.message}</p>`;
+  if (!group) return html`${back}<p class="none">Asking for the group…</p>`;
+  const kind = group.kind === "evaluation" && group.evaluation ? `evaluation ${group.evaluation}` : words(group.kind);
+  return html`<div class="stack">${back}
+    <section class="card"><h2>${`Problem ${group.problem_id || group.group}`} <span
+      class="soft">${kind}, step ${number(group.step)}, ${clock(group.time)}</span></h2>
+      ${!group.signal && html`<p><span
+        class="pill warn">no signal</span> All answers have one reward: the group moves nothing.</p>`}
+      ${group.why && html`<p class="note">Not trained: ${group.why}</p>`}
+      <p>${group.domain} ${group.tags.map((tag) => html`<span class="tag" key=${tag}>${tag}</span>`)}</p>
+      <h3>Prompt</h3><div class="text clip" tabindex="0" role="region" aria-label="Prompt">${group.prompt}</div>
+      ${group.ground_truth && html`<h3>Ground truth</h3><div class="text clip" tabindex="0" role="region"
+        aria-label="Ground truth">${group.ground_truth}</div>`}</section>
+    <h2>${number(group.answers.length)} answers</h2>
+    <div class="answers">${group.answers.map((answer) => html`<${Answer}
+      key=${answer.sample} answer=${answer} group=${group} keep=${keep} />`)}</div></div>`;
+}
+
+function Answer({ answer, group, keep }) {
+  const good = answer.outcome === "correct";
+  return html`<article class="card" aria-label=${`Answer ${answer.sample}`}>
+    <h3><span class=${`pill ${good ? "good" : "plain"}`}>${answer.outcome}</span> reward ${number(answer.reward)}${answer.advantage !== null && `, advantage ${signed(answer.advantage)}`}</h3>
+    <div class="text clip" tabindex="0" role="region"
+      aria-label=${`Text of answer ${answer.sample}`}>${answer.text || "(empty)"}</div>
+    <dl class="facts-list"><dt>tokens</dt><dd>${number(answer.length)}, ended by ${answer.finish_reason || "–"}</dd>
+      <dt>versions</dt><dd>${answer.spans.map(([version, count]) => `v${version} × ${count}`).join(", ") || "–"}</dd>
+      <dt>staleness</dt><dd>${number(answer.staleness)}${answer.trained ? "" : ", had no gradient"}</dd>
+      ${answer.parts.map(([name, value]) => html`<dt key=${name}>${name}</dt><dd>${number(value)}</dd>`)}
+      ${answer.shaped !== null && answer.shaped !== answer.reward && html`<dt>shaped</dt>
+        <dd>${number(answer.shaped)}</dd>`}
+      ${answer.reason && html`<dt>verifier</dt><dd>${answer.reason}</dd>`}</dl>
+    ${answer.has_tokens ? html`<a href=${link("tokens", keep, group.group, String(answer.sample))}>Tokens</a>` : html`<span class="soft">its tokens were not kept</span>`}</article>`;
+}

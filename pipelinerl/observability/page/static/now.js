@@ -1,0 +1,328 @@
+// Now: how the run does. Rewards and accuracies with their intervals, staleness, who is waited for, alarms; and every
+// measure over the steps.
+import { Bars, Chart, sharedWindow } from "./charts.js";
+import { clock, duration, number, percent, words } from "./format.js";
+import { useAnswer } from "./live.js";
+import { settle } from "./route.js";
+import { html, useEffect, useMemo, useState } from "./view.js";
+
+const CHARTS = [
+  ["Staleness, in versions", ["staleness_mean", "staleness_max"]],
+  ["Entropy", ["entropy"]],
+  ["Gradient norm", ["grad_norm"]],
+  ["Loss", ["loss"]],
+  ["Time of a step", ["step_s", "wait_s"], duration],
+  ["Tokens in a step", ["sampled_tokens", "tokens"]],
+  ["Share of tokens clipped", ["clip_fraction"], percent],
+  ["Effective sample size, of 1", ["ess"], percent],
+  ["Trainer − sampler, P95 |Δ log-prob|", ["mismatch_numerics_p95", "mismatch_staleness_p95", "mismatch_cache_p95"]],
+  ["Learning rate", ["learning_rate"]],
+];
+
+export function Now({ run, facts, query }) {
+  const wide = query.window ?? "20";
+  const now = useAnswer(
+    "now",
+    { run, window: wide },
+    { matters: (kind) => ["step", "behind", "state", "event"].includes(kind), pauseMs: 1500 },
+  );
+  const state = now.value ?? now.old;
+  if (!state)
+    return html`<p class=${now.error ? "note bad" : "none"}>${now.error?.message ?? "Asking how the run does…"}</p>`;
+  return html`<div class="stack">
+    <h2 class="said">Now</h2>
+    <${Alarms} alarms=${state.alarms} />
+    ${
+      !state.step &&
+      html`<p class="note">${
+        facts.state === "live" || facts.state === "starting"
+          ? `No step is taken yet.${state.waiting_for ? ` The run waits for ${state.waiting_for}.` : ""}`
+          : "The run ended before its first step."
+      }</p>`
+    }
+    <${Tiles} state=${state} wide=${wide} />
+    <${Shares} state=${state} />
+    <${Charts} run=${run} facts=${facts} query=${query} />
+    <${Domains} state=${state} wide=${wide} />
+    <${Incidents} incidents=${state.incidents ?? []} />
+  </div>`;
+}
+
+function Alarms({ alarms }) {
+  return html`<div role="alert">${(alarms ?? []).map(
+    (each) => html`<p class="note warn" key=${`${each.alarm}/${each.domain}`}>
+    <b>${words(each.alarm)}${each.domain ? `, ${each.domain}` : ""}</b> since step ${number(each.step)}: ${each.what}</p>`,
+  )}</div>`;
+}
+
+function interval(value, format = number) {
+  return Number.isFinite(value?.low) && Number.isFinite(value?.high)
+    ? `${format(value.low)} to ${format(value.high)}`
+    : "";
+}
+
+function Tiles({ state, wide }) {
+  const { overall = {}, fleet = {}, step_time: time = {}, ledger = {} } = state;
+  const tiles = [
+    ["reward", number(overall.reward?.mean), interval(overall.reward)],
+    ["accuracy in training", percent(overall.accuracy?.mean), interval(overall.accuracy, percent)],
+    ...(state.held_out ?? []).map((each) => [
+      words(each.name),
+      percent(each.accuracy),
+      `${interval(each, percent)}, version ${number(each.version)}`,
+    ]),
+    [
+      "tokens/s",
+      number(fleet.tokens_per_s ?? overall.tokens_per_s),
+      Number.isFinite(fleet.occupancy) ? `engines ${percent(fleet.occupancy, 0)} busy` : "",
+    ],
+    ["time of a step", duration(time.step_s), `after ${duration(time.wait_s)} of waiting`],
+    ["update pause", duration(time.pause_s ?? fleet.update_pause_s), "median"],
+    ["answer length", number(overall.length), `${percent(overall.truncated)} cut off`],
+    ["groups in flight", number(ledger.in_flight), `${number(ledger.trained)} of ${number(ledger.issued)} trained`],
+  ];
+  return html`<dl class="tiles" aria-label=${`Means over the last ${wide} steps`}>${tiles.map(
+    ([name, value, note]) => html`<div key=${name}><dt>${name}</dt><dd>${value}<small>${note}</small></dd></div>`,
+  )}</dl>`;
+}
+
+// The rows of /api/steps for these metrics; what is zoomed into is asked anew, so that it gets finer.
+function useSteps(run, metrics, shared) {
+  const [range, setRange] = useState(shared.range);
+  useEffect(() => {
+    let timer = 0;
+    const leave = shared.subscribe((next) => {
+      clearTimeout(timer);
+      timer = setTimeout(() => setRange(next), 150);
+    });
+    return () => {
+      leave();
+      clearTimeout(timer);
+    };
+  }, [shared]);
+  const coarse = useAnswer(
+    "steps",
+    { run, metrics: metrics.join(","), points: 1000 },
+    { matters: (kind) => kind === "step" || kind === "behind" || kind === "event", pauseMs: 2500 },
+  );
+  const all = coarse.value ?? coarse.old;
+  const merged = (all?.each ?? 1) > 1;
+  const span = range ? range[1] - range[0] : 0;
+  const fine = useAnswer(
+    range && merged ? "steps" : null,
+    range && {
+      run,
+      metrics: metrics.join(","),
+      points: 1500,
+      from: Math.floor(range[0] - span / 2),
+      to: Math.ceil(range[1] + span / 2),
+    },
+  );
+  const used = range && merged && fine.value ? fine.value : all;
+  return { rows: used, error: coarse.error };
+}
+
+function lineOf(rows, metric, label, colour, more) {
+  const column = rows.y[metric];
+  if (!column || !column.mean.some((value) => value !== null)) return null;
+  return { label, values: column.mean, low: column.low, high: column.high, colour, ...more };
+}
+
+function Charts({ run, facts, query }) {
+  const shared = useMemo(sharedWindow, [run]);
+  const known = useMemo(() => new Set(facts.metrics), [facts.metrics.join()]);
+  const extra = (query.charts ?? "").split(",").filter(Boolean);
+  const domains = facts.domains.slice(0, 8);
+  const metrics = [
+    "reward",
+    "accuracy",
+    ...CHARTS.flatMap(([, names]) => names),
+    ...domains.flatMap((name) => [`domain/${name}/accuracy`, `domain/${name}/reward`]),
+    ...extra,
+  ].filter((name, index, all) => known.has(name) && all.indexOf(name) === index);
+  const { rows, error } = useSteps(run, metrics, shared);
+  const figures = useMemo(() => (rows ? figuresOf(rows, domains, extra) : []), [rows, extra.join()]);
+  if (error && !rows) return html`<p class="note bad">${error.message}</p>`;
+  if (!rows || rows.count === 0)
+    return html`<p class="none">${rows ? "No steps to draw." : "Asking for the steps…"}</p>`;
+  const all = [rows.first, rows.last];
+  return html`<section aria-label="Over the steps">
+    <div class="row"><h2>Over the steps</h2>
+      <${ZoomButtons} shared=${shared} all=${all} />
+      <label>One chart more <select onChange=${(event) => {
+        settle({ charts: [...extra, event.target.value].join(",") });
+        event.target.value = "";
+      }}>
+        <option value="">choose a measure</option>${facts.metrics.filter((name) => !extra.includes(name)).map((name) => html`<option key=${name} value=${name}>${words(name)}</option>`)}
+      </select></label>
+      ${extra.length > 0 && html`<button type="button" class="quiet"
+        onClick=${() => settle({ charts: "" })}>without them</button>`}
+      ${rows.each > 1 && html`<span class="soft">each point is ${number(rows.each)} steps; zoom in for more</span>`}
+    </div>
+    <div class="grid">${figures.map((figure) => html`<${Chart} key=${figure.title} x=${rows.x.step}
+      window=${shared} ...${figure} />`)}</div>
+  </section>`;
+}
+
+function figuresOf(rows, domains, extra) {
+  const figures = [];
+  const add = (title, lines, format, more) => {
+    const known = lines.filter(Boolean);
+    if (known.length) figures.push({ title, lines: known, format, ...more });
+  };
+  add("Reward", [lineOf(rows, "reward", "reward", 1), ...evaluationsOf(rows)]);
+  add(
+    "Accuracy by domain",
+    domains.length
+      ? domains.map((name, index) => lineOf(rows, `domain/${name}/accuracy`, name, 1 + (index % 8)))
+      : [lineOf(rows, "accuracy", "accuracy", 1)],
+    percent,
+  );
+  add(
+    "Reward by domain",
+    domains.length > 1
+      ? domains.map((name, index) => lineOf(rows, `domain/${name}/reward`, name, 1 + (index % 8)))
+      : [],
+  );
+  for (const [title, names, format] of CHARTS)
+    add(
+      title,
+      names.map((name, index) => lineOf(rows, name, shortOf(name, names), 1 + index)),
+      format,
+    );
+  for (const name of extra) add(words(name), [lineOf(rows, name, words(name), 6)]);
+  return figures;
+}
+
+function shortOf(name, names) {
+  if (names.length === 1) return words(name);
+  return words(name.replace("mismatch_", "").replace("_p95", "").replace("staleness_m", "m"));
+}
+
+// Held-out accuracies as points, at the row of their step.
+function evaluationsOf(rows) {
+  const sets = new Map();
+  for (const mark of rows.marks ?? []) {
+    if (mark.kind !== "evaluation" || !Number.isFinite(mark.accuracy)) continue;
+    let at = rows.x.step.findIndex((step) => step >= mark.step);
+    if (at < 0) at = rows.x.step.length - 1;
+    if (!sets.has(mark.set))
+      sets.set(
+        mark.set,
+        rows.x.step.map(() => null),
+      );
+    sets.get(mark.set)[at] = mark.accuracy;
+  }
+  return [...sets].map(([name, values], index) => ({
+    label: `${words(name)} accuracy`,
+    values,
+    colour: 2 + (index % 7),
+    dots: true,
+  }));
+}
+
+function ZoomButtons({ shared, all }) {
+  const press = (factor) => {
+    const now = shared.range ?? all;
+    const [low, high] = [Math.max(all[0], now[0]), Math.min(all[1], now[1])];
+    const span = Math.max(4, (high - low) * factor);
+    const middle = (low + high) / 2;
+    const start = Math.min(Math.max(all[0], middle - span / 2), Math.max(all[0], all[1] - span));
+    shared.set(span >= all[1] - all[0] ? null : [start, start + span]);
+  };
+  return html`<span class="row" role="group" aria-label="Zoom">
+    <button type="button" aria-label="Zoom in" onClick=${() => press(0.5)}>+</button>
+    <button type="button" aria-label="Zoom out" onClick=${() => press(2)}>−</button>
+    <button type="button" onClick=${() => shared.set(null)}>all steps</button></span>`;
+}
+
+function Domains({ state, wide }) {
+  const rows = [...(state.domains ?? []), ...(state.tags ?? []).map((each) => ({ ...each, tag: true }))];
+  return html`<section class="card"><div class="row"><h2>Domains</h2>
+      <label>means over the last <input class="short" type="number" min="1" max="1000" value=${wide}
+        onChange=${(event) => settle({ window: event.target.value })} /> steps</label></div>
+    ${
+      rows.length
+        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Domains and tags"><table><thead><tr>
+          <th scope="col">domain</th>
+      <th class="number" scope="col">rollouts</th><th scope="col">reward</th><th scope="col">accuracy</th>
+        <th class="number" scope="col">length</th><th class="number" scope="col">cut off</th>
+      <th class="number" scope="col">all right</th><th class="number" scope="col">all wrong</th>
+        <th class="number" scope="col">stale</th><th class="number" scope="col">verifier</th></tr></thead>
+      <tbody>${rows.map(
+        (
+          row,
+        ) => html`<tr key=${`${row.tag}/${row.name}`}><td>${row.tag ? html`<span
+          class="tag">${row.name}</span>` : row.name}
+          ${row.resting !== null && row.resting !== undefined && html` <span
+            class="soft">resting until ${number(row.resting)}</span>`}</td>
+        <td class="number">${number(row.rollouts)}</td>
+        <td>${number(row.reward?.mean)} <span class="soft">${interval(row.reward)}</span></td>
+          <td>${percent(row.accuracy?.mean)} <span class="soft">${interval(row.accuracy, percent)}</span></td>
+        <td class="number">${number(row.length_mean)}</td><td class="number">${percent(row.truncated)}</td>
+          <td class="number">${percent(row.all_right)}</td>
+        <td class="number">${percent(row.all_wrong)}</td><td class="number">${percent(row.stale)}</td>
+          <td class="number">${duration(row.verifier_s)}</td></tr>`,
+      )}</tbody></table></div>`
+        : html`<p class="none">Nothing was trained yet.</p>`
+    }</section>`;
+}
+
+function Shares({ state }) {
+  const { staleness = [], stale = {}, waits = [], mismatch = [] } = state;
+  const causes = stale.by_cause ?? [];
+  const most = Math.max(1, ...causes.map((each) => each.groups));
+  const rated = (state.domains ?? []).filter((each) => Number.isFinite(each.accuracy?.mean));
+  return html`<div class="grid">
+    ${
+      rated.length > 0 &&
+      html`<section class="card"><h2>Accuracy by domain, 95 %</h2><${Bars}
+        label="Accuracy by domain, with its interval" rows=${rated.map(
+        (each) => ({
+          name: each.name,
+          share: each.accuracy.mean,
+          low: each.accuracy.low,
+          high: each.accuracy.high,
+          text: percent(each.accuracy.mean),
+        }),
+      )} /></section>`
+    }
+    <section class="card"><h2>Staleness of trained tokens</h2>${
+      staleness.length
+        ? html`<${Bars} label="Share of tokens by age in versions"
+          rows=${staleness.map((each) => ({ name: `${String(each.age).replace("_", "–")} old`, share: each.share, text: percent(each.share) }))} />`
+        : html`<p class="none">Not measured yet.</p>`
+    }</section>
+    <section class="card"><h2>Stale groups, by cause</h2><p
+      class="soft">${number(stale.groups)} groups, ${percent(stale.share)} of what was sampled</p>
+      <${Bars} label="Stale groups by cause"
+        rows=${causes.map((each) => ({ name: each.cause, share: each.groups / most, text: number(each.groups), much: true }))} /></section>
+    <section class="card"><h2>Who is waited for</h2>${state.waiting_for && html`<p>Now: ${state.waiting_for}</p>`}${
+      waits.length
+        ? html`<${Bars} label="Share of the time by who is waited for"
+          rows=${waits.map((each) => ({ name: each.culprit, share: each.share, text: `${percent(each.share)} · ${duration(each.seconds)}`, much: each.share > 0.5 }))} />`
+        : html`<p class="none">Nobody yet.</p>`
+    }</section>
+    <section class="card"><h2>Trainer − sampler, by cause</h2>${
+      mismatch.length
+        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Mismatch by cause"><table><thead><tr>
+          <th scope="col">cause</th><th class="number" scope="col">tokens</th>
+      <th class="number" scope="col">P95</th>
+        <th class="number" scope="col">max</th></tr></thead><tbody>${mismatch.map(
+        (each) => html`<tr key=${each.cause}><td>${each.cause}</td>
+      <td class="number">${percent(each.share)}</td><td class="number">${number(each.p95)}</td><td class="number">${number(each.max)}</td></tr>`,
+      )}</tbody></table></div>`
+        : html`<p class="none">Not measured yet.</p>`
+    }</section></div>`;
+}
+
+function Incidents({ incidents }) {
+  return html`<section class="card"><h2>What happened</h2>${
+    incidents.length
+      ? html`<div class="scroll" tabindex="0" role="region" aria-label="Incidents"><table><thead><tr>
+        <th scope="col">when</th><th scope="col">what</th><th scope="col">which</th></tr></thead>
+    <tbody>${incidents.map((each, index) => html`<tr key=${index}><td>${clock(each.time)}</td>
+      <td>${words(each.kind)}</td><td>${each.what}</td></tr>`)}</tbody></table></div>`
+      : html`<p class="none">Nothing to tell.</p>`
+  }</section>`;
+}

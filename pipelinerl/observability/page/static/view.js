@@ -1,0 +1,37 @@
+// What every screen draws with: preact's hooks, and `html`, which makes elements of a template. A value in a template
+// becomes a text node or an attribute, never markup: what a model, a recipe or an engine wrote cannot become any.
+// Characters that nobody sees, or that turn a line round, come out as escapes: `visible`.
+import htm from "./htm.js";
+import { h, render } from "./preact.js";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./preact_hooks.js";
+
+// Control and format characters, halves of surrogate pairs, private and unassigned ones, separators of lines; but for
+// what lays out ordinary text. As `pipelinerl.observability.samples.visible` has it.
+const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu;
+const READ_ALOUD = ["title", "aria-label", "label", "placeholder"];
+
+function escaped(character) {
+  if (character === "\n" || character === "\t") return character;
+  const code = character.codePointAt(0).toString(16);
+  if (code.length < 3) return `\\x${code.padStart(2, "0")}`;
+  return code.length < 5 ? `\\u${code.padStart(4, "0")}` : `\\U${code.padStart(8, "0")}`;
+}
+
+export function visible(text) {
+  return text.replace(HIDDEN, escaped);
+}
+
+function seen(child) {
+  if (Array.isArray(child)) return child.map(seen);
+  return typeof child === "string" ? visible(child) : child;
+}
+
+function element(type, props, ...children) {
+  if (props && typeof type === "string") {
+    for (const name of READ_ALOUD) if (typeof props[name] === "string") props[name] = visible(props[name]);
+  }
+  return h(type, props, ...children.map(seen));
+}
+
+export const html = htm.bind(element);
+export { render, useEffect, useLayoutEffect, useMemo, useRef, useState };

@@ -1,0 +1,259 @@
+"""`StepTable`: every figure of every step, as columns, in bounded memory; and rows of it that fit a screen.
+
+Numbers are kept in single precision. Of a run so long that they come to more than `MOST_NUMBERS`, the older half is
+thinned: of four rows two stay, which hold the least and the greatest of each figure, in the order in which they came.
+So an outlier is seen however long the run is and however few points are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.observability.events import Event
+
+Float64 = NDArray[np.float64]
+Float32 = NDArray[np.float32]
+
+#: Figures times rows: 128 MiB.
+MOST_NUMBERS: Final = 2**25
+#: More figures than that are not told apart; a recipe has a dozen for each domain and tag.
+MOST_FIGURES: Final = 2048
+_MOST_NAME: Final = 200
+_ROWS: Final = 4096
+#: Fields of a step that are no figures of it.
+_PLACES: Final = frozenset({"time", "elapsed_s", "step", "model_version", "decision", "epoch"})
+_LARGEST: Final = 1e300
+_PLACE: Final = ("step", "elapsed_s", "samples", "tokens")
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Up to `_ROWS` rows: `places` [4, rows], where they stand; `figures` [columns, rows], NaN where there is none."""
+
+    places: Float64
+    figures: Float32
+    count: int
+
+    @classmethod
+    def empty(cls, columns: int) -> _Chunk:
+        return cls(np.zeros((len(_PLACE), _ROWS)), np.full((max(64, columns), _ROWS), np.nan, np.float32), 0)
+
+    def widen(self, columns: int) -> None:
+        """Make room for figures that came later."""
+        more = np.full((columns + 32 - len(self.figures), self.figures.shape[1]), np.nan, np.float32)
+        self.figures = np.concatenate([self.figures, more])
+
+    def column(self, index: int) -> Float32:
+        """[count]"""
+        if index >= len(self.figures):
+            return np.full(self.count, np.nan, np.float32)
+        return self.figures[index, : self.count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """Rows of a table, each of `each` steps in a row, the last of which it stands at.
+
+    Attributes:
+        places: `step`, `elapsed_s`, and the `samples` and `tokens` trained on until then; [n] each.
+        means, lows, highs: by figure, [n]; NaN where no step of the row has one.
+    """
+
+    each: int
+    places: Mapping[str, Float64]
+    means: Mapping[str, Float64]
+    lows: Mapping[str, Float64]
+    highs: Mapping[str, Float64]
+
+
+@final
+class StepTable:
+    """Grows by steps, in the order of the log; a step that is taken again takes what followed it away."""
+
+    def __init__(self, *, most_numbers: int = MOST_NUMBERS) -> None:
+        self._most_numbers = most_numbers
+        self._columns: dict[str, int] = {}
+        self._names: dict[tuple[str, str, str], str] = {}
+        self._chunks: list[_Chunk] = []
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of what the steps have: `reward`, `domain/<name>/accuracy`, `tag/<name>/accuracy`."""
+        return sorted(self._columns)
+
+    @property
+    def count(self) -> int:
+        """Rows that are held."""
+        return sum(chunk.count for chunk in self._chunks)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first and the last step; (0, 0) without any."""
+        if not self.count:
+            return 0, 0
+        return int(self._chunks[0].places[0, 0]), int(self._chunks[-1].places[0, self._chunks[-1].count - 1])
+
+    def add(self, event: Event) -> bool:
+        """Take a `step` event in; True where it takes an earlier one's place, so that what came after that is gone."""
+        step = event.get("step")
+        if not isinstance(step, int) or not 0 <= step < 2**53:
+            return False
+        again = bool(self._chunks) and step <= self.bounds[1]
+        if again:
+            self._drop_from(step)
+        if not self._chunks or self._chunks[-1].count == _ROWS:
+            if (self.count + _ROWS) * max(64, len(self._columns)) > self._most_numbers and len(self._chunks) >= 4:
+                self._thin()
+            self._chunks.append(_Chunk.empty(len(self._columns)))
+        before = self._last_place()
+        chunk = self._chunks[-1]
+        indexes, numbers = self._row(event)
+        if indexes and max(indexes) >= len(chunk.figures):
+            chunk.widen(max(indexes) + 1)
+        chunk.places[:, chunk.count] = (
+            step,
+            _number(event.get("elapsed_s")),
+            before[2] + _number(event.get("rollouts")),
+            before[3] + _number(event.get("sampled_tokens")),
+        )
+        with np.errstate(over="ignore"):
+            chunk.figures[:, chunk.count] = np.nan
+            chunk.figures[indexes, chunk.count] = numbers
+        chunk.count += 1
+        return again
+
+    def rows(
+        self, figures: Sequence[str], *, points: int, first: int = 0, last: int = 2**53, since: int = -1
+    ) -> StepRows:
+        """At most `points` rows of the steps `first` to `last`, of those above `since`."""
+        places = self._joined(lambda chunk: chunk.places[:, : chunk.count], np.zeros((len(_PLACE), 0)))
+        steps = places[0]
+        start = int(np.searchsorted(steps, max(first, since + 1)))
+        end = int(np.searchsorted(steps, last, side="right"))
+        each = max(1, -(-(end - start) // points))
+        starts = np.arange(start, max(start, end), each)
+        ends = np.minimum(starts + each, end) - 1
+        told = {name: places[number][ends] for number, name in enumerate(_PLACE)}
+        means: dict[str, Float64] = {}
+        lows: dict[str, Float64] = {}
+        highs: dict[str, Float64] = {}
+        for name in figures:
+            index = self._columns.get(name)
+            if index is None:
+                continue
+            column = self._joined(lambda chunk, index=index: chunk.column(index), np.zeros(0))[:end]
+            means[name], lows[name], highs[name] = _merged(column, starts)
+        return StepRows(each=each, places=told, means=means, lows=lows, highs=highs)
+
+    def _joined(self, part: Any, nothing: Float64) -> Float64:
+        parts = [part(chunk) for chunk in self._chunks]
+        return np.concatenate([nothing, *parts], axis=-1, dtype=np.float64)
+
+    def _row(self, event: Event) -> tuple[list[int], list[float]]:
+        indexes, numbers = [], []
+        for name, value in self._figures(event):
+            index = self._columns.get(name)
+            if index is None:
+                if len(self._columns) >= MOST_FIGURES or len(name) > _MOST_NAME:
+                    continue
+                index = self._columns[name] = len(self._columns)
+            indexes.append(index)
+            numbers.append(value)
+        return indexes, numbers
+
+    def _figures(self, event: Event) -> Iterator[tuple[str, float]]:
+        for name, value in event.items():
+            kind = type(value)
+            if (kind is float or kind is int) and name not in _PLACES and -_LARGEST < value < _LARGEST:
+                yield name, value
+        for field, label in (("by_domain", "domain"), ("by_tag", "tag")):
+            by = event.get(field)
+            for who, figures in by.items() if isinstance(by, dict) else ():
+                for name, value in figures.items() if isinstance(figures, dict) else ():
+                    if type(value) in (float, int) and -_LARGEST < value < _LARGEST:
+                        yield self._name(label, who, name), value
+
+    def _name(self, label: str, who: str, figure: str) -> str:
+        key = (label, who, figure)
+        name = self._names.get(key)
+        if name is None:
+            name = f"{label}/{who}/{figure}"
+            if len(self._names) < MOST_FIGURES:
+                self._names[key] = name
+        return name
+
+    def _last_place(self) -> tuple[float, ...]:
+        for chunk in reversed(self._chunks):
+            if chunk.count:
+                return tuple(chunk.places[:, chunk.count - 1].tolist())
+        return (0.0,) * len(_PLACE)
+
+    def _drop_from(self, step: int) -> None:
+        while self._chunks:
+            chunk = self._chunks[-1]
+            chunk.count = int(np.searchsorted(chunk.places[0, : chunk.count], step))
+            if chunk.count:
+                return
+            self._chunks.pop()
+
+    def _thin(self) -> None:
+        """Halve the older half of the rows, two chunks into one."""
+        half = len(self._chunks) // 4 * 2
+        pairs = zip(self._chunks[0:half:2], self._chunks[1:half:2], strict=True)
+        self._chunks[:half] = [_thinned(first, second, len(self._columns)) for first, second in pairs]
+
+
+def _thinned(first: _Chunk, second: _Chunk, columns: int) -> _Chunk:
+    """Both in one chunk: of four rows two."""
+    places = np.concatenate([chunk.places[:, : chunk.count] for chunk in (first, second)], axis=1)
+    thin = _Chunk.empty(columns)
+    starts = np.arange(0, places.shape[1], 4)
+    ends = np.minimum(starts + 4, places.shape[1])
+    thin.count = min(2 * len(starts), _ROWS)
+    thin.places[:, 0 : thin.count : 2] = places[:, np.maximum(starts, ends - 3)]
+    thin.places[:, 1 : thin.count : 2] = places[:, ends - 1]
+    for index in range(columns):
+        column = np.concatenate([first.column(index), second.column(index)])
+        low, high = np.fmin.reduceat(column, starts), np.fmax.reduceat(column, starts)
+        rises = _first_place(column, starts, low) <= _first_place(column, starts, high)
+        thin.figures[index, 0 : thin.count : 2] = np.where(rises, low, high)
+        thin.figures[index, 1 : thin.count : 2] = np.where(rises, high, low)
+    return thin
+
+
+def _first_place(column: Float32, starts: NDArray[np.int64], wanted: Float32) -> NDArray[np.int64]:
+    """Where in each part its `wanted` value stands first."""
+    parts = np.diff(starts, append=len(column))
+    there = np.where(column == np.repeat(wanted, parts), np.arange(len(column)), len(column))
+    return np.minimum.reduceat(there, starts)
+
+
+def _merged(column: Float64, starts: NDArray[np.int64]) -> tuple[Float64, Float64, Float64]:
+    """Mean, least and greatest of each part that begins at `starts`, leaving out what is not known."""
+    if not len(starts):
+        return np.zeros(0), np.zeros(0), np.zeros(0)
+    known = np.isfinite(column)
+    value = np.where(known, column, np.nan)
+    sums = np.add.reduceat(np.where(known, column, 0.0), starts)
+    counts = np.add.reduceat(known.astype(np.float64), starts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = np.where(counts > 0, sums / counts, np.nan)
+    return means, np.fmin.reduceat(value, starts), np.fmax.reduceat(value, starts)
+
+
+def _number(value: Any) -> float:
+    return float(value) if type(value) in (float, int) and -_LARGEST < value < _LARGEST else 0.0
+
+
+def plain(values: Float64, digits: int = 6) -> list[float | None]:
+    """Numbers for JSON, to so many significant digits; None for what is not known."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(values))))
+        scale = np.where(np.isfinite(scale) & (scale > 0), scale, 1.0)
+        rounded = np.round(values * scale) / scale
+    return [value if value - value == 0.0 else None for value in rounded.tolist()]

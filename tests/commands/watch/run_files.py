@@ -1,0 +1,124 @@
+"""The directory of a run that never was, written by the real writers, and its page behind real HTTP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pipelinerl.commands.watch.access import PageLinks
+from pipelinerl.commands.watch.server import create_page
+from pipelinerl.commands.watch.watched_run import WatchedRun, watched_runs
+from pipelinerl.config import recipe as recipes
+from pipelinerl.observability.events import EventLog
+from pipelinerl.observability.samples.record import AnswerTokens, SampleGroup, SampleKind, TokenTexts
+from pipelinerl.observability.samples.sample_log import SampleLog
+from tests.fakes.served import in_thread
+from tests.observability.samples.groups import answer, group
+from tests.observability.synthetic import events
+from tests.patience import PATIENCE_S
+
+TOKEN = "page-token"
+
+
+def written_run(run_dir: Path, *, steps: int = 40, end: bool = True, overrides: Sequence[str] = ()) -> Path:
+    """A run of so many steps, that has ended or was killed, with samples of each step."""
+    run_dir.mkdir(parents=True)
+    config = recipes.load("tiny", overrides)
+    recipes.save(config, run_dir / "recipe.toml")
+    recipes.write_layout(run_dir)
+    with EventLog(run_dir / "events.jsonl") as log:
+        for event in events(steps):
+            if end or event["kind"] != "run_finished":
+                write(log, event)
+    keep(run_dir, [sampled(step) for step in range(1, steps + 1)])
+    return run_dir
+
+
+def write(log: EventLog, event: dict[str, Any]) -> None:
+    """An event of `synthetic.events`, with figures by domain and by age where it is a step."""
+    fields = {name: value for name, value in event.items() if name not in ("time", "kind")}
+    if event["kind"] == "step":
+        fields |= {"by_domain": by_domain(event), "age_0_share": 0.75, "age_3_4_share": 0.25, "orders": [event["step"]]}
+    log.write(event["kind"], **fields)
+
+
+def by_domain(event: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Two domains of different skill."""
+    figures = {"rollouts": 128.0, "groups": 16.0, "length_mean": 6.0, "stale_groups": 1.0, "truncated": 0.0}
+    easy = {"reward": event["reward"], "accuracy": event["reward"]}
+    return {"short_words": figures | easy, "long_words": figures | {"reward": 0.0, "accuracy": 0.0}}
+
+
+def sampled(step: int, **fields: Any) -> SampleGroup:
+    """A group of a step: an answer of which everything is known of each token, and a wrong one without tokens."""
+    tokens = AnswerTokens(
+        tokens=TokenTexts(ids=(7, 8, 9), texts=("a", "b", "<eos>")),
+        versions=(step - 2, None, step - 1),
+        logprobs=(-0.5, None, -0.25),
+        deltas=(0.25, None, -0.5),
+        advantages=(1.0, None, 1.0),
+    )
+    right = answer("right", reward=1.0, advantage=1.0, length=3 + step % 5, trained=True, tokens=tokens)
+    wrong = answer("wrong", reward=0.0 if step % 2 else 1.0, advantage=-1.0, length=2, staleness=step % 3)
+    given = {"prompt_tokens": TokenTexts(ids=(1, 2), texts=("<bos>", "say")), "tags": ("easy",) if step % 2 else ()}
+    return group(step, right, wrong, **given | fields)
+
+
+def keep(run_dir: Path, groups: list[SampleGroup], *, name: str = "training") -> None:
+    """Write samples."""
+    log = SampleLog(run_dir / "samples", name, max_bytes=2**24)
+    log.put(lambda: groups)
+    log.close(timeout_s=PATIENCE_S)
+    assert log.left_out == 0
+
+
+def of_evaluation(step: int) -> SampleGroup:
+    """A group that answers a held-out problem."""
+    return sampled(step, kind=SampleKind.EVALUATION, evaluation="held_out", group_id=f"eval-{step}")
+
+
+@dataclass
+class ServedPage:
+    """A page that is served: how it is asked, and what it shows."""
+
+    url: str
+    keys: list[str]
+    http: httpx.Client
+    runs: list[WatchedRun] = field(default_factory=list)
+
+    def get(self, path: str, **query: Any) -> Any:
+        """The JSON of an answer that is a success."""
+        answered = self.http.get(path, params=query)
+        assert answered.status_code == 200, answered.text
+        return answered.json()
+
+
+@contextmanager
+def served_page(*run_dirs: Path, read_only: bool = False) -> Iterator[ServedPage]:
+    """The page of these runs; `http` has its cookie."""
+    keys: list[str] = []
+    links, runs = PageLinks(keys.append), watched_runs(run_dirs)
+    links.offer()
+    app = create_page(runs, token=TOKEN, links=links, read_only=read_only)
+    with in_thread(app) as url, httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
+        http.cookies.set("pipelinerl", TOKEN)
+        yield ServedPage(url, keys, http, runs)
+
+
+def loaded(page: ServedPage, run: int = 0) -> Any:
+    """`/api/run` once everything that lies there has been read."""
+    while True:  # the test's own time limit ends it
+        told = page.get("/api/run", run=run)
+        if told["loading"] == {"events": 1.0, "samples": 1.0} and page.runs[run].loaded == {"events", "samples"}:
+            return told
+
+
+def link_in(text: str) -> str:
+    """The newest link that `pipelinerl watch` has printed."""
+    return re.findall(r"watch at (http://\S+)", text)[-1]

@@ -1,0 +1,100 @@
+"""Who gets in: links that work once, cookies, other sites; and what every answer says a page may do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.commands.watch.run_files import TOKEN, ServedPage, served_page, written_run
+from tests.patience import PATIENCE_S
+
+COOKIE = {"cookie": f"pipelinerl={TOKEN}"}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
+    with served_page(written_run(tmp_path_factory.mktemp("access") / "run", steps=3)) as served:
+        yield served
+
+
+def ask(page: ServedPage, path: str, method: str = "GET", **headers: str) -> httpx.Response:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx.request(method, page.url + path, headers=given, trust_env=False, timeout=PATIENCE_S)
+
+
+def test_a_link_works_once_leaves_the_address_and_is_followed_by_another(page: ServedPage) -> None:
+    first = page.keys[-1]
+    there = ask(page, f"/?key={first}")
+    assert (there.status_code, there.headers["location"]) == (303, "/")
+    cookie = there.headers["set-cookie"]
+    assert "HttpOnly" in cookie and "SameSite=strict" in cookie and "Path=/" in cookie and first not in cookie
+    assert ask(page, "/api/run", cookie=cookie.partition(";")[0]).status_code == 200
+    again = ask(page, f"/?key={first}")
+    assert again.status_code == 401 and "each works once" in again.json()["error"]["message"]
+    assert "set-cookie" not in again.headers
+    assert page.keys[-1] != first and ask(page, f"/?key={page.keys[-1]}").status_code == 303
+
+
+def test_a_link_in_another_sites_page_leads_here_with_its_cookie(page: ServedPage) -> None:
+    there = ask(page, f"/?key={page.keys[-1]}", sec_fetch_site="cross-site")
+    assert (there.status_code, there.headers["refresh"], there.content) == (200, "0; url=/", b"")
+    assert TOKEN in there.headers["set-cookie"]
+
+
+@pytest.mark.parametrize("key", ["", "x", "%00", "%ff", "a&key=b", "a" * 5000])
+def test_no_other_key_opens(page: ServedPage, key: str) -> None:
+    keys = list(page.keys)
+    assert ask(page, f"/?key={key}").status_code == 401
+    assert page.keys == keys, "what was offered stays good"
+
+
+@pytest.mark.parametrize(
+    "cookie",
+    ["", "pipelinerl=", f"pipelinerl={TOKEN}x", f"other={TOKEN}", "pipelinerl=\xff", 'pipelinerl="', "=;=", ";"],
+)
+def test_no_other_cookie_opens(page: ServedPage, cookie: str) -> None:
+    answer = httpx.get(
+        page.url + "/api/run", headers=[(b"cookie", cookie.encode("latin-1"))], trust_env=False, timeout=PATIENCE_S
+    )
+    assert answer.status_code == 401
+
+
+def test_a_page_of_another_site_or_port_can_neither_read_nor_steer(page: ServedPage) -> None:
+    """SameSite keeps a cookie from other sites; a page of another port of this host is of the same one."""
+    for site in ("cross-site", "same-site"):
+        for path in ("/", "/api/run", "/api/samples", "/api/stream"):
+            assert ask(page, path, sec_fetch_site=site, **COOKIE).status_code == 401, (site, path)
+    for origin in ("https://evil.example", "http://127.0.0.1:1", "null"):
+        assert ask(page, "/api/run", origin=origin, **COOKIE).status_code == 403, origin
+        answer = httpx.request(
+            "PATCH",
+            page.url + "/api/knobs",
+            headers=COOKIE | {"origin": origin, "content-type": "application/json"},
+            content=b'{"k": 1}',
+            trust_env=False,
+            timeout=PATIENCE_S,
+        )
+        assert answer.status_code == 403 and answer.json()["error"]["code"] == "foreign_origin"
+    own = COOKIE | {"content-type": "text/plain", "origin": page.url, "sec-fetch-site": "same-origin"}
+    form = httpx.request(
+        "PATCH", page.url + "/api/knobs", headers=own, content=b"{}", trust_env=False, timeout=PATIENCE_S
+    )
+    assert form.status_code == 415, "what a form can send is no question"
+
+
+def test_every_answer_says_what_a_page_may_do(page: ServedPage) -> None:
+    for path, cookie in (("/", COOKIE), ("/api/run", COOKIE), ("/nothing", COOKIE), ("/api/run", {}), ("/health", {})):
+        told = ask(page, path, **cookie).headers
+        policy = dict(part.strip().split(" ", 1) for part in told["content-security-policy"].split(";"))
+        assert policy["default-src"] == "'none'" and policy["script-src"] == "'self'", path
+        assert policy["frame-ancestors"] == "'none'" and "unsafe" not in told["content-security-policy"]
+        assert (told["x-content-type-options"], told["referrer-policy"]) == ("nosniff", "no-referrer")
+        assert told["cross-origin-resource-policy"] == "same-origin" and told["cache-control"] == "no-store"
+
+
+def test_nothing_but_the_pages_own_files_is_served(page: ServedPage) -> None:
+    for path in ("/static/../access.py", "/static/..%2f__init__.py", "/static/%2e%2e", "/static/", "/events.jsonl",
+                 "/static/nothing.js", "/static//etc/passwd"):  # fmt: skip
+        assert ask(page, path, **COOKIE).status_code == 404, path

@@ -1,0 +1,196 @@
+"""What the page is told of a run: live, finished, crashed, copied, torn, resumed; of its steps, samples and tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.commands.watch.read_routes import differences
+from pipelinerl.commands.watch.sample_routes import causes_of
+from pipelinerl.commands.watch.watched_run import watched_runs
+from pipelinerl.errors import UserError
+from pipelinerl.numerics.causes import Cause
+from pipelinerl.observability.events import EventLog
+from tests.commands.watch.run_files import (
+    ServedPage,
+    keep,
+    loaded,
+    of_evaluation,
+    sampled,
+    served_page,
+    write,
+    written_run,
+)
+from tests.observability.synthetic import events
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
+    folder = tmp_path_factory.mktemp("reading")
+    finished = written_run(folder / "one", steps=40)
+    keep(finished, [of_evaluation(3)], name="evaluation")
+    crashed = written_run(folder / "two", steps=20, end=False)
+    text = (crashed / "recipe.toml").read_text()
+    (crashed / "recipe.toml").write_text(text.replace('name = "tiny"', 'name = "two"', 1))
+    with (crashed / "events.jsonl").open("ab") as file:
+        file.write(b'{"time":1.0,"kind":"ste')
+    with served_page(finished, shutil.copytree(crashed, folder / "copy")) as served:
+        loaded(served)
+        loaded(served, run=1)
+        yield served
+
+
+def test_a_finished_run_and_a_copy_of_a_crashed_one(page: ServedPage) -> None:
+    told = page.get("/api/run")
+    assert (told["name"], told["state"], told["step"], told["reason"]) == ("tiny", "finished", 40, "all steps taken")
+    assert not told["may_steer"] and told["why_not"] == "the run is over"
+    assert told["recipe"]["run"]["name"] == "tiny" and "domain/short_words/accuracy" in told["metrics"]
+    assert told["kinds"] == ["trained", "evaluation"] and told["samples"] == 82 and told["evaluation_sets"]
+    assert {"short_words", "long_words"} <= set(told["domains"]) and told["tags"] == ["easy"]
+    copy = page.get("/api/run", run=1)
+    assert (copy["step"], copy["loading"]) == (20, {"events": 1.0, "samples": 1.0})
+    assert copy["state"] in ("starting", "crashed"), "its last word is seconds old"
+    assert [each["run"] for each in copy["runs"]] == [0, 1]
+    assert page.http.get("/api/run", params={"run": 2}).status_code == 404
+
+
+def test_steps_come_whole_or_merged(page: ServedPage) -> None:
+    whole = page.get("/api/steps", metrics="reward,domain/long_words/reward,none", points=40)
+    assert whole["each"] == 1 and whole["x"]["step"] == list(range(1, 41)) and whole["complete"]
+    assert list(whole["y"]) == ["reward", "domain/long_words/reward"] and set(whole["y"]["reward"]) == {"mean"}
+    assert whole["x"]["samples"][-1] == 40 * 256 and whole["x"]["tokens"][-1] == 40 * 8200
+    merged = page.get("/api/steps", metrics="reward", points=10, **{"from": 21, "to": 40})
+    assert merged["each"] == 2 and merged["x"]["step"] == list(range(22, 41, 2))
+    rewards, column = whole["y"]["reward"]["mean"], merged["y"]["reward"]
+    assert column["low"] == [min(rewards[at : at + 2]) for at in range(20, 40, 2)]
+    assert column["high"] == [max(rewards[at : at + 2]) for at in range(20, 40, 2)]
+    assert page.get("/api/steps", since=38)["x"]["step"] == [39, 40]
+    kinds = {mark["kind"] for mark in whole["marks"]}
+    assert {"knobs", "evaluation", "engine_joined", "engine_lost"} <= kinds
+    assert page.http.get("/api/steps", params={"points": 1}).status_code == 422
+
+
+def test_now_has_intervals_ages_and_waits(page: ServedPage) -> None:
+    now = page.get("/api/now", window=20)
+    easy, hard = sorted(now["domains"], key=lambda each: each["name"], reverse=True)
+    assert easy["reward"]["low"] < easy["reward"]["mean"] < easy["reward"]["high"]
+    assert hard["accuracy"] == {"mean": 0.0, "low": 0.0, "high": 0.0} and easy["stale"] == pytest.approx(1 / 17)
+    assert now["staleness"] == [{"age": "0", "share": 0.75}, {"age": "3_4", "share": 0.25}]
+    assert now["stale"]["groups"] == 40 and now["mismatch"][0]["cause"] == "numerics"
+    assert sum(each["share"] for each in now["waits"][:2]) == pytest.approx(1.0)
+    assert now["held_out"][0]["accuracy"] is not None and now["fleet"]["engines"][0]["state"] == "expelled"
+    assert any(each["kind"] == "engine_lost" for each in now["incidents"])
+
+
+def test_samples_are_sorted_filtered_and_gone_through(page: ServedPage) -> None:
+    first = page.get("/api/samples", sort="length", limit=30)
+    assert first["matched"] == 80 and first["complete"] and first["samples"][0]["length"] == 7
+    seen = [(each["group"], each["sample"]) for each in first["samples"]]
+    while first["after"] is not None:
+        first = page.get("/api/samples", sort="length", limit=30, after=first["after"])
+        seen += [(each["group"], each["sample"]) for each in first["samples"]]
+    assert len(seen) == len(set(seen)) == 80
+    assert page.get("/api/samples", tag="easy")["matched"] == 40
+    assert page.get("/api/samples", signal="without")["matched"] == 40
+    assert page.get("/api/samples", outcome="wrong", order="asc", sort="step")["samples"][0]["step"] == 1
+    assert page.get("/api/samples", step=5, step_to=7)["matched"] == 6
+    assert page.get("/api/samples", kind="evaluation", set="held_out")["matched"] == 2
+    assert page.get("/api/samples", domain="nobody")["matched"] == 0
+    for wrong in ({"after": "x"}, {"after": "nan:0:0"}, {"sort": "x"}, {"limit": 0}, {"step": -1}):
+        assert page.http.get("/api/samples", params=wrong).status_code == 422, wrong
+
+
+def test_a_group_and_its_tokens(page: ServedPage) -> None:
+    row = page.get("/api/samples", sort="step", order="asc", outcome="correct", limit=1)["samples"][0]
+    group = page.get(f"/api/samples/{row['group']}")
+    assert (group["step"], group["signal"], group["tags"]) == (1, True, ["easy"])
+    assert [(each["text"], each["has_tokens"]) for each in group["answers"]] == [("right", True), ("wrong", False)]
+    tokens = page.get(f"/api/tokens/{row['group']}/0")
+    assert tokens["id"] == [1, 2, 7, 8, 9] and tokens["text"] == ["<bos>", "say", "a", "b", "<eos>"]
+    assert tokens["sampled"] == tokens["mask"] == [False, False, True, False, True]
+    assert tokens["version"] == [None, None, -1, None, 0] and tokens["held_version"] == 0
+    assert tokens["cause"] == [None, None, "staleness", None, "numerics"]
+    assert tokens["trainer_logprob"] == [None, None, -0.25, None, -0.75] and tokens["entropy"] is None
+    assert page.http.get(f"/api/tokens/{row['group']}/1").json()["error"]["code"] == "no_tokens"
+    for gone in ("0" * 16, "x", "0", "9" * 30, "-1", "f" * 16):
+        assert page.http.get(f"/api/samples/{gone}").json()["error"]["code"] == "sample_gone"
+
+
+def test_runs_are_laid_over_each_other(page: ServedPage) -> None:
+    told = page.get("/api/compare", runs="0,1", metrics="reward", x="samples", points=10)
+    assert [len(run["x"]) for run in told["runs"]] == [10, 10] and told["runs"][0]["x"][-1] == 40 * 256
+    assert {"path": "run.name", "values": ["tiny", "two"]} in told["differences"]
+    assert page.http.get("/api/compare", params={"runs": "0,x"}).status_code == 422
+
+
+def test_differences_are_by_path_and_by_name() -> None:
+    one = {"a": {"b": 1}, "domains": [{"name": "x", "weight": 1}], "same": [1]}
+    two = {"a": {"b": 2}, "domains": [{"name": "x", "weight": 1}, {"name": "y", "weight": 1}], "same": [1]}
+    found = {each["path"]: each["values"] for each in differences([one, two])}
+    assert found == {"a.b": [1, 2], "domains.y.name": [None, "y"], "domains.y.weight": [None, 1]}
+
+
+def test_the_cause_of_a_token_is_that_of_its_weights_and_its_turns_first() -> None:
+    told = causes_of((3, 4, None, 4, 4, None, 3), held=4)
+    assert told == (
+        Cause.STALENESS, Cause.CACHE, None, Cause.NUMERICS, Cause.NUMERICS, None, Cause.STALENESS,
+    )  # fmt: skip
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no run"):
+        watched_runs([tmp_path])
+
+
+async def heard(lines: Any, *names: str) -> list[dict[str, Any]]:
+    """What is told until each of these names has come."""
+    told, waited = [], set(names)
+    name = ""
+    async for line in lines:
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            told.append({"event": name, **json.loads(line.removeprefix("data: "))})
+            waited.discard(name)
+            if not waited:
+                return told
+    raise AssertionError(f"the stream has ended before {waited}")
+
+
+async def test_what_happens_is_told_and_who_comes_back_misses_nothing(tmp_path: Path) -> None:
+    import httpx
+
+    run_dir = written_run(tmp_path / "run", steps=5, end=False)
+    more = [event for event in events(12) if event["kind"] == "step" and event["step"] > 5]
+    with served_page(run_dir) as page, EventLog(run_dir / "events.jsonl") as log:
+        loaded(page)
+        before = page.runs[0].feed.place
+        async with httpx.AsyncClient(
+            base_url=page.url, cookies=page.http.cookies, trust_env=False, timeout=None
+        ) as http:
+            async with http.stream("GET", "/api/stream") as stream:
+                assert stream.headers["content-type"].startswith("text/event-stream")
+                lines = stream.aiter_lines()
+                assert (await heard(lines, "hello"))[-1]["step"] == 5
+                write(log, more[0])
+                log.write("alarm", alarm="stale", domain="x", step=6, what="too old")
+                keep(run_dir, [sampled(6)])
+                told = await heard(lines, "step", "event", "samples")
+            assert {each["step"] for each in told if each["event"] == "step"} == {6}
+            assert all("by_domain" not in each for each in told)
+            write(log, more[1])
+            async with http.stream("GET", "/api/stream", headers={"last-event-id": before}) as stream:
+                lines, steps = stream.aiter_lines(), []
+                while len(steps) < 2:
+                    steps += [each["step"] for each in await heard(lines, "step") if each["event"] == "step"]
+                assert steps == [6, 7]
+                write(log, {**more[0], "reward": 0.5})
+                assert (await heard(lines, "rewound"))[-1]["to"] == 5
+            async with http.stream("GET", "/api/stream", headers={"last-event-id": "0-0"}) as stream:
+                assert (await heard(stream.aiter_lines(), "behind"))[-1]["to"] == 6
+        assert page.get("/api/steps")["last"] == 6

@@ -1,0 +1,143 @@
+"""Steering by the page against the controller's own application; without one, reading goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipelinerl.choices import HOTTEST
+from pipelinerl.commands.watch.steering import described
+from pipelinerl.controller.service.api import create_api
+from pipelinerl.system.http_service import listen, serve_until, url_of
+from tests.commands.watch.run_files import TOKEN, ServedPage, served_page, written_run
+from tests.controller.service.test_service import running
+from tests.controller.world import ENGINE
+from tests.patience import PATIENCE_S
+
+
+async def ask(page: ServedPage, method: str, path: str, body: Any = None) -> httpx.Response:
+    def asked() -> httpx.Response:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        return httpx.request(method, page.url + path, json=body, headers=headers, trust_env=False, timeout=PATIENCE_S)
+
+    return await asyncio.to_thread(asked)
+
+
+def refusal_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_the_page_steers_as_an_operator_does(tmp_path: Path) -> None:
+    run_dir = written_run(tmp_path / "run", steps=3, end=False, overrides=["sampling.group_size=2"])
+    recipe = (run_dir / "recipe.toml").read_text()  # with the domains of the controller that answers here
+    (run_dir / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
+    (tmp_path / "controller").mkdir()
+    async with running(tmp_path / "controller") as run:
+        await run.start()
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        listener = listen("127.0.0.1", 0)
+        serving = asyncio.create_task(serve_until(create_api(run.service, token="secret"), listener, over=over))
+        address = url_of(*listener.getsockname()[:2])
+        (run_dir / "controller.json").write_text(json.dumps({"url": address, "token": "secret"}))
+        with served_page(run_dir) as page:
+            await knobs_are_changed(page, run)
+            await engines_come_and_go(page)
+        with served_page(run_dir, read_only=True) as page:
+            await nothing_is_changed(page, run)
+        over.set_result(None)
+        await asyncio.wait_for(serving, PATIENCE_S)
+    with served_page(run_dir) as page:
+        await a_silent_controller_is_said_so(page)
+
+
+async def knobs_are_changed(page: ServedPage, run: Any) -> None:
+    told = (await ask(page, "GET", "/api/run")).json()
+    assert (told["state"], told["may_steer"], told["why_not"]) == ("live", True, "")
+    knobs = (await ask(page, "GET", "/api/knobs")).json()
+    assert knobs["source"] == "controller" and knobs["may_steer"] and "rlax" in knobs["presets"]
+    by_name = {each["name"]: each for each in knobs["knobs"]}
+    assert by_name["k"]["may_be_infinite"] and by_name["temperature"]["most"] == HOTTEST
+    assert by_name["rollouts_per_step"]["step"] == 2 and "domain_weights.a" in by_name
+    check = (await ask(page, "POST", "/api/knobs/check", {"temperature": -1, "k": 3})).json()
+    assert not check["ok"] and [each["knob"] for each in check["refused"]] == ["temperature"]
+    assert "temperature must be" in check["refused"][0]["message"]
+    unknown = (await ask(page, "POST", "/api/knobs/check", {"kk": 1})).json()
+    assert "unknown knob" in unknown["refused"][0]["message"]
+    fine = (await ask(page, "POST", "/api/knobs/check", {"temperature": 0.5})).json()
+    assert fine["ok"] and run.controller.state.knobs.temperature != 0.5, "nothing was changed"
+    changed = (await ask(page, "PATCH", "/api/knobs", {"temperature": 0.5})).json()
+    assert run.controller.state.knobs.temperature == 0.5
+    assert changed["log"][-1]["changes"] == {"temperature": 0.5} and changed["log"][-1]["who"]
+    refused = await ask(page, "PATCH", "/api/knobs", {"temperature": -1})
+    assert refusal_of(refused) == (422, "refused") and "temperature" in refused.json()["error"]["message"]
+
+
+async def engines_come_and_go(page: ServedPage) -> None:
+    engines = (await ask(page, "GET", "/api/engines")).json()
+    assert engines["engines"][0]["url"] == ENGINE and "bigram" in engines["types"] and engines["may_steer"]
+    added = (await ask(page, "POST", "/api/engines/add", {"type": "torch", "count": 2})).json()
+    assert added == {"state": "asked", "names": ["engine-1", "engine-2"]}
+    swapped = (await ask(page, "POST", "/api/engines/swap", {"engine": ENGINE, "type": "torch"})).json()
+    assert swapped["names"] == ["engine-3"]
+    removed = await ask(page, "POST", "/api/engines/remove", {"engine": "engine-2"})
+    assert removed.json() == {"state": "removed"}
+    unknown = await ask(page, "POST", "/api/engines/drain", {"engine": "nobody"})
+    assert refusal_of(unknown) == (422, "refused") and "exactly one engine" in unknown.json()["error"]["message"]
+    for wrong in ({}, {"url": "http://a:1", "type": "torch"}):
+        assert (await ask(page, "POST", "/api/engines/add", wrong)).status_code == 422
+    assert (await ask(page, "GET", "/api/now")).json()["fleet"]["engines"][0]["url"] == ENGINE
+
+
+async def nothing_is_changed(page: ServedPage, run: Any) -> None:
+    told = (await ask(page, "GET", "/api/run")).json()
+    assert told["state"] == "live" and not told["may_steer"] and "--read-only" in told["why_not"]
+    before = run.controller.state.knobs
+    for method, path, body in (
+        ("PATCH", "/api/knobs", {"temperature": 0.9}),
+        ("POST", "/api/engines/add", {"type": "torch"}),
+        ("POST", "/api/engines/swap", {"engine": ENGINE, "type": "torch"}),
+        ("POST", "/api/engines/drain", {"engine": ENGINE}),
+        ("POST", "/api/engines/remove", {"engine": ENGINE}),
+        ("POST", "/api/stop", {}),
+    ):
+        assert refusal_of(await ask(page, method, path, body)) == (403, "read_only"), path
+    assert run.controller.state.knobs == before and not run.controller.state.stop_reason
+    assert (await ask(page, "GET", "/api/knobs")).json()["knobs"], "looking is what it is for"
+
+
+async def a_silent_controller_is_said_so(page: ServedPage) -> None:
+    """Its address is left in the directory, as one that was killed leaves it."""
+    told = (await ask(page, "GET", "/api/run")).json()
+    assert told["step"] == 3 or told["loading"]["events"] < 1.0
+    assert not told["may_steer"] and "no controller answers" in told["why_not"]
+    assert refusal_of(await ask(page, "PATCH", "/api/knobs", {"k": 1})) == (502, "controller_silent")
+    knobs = (await ask(page, "GET", "/api/knobs")).json()
+    assert knobs["source"] == "events" and not knobs["may_steer"]
+    engines = (await ask(page, "GET", "/api/engines")).json()
+    assert engines["source"] == "events"
+
+
+async def test_without_a_controller_nothing_can_be_steered(tmp_path: Path) -> None:
+    with served_page(written_run(tmp_path / "run", steps=3)) as page:
+        for path, body in (("/api/stop", {}), ("/api/knobs/check", {"k": 1})):
+            assert refusal_of(await ask(page, "POST", path, body)) == (409, "no_controller"), path
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("k", "inf", {"may_be_infinite": True, "whole": True, "step": 1}),
+        ("learning_rate", 1e-3, {"log": True, "slider": [1e-5, 1e-2]}),
+        ("domain_weights.a", 1.0, {"least": 0, "slider": [0, 4]}),
+        ("groups_in_flight", 64, {"whole": True, "least": 1, "slider": [1, 256.0]}),
+        ("zzz", "text", {"least": None, "slider": [0, 4.0]}),
+    ],
+)
+def test_a_knob_is_described_by_its_limits(name: str, value: Any, wanted: dict[str, Any]) -> None:
+    told = described(name, value, {})
+    assert {key: told[key] for key in wanted} == wanted

@@ -1,0 +1,330 @@
+"""The live page in a real browser: each screen over a killed run's files and beside a live run, by mouse and keyboard.
+
+Nothing here waits for a time to pass: each step waits for what the one before must have brought about.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from tests.commands.watch.run_files import ServedPage, loaded, served_page, written_run
+from tests.fakes.live_run import launched, light_run
+from tests.observability.page.browser import MISSING, a_browser, opened
+from tests.observability.page.hostile_run import HOSTILE, hostile_run, long_silent
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+STEPS: Final = 12
+SCREENS: Final = ("now", "steer", "timeline", "samples", "compare")
+
+#: Contrasts below 4.5 of texts and controls that are drawn (WCAG 2, relative luminance); what is behind is composed.
+CONTRASTS: Final = """() => {
+  const channels = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return [r, g, b, a]; };
+  const over = ([r, g, b, a], [R, G, B]) => [r * a + R * (1 - a), g * a + G * (1 - a), b * a + B * (1 - a), 1];
+  const light = (colour) => colour.slice(0, 3).map((each) => each / 255)
+    .map((each) => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, each, at) => sum + each * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (element) => {
+    const layers = [];
+    for (let at = element; at; at = at.parentElement) layers.unshift(channels(getComputedStyle(at).backgroundColor));
+    return layers.reduce((below, layer) => over(layer, below), [255, 255, 255, 1]);
+  };
+  const texts = new Set();
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) if (walker.currentNode.data.trim()) texts.add(walker.currentNode.parentElement);
+  const controls = document.querySelectorAll("input:not([type=range], [type=checkbox]), select");
+  controls.forEach((each) => texts.add(each));
+  const seen = [...texts].filter((each) => each.getClientRects().length && !each.closest("option, .said"));
+  const low = seen.map((each) => {
+    const ground = behind(each);
+    const [a, b] = [light(over(channels(getComputedStyle(each).color), ground)), light(ground)];
+    return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), each.className, each.textContent.slice(0, 40)];
+  }).filter(([ratio]) => ratio < 4.5);
+  return { seen: seen.length, low };
+}"""
+
+#: Does what has the focus show it? Its name where it does not.
+UNSEEN_FOCUS: Final = """() => {
+  const { outlineStyle, outlineWidth } = getComputedStyle(document.activeElement);
+  return outlineStyle !== "none" && parseFloat(outlineWidth) >= 1 ? "" : document.activeElement.outerHTML.slice(0, 200);
+}"""
+
+#: The step that the page tells.
+STEP: Final = "Number(document.querySelector('.facts').textContent.match(/step ([\\d,]+)/)[1].replaceAll(',', ''))"
+
+#: Has the canvas a point that is not its ground?
+DRAWN: Final = """(canvas) => {
+  const { width, height } = canvas;
+  return width > 0 && canvas.getContext("2d").getImageData(0, 0, width, height).data.some((each) => each > 0);
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with a_browser() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
+    """Run 0 was killed, run 1 is hostile."""
+    folder = tmp_path_factory.mktemp("browser")
+    killed = long_silent(written_run(folder / "killed", steps=STEPS, end=False))
+    with served_page(killed, hostile_run(folder / "hostile")) as served:
+        for run in (0, 1):
+            loaded(served, run)
+        yield served
+
+
+def go(page: Page, url: str, screen: str) -> None:
+    """To a screen, by its permanent link, until it shows what it has."""
+    page.goto(f"{url}/#/{screen}")
+    shown(page, screen.split("/")[0].split("?")[0])
+
+
+def shown(page: Page, screen: str) -> None:
+    """Wait for what only this screen shows, and only with data."""
+    main = page.locator("main")
+    wanted = {
+        "now": lambda: main.get_by_role("img", name=re.compile("^Gradient norm over step; newest: grad norm 0")),
+        "steer": lambda: main.get_by_role("slider").first,
+        "timeline": lambda: main.get_by_role("region", name="Lanes").get_by_role("cell", name="trainer").first,
+        "samples": lambda: main.get_by_role("link", name=re.compile("^Group of the answer")).first,
+        "group": lambda: main.get_by_role("article", name="Answer 1"),
+        "tokens": lambda: main.get_by_role("button", pressed=True).first,
+        "compare": lambda: main.get_by_role("heading", name="Where the recipes differ"),
+    }
+    wanted[screen]().wait_for()
+
+
+def group_of(server: ServedPage, run: int = 0, **query: Any) -> str:
+    """The permanent id of a group that has tokens."""
+    samples = server.get("/api/samples", run=run, kind="any", **query)["samples"]
+    return str(next(each["group"] for each in samples if each["has_tokens"]))
+
+
+def every_screen(server: ServedPage) -> list[str]:
+    group = group_of(server)
+    colours = ("version", "delta", "advantage", "mask")
+    return [*SCREENS, f"group/{group}", *(f"tokens/{group}/0?by={each}" for each in colours)]
+
+
+def test_each_screen_shows_a_killed_runs_files(browser: Browser, server: ServedPage) -> None:
+    from playwright.sync_api import expect
+
+    with opened(browser, server.url) as page:
+        for screen in every_screen(server):
+            go(page, server.url, screen)
+            expect(page.locator("main")).to_contain_text("ended without a word")
+        go(page, server.url, "now")
+        expect(page.locator("main")).to_contain_text("short_words")
+        assert page.locator(".chart canvas").first.evaluate(DRAWN)
+        go(page, server.url, "timeline")
+        page.wait_for_function(f"(canvas) => ({DRAWN})(canvas)", arg=page.locator("main canvas").element_handle())
+        go(page, server.url, "steer")
+        expect(page.get_by_role("slider").first).to_be_disabled()
+        expect(page.get_by_role("region", name="Changes of knobs")).to_contain_text("cli")
+
+
+def test_samples_are_filtered_and_sorted_and_links_last(browser: Browser, server: ServedPage) -> None:
+    from playwright.sync_api import expect
+
+    with opened(browser, server.url) as page:
+        go(page, server.url, "samples")
+        rows = page.get_by_role("region", name="Samples").locator("tbody tr")
+        expect(rows).to_have_count(2 * STEPS)
+        page.get_by_label("groups").select_option("without")
+        expect(rows).to_have_count(STEPS)
+        expect(page.locator("tr.nosignal")).to_have_count(STEPS)
+        page.get_by_label("groups").select_option("")
+        page.get_by_role("button", name="length").click()
+        expect(page.get_by_role("columnheader", name="length")).to_have_attribute("aria-sort", "descending")
+        expect(rows.first).to_contain_text("7")
+        page.reload()  # the address has it all
+        expect(page.get_by_role("columnheader", name="length")).to_have_attribute("aria-sort", "descending")
+        rows.first.get_by_role("link").click()
+        shown(page, "group")
+        page.get_by_role("link", name="Tokens").click()
+        shown(page, "tokens")
+        tokens = page.get_by_role("group", name=re.compile("^Tokens"))
+        expect(tokens).to_have_text("<bos>sayab<eos>")
+        expect(tokens.locator(".prompt")).to_have_text(["<bos>", "say", "b"])
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 3840)])
+def test_screens_fit_and_can_be_read(browser: Browser, server: ServedPage, scheme: Any, width: int) -> None:
+    with opened(browser, server.url, color_scheme=scheme, viewport={"width": width, "height": 900}) as page:
+        for screen in every_screen(server):
+            go(page, server.url, screen)
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, screen
+            told = page.evaluate(CONTRASTS)
+            assert told["low"] == [] and told["seen"] > 20, (screen, told)
+        page.get_by_role("button", name=re.compile("^Use .* colours$")).click()
+        other = "dark" if scheme == "light" else "light"
+        page.wait_for_function(f"document.documentElement.dataset.theme === '{other}'")
+        assert page.evaluate(CONTRASTS)["low"] == []
+
+
+def tab_to(page: Page, reached: str) -> None:
+    """Press Tab until `reached` holds of what has the focus; whatever is passed shows that it has it."""
+    for _ in range(150):
+        page.keyboard.press("Tab")
+        assert page.evaluate(UNSEEN_FOCUS) == ""
+        if page.evaluate(f"(() => {{ const at = document.activeElement; return {reached}; }})()"):
+            return
+    raise AssertionError(f"no Tab leads to {reached}")
+
+
+def test_the_keyboard_alone_leads_everywhere(browser: Browser, server: ServedPage) -> None:
+    from playwright.sync_api import expect
+
+    with opened(browser, server.url) as page:
+        shown(page, "now")
+        tab_to(page, "at.className === 'skip'")
+        page.keyboard.press("Enter")
+        page.wait_for_function("document.activeElement.id === 'main'")
+        page.reload()
+        shown(page, "now")
+        tab_to(page, "at.textContent === 'Samples'")
+        page.keyboard.press("Enter")
+        shown(page, "samples")
+        page.wait_for_function("document.activeElement.id === 'main'")
+        tab_to(page, "at.getAttribute('aria-label')?.startsWith('Group of the answer')")
+        page.keyboard.press("Enter")
+        shown(page, "group")
+        tab_to(page, "at.textContent === 'Tokens'")
+        page.keyboard.press("Enter")
+        shown(page, "tokens")
+        tab_to(page, "at.textContent === 'table'")
+        tab_to(page, "at.classList.contains('tokens')")
+        for _ in range(3):
+            page.keyboard.press("ArrowRight")
+        expect(page.locator("main .tip")).to_contain_text("token 2: id 7")
+        go(page, server.url, "timeline")
+        tab_to(page, "at.tagName === 'CANVAS'")
+        span = page.get_by_role("heading", name=re.compile("^In this window")).inner_text()
+        page.keyboard.press("+")
+        expect(page.get_by_role("heading", name=re.compile("^In this window"))).not_to_have_text(span)
+
+
+def test_the_wheel_zooms_into_the_timeline(browser: Browser, server: ServedPage) -> None:
+    from playwright.sync_api import expect
+
+    with opened(browser, server.url) as page:
+        go(page, server.url, "timeline")
+        heading = page.get_by_role("heading", name=re.compile("^In this window"))
+        whole = heading.inner_text()
+        page.locator("main canvas").hover()
+        page.mouse.wheel(0, -400)
+        expect(heading).not_to_have_text(whole)
+        page.get_by_role("button", name="all", exact=True).click()
+        expect(heading).to_have_text(whole)
+
+
+def test_a_connection_that_is_lost_is_shown_and_comes_back_by_itself(browser: Browser, server: ServedPage) -> None:
+    context = browser.new_context()
+    try:
+        context.add_cookies([{"name": "pipelinerl", "value": server.http.cookies["pipelinerl"], "url": server.url}])
+        page = context.new_page()
+        page.route("**/api/stream*", lambda route: route.abort())
+        page.goto(server.url)
+        page.locator("[data-heard=lost]").wait_for()
+        page.unroute_all()
+        page.locator("[data-heard=open]").wait_for()
+    finally:
+        context.close()
+
+
+def test_who_has_no_key_is_told_what_to_do(browser: Browser, server: ServedPage) -> None:
+    context = browser.new_context()
+    try:
+        context.add_cookies([{"name": "pipelinerl", "value": server.http.cookies["pipelinerl"], "url": server.url}])
+        page = context.new_page()
+        page.goto(server.url)
+        shown(page, "now")
+        context.clear_cookies()
+        page.goto(f"{server.url}/#/samples")
+        page.get_by_role("alert").filter(has_text="open the link that").first.wait_for()
+    finally:
+        context.close()
+
+
+def test_two_hundred_hostile_texts_are_shown_and_none_runs(browser: Browser, server: ServedPage) -> None:
+    from playwright.sync_api import expect
+
+    assert len(HOSTILE) == len(set(HOSTILE)) == 200
+    group = group_of(server, 1)
+    screens = [*SCREENS, f"group/{group}", f"tokens/{group}/0", f"tokens/{group}/0?as=table"]
+    with opened(browser, server.url) as page:
+        page.evaluate("() => { window.pwned = (number) => { (window.hit ??= []).push(number); }; }")
+        made = (
+            "document.querySelectorAll('main :is(script, iframe, object, embed, style, link, base, svg, math)').length"
+        )
+        for screen in screens:
+            go_on(page, screen + ("&" if "?" in screen else "?") + "run=1")
+            expect(page.locator("main")).to_contain_text("pwned(")
+            assert page.evaluate("window.hit ?? []") == [] and page.evaluate(made) == 0, screen
+        go_on(page, f"tokens/{group}/0?run=1")
+        drawn = page.locator("main .tokens span")
+        expect(drawn).to_have_count(len(HOSTILE))
+        plain = {"\u202e": "\\u202e", "\x00": "\\x00", "\u2028": "\\u2028"}
+        assert drawn.all_text_contents() == [text.translate(str.maketrans(plain)) for text in HOSTILE]
+
+
+def go_on(page: Page, screen: str) -> None:
+    """The same without a new document: what hostile text has left behind would still be there."""
+    page.evaluate("(hash) => { location.hash = hash; }", f"#/{screen}")
+    shown(page, screen.split("/")[0].split("?")[0])
+
+
+def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path: Path) -> None:
+    from playwright.sync_api import expect
+
+    directory = tmp_path / "runs" / "live"
+    with launched(light_run(directory, "run.steps=5000", "staleness.k=4"), directory) as run:
+        run.until_step(1)
+        with served_page(directory) as server, opened(browser, server.url) as page:
+            go(page, server.url, "steer")
+            apply = page.get_by_role("button", name="Apply")
+            warmer = page.get_by_role("textbox", name="temperature")
+            warmer.fill("-1")
+            expect(page.locator("form .why")).to_contain_text("temperature must be")  # before it is sent
+            expect(apply).to_be_disabled()
+            page.get_by_role("button", name="Undo").click()
+            slider = page.get_by_role("slider", name="k, slider", exact=True)
+            slider.press("ArrowRight")
+            slider.press("ArrowRight")
+            apply.click()
+            expect(page.get_by_role("form", name="Knobs")).to_contain_text("Accepted: k = 6")
+            run.until(lambda live: moved_to(live.events("knobs"), 6), "the event of k = 6")
+            expect(page.get_by_role("region", name="Changes of knobs")).to_contain_text("k = 6")
+            expect(page.get_by_role("region", name="Engines").locator("tbody tr")).to_have_count(1)
+            page.get_by_role("link", name="Now").click()
+            shown(page, "now")
+            step = newest(run.steps)
+            run.until_step(step + 2)
+            page.wait_for_function(f"(step) => {STEP} > step", arg=step)  # by itself, from the stream
+    with served_page(directory) as server, opened(browser, server.url) as page:
+        go(page, server.url, "now")
+        expect(page.locator("main")).to_contain_text("ended without a word")
+        go(page, server.url, "steer")
+        expect(page.get_by_role("slider", name="k, slider", exact=True)).to_have_attribute(
+            "aria-valuetext", "6 versions"
+        )
+        go(page, server.url, "samples")
+
+
+def moved_to(events: list[dict[str, Any]], k: int) -> bool:
+    return any(event["changes"].get("k") == k for event in events)
+
+
+def newest(steps: Callable[[], list[int]]) -> int:
+    return max(steps())

@@ -69,16 +69,6 @@ class ControllerCalls(Protocol):
 Connect = Callable[[str, str], ControllerCalls]
 
 
-def start(
-    config: RunConfig, *, claim: Callable[[RunConfig], bool], connect: Connect, members: Members | None = None
-) -> int:
-    """Run a recipe from its beginning, on this machine alone or as the head of `members`; returns the exit status.
-
-    `claim` is `run_directory.create`'s.
-    """
-    return resume(prepare(config, claim=claim, members=members), connect=connect)
-
-
 def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: Members | None) -> Path:
     """Make the directory of a run, ready to go on in; returns its path.
 

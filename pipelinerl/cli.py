@@ -92,9 +92,10 @@ def run(
         from launch.cluster.launchers import start_on
 
         raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumption.claim))
+    directory = launching.prepare(config, claim=resumption.claim, members=members)
     for line in _memory_lines(config, launching.memory_limits(config) if members is None else {}):
         typer.echo(line)
-    raise typer.Exit(launching.start(config, claim=resumption.claim, connect=_connect, members=members))
+    raise typer.Exit(launching.resume(directory, connect=_connect))
 
 
 @app.command()

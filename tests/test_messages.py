@@ -76,6 +76,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             by_domain={"toy": {"reward": 0.5}},
             by_tag={"level=3": {"stale": 0.25}},
             solved={"toy": [(8, "p")]},
+            updates=[{"epoch": 1.0, "loss": 0.5}],
         ),
         {
             "report_id": "e1-step-6",
@@ -87,6 +88,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "by_domain": {"toy": {"reward": 0.5}},
             "by_tag": {"level=3": {"stale": 0.25}},
             "solved": {"toy": [[8, "p"]]},
+            "updates": [{"epoch": 1.0, "loss": 0.5}],
         },
     ),
     (

@@ -89,7 +89,7 @@ def test_it_says_where_a_users_code_is_and_what_it_makes_of_a_real_problem(tmp_p
     assert ("user code", f"domains.d.rewards.0.function = short, {tmp_path}/r.py:1") in found
     said = dict(found)["verifier"]
     assert re.fullmatch(
-        r"domains.d: of the reference answer (correct|wrong), reward 0.\d+ \(short -0.[12], math_answer 1\) in .* s; "
+        r"domains.d: of the reference answer partial, reward 0.\d+ \(short -0.[12], math_answer 1\) in .* s; "
         r"of an empty answer wrong, reward 0 \(short 0, math_answer 0\) in .* s: math_answer: no answer",
         said,
     )
@@ -310,7 +310,7 @@ def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None
     [
         (
             {"source": "zzz"},
-            "domains.d.source must be one of reasoning_gym, addition, files, instructions, hub, got 'zzz'",
+            "domains.d.source must be one of reasoning_gym, addition, files, instructions, programs, hub, got 'zzz'",
         ),
         ({"source": "reasoning_gym:zzz"}, "domains.d: reasoning-gym refuses task 'zzz'"),
         (

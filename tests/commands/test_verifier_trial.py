@@ -26,7 +26,7 @@ async def test_a_judge_is_asked_once_and_its_words_are_shown() -> None:
     with in_thread(fake.app) as url:
         said = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
     assert len(fake.bodies) == 1
-    assert said.startswith("of the reference answer, by one vote, wrong, reward 0.111111 (judge 0.111111) in")
+    assert said.startswith("of the reference answer, by one vote, partial, reward 0.111111 (judge 0.111111) in")
     assert said.endswith("the judge said 2: so it seems")
 
 

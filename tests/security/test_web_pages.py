@@ -22,6 +22,7 @@ ACTS = {
     "engine": ("POST", "/v1/chat/completions"),
     "controller": ("POST", "/stop"),
     "parameter server": ("POST", "/versions"),
+    "verifier": ("POST", "/verify"),
 }
 JSON = {"content-type": "application/json"}
 

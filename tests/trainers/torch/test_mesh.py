@@ -225,7 +225,7 @@ def test_reads_beside_passes_twenty_times(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, distributed"),
+        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, lora, distributed"),
         ({"mesh": {"fsdp": 2}}, "options.mesh.fsdp is unknown to the torch trainer; it knows dp_replicate, dp_shard"),
         ({"mesh": {"dp_shard": 0}}, "options.mesh.dp_shard must be a whole number of at least 1, got 0"),
         ({"mesh": {"cp": 2}, "distributed": JOINED}, "options.mesh.cp=2: sequences cannot be divided among processes"),

@@ -66,7 +66,7 @@ def _overall(steps: Sequence[Event]) -> dict[str, Any]:
         "accuracy": estimate(steps, "accuracy", share=True)
         or estimate([each for step in steps for each in _by(step, "by_domain").values()], "accuracy", share=True),
         "length": _mean(steps, "length_mean"),
-        "truncated": _mean(steps, "truncated_fraction"),
+        "truncated": _mean(steps, "truncated"),
         "entropy": _mean(steps, "entropy"),
         "tokens_per_s": tokens / seconds if seconds else None,
         "rollouts_per_s": rollouts / seconds if seconds else None,

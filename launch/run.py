@@ -129,6 +129,9 @@ def _launch(directory: RunDirectory, placement: Placement, connect: Connect) -> 
         token = json.loads(directory.tokens.read_text())["token"]
         controller = connect(f"http://127.0.0.1:{ports.controller}", token)
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
+        console.print(
+            f"in the browser: pipelinerl watch {directory.path}", highlight=False, markup=False, soft_wrap=True
+        )
         if placement.assignments:
             console.print(placement.describe(), highlight=False, markup=False)
         with ProgressDisplay(console) as progress, _StatusReader(controller) as reader:

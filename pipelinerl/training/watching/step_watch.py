@@ -87,9 +87,11 @@ def _tokens_of(
 ) -> TrainedTokens | None:
     for number, (packed, micro_batch) in enumerate(zip(batch.packed, micro_batches, strict=True)):
         if row in packed.members:
-            here = micro_batch.loss_mask & (micro_batch.segment_ids == packed.members.index(row))
-            logprobs = losses[number].predictions[here] if losses else None
-            return TrainedTokens(advantages=micro_batch.advantages[here], logprobs=logprobs)
+            place = packed.members.index(row)
+            start, end = np.searchsorted(micro_batch.segment_ids, (place, place + 1)).tolist()
+            mask = micro_batch.loss_mask[start:end]
+            logprobs = losses[number].predictions[start:end][mask] if losses else None
+            return TrainedTokens(advantages=micro_batch.advantages[start:end][mask], logprobs=logprobs)
     return None
 
 

@@ -149,6 +149,8 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
         token = json.loads(directory.tokens.read_text())["token"]
         controller = connect(f"http://{launch.at('controller', launch.ports.controller)}", token)
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
+        watch = f"in the browser: pipelinerl watch {directory.path}"
+        console.print(watch, highlight=False, markup=False, soft_wrap=True)
         if launch.placement.assignments and not launch.homes.are_several:
             console.print(launch.placement.describe(), highlight=False, markup=False)
         with ProgressDisplay(console) as progress, _StatusReader(controller) as reader:

@@ -6,6 +6,7 @@ while it is held, and else they are told that they are behind.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -52,9 +53,9 @@ class Feed:
 
     def put(self, name: str, told: Mapping[str, Any], *, step: int | None = None) -> None:
         """Tell everybody."""
-        data = msgspec.json.encode({**told, "run": self._run})
+        data = as_json({**told, "run": self._run})
         if len(data) > _MOST_BYTES:
-            data = msgspec.json.encode({"kind": told.get("kind"), "time": told.get("time"), "run": self._run})
+            data = as_json({"kind": told.get("kind"), "time": told.get("time"), "run": self._run})
         with self._lock:
             self._number += 1
             self._entries.append(FeedEntry(self.place, name, data.decode(), step))
@@ -69,6 +70,14 @@ class Feed:
             if not 0 <= missed <= len(self._entries):
                 return None
             return list(islice(self._entries, len(self._entries) - missed, None))
+
+
+def as_json(value: Any) -> bytes:
+    """Plain values and structs as JSON, in which NaN is null; also numbers that are too long for most readers."""
+    try:
+        return msgspec.json.encode(value)
+    except (OverflowError, UnicodeEncodeError):
+        return json.dumps(msgspec.to_builtins(value, str_keys=True)).encode()
 
 
 def step_told(event: Event) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, final
 
-import msgspec
 from fastapi import Query
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from pipelinerl.commands.watch.feed import as_json
 from pipelinerl.commands.watch.steering import Steering
 from pipelinerl.commands.watch.watched_run import WatchedRun
 
@@ -52,4 +52,4 @@ class Pages:
 
 def answer(value: Any) -> Response:
     """Plain values as JSON, in which NaN is null."""
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return Response(as_json(value), media_type="application/json")

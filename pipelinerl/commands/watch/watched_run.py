@@ -19,7 +19,7 @@ from pipelinerl.commands.watch.feed import Feed, step_told
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.page.event_tail import EventTail
-from pipelinerl.observability.page.run_view import RunView
+from pipelinerl.observability.page.run_view import RunView, whole
 from pipelinerl.observability.page.sample_index import SampleIndex
 from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.observability.samples.reading import FOLDER
@@ -108,10 +108,10 @@ class WatchedRun:
             self.feed.put("rewound", {"to": 0})
         live = "events" in self.loaded
         for event in piece.events:
-            if self.view.take(event) and live:
-                self.feed.put("rewound", {"to": event["step"] - 1})
-            if live:
-                self._tell(event)
+            try:
+                self._take(event, live=live)
+            except Exception:  # whoever wrote it: one odd event must not end the page of a whole run
+                log.exception("%s has an event that cannot be told; it is left out", self.run_dir)
         if not live and not self._tail.is_behind:
             self.loaded.add("events")
             self.feed.put("loaded", {"what": "events"})
@@ -126,9 +126,15 @@ class WatchedRun:
             self.feed.put("loaded", {"what": "samples"})
         return bool(came) or (self.samples.unread_bytes > 0 and "samples" not in self.loaded)
 
-    def _tell(self, event: Event) -> None:
-        if event["kind"] == "step" and isinstance(event.get("step"), int):
-            self.feed.put("step", step_told(event), step=event["step"])
+    def _take(self, event: Event, *, live: bool) -> None:
+        rewound = self.view.take(event)
+        if not live:
+            return
+        if rewound:
+            self.feed.put("rewound", {"to": event["step"] - 1})
+        step = whole(event, "step")
+        if event["kind"] == "step" and step is not None:
+            self.feed.put("step", step_told(event), step=step)
         else:
             self.feed.put("event", event)
 

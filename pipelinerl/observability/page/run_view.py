@@ -122,20 +122,20 @@ class RunView:
 
     def _take_step(self, event: Event) -> bool:
         rewound = self.steps.add(event)
-        step = event.get("step")
-        while self.recent and isinstance(step, int) and not self.recent[-1]["step"] < step:
-            self.recent.pop()
-            self.sampled_by.pop()
-        if isinstance(step, int):
+        step = whole(event, "step")
+        if step is not None:
+            while self.recent and self.recent[-1]["step"] >= step:
+                self.recent.pop()
+                self.sampled_by.pop()
             self.recent.append({name: value for name, value in event.items() if name != "orders"})
             self.sampled_by.append(self.ended_groups)
             self.ended_groups = Counter()
         return rewound
 
     def _take_publication(self, event: Event) -> None:
-        pause, version = event.get("pause_s"), event.get("model_version")
-        if isinstance(pause, int | float):
-            self.pauses_s.append(float(pause))
+        pause, version = event.get("pause_s"), whole(event, "model_version")
+        if isinstance(pause, float):
+            self.pauses_s.append(pause)
         failed = event.get("failed")
         for url, engine in self.engines.items():
             if engine["state"] == "healthy" and not (isinstance(failed, dict) and url in failed):
@@ -190,17 +190,22 @@ class RunView:
         engine["state"] = lifecycle
         if event.get("reason"):
             engine["last_error"] = cut(event["reason"])
-        if isinstance(event.get("model_version"), int):
-            engine["version"] = event["model_version"]
+        engine["version"] = whole(event, "model_version", engine["version"])
 
     def _mark(self, kind: str, event: Event) -> dict[str, Any]:
-        step = next((event[name] for name in ("step", "model_version") if isinstance(event.get(name), int)), self.step)
+        step = whole(event, "step", whole(event, "model_version", self.step))
         mark = {"step": step, "elapsed_s": event.get("elapsed_s"), "kind": kind, "what": sentence(event)}
         if kind == "evaluation":
             mark |= {"set": cut(event.get("name", HELD_OUT))} | {
                 name: event.get(name) for name in ("accuracy", "low", "high")
             }
         return mark
+
+
+def whole(event: Event, name: str, otherwise: int | None = None) -> int | None:
+    """A field that is a count."""
+    value = event.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else otherwise
 
 
 def sentence(event: Event) -> str:

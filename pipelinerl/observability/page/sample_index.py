@@ -325,9 +325,6 @@ class SampleIndex:
             group = _PARTS.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return 0
-        if self._samples.count >= 2 * self.most:  # a first reading of a log that is too long
-            self.left_out += len(group.answers)
-            return 0
         key = _key(group)
         place = self._by_key.get(key)
         if place is not None:

@@ -101,7 +101,7 @@ class StepTable:
     def add(self, event: Event) -> bool:
         """Take a `step` event in; True where it takes an earlier one's place, so that what came after that is gone."""
         step = event.get("step")
-        if not isinstance(step, int) or not 0 <= step < 2**53:
+        if type(step) is not int or not 0 <= step < 2**53:
             return False
         again = bool(self._chunks) and step <= self.bounds[1]
         if again:

@@ -89,10 +89,12 @@ def _tokens_of(
 ) -> TrainedTokens | None:
     for number, (packed, micro_batch) in enumerate(zip(batch.packed, micro_batches, strict=True)):
         if row in packed.members:
-            here = micro_batch.loss_mask & (micro_batch.segment_ids == packed.members.index(row))
+            place = packed.members.index(row)
+            start, end = np.searchsorted(micro_batch.segment_ids, (place, place + 1)).tolist()
+            mask = micro_batch.loss_mask[start:end]
             loss = losses[number] if losses else None
-            logprobs = None if loss is None else loss.predictions[here]
-            return TrainedTokens(advantages=micro_batch.advantages[here], logprobs=logprobs)
+            logprobs = None if loss is None else loss.predictions[start:end][mask]
+            return TrainedTokens(advantages=micro_batch.advantages[start:end][mask], logprobs=logprobs)
     return None
 
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, TypeVar, final
 
 import numpy as np
@@ -190,26 +191,27 @@ class TrainingSamples:
 
     def _columns(self, rollout: Rollout, token_ids: Sequence[int], trained: TrainedTokens | None) -> AnswerTokens:
         """What is known of each token; `token_ids` are all after the prompt."""
-        sampled = np.concatenate(
-            [
-                mask
-                for number, turn in enumerate(rollout.turns)
-                for mask in (
-                    np.zeros(len(turn.context_token_ids) if number else 0, bool),
-                    np.ones(len(turn.token_ids), bool),
-                )
-            ]
-        )
-        spans = np.array([span for turn in rollout.turns for span in turn.spans], np.int64).reshape(-1, 2)
-        logprobs = np.concatenate([turn.behavior_logprobs for turn in rollout.turns])
+        gaps = [0, *(len(turn.context_token_ids) for turn in rollout.turns[1:])]
+        counts = [len(turn.token_ids) for turn in rollout.turns]
+
+        def spread(values: Sequence[T]) -> tuple[T | None, ...]:
+            """The values at the sampled tokens, None at those that the environment wrote."""
+            if len(counts) == 1:
+                return tuple(values)
+            rest = iter(values)
+            parts = zip(gaps, counts, strict=True)
+            return tuple(each for gap, count in parts for each in (*(None,) * gap, *islice(rest, count)))
+
+        versions = [span.model_version for turn in rollout.turns for span in turn.spans for _ in range(span.num_tokens)]
+        logprobs = [each for turn in rollout.turns for each in turn.behavior_logprobs.tolist()]
+        ours = [] if trained is None or trained.logprobs is None else trained.logprobs.tolist()
+        deltas = [a - b for a, b in zip(ours, logprobs, strict=False)]
         return AnswerTokens(
             tokens=self._tokens(token_ids),
-            versions=_spread(np.repeat(spans[:, 0], spans[:, 1]).tolist(), sampled),
-            logprobs=_spread(_told(logprobs, "%.7g"), sampled),
-            deltas=_spread(_told(trained.logprobs - logprobs, "%.3g"), sampled)
-            if trained is not None and trained.logprobs is not None
-            else (),
-            advantages=_spread(_told(trained.advantages, "%.4g"), sampled) if trained is not None else (),
+            versions=spread(versions),
+            logprobs=spread(_told(logprobs, "%.7g")),
+            deltas=spread(_told(deltas, "%.3g")) if deltas else (),
+            advantages=spread(_told(trained.advantages.tolist(), "%.4g")) if trained is not None else (),
         )
 
     def _tokens(self, token_ids: Sequence[int]) -> TokenTexts:
@@ -228,17 +230,9 @@ def _rows(end: int, group: RolloutGroup) -> range:
     return range(end - len(group.rollouts), end)
 
 
-def _spread(values: Sequence[T], sampled: NDArray[np.bool_]) -> tuple[T | None, ...]:
-    """The values at the sampled tokens, None at the others."""
-    if sampled.all():
-        return tuple(values)
-    rest = iter(values)
-    return tuple(next(rest) if each else None for each in sampled.tolist())
-
-
-def _told(values: Float32, form: str) -> list[float | None]:
+def _told(values: Sequence[float], form: str) -> list[float | None]:
     """With as many digits as anybody looks at: what is recorded has to be small."""
-    return [float(form % value) if math.isfinite(value) else None for value in values.tolist()]
+    return [float(form % value) if math.isfinite(value) else None for value in values]
 
 
 def _finite(value: float) -> float | None:

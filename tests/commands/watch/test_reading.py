@@ -147,6 +147,23 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
         watched_runs([tmp_path])
 
 
+def test_a_log_of_odd_events_is_told_all_the_same(tmp_path: Path) -> None:
+    run_dir = written_run(tmp_path / "run", steps=2, end=False)
+    odd = [10**30, -1, "<script>alert(1)</script>", None, [], {"x": [1]}]
+    names = ("step", "elapsed_s", "url", "changes", "accuracy", "time", "by_domain", "ledger", "knobs", "reason")
+    kinds = ("evaluation", "knobs", "alarm", "engine_joined", "publish", "step", "run_started", "checkpoint")
+    with served_page(run_dir) as page:
+        loaded(page)
+        with (run_dir / "events.jsonl").open("a") as file:
+            for kind in kinds:
+                file.writelines(json.dumps(dict.fromkeys(names, each) | {"kind": kind}) + "\n" for each in odd)
+            file.write(json.dumps({"kind": "step", "step": 3, "reward": 1.0}) + "\n")
+        while page.get("/api/run")["step"] != 3:  # the test's own time limit ends it
+            pass
+        for path in ("/api/steps", "/api/now", "/api/knobs", "/api/engines", "/api/compare"):
+            page.get(path)
+
+
 async def heard(lines: Any, *names: str) -> list[dict[str, Any]]:
     """What is told until each of these names has come."""
     told, waited = [], set(names)

@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from pipelinerl.observability.samples.record import MOST_CHARACTERS, decode, encode, shortened
+from pipelinerl.observability.samples.record import (
+    MOST_CHARACTERS,
+    AnswerTokens,
+    TokenTexts,
+    decode,
+    encode,
+    shortened,
+)
 from tests.observability.samples.groups import HOSTILE, answer, group
 
 
@@ -54,3 +61,23 @@ def test_what_is_no_line_of_ours_is_no_group(line: bytes) -> None:
 def test_a_number_that_json_cannot_say_is_left_out_by_its_maker() -> None:
     line = encode(group(1, answer(reward=math.nan)), most_bytes=10_000)
     assert line is not None and (kept := decode(line[:-1])) is not None and kept.answers[0].reward is None
+
+
+def test_of_too_many_tokens_a_beginning_and_an_end_are_kept() -> None:
+    count = 10_000
+    tokens = AnswerTokens(
+        tokens=TokenTexts(ids=tuple(range(count)), texts=("t",) * count),
+        versions=(1,) * count,
+        logprobs=(-0.5,) * count,
+    )
+    line = encode(group(1, answer(tokens=tokens), prompt_tokens=tokens.tokens), most_bytes=2**20)
+    assert line is not None
+    kept = decode(line)
+    assert kept is not None and kept.answers[0].tokens is not None
+    cut = kept.answers[0].tokens.tokens
+    assert len(cut.ids) == len(cut.texts) == len(kept.answers[0].tokens.versions) == 2000
+    assert (cut.at, cut.left_out, cut.ids[cut.at - 1], cut.ids[cut.at]) == (1500, 8000, 1499, 9500)
+    assert kept.answers[0].tokens.deltas == () and kept.prompt_tokens == cut
+    small = encode(group(1, answer(tokens=tokens)), most_bytes=600)
+    assert small is not None and (held := decode(small)) is not None, "a line that has no room for them has no tokens"
+    assert held.answers[0].tokens is None or len(held.answers[0].tokens.tokens.ids) < 20

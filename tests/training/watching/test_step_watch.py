@@ -12,7 +12,7 @@ import pytest
 from pipelinerl.choices import NoSignal, Truncated
 from pipelinerl.objective.presets import resolve
 from pipelinerl.observability.samples.reading import read_samples
-from pipelinerl.observability.samples.record import SampleKind
+from pipelinerl.observability.samples.record import SampleKind, TokenTexts
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
@@ -22,6 +22,7 @@ from pipelinerl.training.watching.step_watch import MOST_REASONS, OTHER_REASONS,
 from pipelinerl.training.watching.training_samples import TrainingSamples
 from pipelinerl.types import Outcome, ProblemSummary, RolloutGroup
 from tests.fakes.rollouts import group, rollout
+from trainer_contract.types import LossStats
 
 
 def spelled(token_ids: Sequence[int]) -> str:
@@ -67,6 +68,39 @@ def test_a_sample_says_all_that_is_known_of_it(tmp_path: Path) -> None:
     assert one.advantage == pytest.approx(1.0, abs=1e-3) and two.advantage == pytest.approx(-1.0, abs=1e-3)
     assert (two.finish_reason, two.staleness, two.trained) == ("length", 3, True)
     assert (three.outcome, three.reward, three.advantage, three.trained) == ("verifier_error", None, None, False)
+
+
+def test_the_tokens_of_a_sample_are_those_that_were_sampled_and_trained_on(tmp_path: Path) -> None:
+    watch = watch_in(tmp_path)
+    right = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8, 9), spans=((2, 1), (3, 2)))
+    wrong = rollout(reward=0.0, prompt=(5, 6), sampled=(7,), spans=((3, 1),))
+    broken = rollout(outcome=Outcome.VERIFIER_ERROR, prompt=(5, 6))
+    made = replace(group(4), rollouts=(right, wrong, broken))
+    batch = build([made], objective=resolve("grpo"), token_budget=4, producing=4)
+    assert len(batch.packed) > 1, "the rollouts of the group are in several micro-batches"
+    losses = [LossStats(0.0, (each.behavior_logprobs - 0.125) * each.loss_mask) for each in batch.micro_batches]
+    watch.stepped(batch, batch.micro_batches, version=4, losses=losses)
+    closed(watch)
+    (sample,) = read_samples(tmp_path)
+    assert sample.prompt_tokens == TokenTexts(ids=(5, 6), texts=("5", "6"))
+    one, two, three = (each.tokens for each in sample.answers)
+    assert one is not None and two is not None and three is not None
+    assert one.tokens == TokenTexts(ids=(7, 8, 9), texts=("7", "8", "9")) and one.versions == (2, 3, 3)
+    assert one.logprobs == pytest.approx(right.turns[0].behavior_logprobs.tolist()) and one.deltas == (-0.125,) * 3
+    assert one.advantages == pytest.approx((1.0,) * 3, abs=1e-3) and two.advantages == pytest.approx((-1.0,), abs=1e-3)
+    assert (three.deltas, three.advantages) == ((), ()), "it was not trained on"
+
+
+def test_what_the_environment_wrote_between_turns_has_no_version(tmp_path: Path) -> None:
+    watch = watch_in(tmp_path)
+    first = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8))
+    later = replace(first.turns[0], context_token_ids=np.array([1, 2, 3], np.int32))
+    stepped(watch, [replace(group(0), rollouts=(replace(first, turns=(*first.turns, later)), rollout()))], version=1)
+    closed(watch)
+    tokens = read_samples(tmp_path)[0].answers[0].tokens
+    assert tokens is not None and tokens.tokens.ids == (7, 8, 1, 2, 3, 7, 8)
+    assert [version is None for version in tokens.versions] == [False, False, True, True, True, False, False]
+    assert tokens.deltas == (), "no log-probs of the trainer were given"
 
 
 def test_a_masked_rollout_has_no_advantage_and_did_not_train(tmp_path: Path) -> None:

@@ -67,3 +67,11 @@ def hostile_run(run_dir: Path) -> Path:
     first = answer(HOSTILE[0], tokens=tokens, trained=True)
     keep(run_dir, [group(3, first, *answers, **fields, ground_truth=HOSTILE[12])], name="training2")
     return run_dir
+
+
+def long_silent(run_dir: Path) -> Path:
+    """The run, with every event a minute older: of one that has just written, nobody knows yet that it was killed."""
+    log = run_dir / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(event | {"time": event["time"] - 60.0}) + "\n" for event in events))
+    return run_dir

@@ -15,7 +15,7 @@ import pytest
 from tests.commands.watch.run_files import ServedPage, loaded, served_page, written_run
 from tests.fakes.live_run import launched, light_run
 from tests.observability.page.browser import MISSING, a_browser, opened
-from tests.observability.page.hostile_run import HOSTILE, hostile_run
+from tests.observability.page.hostile_run import HOSTILE, hostile_run, long_silent
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -77,7 +77,7 @@ def browser() -> Iterator[Browser]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
     """Run 0 was killed, run 1 is hostile."""
     folder = tmp_path_factory.mktemp("browser")
-    killed = written_run(folder / "killed", steps=STEPS, end=False)
+    killed = long_silent(written_run(folder / "killed", steps=STEPS, end=False))
     with served_page(killed, hostile_run(folder / "hostile")) as served:
         for run in (0, 1):
             loaded(served, run)
@@ -281,7 +281,7 @@ def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path
             slider.press("ArrowRight")
             slider.press("ArrowRight")
             apply.click()
-            expect(page.locator("form")).to_contain_text("Accepted: k = 6")
+            expect(page.get_by_role("form", name="Knobs")).to_contain_text("Accepted: k = 6")
             run.until(lambda live: moved_to(live.events("knobs"), 6), "the event of k = 6")
             expect(page.get_by_role("region", name="Changes of knobs")).to_contain_text("k = 6")
             expect(page.get_by_role("region", name="Engines").locator("tbody tr")).to_have_count(1)

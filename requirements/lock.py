@@ -44,6 +44,8 @@ from requirements.install import (
 
 _HEADING = "# Written by `make lock`: what is installed, and the hashes of the files that may be.\n"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
+#: The first release of each Python, and one after all that a marker may name.
+PATCHES = (0, 99)
 #: `sys_platform`, `platform_system`, `platform_machine`.
 PLATFORMS = (("linux", "Linux", "x86_64"), ("linux", "Linux", "aarch64"), ("darwin", "Darwin", "arm64"))
 Target = tuple[tuple[int, int], tuple[str, str, str]]
@@ -144,13 +146,13 @@ def _suits(tag: Tag) -> bool:
 # --- which packages, at which version, where --------------------------------------------------------------------------
 
 
-def _environment(target: Target, extra: str) -> dict[str, str]:
+def _environment(target: Target, extra: str, patch: int) -> dict[str, str]:
     (major, minor), (platform, system, machine) = target
     return {
-        "python_version": f"{major}.{minor}", "python_full_version": f"{major}.{minor}.9", "extra": extra,
+        "python_version": f"{major}.{minor}", "python_full_version": f"{major}.{minor}.{patch}", "extra": extra,
         "sys_platform": platform, "platform_system": system, "platform_machine": machine, "os_name": "posix",
         "implementation_name": "cpython", "platform_python_implementation": "CPython",
-        "implementation_version": f"{major}.{minor}.9", "platform_release": "", "platform_version": "",
+        "implementation_version": f"{major}.{minor}.{patch}", "platform_release": "", "platform_version": "",
     }  # fmt: skip
 
 
@@ -195,10 +197,14 @@ def closure(index: Index, roots: Sequence[str], known: dict[str, str], *, everyw
 
 
 def _applies(needed: Requirement, target: Target, extra: str) -> bool:
+    """Whether any release of that Python needs it: what only early ones need is installed with the later ones, too."""
     if needed.marker is None:
         return not extra
-    with_extra = needed.marker.evaluate(_environment(target, extra))
-    return with_extra and (not extra or not needed.marker.evaluate(_environment(target, "")))
+    for patch in PATCHES:
+        with_extra = needed.marker.evaluate(_environment(target, extra, patch))
+        if with_extra and (not extra or not needed.marker.evaluate(_environment(target, "", patch))):
+            return True
+    return False
 
 
 def version_of(index: Index, name: str, wanted: SpecifierSet, known: dict[str, str]) -> Version:

@@ -57,7 +57,7 @@ def test_a_version_is_the_known_one_else_the_newest_that_satisfies_all() -> None
 def test_a_package_is_needed_where_a_marker_says_so_and_with_the_extra_that_brings_it() -> None:
     shelf = Shelf(
         {
-            "qq-root": {"1": ['qq-a; sys_platform == "linux"', "qq-b[more]", 'qq-e; python_version < "3.12"']},
+            "qq-root": {"1": ['qq-a; sys_platform == "linux"', "qq-b[more]", 'qq-e; python_full_version < "3.11.3"']},
             "qq-a": {"1": ['qq-d; platform_machine == "x86_64"']},
             "qq-b": {"1": ['qq-c; extra == "more"', 'qq-never; extra == "other"']},
             "qq-c": {"1": []},

@@ -100,6 +100,7 @@ def _lives(run_dir: Path, name: str, life: int) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.mark.slow  # Slurm may take its own requeue for a job that was killed, and revokes it
 def test_the_script_on_a_real_cluster(tmp_path: Path) -> None:
     """A killed step is begun again; notice suspends the run, and the job's next life begins its nodes anew."""
     run_dir = tmp_path / "run"

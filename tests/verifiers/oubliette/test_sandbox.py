@@ -205,7 +205,7 @@ from pipelinerl.verifiers.oubliette.runs import Limits, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
 sandbox = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=2)
 print(sandbox.run(toolchains.find("python").running(b"print(1)", b"", Limits())).code, flush=True)
-source = b"import os\\nos.fork()\\nopen('/proc/self/comm', 'w').write(input())\\nwhile True: pass"
+source = b"import os\\nname = input()\\nos.fork()\\nopen('/proc/self/comm', 'w').write(name)\\nwhile True: pass"
 run = toolchains.find("python").running(source, sys.argv[1].encode(), Limits(cpu_s=3600, wall_s=3600))
 for _ in range(3):
     sandbox.submit(run)

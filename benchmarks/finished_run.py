@@ -35,6 +35,23 @@ class FinishedRun:
     completed: bool
 
 
+def training_clock(history: RunHistory) -> tuple[float, ...]:
+    """Seconds of training at the end of each step, from when the first began to wait for its rollouts.
+
+    Raises:
+        ValueError: the steps do not report their times.
+    """
+    ended = history.series(history.steps, "elapsed_s", x="step").y
+    began = ended[0] - steps_of(history, "step_s").y[0] - steps_of(history, "wait_s").y[0]
+    return tuple(at - began for at in ended)
+
+
+def discarded_share(history: RunHistory) -> float:
+    """Of all sampled tokens, those of stale groups. Raises ValueError where the steps do not report them."""
+    stale = steps_of(history, "stale_tokens").y[-1]
+    return stale / (stale + sum(steps_of(history, "sampled_tokens").y))
+
+
 def train(recipe: str, changes: Sequence[str], *, seed: int) -> FinishedRun:
     """Run `recipe` with `changes` in processes of its own; a run that broke down is told by its last checkpoint.
 

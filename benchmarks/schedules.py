@@ -29,7 +29,7 @@ from statistics import fmean, median
 from typing import Final
 
 from benchmarks.comparison import Column, table
-from benchmarks.finished_run import FinishedRun, Points, steps_of, thinned, train
+from benchmarks.finished_run import FinishedRun, Points, discarded_share, steps_of, thinned, train, training_clock
 from benchmarks.measure import bootstrap_median, write_record
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.run_history import Series
@@ -162,9 +162,8 @@ def outcome(schedule: Schedule, cell: Cell, seed: int, run: FinishedRun) -> Outc
     """
     steps = partial(steps_of, run.history)
     reward, sampled, rollouts = steps("reward"), steps("sampled_tokens").y, steps("rollouts").y
-    ended = run.history.series(run.history.steps, "elapsed_s", x="step").y
-    began = ended[0] - steps("step_s").y[0] - steps("wait_s").y[0]
-    stale, smooth, several = steps("stale_tokens").y[-1], reward.smoothed().y, schedule.generation
+    clock = training_clock(run.history)
+    smooth, several = reward.smoothed().y, schedule.generation
     return Outcome(
         arm=schedule.name,
         cell=cell.name,
@@ -173,13 +172,13 @@ def outcome(schedule: Schedule, cell: Cell, seed: int, run: FinishedRun) -> Outc
         accuracy=run.accuracy,
         reward=run.history.last_reward or 0.0,
         area=fmean(reward.y),
-        seconds=ended[-1] - began,
+        seconds=clock[-1],
         lag=(fmean(steps("staleness_mean").y) - 1) * several + (several + 1) / 2,
-        discarded=stale / (stale + sum(sampled)),
+        discarded=discarded_share(run.history),
         ess=fmean(steps("ess").y),
-        tokens_per_s=sum(sampled) / (ended[-1] - began),
+        tokens_per_s=sum(sampled) / clock[-1],
         by_samples=thinned(Series(tuple(accumulate(rollouts)), smooth)),
-        by_seconds=thinned(Series(tuple(at - began for at in ended), smooth)),
+        by_seconds=thinned(Series(clock, smooth)),
         by_tokens=thinned(Series(tuple(accumulate(sampled)), smooth)),
     )
 

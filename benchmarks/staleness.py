@@ -31,7 +31,7 @@ from statistics import fmean
 from typing import Final
 
 from benchmarks.comparison import Column, table
-from benchmarks.finished_run import FinishedRun, Points, steps_of, thinned, train
+from benchmarks.finished_run import FinishedRun, Points, discarded_share, steps_of, thinned, train, training_clock
 from benchmarks.measure import write_record
 from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.run_history import Series
@@ -121,9 +121,7 @@ def outcome(arm: Arm, seed: int, run: FinishedRun) -> Outcome:
     steps = partial(steps_of, run.history)
     reward, ess, sampled = steps("reward"), steps("ess"), steps("sampled_tokens")
     rollouts = tuple(accumulate(steps("rollouts").y))
-    ended = run.history.series(run.history.steps, "elapsed_s", x="step").y
-    began = ended[0] - steps("step_s").y[0] - steps("wait_s").y[0]
-    stale = steps("stale_tokens").y[-1]
+    clock = training_clock(run.history)
     return Outcome(
         arm=arm.name,
         seed=seed,
@@ -131,11 +129,11 @@ def outcome(arm: Arm, seed: int, run: FinishedRun) -> Outcome:
         accuracy=run.accuracy,
         reward=run.history.last_reward or 0.0,
         age=fmean(steps("staleness_mean").y),
-        discarded=stale / (stale + sum(sampled.y)),
+        discarded=discarded_share(run.history),
         ess=fmean(ess.y),
-        tokens_per_s=sum(sampled.y) / (ended[-1] - began),
+        tokens_per_s=sum(sampled.y) / clock[-1],
         by_samples=thinned(Series(rollouts, reward.smoothed().y)),
-        by_seconds=thinned(Series(tuple(at - began for at in ended), reward.smoothed().y)),
+        by_seconds=thinned(Series(clock, reward.smoothed().y)),
         ess_by_step=thinned(ess.smoothed()),
     )
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
+
+import msgspec
 
 from pipelinerl import rng
 from pipelinerl.data.drafts import Draft, Split, split_of, to_problem
@@ -20,6 +22,19 @@ from pipelinerl.types import Message, Problem
 _MAX_DRAWS: Final = 10_000
 #: Entries that a reasoning-gym task can make; every index below it is a problem.
 NUM_ENTRIES: Final = 2**31 - 1
+
+
+Parameters = TypeVar("Parameters")
+
+
+def parameters_of(asked: SourceRequest, kind: type[Parameters], *, source: str) -> Parameters:
+    """What a recipe says to a generator of ours, as its `kind`. Raises `RecipeError` for what it does not know."""
+    if asked.argument:
+        raise RecipeError(f"{asked.where}.source must be {source} alone, got {source}:{asked.argument}")
+    try:
+        return msgspec.convert(dict(asked.parameters), kind)
+    except msgspec.ValidationError as error:
+        raise RecipeError(f"{asked.where}.parameters: {error}") from None
 
 
 @final

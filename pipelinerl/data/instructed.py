@@ -19,7 +19,7 @@ from msgspec import Meta, Struct, field
 
 from pipelinerl import rng
 from pipelinerl.data.drafts import Draft
-from pipelinerl.data.generated import GeneratedSource
+from pipelinerl.data.generated import GeneratedSource, parameters_of
 from pipelinerl.data.reference_answers import answer_following
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
@@ -176,12 +176,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def open_instructions(asked: SourceRequest) -> GeneratedSource:
     """The source `instructions`. Raises `RecipeError` for parameters that it does not know or cannot follow."""
-    if asked.argument:
-        raise RecipeError(f"{asked.where}.source must be instructions alone, got instructions:{asked.argument}")
-    try:
-        parameters = msgspec.convert(dict(asked.parameters), _Parameters)
-    except msgspec.ValidationError as error:
-        raise RecipeError(f"{asked.where}.parameters: {error}") from None
+    parameters = parameters_of(asked, _Parameters, source="instructions")
     return GeneratedSource(
         lambda key: _drawn(parameters, key, where=asked.where),
         domain=asked.domain,

@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Final, NamedTuple
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
 from pipelinerl import rng
 from pipelinerl.data.drafts import Draft
-from pipelinerl.data.generated import GeneratedSource
+from pipelinerl.data.generated import GeneratedSource, parameters_of
 from pipelinerl.data.source import SourceRequest
-from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message
 
 _REQUEST: Final = "Write a program that reads a number x and prints {}."
@@ -56,12 +54,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def open_programs(asked: SourceRequest) -> GeneratedSource:
     """The source `programs`. Raises `RecipeError` for parameters that it does not know."""
-    if asked.argument:
-        raise RecipeError(f"{asked.where}.source must be programs alone, got programs:{asked.argument}")
-    try:
-        parameters = msgspec.convert(dict(asked.parameters), _Parameters)
-    except msgspec.ValidationError as error:
-        raise RecipeError(f"{asked.where}.parameters: {error}") from None
+    parameters = parameters_of(asked, _Parameters, source="programs")
     return GeneratedSource(
         lambda key: _drawn(parameters, key),
         domain=asked.domain,

@@ -10,16 +10,21 @@ That may be before the step which trains the group, or after it; `GroupJoiner` f
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
+
+import msgspec
 
 from pipelinerl.observability.events import Event
 
 #: Groups whose step has not come yet, orders whose stages have not: the oldest are given up.
 _PENDING: Final = 1024
 _ORDERS: Final = 1 << 14
+
+_Stages = tuple[int, float, float, float, str, list[tuple[int, int]]]
 
 
 class TracedGroup(NamedTuple):
@@ -47,13 +52,13 @@ class GroupJoiner:
     _waiting: OrderedDict[int, TracedGroup] = field(default_factory=OrderedDict)
     _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
-    def stepped(self, event: Event, *, began: float, now: float) -> Iterator[TracedGroup]:
+    def stepped(self, event: Event, *, step: int, began: float, now: float) -> Iterator[TracedGroup]:
         """Groups whose step and stages are both known with this `step` event, which began to compute at `began`."""
-        step = int(event.get("step") or 0)
-        for order in event.get("orders") or ():
-            self._trained[order] = (step, began, now)
-        for stages in event.get("stages") or ():
-            if (group := _group(stages, float(event["time"]) - now)) is not None:
+        for order in entries(event, "orders"):
+            if isinstance(order, int):
+                self._trained[order] = (step, began, now)
+        for stages in entries(event, "stages"):
+            if (group := _group(stages, number(event.get("time")) - now)) is not None:
                 self._waiting[group.order] = group
         for order in [order for order in self._waiting if order in self._trained]:
             step, trained, ended = self._trained[order]
@@ -71,12 +76,23 @@ class GroupJoiner:
 
 def _group(stages: Any, began_at: float) -> TracedGroup | None:
     """As an actor said it; None where that is not of this form."""
-    if not isinstance(stages, Sequence) or len(stages) != 6:
+    try:
+        order, claimed, sampled, verified, engine, spans = msgspec.convert(stages, _Stages)
+    except msgspec.ValidationError:
         return None
-    order, claimed, sampled, verified, engine, spans = stages
-    claimed, sampled, verified = (max(0.0, float(at) - began_at) for at in (claimed, sampled, verified))
-    longest = tuple((int(version), int(tokens)) for version, tokens in spans)
-    return TracedGroup(order, 0, str(engine), claimed, sampled, verified, 0.0, 0.0, longest)
+    claimed, sampled, verified = (max(0.0, at - began_at) for at in (claimed, sampled, verified))
+    return TracedGroup(order, 0, engine, claimed, sampled, verified, 0.0, 0.0, tuple(spans))
+
+
+def number(value: Any) -> float:
+    """A finite number; 0 for whatever else stands in an event."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else 0.0
+
+
+def entries(event: Event, field: str) -> Sequence[Any]:
+    """The entries of a list; none where the field is no list."""
+    value = event.get(field)
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _forget(held: OrderedDict[int, Any], most: int) -> None:

@@ -100,12 +100,8 @@ class RunTimeline:
     _groups: _Groups = field(default_factory=_Groups)
 
     def feed(self, event: Event) -> None:
-        """The next event; one whose fields are of no form that a run writes draws nothing."""
-        try:
-            read = list(self._reader.read(event))
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):
-            return
-        for drawn in read:
+        """The next event."""
+        for drawn in self._reader.read(event):
             if isinstance(drawn, Span):
                 self._tracks.setdefault((drawn.lane, drawn.track), Track()).add(drawn)
             elif isinstance(drawn, RunMark):

@@ -27,10 +27,10 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from pipelinerl.observability.events import Event
-from pipelinerl.observability.timeline.groups import GroupJoiner, TracedGroup
+from pipelinerl.observability.timeline.groups import GroupJoiner, TracedGroup, number
 
 TRAINER: Final = "trainer"
 PUBLICATION: Final = "publication"
@@ -93,7 +93,7 @@ class SpanReader:
     def read(self, event: Event) -> Iterator[Drawn]:
         """What has ended with this event."""
         kind, before = str(event["kind"]), self.now
-        self.now = max(self.now, _number(event.get("elapsed_s")))  # a clock that was set back draws nothing backwards
+        self.now = max(self.now, number(event.get("elapsed_s")))  # a clock that was set back draws nothing backwards
         if kind == "run_started":
             yield from self._cut(before)
         yield from _marks(kind, event, self.now)
@@ -113,27 +113,27 @@ class SpanReader:
     # --- readings of one kind --------------------------------------------------------------------------------------
 
     def _step(self, event: Event) -> Iterator[Drawn]:
-        step, step_s, wait_s = _whole(event, "step"), _number(event.get("step_s")), _number(event.get("wait_s"))
+        step, step_s, wait_s = _whole(event, "step"), number(event.get("step_s")), number(event.get("wait_s"))
         began = self.now - step_s
-        groups = list(self._groups.stepped(event, began=began, now=self.now))
+        groups = list(self._groups.stepped(event, step=step, began=began, now=self.now))
         for group in groups:
             self._held.append((group.sampled, group.verified, "verification"))
         if wait_s > 0:
             yield from self._span(TRAINER, "wait", began - wait_s, began, step, self._culprit(began - wait_s, began))
         yield from self._span(TRAINER, "step", began, self.now, step)
-        if (held_s := min(step_s, _number(event.get("publish_wait_s")))) > 0:
+        if (held_s := min(step_s, number(event.get("publish_wait_s")))) > 0:
             yield from self._span(TRAINER, "publish_wait", self.now - held_s, self.now, step)
         self._steps.append((step, self.now))
         yield from groups
 
     def _publish(self, event: Event) -> Iterator[Drawn]:
         version = _whole(event, "model_version")
-        yield from self._span(PUBLICATION, "publish", self.now - _number(event.get("total_s")), self.now, version)
+        yield from self._span(PUBLICATION, "publish", self.now - number(event.get("total_s")), self.now, version)
         pauses = event.get("pauses_s")
         if not isinstance(pauses, Mapping):  # a log of before engines were told apart: all that serve took it
-            pauses = dict.fromkeys(self._serves, _number(event.get("pause_s")))
+            pauses = dict.fromkeys(self._serves, number(event.get("pause_s")))
         for url, pause_s in pauses.items():
-            yield from self._span(url, "pause", self.now - _number(pause_s), self.now, version)
+            yield from self._span(url, "pause", self.now - number(pause_s), self.now, version)
             yield from self._now_serves(str(url), version)
 
     def _now_serves(self, url: str, version: int) -> Iterator[Span]:
@@ -183,7 +183,7 @@ class SpanReader:
             yield from self._span(EVALUATION, "evaluation", begun.start, self.now, begun.value, note)
 
     def _checkpointed(self, event: Event) -> Iterator[Drawn]:
-        version, stall_s = _whole(event, "model_version"), _number(event.get("stall_s"))
+        version, stall_s = _whole(event, "model_version"), number(event.get("stall_s"))
         began = next((at for step, at in reversed(self._steps) if step == version), self.now - stall_s)
         yield from self._span(CHECKPOINT, "stall", began, min(self.now, began + stall_s), version)
         yield from self._span(CHECKPOINT, "checkpoint", began, self.now, version)
@@ -276,9 +276,5 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
     return total
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
-
-
 def _whole(event: Event, field: str) -> int:
-    return int(_number(event.get(field)))
+    return int(number(event.get(field)))

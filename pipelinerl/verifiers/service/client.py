@@ -51,7 +51,7 @@ _SLACK: Final = 64
 #: What an answer may take: names and reasons of some parts, and a little for the whole.
 _BYTES_PER_VERDICT: Final = 64 << 10
 _BYTES_BESIDE: Final = 1 << 20
-#: A reward beyond is a mistake, and would be the only thing that its batch learns from.
+#: Weighted sums of rewards that verifiers may give stay below it: a number beyond comes from no verifier of ours.
 _MOST_REWARD: Final = 1e9
 _MOST_SHOWN_OF_A_REFUSAL: Final = 300
 

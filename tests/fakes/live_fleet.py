@@ -92,7 +92,7 @@ def assert_nothing_lost(run: LiveRun) -> None:
     (finished,) = run.events("run_finished")
     ledger = finished["ledger"]
     assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger
-    assert ledger["failed"] == 0 and not run.events("group_failed"), ledger
+    assert ledger["failed"] == 0 and not run.events("group_failed"), (ledger, run.events("group_failed"))
     trained = [order for step in run.events("step") for order in step["orders"]]
     assert len(trained) == len(set(trained)) == ledger["trained"], "each order trains at most once"
     assert not run.events("engine_canary_failed"), run.events("engine_canary_failed")

@@ -53,6 +53,7 @@ from pipelinerl.weights.layout import converted_by
 
 #: How long `close` waits for the loop's thread to end its step.
 _STOP_S: Final = 30.0
+_CLOSING: Final = "the engine is closing; send the request to another one"
 
 
 class Tokenizer(responses.Decoder, Protocol):
@@ -109,6 +110,7 @@ class BatchingEngine:
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one: of long texts, one is in memory
+        self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
     # --- life ----------------------------------------------------------------------------------------------------
@@ -127,6 +129,7 @@ class BatchingEngine:
         """Stop; running requests are answered with `EngineStopped`. Closing twice is a no-op."""
         if self._model is None:
             return
+        self._is_closing = True
         self._receiver.close()
         self._encoder.shutdown(wait=False, cancel_futures=True)
         ended = await asyncio.to_thread(self._loop.stop, _STOP_S)
@@ -206,8 +209,10 @@ class BatchingEngine:
             yield responses.usage_chunk(request, work, model, version)
 
     async def _work(self, asked: ChatCompletionRequest, *, streams: bool) -> Request:
-        """The request as the decode loop knows it. Raises `InvalidRequest`, `UnknownModel`, `Dirty`."""
+        """The request as the decode loop knows it. Raises `InvalidRequest`, `UnknownModel`, `Dirty`, `EngineStopped`."""
         model = self._started()
+        if self._is_closing:
+            raise EngineStopped(_CLOSING)
         if self._receiver.dirty is not None:
             raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
         if asked.model is not None and asked.model != self._options.model_id:
@@ -244,6 +249,11 @@ class BatchingEngine:
         encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs)
         try:
             return await self._events.run_in_executor(self._encoder, encode)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise EngineStopped(_CLOSING) from None  # `close` took it from the queue
         except TemplateNameError as error:
             raise InvalidRequest(str(error), param="chat_template_kwargs") from error
         except PipelineError as error:

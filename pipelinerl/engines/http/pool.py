@@ -7,7 +7,8 @@ that they are here when an engine dies without a word. Engines that know nothing
 from the beginning each time; so is one that refuses to go on, or whose weights are of another epoch. An engine that
 refuses the request itself is not
 asked for it again, and others are, since engines of one run may differ; once all that serve have refused it, that is
-raised. All samples of a request are one engine's, which computes their prompt once. What runs at an engine that is no
+raised. A fault that the engine has no name for (`internal_error`) is a refusal when it has come `_FAULTS` times: an
+engine that is ending, or has met something else, may have had it. All samples of a request are one engine's, which computes their prompt once. What runs at an engine that is no
 longer part of the run is handed over: cancelled there and tried elsewhere. An engine that let a request's deadline pass
 is suspect, as one that failed.
 
@@ -43,6 +44,7 @@ _ELSEWHERE: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineU
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _DEFAULT_TOKENS: Final = 256
+_FAULTS: Final = 3
 
 
 class ChatClient(Protocol):
@@ -148,6 +150,7 @@ class EnginePool:
         deadline = time.monotonic() + self._deadline_s
         pause_s, last, asked = _FIRST_PAUSE_S, "no engine is known", ""
         refused: dict[str, ContractError] = {}
+        faults: Counter[str] = Counter()
         answer = PartialAnswer(request, interval_s=self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
             if answer.is_whole:  # the stream broke off at its very end
@@ -170,7 +173,10 @@ class EnginePool:
             except ContractError as error:
                 last = f"{url}: {error}"
                 answer.forget()
-                if not continued:
+                faults[url] += 1
+                if type(error) is ContractError and faults[url] < _FAULTS:
+                    self._suspect_until[url] = time.monotonic() + self._suspect_s
+                elif not continued:
                     refused[url] = error
             except TimeoutError:
                 if url in self._known:

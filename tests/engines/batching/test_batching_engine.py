@@ -476,6 +476,29 @@ async def test_closing_answers_everyone(engine: BatchingEngine, gate: GatedRunne
     assert engine.health().state is EngineState.STOPPED
 
 
+async def test_closing_answers_who_comes_with_a_text_or_has_not_been_tokenised(
+    engine: BatchingEngine, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a request is another engine's, and no failure of this one: a group would be lost by it."""
+    asked = ChatCompletionRequest(messages=[ChatMessage(role="user", content="hi")], max_tokens=2, seed=0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> list[int]:
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        return [7]
+
+    monkeypatch.setattr(endless, "encode_chat", slow)
+    tokenised = asyncio.create_task(engine.complete(asked))
+    await _until(begun.is_set)
+    queued = await _submitted(engine, asked)
+    await engine.close()
+    go_on.set()
+    for late in (tokenised, queued, asyncio.create_task(engine.complete(asked))):
+        with pytest.raises(EngineStopped, match="another one"):
+            await asyncio.wait_for(late, DEADLINE_S)
+
+
 def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
     """From now on the `step`-th decode has no finite log-prob in `row`."""
     decode, first = gate.decode, gate.steps

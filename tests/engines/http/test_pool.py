@@ -112,7 +112,7 @@ async def test_a_failing_engine_is_left_for_another_with_the_same_seed(error: Ex
     assert pool.outstanding["a"] == 0
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), ContractError("a fault")])
+@pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
 async def test_what_one_engine_refuses_another_is_asked_for(error: ContractError) -> None:
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
@@ -120,13 +120,23 @@ async def test_what_one_engine_refuses_another_is_asked_for(error: ContractError
     assert client.asked == [("a", 4), ("b", 4)] * 2, "the refusal says nothing of the next request"
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), ContractError("a fault")])
+@pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
 async def test_what_every_engine_refuses_is_refused_promptly_by_the_last(error: ContractError) -> None:
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: error)
     with pytest.raises(type(error), match=f"^b: {error}$") as raised:
         await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), SOON_S)
     assert raised.value.param == error.param
     assert client.asked == [("a", 4), ("b", 4)]
+
+
+async def test_a_fault_without_a_name_is_a_refusal_only_when_it_has_come_three_times() -> None:
+    outcomes: list[Any] = [ContractError("a fault"), ContractError("a fault"), None]
+    client = Script(a=lambda: outcomes.pop(0))
+    assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
+    client = Script(a=lambda: ContractError("a fault"))
+    with pytest.raises(ContractError, match="^a: a fault$"):
+        await asyncio.wait_for(EnginePool(client, ["a"], suspect_s=0.01).complete(ask()), SOON_S)
+    assert len(client.asked) == 3
 
 
 async def test_after_a_refusal_an_engine_that_is_full_is_waited_for_and_the_other_not_asked_again() -> None:

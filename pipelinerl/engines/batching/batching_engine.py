@@ -209,7 +209,12 @@ class BatchingEngine:
             yield responses.usage_chunk(request, work, model, version)
 
     async def _work(self, asked: ChatCompletionRequest, *, streams: bool) -> Request:
-        """The request as the decode loop knows it. Raises `InvalidRequest`, `UnknownModel`, `Dirty`, `EngineStopped`."""
+        """The request as the decode loop knows it.
+
+        Raises:
+            InvalidRequest, UnknownModel, Dirty: as `complete` does.
+            EngineStopped: the engine is closing.
+        """
         model = self._started()
         if self._is_closing:
             raise EngineStopped(_CLOSING)

@@ -5,12 +5,11 @@ same seed, so an answer does not depend on how often it was tried. What an engin
 out, is kept as far as it has come, and another engine goes on with it (`partial_answer.py`): answers come in parts, so
 that they are here when an engine dies without a word. Engines that know nothing of that are asked for whole answers,
 from the beginning each time; so is one that refuses to go on, or whose weights are of another epoch. An engine that
-refuses the request itself is not
-asked for it again, and others are, since engines of one run may differ; once all that serve have refused it, that is
-raised. A fault that the engine has no name for (`internal_error`) is a refusal when it has come `_FAULTS` times: an
-engine that is ending, or has met something else, may have had it. All samples of a request are one engine's, which computes their prompt once. What runs at an engine that is no
-longer part of the run is handed over: cancelled there and tried elsewhere. An engine that let a request's deadline pass
-is suspect, as one that failed.
+refuses the request itself is not asked for it again, and others are, since engines of one run may differ; once all that
+serve have refused it, that is raised. A fault that the engine has no name for (`internal_error`) is a refusal once it
+has come `_FAULTS` times: what an engine meets on its way out says nothing of the request. All samples of a request are
+one engine's, which computes their prompt once. What runs at an engine that is no longer part of the run is handed over:
+cancelled there and tried elsewhere. An engine that let a request's deadline pass is suspect, as one that failed.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|

@@ -134,7 +134,7 @@ async def test_a_fault_without_a_name_is_a_refusal_only_when_it_has_come_three_t
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
     client = Script(a=lambda: ContractError("a fault"))
-    with pytest.raises(ContractError, match="^a: a fault$"):
+    with pytest.raises(ContractError, match=r"^a: a fault$"):
         await asyncio.wait_for(EnginePool(client, ["a"], suspect_s=0.01).complete(ask()), SOON_S)
     assert len(client.asked) == 3
 

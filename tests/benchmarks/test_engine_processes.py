@@ -17,6 +17,7 @@ from tests.patience import PATIENCE_S
 SHAPE = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=64, max_positions=64)
 
 
+@pytest.mark.slow
 def test_an_engine_keeps_itself_busy_and_ends_with_its_context(tmp_path: Path) -> None:
     random_decoder(SHAPE).save_pretrained(tmp_path)
     core = min(os.sched_getaffinity(0))

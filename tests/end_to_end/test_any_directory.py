@@ -18,9 +18,10 @@ FEW = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32", 
     "overrides",
     [
         pytest.param((), id="its own dtype"),
-        pytest.param(("engine.dtype=float32", "trainer.precision=bf16"), id="another", marks=pytest.mark.slow),
+        pytest.param(("engine.dtype=float32", "trainer.precision=bf16"), id="another"),
     ],
 )
+@pytest.mark.slow  # in short, with a reward of one's own: test_own_reward.py
 def test_a_bfloat16_directory_trains_with_an_engine_of(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     model = directory(tmp_path / "model", torch.bfloat16, config="bfloat16", keep="norm")
     with launched(new_run(tmp_path / "run", f"model.path={model}", *FEW, *overrides), tmp_path / "run") as run:

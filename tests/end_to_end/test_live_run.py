@@ -25,6 +25,7 @@ from pipelinerl.system.ports import free_ports, is_free
 from tests.fakes.live_run import CLI, LiveRun, launched, light_run, new_run, resumed
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, undisturbed as undisturbed_run
 from tests.faults.scenarios.system_killed import Learned, differences
+from tests.observability.trackers.event_files import series
 from tests.patience import PATIENCE_S, SOON_S
 
 Curve = dict[int, tuple[float, ...]]
@@ -53,6 +54,12 @@ def command(*arguments: str, without: str = "") -> str:
     done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, env=left)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def tracked_to(run: LiveRun) -> int:
+    """The last step that a tracker's position names."""
+    place = run.directory / "trackers" / "tensorboard.json"
+    return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +95,17 @@ def test_a_kept_step_can_be_taken_by_another_objective(undisturbed: LiveRun) -> 
     assert "cispo" in said.file.getvalue()
 
 
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param("between two lives", id="lost between two lives"),
+        pytest.param("in the second life", id="lost in the second life", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: LiveRun
+    tmp_path: Path, undisturbed: LiveRun, lost: str
 ) -> None:
-    """Three lives. Ctrl-C ends the first; then the machine is lost, its processes at once, and its disk after them."""
+    """Ctrl-C ends the first life; then the machine is lost, its processes at once, and its disk after them."""
     directory, location = tmp_path / "run", tmp_path / "location"
     with launched(new_run(directory, *LOCKSTEP, f"checkpoint.location={location}"), directory) as run:
         run.until_step(6)
@@ -101,32 +115,35 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
         assert f"pipelinerl run --resume {directory}" in run.output
         assert run.is_gone()
         suspended_at = saved_to_its_last_step(run)
-    with launched(resumed(directory), directory) as run:
-        run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")
-        first, second = run.events("trainer_ready")
-        assert (first["epoch"], first["model_version"], second["epoch"]) == (1, 0, 2)
-        assert second["model_version"] == suspended_at >= 6, "no step was lost"
-        run.until_step(suspended_at + 1)
-        elapsed = [event["elapsed_s"] for event in run.events()]
-        assert elapsed == sorted(elapsed), "one time line over both lives"
-        run.note_processes()
-        run.launcher.kill()
-        run.end()
-        assert run.is_gone()
+    if lost == "in the second life":
+        with launched(resumed(directory), directory) as run:
+            run.until_step(suspended_at + 1)
+            run.note_processes()
+            run.launcher.kill()
+            run.end()
+            assert run.is_gone()
     shutil.rmtree(directory)
     with launched(["--resume", f"file://{location}/run"], directory) as run:
         assert run.end() == 0, run.story()
         assert_settled(run, steps=STEPS)
-        assert run.events("trainer_ready")[-1]["model_version"] in (suspended_at, 8), "it did not begin again"
+        first, *_, last = run.events("trainer_ready")
+        assert (first["epoch"], first["model_version"], last["epoch"]) == (1, 0, 2)
+        assert last["model_version"] == suspended_at >= 6, "no step was lost"
+        elapsed = [event["elapsed_s"] for event in run.events()]
+        assert elapsed == sorted(elapsed), "one time line over both lives"
     assert differences(Learned.by(undisturbed), Learned.by(run)) == []
     kept = {manifest.parent.name.split("-e")[0] for manifest in location.glob("run/step-*/manifest.json")}
     assert kept >= {"step-000008", "step-000012"} and len(kept) == 3
 
 
-def test_a_live_run_survives_three_deaths_at_once_and_obeys_its_owner(tmp_path: Path) -> None:
+def test_a_live_run_survives_four_deaths_at_once_and_obeys_its_owner(tmp_path: Path) -> None:
+    """Engine, trainer and controller come back, and so does the tracker, which has each step of the run once."""
     directory = tmp_path / "run"
-    with launched(light_run(directory, "run.steps=5000", "staleness.k=4"), directory) as run:
+    changes = ("run.steps=5000", "staleness.k=4", "trackers.tensorboard=true")
+    with launched(light_run(directory, *changes), directory) as run:
         run.until_step(3)
+        run.until(lambda run: tracked_to(run) > 0, "a figure to reach the tracker")
+        run.role("tracker").kill()
         run.role("engine-0").kill()
         run.role("trainer").kill()
         run.role("controller").kill()
@@ -135,6 +152,7 @@ def test_a_live_run_survives_three_deaths_at_once_and_obeys_its_owner(tmp_path: 
         run.until(lambda run: len(run.events("engine_joined")) >= 2, "the engine's return")
         run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")
         run.until_step(run.steps()[-1] + 5)
+        run.until(lambda run: tracked_to(run) > 3, "the tracker's next life to go on")
         assert json.loads(command("status", str(directory), "--json"))["epoch"] == 2
         assert "waits for" in command("status", str(directory))
         assert "j = 2, k = 2 by" in command("knobs", "show", str(directory))
@@ -146,6 +164,8 @@ def test_a_live_run_survives_three_deaths_at_once_and_obeys_its_owner(tmp_path: 
     newest = max((directory / "checkpoints").iterdir())
     state = json.loads((newest / "manifest.json").read_text())["state"]
     assert [change["changes"] for change in state["controller"]["knob_log"]] == [{"j": 2, "k": 2}]
+    last_words = {event["step"]: pytest.approx(event["reward"], abs=1e-5) for event in run.events("step")}
+    assert series(directory / "tensorboard", "reward") == sorted(last_words.items())
 
 
 # --- longer: make chaos -----------------------------------------------------------------------------------------------

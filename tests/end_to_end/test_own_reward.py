@@ -1,4 +1,7 @@
-"""The first page of docs/rewards.md: its two files, in an empty folder, are a run on one's own reward."""
+"""The first page of docs/rewards.md: its two files, in an empty folder, are a run on one's own reward.
+
+In short with a model of one's own, too: a bfloat16 directory, as nearly all are.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.fakes.live_run import CLI, launched
 from tests.patience import PATIENCE_S
+from tests.roles.test_dtypes import directory
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 QUICK = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32")
@@ -44,8 +49,12 @@ def test_an_empty_folder_becomes_a_run(
 ) -> None:
     recipe = from_the_page(tmp_path)
     monkeypatch.chdir(tmp_path)
+    if overrides:
+        own = directory(tmp_path / "model", torch.bfloat16, config="bfloat16", keep="norm")
+        overrides = (*overrides, f"model.path={own}")
     with launched([recipe.name, *overrides], tmp_path / "runs" / "words") as run:
         assert run.end() == 0, run.story()
+        assert run.events("engine_verified") and not run.events("engine_lost"), run.story()
         steps = run.events("step")
         assert len(steps) == (2 if overrides else 30)
         assert run.is_gone()

@@ -13,6 +13,7 @@ from tests.fakes.live_run import launched, light_run
 PROBLEMS, SAMPLES = 48, 8
 
 
+@pytest.mark.slow  # in short: who is asked, test_evaluator.py; who is left to it, tests/engines/http/test_pool.py
 def test_one_version_answers_while_the_trainer_takes_steps(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     overrides = (

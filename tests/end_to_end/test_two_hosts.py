@@ -79,7 +79,8 @@ def roles(folder: Path, controller: Host) -> Iterator[Roles]:
             process.wait(SOON_S)
 
 
-@pytest.mark.parametrize("transport", ["broadcast", pytest.param("pull", marks=pytest.mark.slow)])
+@pytest.mark.slow  # in short, by what starts roles on several hosts: tests/launch/cluster/test_nodes.py
+@pytest.mark.parametrize("transport", ["broadcast", "pull"])
 def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
     """Trainer, controller, streams and one engine on the first; an engine and all actors on the second."""
     with two_hosts() as (one, two), roles(tmp_path, one) as run:

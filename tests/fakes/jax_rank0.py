@@ -1,21 +1,22 @@
 """Rank 0 of a JAX trainer as a process of its own, driven by a test: `… -m tests.fakes.jax_rank0 MODEL PORT DIR WHAT`.
 
-`results` tries the verbs and some checks of the kit and leaves what came of them in DIR, `kit` all checks; `wait` says
+`results` tries the verbs and leaves what came of them in DIR, `kit` all checks of the kit; `wait` says
 when it is ready, and then goes on with forward passes until one fails, whose error it prints.
 """
 
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.jax.trainer import JaxTrainer
-from trainer_contract.conformance import Status, non_finite_is_refused, run
+from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import Subject, pack, rollouts_of
-from trainer_contract.errors import TrainerError
+from trainer_contract.errors import NonFiniteError, TrainerError
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, OptimizerSpec, TrainerSpec
 
@@ -24,8 +25,6 @@ RATE = 1.0
 OBJECTIVE = resolve("grpo")
 #: With eps = 1 the first step is g / (|g| + 1): the weights show the gradient.
 OPTIMIZER = OptimizerSpec(eps=1.0, grad_clip=0.0)
-#: What the quick test tries of the kit: an error that all ranks find, after which they go on together.
-CHECKS = (non_finite_is_refused,)
 
 
 def batches():
@@ -57,7 +56,7 @@ def one_step(trainer):
 
 
 def results(model, options, directory):
-    """Two steps with a state saved between them, what other weights give, and a part of the conformance kit."""
+    """Two steps with a state saved between them, what other weights give, and an error that all ranks find."""
     trainer = started(model, options)
     np.savez(directory / "first.npz", **one_step(trainer))
     (directory / "state").mkdir()
@@ -66,16 +65,35 @@ def results(model, options, directory):
     np.savez(directory / "second.npz", **one_step(trainer))
     again = trainer.forward_at([batches()[0]], held)[0]
     moved = trainer.forward([batches()[0]])[0]
+    refused = refusal_of(trainer, spoilt(batches()[0]))
+    together = moved.tobytes() == trainer.forward([batches()[0]])[0].tobytes()
     trainer.close()
     exact = before.tobytes() == again.tobytes() != moved.tobytes()
     (directory / "forward_at.json").write_text(json.dumps(exact))
-    kit(model, options, directory, checks=CHECKS)
+    (directory / "refusal.json").write_text(json.dumps([refused, together]))
 
 
-def kit(model, options, directory, *, checks=None):
+def spoilt(batch):
+    """The micro-batch with an advantage that is no number."""
+    advantages = batch.advantages.copy()
+    advantages[np.flatnonzero(batch.loss_mask)[0]] = np.nan
+    return replace(batch, advantages=advantages)
+
+
+def refusal_of(trainer, batch):
+    """What the trainer says to a micro-batch that it must refuse."""
+    try:
+        with np.errstate(invalid="ignore"):
+            trainer.backward([batch], OBJECTIVE)
+    except NonFiniteError as error:
+        return str(error)
+    return "it was taken"
+
+
+def kit(model, options, directory):
     """What the conformance kit finds, by check."""
     spec = TrainerSpec(model_path=Path(model), device=Device.CPU, options=options)
-    found = run(Subject(JaxTrainer, spec, VOCAB), directory=directory / "kit", checks=checks)
+    found = run(Subject(JaxTrainer, spec, VOCAB), directory=directory / "kit")
     (directory / "kit.json").write_text(
         json.dumps({each.name: each.reason if each.status is not Status.PASSED else "" for each in found})
     )

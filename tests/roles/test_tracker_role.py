@@ -38,6 +38,7 @@ def _fed_to(live: LiveRun) -> int:
     return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
 
+@pytest.mark.slow  # in short, with other deaths: tests/end_to_end/test_live_run.py
 def test_a_run_does_not_notice_that_its_tracker_is_killed(tmp_path: Path) -> None:
     """And every step of the run is in the event files, once, the last one, too."""
     directory = tmp_path / "run"

@@ -32,6 +32,11 @@ CHECKED  := --ignore=tests/architecture
 part = began=$$(date +%s); $(2); ended=$$?; [ $$ended = 0 ] || failed=1; \
   notes="$$notes\nmake test: $(1): $$([ $$ended = 0 ] && echo passed || echo "FAILED, status $$ended") in $$(($$(date +%s) - began)) s";
 TOLD = printf "$$notes\n"; exit $${failed:-0}
+, := ,
+# vLLM's part, its installation first, goes on beside the other, since both wait for processes most of their time; what
+# it prints comes after. (A recipe with MAKE's own name in it would be run by `make -n`.)
+WITHOUT_VLLM = $(or $(ARGS),$(if $(WITH_VLLM),,1))
+VLLM_PART    = $(MAKE) --no-print-directory test-vllm MARK="vllm and $(SHORT)"
 
 .DEFAULT_GOAL := help
 .PHONY: help install run test sandbox browser vllm test-vllm chaos check format bench gpu-check lock clean
@@ -45,11 +50,12 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) $(if $(BROWSER),browser) ## the test suite; with ARGS="-m slow", what it leaves out
-	@$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(or $(ARGS),$(CHECKED))) \
-	$(if $(or $(ARGS),$(if $(WITH_VLLM),,1)),\
+	@$(if $(WITHOUT_VLLM),,said=$$(mktemp); trap 'kill $$vllm 2>/dev/null; rm -f $$said' EXIT; \
+	  $(VLLM_PART) >$$said 2>&1 & vllm=$$!;) \
+	$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(or $(ARGS),$(CHECKED))) \
+	$(if $(WITHOUT_VLLM),\
 	  notes="$$notes\nmake test: left out: vLLM's part ($(if $(ARGS),ARGS is for the other,WITH_VLLM is empty here, $$(uname -sm)))";,\
-	  $(call part,vLLM installed,$(MAKE) --no-print-directory $(VLLM)/.installed) \
-	  $(call part,vLLM,$(MAKE) --no-print-directory test-vllm MARK="vllm and $(SHORT)")) \
+	  $(call part,vLLM$(,) beside it,wait $$vllm; ended=$$?; cat $$said; (exit $$ended))) \
 	$(if $(ARGS),,notes="$$notes\nmake test: left out: architecture (make check), slow (make test ARGS='-m slow'; make test-vllm), chaos (make chaos), gpu (make gpu-check)";) \
 	$(TOLD)
 

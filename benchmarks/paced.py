@@ -25,8 +25,8 @@ from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from trainer_contract.types import LossStats, MicroBatch, Objective
 
 #: What the devices take.
-ENGINE: Final = EngineTimes(step_s=0.015, row_s=0.00025)
-TRAINER: Final = TrainerTimes(token_s=0.00015)
+ENGINE: Final = EngineTimes(step_s=0.03, row_s=0.0005)
+TRAINER: Final = TrainerTimes(token_s=0.0002)
 _CONTEXT: Final = 160
 _RECIPE: Final = """
 [run]

@@ -1,14 +1,14 @@
 """Does `pipelinerl simulate` say what happens? Short real runs of each schedule, against their simulation.
 
-    paced   the bigram engine and trainer, which wait as long as devices would take (`benchmarks/paced.py`):
-            calibrated on the synchronous run alone, all others are predicted
+    paced   the bigram engine and trainer, which wait as long as devices would take (`benchmarks/paced.py`): all arms
+            at once, so that the machine is as busy for each; calibrated on the synchronous one, which predicts the others
     tiny    the `tiny` recipe, whose engine and trainer share two cores with all else: calibrated on the synchronous run
             and, for what both suffer beside each other, on the one in flight
     fleet   no run: 128 to 1,024 engines, simulated on the paced hardware; how long 100 steps of 1,024 engines take
 
 An arm differs in the schedule's flags alone. Each is told with the error of its step's seconds, simulated ÷ measured −
-1. The calibration's own arm is run a second time, last: how far it is from its first time is what the machine's noise
-is worth, and no prediction can be better. `--quick` runs few arms and steps.
+1. The synchronous arm is run twice: how far it is from its first time is what the machine's noise is worth, and no
+prediction can be better. `--quick` runs few arms and steps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -56,13 +57,14 @@ _QUICK: Final = (_SYNCHRONOUS, "one step off", "drain", _IN_FLIGHT, _AGAIN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bed:
-    """What the arms have in common: a recipe, the rollouts of an optimizer step, and what calibrates."""
+    """What arms have in common: recipe, rollouts of an optimizer step, how many run at once, what calibrates."""
 
     name: str
     recipe: str
     rollouts: int
     steps: int
     calibrated_on: tuple[str, ...]
+    at_once: int = 1
     changes: tuple[str, ...] = ()
 
     def of(self, arm: str) -> list[str]:
@@ -124,11 +126,20 @@ def measured_run(recipe: str, changes: Sequence[str], *, where: Path, name: str)
 
 def cells(bed: Bed, arms: Sequence[str], where: Path) -> tuple[list[Cell], Hardware]:
     """Run every arm, calibrate, predict."""
-    runs: dict[str, ObservedRun] = {}
-    for number, arm in enumerate(arms):
+
+    def measured(arm: str) -> ObservedRun:
         began = time.monotonic()
-        runs[arm] = measured_run(bed.recipe, bed.of(arm), where=where, name=f"{bed.name}-{number}")
+        done = measured_run(bed.recipe, bed.of(arm), where=where, name=f"{bed.name}-{arms.index(arm)}")
         print(f"simulator: {bed.name}, {arm}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        return done
+
+    with ThreadPoolExecutor(bed.at_once) as pool:
+        runs = dict(zip(arms, pool.map(measured, arms), strict=True))
+    return predicted_cells(bed, runs)
+
+
+def predicted_cells(bed: Bed, runs: Mapping[str, ObservedRun]) -> tuple[list[Cell], Hardware]:
+    """What the arms' runs were, beside what is predicted from those that calibrate."""
     hardware = calibrate([runs[arm] for arm in bed.calibrated_on])
     found = []
     for arm, run in runs.items():
@@ -148,10 +159,10 @@ def cells(bed: Bed, arms: Sequence[str], where: Path) -> tuple[list[Cell], Hardw
     return found, hardware
 
 
-def fleet(*, steps: int) -> list[dict[str, float]]:
-    """Tokens per second and processor seconds of 128 to 1,024 engines, 8 rollouts each in a step."""
+def fleet(*, steps: int, sizes: Sequence[int] = (128, 256, 512, 1024)) -> list[dict[str, float]]:
+    """Tokens per second and processor seconds of so many engines, 8 rollouts each in a step."""
     rows = []
-    for engines in (128, 256, 512, 1024):
+    for engines in sizes:
         setting = SimulatedSetting(
             steps=steps,
             engines=engines,
@@ -194,6 +205,8 @@ def run(quick: bool, beds: Sequence[str] = ("paced", "tiny", "fleet")) -> dict[s
                 rollouts=64,
                 steps=20 if quick else 40,
                 calibrated_on=(_SYNCHRONOUS,),
+                at_once=len(arms),
+                changes=("launch.pin=none", "launch.start_timeout_s=600"),
             ),
             Bed(
                 name="tiny",

@@ -1,7 +1,7 @@
 """Does `pipelinerl simulate` say what happens? Short real runs of each schedule, against their simulation.
 
     paced   the bigram engine and trainer, which wait as long as devices would take (`benchmarks/paced.py`): all arms
-            at once, so that the machine is as busy for each; calibrated on the synchronous one, which predicts the others
+            at once, so that the machine is as busy for each; calibrated on the synchronous one, the rest is predicted
     tiny    the `tiny` recipe, whose engine and trainer share two cores with all else: calibrated on the synchronous run
             and, for what both suffer beside each other, on the one in flight
     fleet   no run: 128 to 1,024 engines, simulated on the paced hardware; how long 100 steps of 1,024 engines take

@@ -3,7 +3,8 @@
     paced   the bigram engine and trainer, which wait as long as devices would take (`benchmarks/paced.py`): all arms
             at once, so that the machine is as busy for each; calibrated on the synchronous one, the rest is predicted
     tiny    the `tiny` recipe, whose engine and trainer share two cores with all else: calibrated on the synchronous run
-            and, for what both suffer beside each other, on the one in flight
+            and, for what both suffer beside each other, on the one in flight; then the ages of what trains under the
+            pairs (j, k) of `benchmarks staleness`, against its record
     fleet   no run: 128 to 1,024 engines, simulated on the paced hardware; how long 100 steps of 1,024 engines take
 
 An arm differs in the schedule's flags alone. Each is told with the error of its step's seconds, simulated ÷ measured −
@@ -14,6 +15,7 @@ prediction can be better. `--quick` runs few arms and steps.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -22,12 +24,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
-from benchmarks.measure import write_record
+from benchmarks.measure import RESULTS, write_record
 from benchmarks.paced import ENGINE, TRAINER, paced_recipe
 from inference_contract.weights import OnUpdate
-from pipelinerl.commands.simulation.from_recipe import observed
+from pipelinerl.commands.simulation.from_recipe import observed, setting_of
+from pipelinerl.config.recipe import load
 from pipelinerl.simulation.calibration import ObservedRun, calibrate
 from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.lengths import HeavyTailedLengths
@@ -37,7 +41,8 @@ from pipelinerl.simulation.setting import SimulatedSetting
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds
 
-_DEADLINE_S: Final = 900.0
+_DEADLINE_S: Final = 1200.0
+_TINY: Final = "tiny"
 _SIMULATED_STEPS: Final = 200
 _SYNCHRONOUS, _IN_FLIGHT, _AGAIN = "conventional G = 1", "in flight", "conventional G = 1, again"
 _ON_POLICY: Final = ("staleness.j=1", "staleness.k=1")
@@ -124,8 +129,8 @@ def measured_run(recipe: str, changes: Sequence[str], *, where: Path, name: str)
     return observed(where / name)
 
 
-def cells(bed: Bed, arms: Sequence[str], where: Path) -> tuple[list[Cell], Hardware]:
-    """Run every arm, calibrate, predict."""
+def measured_runs(bed: Bed, arms: Sequence[str], where: Path) -> dict[str, ObservedRun]:
+    """Run every arm."""
 
     def measured(arm: str) -> ObservedRun:
         began = time.monotonic()
@@ -134,8 +139,7 @@ def cells(bed: Bed, arms: Sequence[str], where: Path) -> tuple[list[Cell], Hardw
         return done
 
     with ThreadPoolExecutor(bed.at_once) as pool:
-        runs = dict(zip(arms, pool.map(measured, arms), strict=True))
-    return predicted_cells(bed, runs)
+        return dict(zip(arms, pool.map(measured, arms), strict=True))
 
 
 def predicted_cells(bed: Bed, runs: Mapping[str, ObservedRun]) -> tuple[list[Cell], Hardware]:
@@ -157,6 +161,28 @@ def predicted_cells(bed: Bed, runs: Mapping[str, ObservedRun]) -> tuple[list[Cel
             )
         )
     return found, hardware
+
+
+def ages(hardware: Hardware, run: ObservedRun) -> list[dict[str, Any]]:
+    """For each (j, k): age and discarded share that `benchmarks staleness` measured once, and what is simulated now."""
+    recorded = json.loads((RESULTS / "staleness.json").read_text())["runs"]
+    rows = []
+    for bounds in dict.fromkeys(each["arm"].rpartition(" ")[0] for each in recorded):
+        runs = [each for each in recorded if each["arm"].startswith(bounds)]
+        j, k = bounds.strip("()").split(", ")
+        config = load(_TINY, [f"staleness.j={j}", f"staleness.k={k}"])
+        setting = setting_of(config, lengths=run.setting.lengths, prompt_tokens=run.setting.prompt_tokens, steps=200)
+        prediction = simulate(setting, hardware)
+        rows.append(
+            {
+                "bounds": bounds,
+                "age": fmean(each["age"] for each in runs),
+                "age_simulated": prediction.staleness_mean,
+                "discarded": fmean(each["discarded"] for each in runs),
+                "discarded_simulated": prediction.discarded,
+            }
+        )
+    return rows
 
 
 def fleet(*, steps: int, sizes: Sequence[int] = (128, 256, 512, 1024)) -> list[dict[str, float]]:
@@ -195,38 +221,11 @@ def fleet(*, steps: int, sizes: Sequence[int] = (128, 256, 512, 1024)) -> list[d
 
 def run(quick: bool, beds: Sequence[str] = ("paced", "tiny", "fleet")) -> dict[str, Any]:
     """Measure, simulate, print; but for `quick`, record."""
-    arms = _QUICK if quick else tuple(ARMS)
     record: dict[str, Any] = {"quick": quick, "trusted": TRUSTED}
     with tempfile.TemporaryDirectory(prefix="pipelinerl-simulator-") as folder:
-        known = (
-            Bed(
-                name="paced",
-                recipe=str(paced_recipe(Path(folder))),
-                rollouts=64,
-                steps=20 if quick else 40,
-                calibrated_on=(_SYNCHRONOUS,),
-                at_once=len(arms),
-                changes=("launch.pin=none", "launch.start_timeout_s=600"),
-            ),
-            Bed(
-                name="tiny",
-                recipe="tiny",
-                rollouts=256,
-                steps=60 if quick else 120,
-                calibrated_on=(_SYNCHRONOUS, _IN_FLIGHT),
-                changes=("evaluation.interval_steps=1000000", "evaluation.problems=64"),
-            ),
-        )
-        for bed in known:
-            if bed.name not in beds:
-                continue
-            found, hardware = cells(bed, arms, Path(folder))
-            print(f"\nsimulator: {bed.name}, calibrated on {' and '.join(bed.calibrated_on)}\n{_HEAD}")
-            print("\n".join(cell.line for cell in found))
-            predicted = [cell for cell in found if not cell.calibrates]
-            within = sum(abs(cell.error) <= TRUSTED for cell in predicted)
-            print(f"{within} of {len(predicted)} predicted arms within {TRUSTED:.0%}")
-            record[bed.name] = {"hardware": asdict(hardware), "cells": [_recorded(cell) for cell in found]}
+        for bed in known_beds(Path(folder), quick=quick):
+            if bed.name in beds:
+                record |= told(bed, measured_runs(bed, _QUICK if quick else tuple(ARMS), Path(folder)))
     if "fleet" in beds:
         record["fleet"] = fleet(steps=10 if quick else 100)
         print("\nsimulator: fleet, 8 rollouts an engine in each step")
@@ -237,6 +236,48 @@ def run(quick: bool, beds: Sequence[str] = ("paced", "tiny", "fleet")) -> dict[s
             )
     if not quick:
         write_record("simulator", record)
+    return record
+
+
+def known_beds(folder: Path, *, quick: bool) -> tuple[Bed, Bed]:
+    """What there is to run; the paced recipe is written into `folder`."""
+    paced = Bed(
+        name="paced",
+        recipe=str(paced_recipe(folder)),
+        rollouts=64,
+        steps=20 if quick else 40,
+        calibrated_on=(_SYNCHRONOUS,),
+        at_once=len(ARMS),
+        changes=("launch.pin=none", "launch.start_timeout_s=600"),
+    )
+    tiny = Bed(
+        name="tiny",
+        recipe=_TINY,
+        rollouts=256,
+        steps=60 if quick else 120,
+        calibrated_on=(_SYNCHRONOUS, _IN_FLIGHT),
+        changes=("evaluation.interval_steps=1000000", "evaluation.problems=64"),
+    )
+    return paced, tiny
+
+
+def told(bed: Bed, runs: Mapping[str, ObservedRun]) -> dict[str, Any]:
+    """Print what the runs of a bed were beside their predictions; returns it for the record."""
+    found, hardware = predicted_cells(bed, runs)
+    print(f"\nsimulator: {bed.name}, calibrated on {' and '.join(bed.calibrated_on)}\n{_HEAD}")
+    print("\n".join(cell.line for cell in found))
+    predicted = [cell for cell in found if not cell.calibrates]
+    within = sum(abs(cell.error) <= TRUSTED for cell in predicted)
+    print(f"{within} of {len(predicted)} predicted arms within {TRUSTED:.0%}")
+    record: dict[str, Any] = {bed.name: {"hardware": asdict(hardware), "cells": [_recorded(cell) for cell in found]}}
+    if bed.recipe == _TINY:
+        record["ages"] = ages(hardware, runs[_SYNCHRONOUS])
+        print("\nsimulator: age and discarded share, against the record of `benchmarks staleness`")
+        for row in record["ages"]:
+            print(
+                f"{row['bounds']:9} age {row['age']:4.1f}, simulated {row['age_simulated']:4.1f}; "
+                f"discarded {row['discarded']:5.1%}, simulated {row['discarded_simulated']:5.1%}"
+            )
     return record
 
 

@@ -14,14 +14,13 @@ class Agenda:
     """`now` is the simulated time, in seconds."""
 
     now: float = 0.0
-    happened: int = 0
     _events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
     _serial: int = 0
 
     def at(self, time: float, what: Callable[..., None], *arguments: Any) -> None:
         """`what(*arguments)` happens at `time`, or now, if that is over."""
         self._serial += 1
-        heapq.heappush(self._events, (max(time, self.now), self._serial, what, arguments))
+        heapq.heappush(self._events, (time if time > self.now else self.now, self._serial, what, arguments))
 
     def after(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
         """The same, so many seconds from now."""
@@ -32,6 +31,5 @@ class Agenda:
         if not self._events:
             return False
         self.now, _, what, arguments = heapq.heappop(self._events)
-        self.happened += 1
         what(*arguments)
         return True

@@ -14,10 +14,8 @@ from typing import Any, Final, final
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import tell
-from pipelinerl.simulation.prediction import Prediction
+from pipelinerl.simulation.prediction import FILLS, Prediction
 
-#: One step in so many, at the beginning, fills the pipeline and is left out, as in a simulated run.
-_FILLS: Final = 5
 #: Fewer steps than these say nothing.
 _FEWEST: Final = 6
 #: A simulation is trusted beyond what was measured if it is within this of what was.
@@ -64,7 +62,7 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
     pairs = [(after, _at(after) - _at(before)) for before, after in pairwise(steps)]
     counted = [
         (step, seconds)
-        for step, seconds in pairs[max(0, len(steps) // _FILLS - 1) :]
+        for step, seconds in pairs[max(0, len(steps) // FILLS - 1) :]
         if seconds > 0 and not any(since < _at(step) and until > _at(step) - seconds for since, until in evaluations)
     ]
     if len(counted) < _FEWEST:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from pipelinerl.simulation.hardware import Prices
+
+#: One step in so many, at the beginning, fills the pipeline and is left out of the figures, measured or simulated.
+FILLS: Final = 5
 
 
 class SimulatedStep(NamedTuple):

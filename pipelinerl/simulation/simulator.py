@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, final
+from typing import NamedTuple, final
 
 from pipelinerl import rng
 from pipelinerl.actor.freshness import can_be_fresh
@@ -26,13 +26,10 @@ from pipelinerl.simulation.engine import SimulatedEngine
 from pipelinerl.simulation.group import SimulatedGroup
 from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.lengths import drawing
-from pipelinerl.simulation.prediction import Account, Prediction, SimulatedStep, cost, staleness_of
+from pipelinerl.simulation.prediction import FILLS, Account, Prediction, SimulatedStep, cost, staleness_of
 from pipelinerl.simulation.setting import SimulatedSetting
 from pipelinerl.simulation.trainer import SimulatedTrainer
 from pipelinerl.simulation.waiting_groups import WaitingGroups
-
-#: One step in so many, at the beginning, fills the pipeline and is left out of the figures.
-_FILLS: Final = 5
 
 
 @final
@@ -126,7 +123,7 @@ class _Run:
 
     def to_its_end(self) -> None:
         """Take every step."""
-        skipped = self._setting.steps // _FILLS
+        skipped = self._setting.steps // FILLS
         self._issue()
         while len(self._steps) < self._setting.steps:
             taken = len(self._steps)
@@ -213,7 +210,8 @@ class _Run:
         if engine.is_busy != was_busy:
             self._busy_engines += 1 if engine.is_busy else -1
             self._slow_trainer()
-        self._begun += news.begun
+        if news.begun:
+            self._begun += news.begun
         for group in news.ended:
             self._actors.answered(group)
         for group in news.aborted:
@@ -375,7 +373,7 @@ class _Run:
             trainer_wait=sum(s.wait_s for s in steps) / seconds,
             trainer_computes=sum(s.compute_s for s in steps) / seconds,
             trainer_held=sum(s.publish_wait_s for s in steps) / seconds,
-            engine_idle=1 - (last.busy_s - first.busy_s) / (seconds * len(self._engines)),
+            engine_idle=max(0.0, 1 - (last.busy_s - first.busy_s) / (seconds * len(self._engines))),
             rows=(last.row_steps - first.row_steps) / decode_steps if decode_steps else 0.0,
             staleness=ages,
             staleness_mean=sum(age * share for age, share in ages.items()),

@@ -9,6 +9,7 @@ from typing import Final
 
 from pipelinerl.choices import NoSignal, Overdue, StalenessScope
 from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.controller.state.settings import OVERSAMPLED
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import Event, read_events
@@ -19,8 +20,6 @@ from pipelinerl.simulation.calibration import ObservedRun
 from pipelinerl.simulation.lengths import LengthLaw, ObservedLengths
 from pipelinerl.simulation.setting import SimulatedSetting
 
-#: Orders at most for each that is expected to train, where a recipe leaves it open and k > j; as the controller's.
-_OVERSAMPLED: Final = 3.0
 #: Answers of a run that stand for all of them.
 _MOST_LENGTHS: Final = 20_000
 
@@ -35,7 +34,7 @@ def setting_of(
     """
     _refuse_unknown(config)
     bounds, drops = config.staleness.bounds, _filters(config)
-    oversample = config.curation.oversample or (_OVERSAMPLED if bounds.k > bounds.j else 1.0)
+    oversample = config.curation.oversample or (OVERSAMPLED if bounds.k > bounds.j else 1.0)
     return SimulatedSetting(
         steps=config.run.steps if steps is None else steps,
         engines=config.engine.count,

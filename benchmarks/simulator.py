@@ -248,7 +248,7 @@ def known_beds(folder: Path, *, quick: bool) -> tuple[Bed, Bed]:
         name="paced",
         recipe=str(paced_recipe(folder)),
         rollouts=64,
-        steps=20 if quick else 40,
+        steps=16 if quick else 30,
         calibrated_on=(_SYNCHRONOUS,),
         at_once=len(ARMS),
         changes=("launch.pin=none", "launch.start_timeout_s=600"),

@@ -343,6 +343,7 @@ class EngineMetrics(Wire):
     aborted_sequences_total: int = 0
     decode_steps_total: int = 0
     occupied_slot_steps_total: int = 0
+    busy_s_total: float = 0.0
     weight_updates_total: int = 0
     weight_update_failures_total: int = 0
     last_update_pause_s: float = 0.0

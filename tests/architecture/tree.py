@@ -32,6 +32,7 @@ FLOORS: dict[str, float] = {
     "actor": 5,
     "training": 5,
     "controller": 6,
+    "simulation": 6.5,
     "composition": 7,
     "launch": 8,
     "benchmarks": 9,

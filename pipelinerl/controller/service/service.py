@@ -403,6 +403,10 @@ class ControllerService:
                     "occupancy": sum(load.occupancy for load in loads) / len(loads),
                     "running": sum(load.metrics.running_sequences for load in loads),
                     "waiting": sum(load.metrics.waiting_sequences for load in loads),
+                    "decode_steps": sum(load.metrics.decode_steps_total for load in loads),
+                    "row_steps": sum(load.metrics.occupied_slot_steps_total for load in loads),
+                    "prompt_tokens": sum(load.metrics.prompt_tokens_total for load in loads),
+                    "busy_s": sum(load.metrics.busy_s_total for load in loads),
                 },
             )
 

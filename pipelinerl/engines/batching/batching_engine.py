@@ -365,6 +365,7 @@ class BatchingEngine:
             aborted_sequences_total=totals.aborted_sequences,
             decode_steps_total=totals.decode_steps,
             occupied_slot_steps_total=totals.occupied_slot_steps,
+            busy_s_total=totals.busy_s,
             weight_updates_total=updates.updates,
             weight_update_failures_total=updates.failures,
             last_update_pause_s=updates.last_pause_s,

@@ -154,11 +154,13 @@ class DecodeLoop:
             if not self._loaded():
                 return
             while self._await_work():
+                began = time.perf_counter()
                 self._drop_cancelled()
                 self._commit_if_due()
                 self._admit()
                 if self._scheduler.running:
                     self._step()
+                self.totals.busy_s += time.perf_counter() - began
         finally:  # also after a fault of the model, which threading's excepthook reports
             self._end()
 

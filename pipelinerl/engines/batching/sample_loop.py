@@ -58,6 +58,8 @@ class LoopTotals:
     aborted_sequences: int = 0
     decode_steps: int = 0
     occupied_slot_steps: int = 0
+    busy_s: float = 0.0
+    """Seconds in which it had work: prompts, decode steps, commits."""
 
 
 class ServedModel(Protocol):

@@ -1,0 +1,66 @@
+"""`pipelinerl simulate`: reads the arguments, prints what comes of them."""
+
+from __future__ import annotations
+
+import json as json_text
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelinerl.errors import UserError
+
+
+def simulate(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")] = None,
+    from_runs: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="A finished run to calibrate from, best a synchronous one; a second: contention."),
+    ] = None,
+    hardware: Annotated[
+        Path | None, typer.Option("--hardware", help="A hardware table (docs/simulation.md) instead of a run.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option("--sweep", help="section.key=value,value,…; several are combined.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Law of answers' lengths: fixed:TOKENS or heavy:MEDIAN,SIGMA.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each simulated run.")] = 100,
+    engine_hour: Annotated[float | None, typer.Option(min=0, help="Price of an engine for an hour.")] = None,
+    trainer_hour: Annotated[float | None, typer.Option(min=0, help="Price of the trainer for an hour.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Every figure, for programs.")] = False,
+) -> None:
+    """What a recipe would do on given hardware: throughput, waits, staleness, discards, cost; and what to turn."""
+    from pipelinerl.commands.simulation.planning import basis_of_runs, basis_of_table, tried
+    from pipelinerl.commands.simulation.showing import json_of, lines_of, page_of
+    from pipelinerl.simulation.sweep import grid, recommended
+
+    if bool(from_runs) == (hardware is not None):
+        raise UserError("say what takes how long: either --from RUN (a finished run) or --hardware FILE.toml")
+    basis = basis_of_runs(from_runs) if from_runs else basis_of_table(hardware or Path())
+    prices = replace(
+        basis.hardware.prices,
+        **{k: v for k, v in (("engine_hour", engine_hour), ("trainer_hour", trainer_hour)) if v is not None},
+    )
+    basis = replace(basis, hardware=replace(basis.hardware, prices=prices), length_words=lengths or basis.length_words)
+    trials = [tried(recipe, overrides or [], changes, basis, steps=steps) for changes in grid(sweep or [])]
+    best = recommended(trials) if sweep else None
+    notes = [basis.verdict, *([f"recommended: {' '.join(best.changes)}"] if best is not None else [])]
+    if html is not None:
+        html.write_text(page_of(f"{recipe}, simulated", trials, notes))
+    if json:
+        typer.echo(json_text.dumps(json_of(trials, best=best, checks=basis.checks) | {"verdict": basis.verdict}))
+        return
+    for line in lines_of(trials):
+        typer.echo(line)
+    for run, errors in basis.checks.items():
+        said = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items())
+        typer.echo(f"simulated against measured, {run}: {said}")
+    for note in notes:
+        typer.echo(note)
+    if html is not None:
+        typer.echo(str(html))

@@ -1,0 +1,123 @@
+"""From a recipe to a `SimulatedSetting`, and from a finished run's directory to an `ObservedRun`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from pipelinerl.choices import NoSignal, Overdue, StalenessScope
+from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.controller.state.settings import OVERSAMPLED
+from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.objective.presets import no_signal_of
+from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.run_history import tell
+from pipelinerl.observability.samples.reading import read_samples
+from pipelinerl.observability.samples.record import SampleKind
+from pipelinerl.simulation.calibration import ObservedRun
+from pipelinerl.simulation.lengths import LengthLaw, ObservedLengths
+from pipelinerl.simulation.setting import SimulatedSetting
+
+#: Answers of a run that stand for all of them.
+_MOST_LENGTHS: Final = 20_000
+
+
+def setting_of(
+    config: RunConfig, *, lengths: LengthLaw, prompt_tokens: int, filtered: float = 0.0, steps: int | None = None
+) -> SimulatedSetting:
+    """What of the recipe decides over its schedule.
+
+    Raises:
+        RecipeError: it has a knob that is not simulated.
+    """
+    _refuse_unknown(config)
+    bounds, drops = config.staleness.bounds, _filters(config)
+    oversample = config.curation.oversample or (OVERSAMPLED if bounds.k > bounds.j else 1.0)
+    return SimulatedSetting(
+        steps=config.run.steps if steps is None else steps,
+        engines=config.engine.count,
+        slots=config.engine.slots,
+        bounds=bounds,
+        on_update=config.engine.on_update,
+        rollouts_per_step=config.training.rollouts_per_step,
+        group_size=config.sampling.group_size,
+        lengths=lengths,
+        prompt_tokens=prompt_tokens,
+        epochs=config.training.epochs,
+        mini_batches=config.training.mini_batches,
+        actors=config.actor.count,
+        groups_in_flight=config.actor.groups_in_flight,
+        attempts=config.actor.attempts,
+        max_groups=config.streams.max_groups,
+        oversample=oversample if drops else 1.0,
+        filtered=filtered if drops else 0.0,
+        seed=config.run.seed,
+    )
+
+
+def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
+    """A run that is over, with the lengths of its own answers.
+
+    Raises:
+        UserError: it is no run, or it has not recorded what is needed.
+    """
+    try:
+        config, events = load(run_dir / "recipe.toml", changes), read_events(run_dir / "events.jsonl")
+    except (OSError, ValueError, RecipeError) as error:
+        raise UserError(f"{run_dir} is no run that can be calibrated from: {error}") from None
+    setting = setting_of(
+        config,
+        lengths=lengths_of(run_dir),
+        prompt_tokens=_prompt_tokens(run_dir, events),
+        filtered=_filtered(events),
+    )
+    return ObservedRun(events=events, setting=setting)
+
+
+def lengths_of(run_dir: Path) -> ObservedLengths:
+    """Those of the answers that its sample log still has.
+
+    Raises:
+        UserError: it has none.
+    """
+    groups = (group for group in read_samples(run_dir) if group.kind is SampleKind.TRAINED)
+    tokens = tuple(islice((answer.length for group in groups for answer in group.answers), _MOST_LENGTHS))
+    if not tokens:
+        raise UserError(f"{run_dir} has no samples of trained answers, whose lengths are needed; give --lengths")
+    return ObservedLengths(tokens)
+
+
+def _prompt_tokens(run_dir: Path, events: Sequence[Event]) -> int:
+    steps = tell(events).steps
+    try:
+        prompts = sum(float(step["tokens"]) - float(step["sampled_tokens"]) for step in steps)
+        return round(prompts / sum(float(step["rollouts"]) for step in steps))
+    except (KeyError, ZeroDivisionError):
+        raise UserError(f"{run_dir} has taken no step that says how many tokens it trained on") from None
+
+
+def _filtered(events: Sequence[Event]) -> float:
+    """Share of the groups that trained nothing, of those that did or not; 0 while the run is not over."""
+    ledger = (tell(events).finished or {}).get("ledger") or {}
+    trained, filtered = float(ledger.get("trained", 0)), float(ledger.get("filtered", 0))
+    return filtered / (trained + filtered) if filtered else 0.0
+
+
+def _filters(config: RunConfig) -> bool:
+    """Does the run leave out groups that teach nothing? As the controller decides it."""
+    dynamic = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
+    return dynamic or config.curation.filter is not None
+
+
+def _refuse_unknown(config: RunConfig) -> None:
+    sizes = {config.group_size_of(domain) for domain in config.trained_domains}
+    for is_unknown, what in (
+        (config.staleness.overdue is not Overdue.DROP, 'staleness.overdue = "wait"'),
+        (config.staleness.scope is not StalenessScope.GROUP, 'staleness.scope = "rollout"'),
+        (config.training.tokens_per_step is not None, "training.tokens_per_step"),
+        (sizes != {config.sampling.group_size}, "a domain's own group_size"),
+    ):
+        if is_unknown:
+            raise RecipeError(f"{what} is not simulated (docs/simulation.md says what is); leave it out to simulate")

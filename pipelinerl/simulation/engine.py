@@ -1,0 +1,208 @@
+"""`SimulatedEngine`: rows that decode in step, one event for each end of an answer and none for each token.
+
+    submit ─▶ waiting ─▶ a row, at the next step's boundary ─▶ ends after as many steps as its answer has tokens
+
+It keeps what `pipelinerl/engines/batching/` keeps: between two steps first a commit that is due, then whoever waits
+takes free rows; a `drain` admits nobody until its rows are empty. While nothing joins or leaves, the batch is constant,
+and so is the step's time: the next event is computed, not stepped to. `plan` says when it is; `fire` lets it happen.
+Every change in between (`submit`, `commit`, `slow`) makes the plan of before void.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, final
+
+from inference_contract.weights import OnUpdate
+from pipelinerl.simulation.group import SimulatedGroup
+from pipelinerl.simulation.hardware import EngineTimes
+
+#: Rounding of times, in steps.
+_SLACK: Final = 1e-9
+
+
+class EngineNews(NamedTuple):
+    """What a boundary between two steps brought."""
+
+    begun: list[SimulatedGroup]
+    """Groups whose first answer has been given a row."""
+    ended: list[SimulatedGroup]
+    """Groups whose last answer has ended."""
+    aborted: list[SimulatedGroup]
+    """Groups that an `abort` commit has cut short: `left` of their answers have to be asked for again."""
+    committed: int | None
+    """The version that serves from now on, if another does."""
+
+
+@final
+@dataclass(slots=True)
+class SimulatedEngine:
+    """One engine. `decode_steps`, `row_steps`: decoding so far."""
+
+    times: EngineTimes
+    slots: int
+    on_update: OnUpdate
+    pause_s: float
+    prompt_tokens: int
+    version: int = 0
+    busy_s: float = 0.0
+    decode_steps: int = 0
+    row_steps: int = 0
+    stamp: int = 0
+    """Number of the plan that holds."""
+    _waiting: deque[SimulatedGroup] = field(default_factory=deque)
+    _rows: list[tuple[int, int, int, SimulatedGroup]] = field(default_factory=list)
+    """(step at whose end it ends, serial number, step at which it began, group): a heap."""
+    _steps: int = 0
+    _planned: int = 0
+    _at: float = 0.0
+    """When step `_steps` ended, or will."""
+    _step_s: float = 0.0
+    _slowness: float = 1.0
+    _seen: float = 0.0
+    """Until when `busy_s` is booked."""
+    _serial: int = 0
+    _commit: int | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Has it rows?"""
+        return bool(self._rows)
+
+    def busy_until(self, now: float) -> float:
+        """Seconds in which it had rows, until `now`."""
+        return self.busy_s + (now - self._seen if self._rows else 0.0)
+
+    def submit(self, group: SimulatedGroup) -> None:
+        """Ask for the `left` answers of a group."""
+        group.started = group.size - group.left
+        self._waiting.append(group)
+
+    def commit(self, version: int) -> None:
+        """New weights lie there: they serve from the next boundary that `on_update` allows."""
+        self._commit = version
+
+    def withdraw(self, group: SimulatedGroup, now: float) -> None:
+        """Nobody waits for `group` any more: its rows are free."""
+        if group.started < group.size:
+            self._waiting.remove(group)
+        if any(row[3] is group for row in self._rows):
+            self._book(now)
+            self._settle(now)
+            self._rows = [row for row in self._rows if row[3] is not group]
+            heapq.heapify(self._rows)
+            self._step_s = self._decode_s()
+
+    def plan(self, now: float) -> float | None:
+        """When it next has something to tell, if nothing comes between; None: it waits for work."""
+        self.stamp += 1
+        self._planned = 0
+        if not self._rows:
+            return max(now, self._at) if self._waiting or self._commit is not None else None
+        waits_for_rows = self._commit is not None and self.on_update is OnUpdate.DRAIN
+        commits = self._commit is not None and not waits_for_rows
+        admits = self._commit is None and bool(self._waiting) and len(self._rows) < self.slots
+        if commits or admits:
+            self._planned = max(0, math.ceil((now - self._at) / self._step_s - _SLACK))
+        else:
+            self._planned = self._rows[0][0] - self._steps
+        return self._at + self._planned * self._step_s
+
+    def fire(self, now: float) -> EngineNews:
+        """The planned boundary is reached."""
+        self._book(now)
+        self._decoded(self._planned)
+        self._at, self._planned = now, 0
+        ended: list[SimulatedGroup] = []
+        rows, steps = self._rows, self._steps
+        while rows and rows[0][0] <= steps:
+            group = heapq.heappop(rows)[3]
+            group.left -= 1
+            if group.left == 0:
+                ended.append(group)
+        aborted: list[SimulatedGroup] = []
+        committed: int | None = None
+        if self._commit is not None and not (rows and self.on_update is OnUpdate.DRAIN):
+            before, self.version, committed = self.version, self._commit, self._commit
+            self._commit = None
+            self._at += self.pause_s
+            if self.on_update is OnUpdate.ABORT:
+                aborted = self._cut_short(before)
+            elif self.on_update is OnUpdate.RECOMPUTE_KV:
+                context = sum(self.prompt_tokens + steps - row[2] for row in rows)
+                self._at += context * self.times.prompt_token_s
+        begun = self._admitted() if self._commit is None and self._waiting else []
+        self._step_s = self._decode_s()
+        return EngineNews(begun, ended, aborted, committed)
+
+    def slow(self, factor: float, now: float) -> None:
+        """From now on steps take `factor` times as long, also what is left of the one under way."""
+        if not self._rows:
+            self._slowness = factor
+            return
+        self._settle(now)
+        under_way, before = max(0.0, now - self._at) / self._step_s, self._step_s
+        self._slowness = factor
+        self._step_s = self._decode_s()
+        self._at += under_way * (before - self._step_s)
+
+    def _decode_s(self) -> float:
+        return self.times.decode_s(len(self._rows)) * self._slowness
+
+    def _settle(self, now: float) -> None:
+        """Book the whole steps until `now`."""
+        whole = max(0, math.floor((now - self._at) / self._step_s + _SLACK))
+        self._decoded(whole)
+        self._at += whole * self._step_s
+
+    def _decoded(self, steps: int) -> None:
+        self._steps += steps
+        self.decode_steps += steps
+        self.row_steps += steps * len(self._rows)
+
+    def _book(self, now: float) -> None:
+        self.busy_s, self._seen = self.busy_until(now), now
+
+    def _admitted(self) -> list[SimulatedGroup]:
+        """Free rows go to those that wait, in their order; returns the groups of which these are the first."""
+        begun: list[SimulatedGroup] = []
+        prompts = 0
+        while self._waiting and len(self._rows) < self.slots:
+            group = self._waiting[0]
+            if group.started == group.size - group.left:
+                prompts += 1
+            count = min(self.slots - len(self._rows), group.size - group.started)
+            if group.oldest < 0:
+                begun.append(group)
+                group.oldest = self.version
+            group.versions[self.version] = group.versions.get(self.version, 0) + count
+            for length in group.lengths[group.started : group.started + count]:
+                self._serial += 1
+                heapq.heappush(self._rows, (self._steps + length, self._serial, self._steps, group))
+            group.started += count
+            if group.started == group.size:
+                self._waiting.popleft()
+        prefill_s = prompts * self.prompt_tokens * self.times.prompt_token_s * self._slowness
+        self._at += prefill_s
+        return begun
+
+    def _cut_short(self, version: int) -> list[SimulatedGroup]:
+        """All rows end; returns the groups that have to be asked for again. Whoever still waits here stays and waits.
+
+        Since every commit cuts all rows short, what runs began with `version`, the one before.
+        """
+        running: dict[int, tuple[SimulatedGroup, list[int]]] = {}
+        for ends, _, began, group in self._rows:
+            running.setdefault(group.index, (group, []))[1].append(ends - began)
+        self._rows.clear()
+        waiting = {group.index for group in self._waiting}
+        for group, cut in running.values():
+            ended = Counter(group.lengths[: group.started]) - Counter(cut)
+            group.lengths = [*ended.elements(), *cut, *group.lengths[group.started :]]
+            group.started = group.size - group.left
+            group.versions[version] -= len(cut)
+            group.oldest = min((each for each, count in group.versions.items() if count), default=-1)
+        return [group for group, _ in running.values() if group.index not in waiting]

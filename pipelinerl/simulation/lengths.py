@@ -1,0 +1,111 @@
+"""Laws of answers' lengths, in tokens: fixed, heavy-tailed, or those that a run has shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl import rng
+
+_DRAWN_AT_ONCE: Final = 4096
+
+
+class LengthLaw(Protocol):
+    """A distribution of tokens per answer, at least 1."""
+
+    @property
+    def mean(self) -> float:
+        """Its mean, in tokens."""
+        ...
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Lengths [count]."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FixedLengths:
+    """Every answer has `tokens`."""
+
+    tokens: int
+
+    @property
+    def mean(self) -> float:
+        """`tokens`."""
+        return float(self.tokens)
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Lengths [count], all alike."""
+        return np.full(count, self.tokens, np.int64)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HeavyTailedLengths:
+    """Log-normal: half of the answers have more than `median` tokens, none more than `most`; σ of the logarithm."""
+
+    median: float
+    sigma: float
+    most: int
+
+    @property
+    def mean(self) -> float:
+        """Of the law as it is cut off, by 10,001 quantiles."""
+        levels = (np.arange(10_001) + 0.5) / 10_001
+        return float(self._at(_standard_normal(levels)).mean())
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Lengths [count], rounded up."""
+        return self._at(generator.standard_normal(count))
+
+    def _at(self, deviates: NDArray[np.float64]) -> NDArray[np.int64]:
+        exact = np.ceil(self.median * np.exp(self.sigma * deviates))
+        return np.clip(exact, 1, self.most).astype(np.int64)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ObservedLengths:
+    """Answers of a run, drawn again with replacement."""
+
+    tokens: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Of those that were observed."""
+        return float(np.mean(self.tokens))
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Lengths [count]."""
+        return generator.choice(np.array(self.tokens, np.int64), count)
+
+
+def drawing(law: LengthLaw, seed: int) -> Callable[[int], list[int]]:
+    """A function that takes how many and returns the next lengths; what it returns is a function of `seed`."""
+    generator = rng.generator(seed, "simulation", "lengths")
+    stock: list[int] = []
+
+    def take(count: int) -> list[int]:
+        while len(stock) < count:
+            stock.extend(law.draw(generator, _DRAWN_AT_ONCE).tolist())
+        taken = stock[-count:]
+        del stock[-count:]
+        return taken
+
+    return take
+
+
+def _standard_normal(levels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Quantiles, by bisection of the error function: exact to 1e-9 and without another library."""
+    low, high = np.full_like(levels, -8.0), np.full_like(levels, 8.0)
+    for _ in range(40):
+        middle = (low + high) / 2
+        below = 0.5 * (1 + np.array([math.erf(x / math.sqrt(2)) for x in middle])) < levels
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return (low + high) / 2

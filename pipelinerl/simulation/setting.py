@@ -1,0 +1,47 @@
+"""`SimulatedSetting`: what of a recipe decides over a run's schedule, each value by the recipe's own knob."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from inference_contract.weights import OnUpdate
+from pipelinerl.simulation.lengths import LengthLaw
+from pipelinerl.staleness import StalenessBounds
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedSetting:
+    """A run to be simulated.
+
+    There is no field for a schedule: conventional RL with G optimizer steps, one step off, drain, RLAX's (j, k) and
+    in-flight updates follow from `bounds`, `on_update`, `epochs`, `mini_batches` and `rollouts_per_step`, as in a run.
+
+    Attributes:
+        oversample: most orders issued for each that is expected to train. filtered: share of groups that train nothing.
+    """
+
+    steps: int
+    engines: int
+    slots: int
+    bounds: StalenessBounds
+    on_update: OnUpdate
+    rollouts_per_step: int
+    group_size: int
+    lengths: LengthLaw
+    prompt_tokens: int = 0
+    epochs: int = 1
+    mini_batches: int = 1
+    actors: int = 1
+    groups_in_flight: int = 64
+    attempts: int = 4
+    max_groups: int = 4096
+    oversample: float = 1.0
+    filtered: float = 0.0
+    seed: int = 0
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of one step of the run."""
+        return self.epochs * self.mini_batches

@@ -1,0 +1,401 @@
+"""`simulate`: a run of a `SimulatedSetting` on a `Hardware`, from its first order to its last step.
+
+    controller   issues orders within j and k     `StalenessBounds`, `FilteredShare`: the run's own decisions
+    actors       request, judge, deliver          `actors.py`
+    engines      decode, commit                   `engine.py`
+    trainer      takes the freshest, computes     `waiting_groups.py`, `trainer.py`
+    publication  beside the next step's passes    as `training/publish/publishing.py` orders it
+
+What a step does, in order: it ends, but not before the publication under way; it is reported; the controller issues
+orders and says whether engines reload (`reload_due`); the trainer begins to publish and collects its next groups. The
+engines' new version counts as loaded once all of them have committed it. The result is a function of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from pipelinerl import rng
+from pipelinerl.actor.freshness import can_be_fresh
+from pipelinerl.controller.state.filtered_share import FilteredShare
+from pipelinerl.simulation.actors import SimulatedActors
+from pipelinerl.simulation.agenda import Agenda
+from pipelinerl.simulation.engine import SimulatedEngine
+from pipelinerl.simulation.group import SimulatedGroup
+from pipelinerl.simulation.hardware import Hardware
+from pipelinerl.simulation.lengths import drawing
+from pipelinerl.simulation.prediction import FILLS, Account, Prediction, SimulatedStep, cost, staleness_of
+from pipelinerl.simulation.setting import SimulatedSetting
+from pipelinerl.simulation.trainer import SimulatedTrainer
+from pipelinerl.simulation.waiting_groups import WaitingGroups
+
+
+@final
+@dataclass(slots=True)
+class _Counts:
+    """Orders by what became of them, as the controller knows it; and their time in flight."""
+
+    issued: int = 0
+    trained: int = 0
+    filtered: int = 0
+    stale: int = 0
+    failed: int = 0
+    area: float = 0.0
+    """Of orders in flight over time."""
+    since: float = 0.0
+    ended: int = 0
+    ended_after: float = 0.0
+    """Sum of the times from issue to end."""
+
+    @property
+    def in_flight(self) -> int:
+        return self.issued - self.trained - self.filtered - self.stale - self.failed
+
+    def until(self, now: float) -> None:
+        """Book the time until `now`; called before anything changes."""
+        self.area += self.in_flight * (now - self.since)
+        self.since = now
+
+
+class _Mark(NamedTuple):
+    """Sums at one moment."""
+
+    steps: int
+    at: float
+    busy_s: float
+    decode_steps: int
+    row_steps: int
+    area: float
+    ended: int
+    ended_after: float
+    stale_tokens: int
+    ended_tokens: int
+
+
+def simulate(setting: SimulatedSetting, hardware: Hardware) -> Prediction:
+    """What the run comes to. Raises ValueError where it cannot get on: nothing is left to happen."""
+    run = _Run(setting, hardware)
+    run.to_its_end()
+    return run.prediction()
+
+
+@final
+class _Run:
+    def __init__(self, setting: SimulatedSetting, hardware: Hardware) -> None:
+        self._setting, self._hardware, self._control = setting, hardware, hardware.control
+        self._agenda = agenda = Agenda()
+        self._engines = [
+            SimulatedEngine(
+                hardware.engine, setting.slots, setting.on_update, hardware.update.pause_s, setting.prompt_tokens
+            )
+            for _ in range(setting.engines)
+        ]
+        self._actors = SimulatedActors(
+            agenda,
+            hardware.control,
+            count=setting.actors,
+            places=setting.actors * setting.groups_in_flight,
+            engines=setting.engines,
+            sample=self._sample,
+            deliver=self._delivered,
+        )
+        self._trainer = SimulatedTrainer(agenda, self._computed)
+        self._lengths = drawing(setting.lengths, setting.seed)
+        self._chance = rng.generator(setting.seed, "simulation", "filtered")
+        # controller
+        self._counts, self._filtered_share = _Counts(), FilteredShare()
+        self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
+        # actors' knowledge of versions: groups begun since the last one, and by the first one heard of since
+        self._begun: list[SimulatedGroup] = []
+        self._heard: dict[int, list[SimulatedGroup]] = {}
+        # trainer
+        self._groups, self._batch = WaitingGroups(), list[SimulatedGroup]()
+        self._collects_since: float | None = 0.0
+        self._wait_s = self._computes_since = 0.0
+        self._held_since: float | None = None
+        self._made = self._publishing = self._to_commit = 0
+        self._busy_engines = 0
+        self._steps: list[SimulatedStep] = []
+        self._ended_tokens = self._stale_tokens = 0
+        self._marked = self._mark()
+
+    def to_its_end(self) -> None:
+        """Take every step."""
+        skipped = self._setting.steps // FILLS
+        self._issue()
+        while len(self._steps) < self._setting.steps:
+            taken = len(self._steps)
+            if not self._agenda.step():
+                raise ValueError(
+                    f"the simulated run stands still at step {taken + 1} of {self._setting.steps}: "
+                    f"{self._counts.in_flight} orders are out, {len(self._groups)} groups wait, and nothing will come"
+                )
+            if taken < skipped == len(self._steps):
+                self._marked = self._mark()
+
+    # --- controller ------------------------------------------------------------------------------------------------
+
+    def _issue(self) -> None:
+        setting, counts = self._setting, self._counts
+        while counts.in_flight < setting.max_groups and setting.bounds.may_issue(
+            current=self._version,
+            loaded=self._loaded,
+            queued=self._expected() * setting.group_size,
+            per_step=setting.rollouts_per_step,
+        ):
+            now, size = self._agenda.now, setting.group_size
+            counts.until(now)
+            group = SimulatedGroup(counts.issued, size, self._lengths(size), now, left=size)
+            counts.issued += 1
+            self._agenda.after(self._control.order_s, self._actors.order, group)
+
+    def _expected(self) -> int:
+        """Groups that are out and will probably train."""
+        out = self._counts.in_flight
+        return self._filtered_share.expected(out, waiting=self._waiting_groups, most=self._setting.oversample)
+
+    def _ended(self, groups: Sequence[SimulatedGroup]) -> None:
+        """The controller hears that these orders have ended, whose fate the caller counts at once."""
+        now, counts = self._agenda.now, self._counts
+        counts.until(now)
+        counts.ended += len(groups)
+        counts.ended_after += sum(now - group.issued_at for group in groups)
+
+    def _stale(self, groups: Sequence[SimulatedGroup]) -> None:
+        self._ended(groups)
+        self._counts.stale += len(groups)
+
+    def _step_reported(self) -> None:
+        trained, self._batch = self._batch, []
+        self._ended(trained)
+        self._counts.trained += len(trained)
+        self._stale(self._dropped())
+        self._filtered_share.note_step(trained=len(trained), filtered=self._filtered_since_step)
+        self._filtered_since_step = 0
+        self._version += 1
+        self._waiting_groups = len(self._groups)
+        self._give_up_outdated()
+        due = self._setting.bounds.reload_due(current=self._version, loaded=self._loaded)
+        self._issue()
+        self._agenda.after(self._control.report_s / 2, self._directed, due)
+
+    def _published(self) -> None:
+        self._loaded = self._publishing
+        self._publishing = 0
+        self._issue()
+        if self._held_since is not None:
+            self._step_ended()
+
+    # --- actors and engines ----------------------------------------------------------------------------------------
+
+    def _sample(self, group: SimulatedGroup) -> None:
+        self._engines[group.place].submit(group)
+        self._plan(group.place)
+
+    def _plan(self, place: int) -> None:
+        engine = self._engines[place]
+        when = engine.plan(self._agenda.now)
+        if when is not None:
+            self._agenda.at(when, self._fire, place, engine.stamp)
+
+    def _fire(self, place: int, stamp: int) -> None:
+        engine = self._engines[place]
+        if stamp != engine.stamp:
+            return
+        was_busy = engine.is_busy
+        news = engine.fire(self._agenda.now)
+        self._plan(place)
+        if engine.is_busy != was_busy:
+            self._busy_engines += 1 if engine.is_busy else -1
+            self._slow_trainer()
+        if news.begun:
+            self._begun += news.begun
+        for group in news.ended:
+            self._actors.answered(group)
+        for group in news.aborted:
+            group.attempts += 1
+            if group.attempts < self._setting.attempts:
+                self._actors.again(group)
+            else:
+                self._actors.gave_up(group)
+                self._ended([group])
+                self._counts.failed += 1
+                self._issue()
+        if news.committed is not None:
+            self._to_commit -= 1
+            if self._to_commit == 0:
+                self._agenda.after(self._hardware.update.pause_s, self._published)
+
+    def _delivered(self, group: SimulatedGroup) -> None:
+        if self._setting.filtered and self._chance.random() < self._setting.filtered:
+            self._ended([group])
+            self._counts.filtered += 1
+            self._filtered_since_step += 1
+            self._issue()
+            return
+        self._groups.offer(group)
+        self._collect()
+
+    def _give_up_outdated(self) -> None:
+        """As the actors' `Freshness`: a group begun before version v was heard of counts as begun at v."""
+        self._heard[self._version], self._begun = self._begun, []
+        k = self._setting.bounds.k
+        for version in [v for v in self._heard if not can_be_fresh(v, current=self._version, k=k)]:
+            for group in self._heard.pop(version):
+                if group.left and group.place >= 0:
+                    self._engines[group.place].withdraw(group, self._agenda.now)
+                    self._plan(group.place)
+                    self._actors.gave_up(group)
+                    self._stale([group])
+
+    # --- trainer ---------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        if self._collects_since is None:
+            return
+        setting, now = self._setting, self._agenda.now
+        batch = self._groups.take(setting.rollouts_per_step, producing=self._made + 1, bounds=setting.bounds)
+        if batch is None:
+            if self._groups.dropped:
+                self._stale(self._dropped())
+                self._issue()
+            return
+        self._wait_s, self._collects_since, self._computes_since = now - self._collects_since, None, now
+        self._batch = batch
+        tokens = sum(group.tokens + setting.prompt_tokens * group.size for group in batch)
+        times = self._hardware.trainer
+        self._trainer.begin(times.step_s(tokens, epochs=setting.epochs, optimizer_steps=setting.optimizer_steps))
+        self._slow_trainer()
+        self._slow_engines()
+
+    def _dropped(self) -> list[SimulatedGroup]:
+        """Groups that were found stale since the last call."""
+        dropped, self._groups.dropped = self._groups.dropped, []
+        stale_tokens = sum(group.tokens for group in dropped)
+        self._stale_tokens += stale_tokens
+        self._ended_tokens += stale_tokens
+        return dropped
+
+    def _computed(self) -> None:
+        self._slow_engines()
+        self._held_since = self._agenda.now
+        if not self._publishing:
+            self._step_ended()
+
+    def _step_ended(self) -> None:
+        now, computed = self._agenda.now, self._held_since or 0.0
+        self._held_since = None
+        self._made += 1
+        ages: dict[int, int] = {}
+        for group in self._batch:
+            for version, answers in group.versions.items():
+                ages[self._made - version] = ages.get(self._made - version, 0) + answers
+        tokens = sum(group.tokens for group in self._batch)
+        self._ended_tokens += tokens
+        rollouts = sum(group.size for group in self._batch)
+        self._steps.append(
+            SimulatedStep(
+                now,
+                rollouts,
+                tokens,
+                self._wait_s,
+                computed - self._computes_since,
+                now - computed,
+                _without_zeros(ages),
+            )
+        )
+        self._agenda.after(self._control.report_s / 2, self._step_reported)
+
+    def _directed(self, publish: bool) -> None:
+        """The controller's answer has come: publish, if it says so, and collect the next batch."""
+        if publish:
+            self._publishing = self._made
+            self._agenda.after(self._hardware.update.send_s, self._commit)
+        self._collects_since = self._agenda.now
+        self._collect()
+
+    def _commit(self) -> None:
+        self._to_commit = len(self._engines)
+        for place, engine in enumerate(self._engines):
+            engine.commit(self._publishing)
+            self._plan(place)
+
+    # --- shared processors -----------------------------------------------------------------------------------------
+
+    def _slow_trainer(self) -> None:
+        if self._hardware.contention.exists:
+            self._trainer.slow(self._hardware.contention.trainer if self._busy_engines else 1.0)
+
+    def _slow_engines(self) -> None:
+        if not self._hardware.contention.exists:
+            return
+        factor = self._hardware.contention.engine if self._trainer.is_computing else 1.0
+        for place, engine in enumerate(self._engines):
+            engine.slow(factor, self._agenda.now)
+            self._plan(place)
+
+    # --- figures ---------------------------------------------------------------------------------------------------
+
+    def _mark(self) -> _Mark:
+        now = self._agenda.now
+        self._counts.until(now)
+        return _Mark(
+            steps=len(self._steps),
+            at=now,
+            busy_s=sum(engine.busy_until(now) for engine in self._engines),
+            decode_steps=sum(engine.decode_steps for engine in self._engines),
+            row_steps=sum(engine.row_steps for engine in self._engines),
+            area=self._counts.area,
+            ended=self._counts.ended,
+            ended_after=self._counts.ended_after,
+            stale_tokens=self._stale_tokens,
+            ended_tokens=self._ended_tokens,
+        )
+
+    def prediction(self) -> Prediction:
+        """Of the steps after the mark."""
+        first, last, counts = self._marked, self._mark(), self._counts
+        steps, seconds = self._steps[first.steps :], last.at - first.at
+        tokens, rollouts = sum(s.sampled_tokens for s in steps), sum(s.rollouts for s in steps)
+        decode_steps, ended = last.decode_steps - first.decode_steps, last.ended - first.ended
+        ages = staleness_of(steps)
+        tokens_per_s = tokens / seconds
+        return Prediction(
+            steps=len(self._steps),
+            skipped=first.steps,
+            seconds=last.at,
+            tokens_per_s=tokens_per_s,
+            rollouts_per_s=rollouts / seconds,
+            steps_per_hour=3600 * len(steps) / seconds,
+            step_s=seconds / len(steps),
+            trainer_wait=sum(s.wait_s for s in steps) / seconds,
+            trainer_computes=sum(s.compute_s for s in steps) / seconds,
+            trainer_held=sum(s.publish_wait_s for s in steps) / seconds,
+            engine_idle=max(0.0, 1 - (last.busy_s - first.busy_s) / (seconds * len(self._engines))),
+            rows=(last.row_steps - first.row_steps) / decode_steps if decode_steps else 0.0,
+            staleness=ages,
+            staleness_mean=sum(age * share for age, share in ages.items()),
+            discarded=(last.stale_tokens - first.stale_tokens) / max(1, last.ended_tokens - first.ended_tokens),
+            order_s=(last.ended_after - first.ended_after) / ended if ended else 0.0,
+            in_flight=(last.area - first.area) / seconds,
+            account=Account(
+                issued=counts.issued,
+                trained=counts.trained,
+                filtered=counts.filtered,
+                stale=counts.stale,
+                failed=counts.failed,
+                in_flight=counts.in_flight,
+            ),
+            **cost(
+                self._hardware.prices,
+                engines=len(self._engines),
+                step_s=seconds / len(steps),
+                tokens_per_s=tokens_per_s,
+            ),
+        )
+
+
+def _without_zeros(counts: dict[int, int]) -> dict[int, int]:
+    return {key: count for key, count in sorted(counts.items()) if count}

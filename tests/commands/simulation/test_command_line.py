@@ -1,0 +1,181 @@
+"""`pipelinerl simulate`: from a run or a table to figures, a recommendation, and a word on whether to believe them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from pipelinerl.cli import app
+from pipelinerl.commands.simulation.from_recipe import observed, setting_of
+from pipelinerl.config.recipe import load, save
+from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.observability.events import Event
+from pipelinerl.simulation.hardware import EngineTimes
+from pipelinerl.simulation.lengths import FixedLengths
+from pipelinerl.staleness import StalenessBounds
+from tests.simulation.recorded import run_events
+
+TABLE = """
+[engine]
+step_s = 0.01
+row_s = 0.0001
+[trainer]
+token_s = 1e-4
+[prices]
+engine_hour = 2.0
+trainer_hour = 4.0
+[answers]
+lengths = "heavy:6,0.5"
+prompt_tokens = 9
+"""
+ENGINE = EngineTimes(step_s=0.011, row_s=0.0002)
+
+
+def simulate(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *arguments, "--steps", "12"])
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    path = tmp_path / "hardware.toml"
+    path.write_text(TABLE)
+    return str(path)
+
+
+def run_directory(where: Path, events: list[Event]) -> Path:
+    """A finished run of `tiny` in lockstep with these events, and answers of 6 tokens."""
+    (where / "samples").mkdir(parents=True)
+    save(load("tiny", ["staleness.j=1", "staleness.k=1"]), where / "recipe.toml")
+    (where / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    answers = [{"text": "x", "outcome": "wrong", "length": 6}] * 8
+    group = {"kind": "trained", "step": 1, "time": 1.0, "group_id": "g", "domain": "d", "prompt": "p"}
+    (where / "samples" / "training-000001.jsonl").write_text(json.dumps(group | {"answers": answers}) + "\n")
+    return where
+
+
+def test_a_sweep_of_a_table_is_told_drawn_and_recommended_from(table: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    asked = ("tiny", "--hardware", table, "--sweep", "engine.count=1,2", "--sweep", "staleness.k=0,1,8")
+    said = simulate(*asked, "--html", str(page))
+    assert said.exit_code == 0, said.output
+    lines = said.output.splitlines()
+    assert {"tokens/s", "trainer waits", "discarded", "per hour"} <= {cell.strip() for cell in lines[0].split("  ")}
+    assert sum("staleness.k=8" in line for line in lines[1:5]) == 2
+    assert any("must be at least j = 1" in line for line in lines)
+    assert "recommended: engine.count=" in said.output
+    assert "as good as the hardware table" in said.output
+    text = page.read_text()
+    assert text.count("<svg") >= 10
+    assert "http" not in text
+
+
+def test_programs_read_every_figure(table: str) -> None:
+    said = json.loads(simulate("tiny", "--hardware", table, "--json", "--lengths", "fixed:5").output)
+    (trial,) = said["trials"]
+    prediction = trial["prediction"]
+    assert prediction["cost_per_hour"] == 6.0
+    assert prediction["tokens_per_s"] == pytest.approx(prediction["rollouts_per_s"] * 5)
+    assert sum(prediction["staleness"].values()) == pytest.approx(1)
+    assert said["recommended"] is None
+
+
+def test_a_price_may_be_said_on_the_command_line(table: str) -> None:
+    said = simulate("tiny", "--hardware", table, "--json", "--engine-hour", "10")
+    assert json.loads(said.output)["trials"][0]["prediction"]["cost_per_hour"] == 14.0
+
+
+def test_a_run_is_the_basis_and_is_checked(tmp_path: Path) -> None:
+    """A run whose halves are alike is predicted; one that grew slower is not to be trusted, and that is said."""
+    even = run_directory(tmp_path / "even", run_events(engine=ENGINE, rollouts=256, steps=40))
+    said = simulate("tiny", "--from", str(even))
+    assert said.exit_code == 0, said.output
+    assert "second half from the first: step_s" in said.output
+    assert "The model is within" in said.output
+    slower = [
+        event | {"elapsed_s": event["elapsed_s"] + max(0.0, event["elapsed_s"] - 50)}
+        for event in run_events(engine=ENGINE, rollouts=256, steps=40)
+    ]
+    uneven = run_directory(tmp_path / "uneven", slower)
+    assert "NOT TO BE TRUSTED" in simulate("tiny", "--from", str(uneven)).output
+
+
+def test_the_lengths_and_prompts_are_the_runs(tmp_path: Path) -> None:
+    run = observed(run_directory(tmp_path / "run", run_events(engine=ENGINE)))
+    assert run.setting.lengths.mean == 6
+    assert run.setting.prompt_tokens == round(2000 * 0.25 / 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "either --from RUN"),
+        (("--hardware", "nowhere.toml"), "cannot be read"),
+        (("--from", "nowhere"), "is no run"),
+    ],
+    ids=["neither", "no table", "no run"],
+)
+def test_what_is_missing_is_said(arguments: tuple[str, ...], said: str) -> None:
+    result = simulate("tiny", *arguments)
+    assert isinstance(result.exception, UserError)
+    assert said in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("[engine]\nstep_s = 1.0\n", "trainer must be given"),
+        ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[planet]\n", "unknown section planet"),
+        ("[engine]\nsteps = 1.0\n[trainer]\ntoken_s = 1.0\n", "engine must be a table with step_s"),
+        ("[engine]\nstep_s = -1.0\n[trainer]\ntoken_s = 1.0\n", "engine.step_s must not be negative"),
+        ("[engine]\nstep_s = 'x'\n[trainer]\ntoken_s = 1.0\n", "Expected `float`"),
+        ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 4\n", "answers has lengths"),
+        ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n", "give --lengths"),
+        ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 'long'\n", "lengths are fixed:"),
+    ],
+)
+def test_a_table_that_is_wrong_says_where(table: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "hardware.toml"
+    path.write_text(table)
+    result = simulate("tiny", "--hardware", str(path))
+    assert isinstance(result.exception, UserError)
+    assert said in str(result.exception)
+
+
+@pytest.mark.parametrize("axis", ["engines=1,2", "engine.count", "engine.count=1,,2"])
+def test_a_sweep_is_of_the_recipes_own_keys(axis: str, table: str) -> None:
+    result = simulate("tiny", "--hardware", table, "--sweep", axis)
+    assert isinstance(result.exception, UserError)
+    assert "section.key=value" in str(result.exception)
+
+
+def test_the_recipes_knobs_are_the_settings() -> None:
+    """No second spelling: what a run would do is read from its own sections."""
+    changes = ["staleness.preset=rlax", "engine.count=3", "engine.on_update=drain", "training.mini_batches=4"]
+    config = load("tiny", [*changes, "training.epochs=2", "actor.count=2"])
+    config_setting = setting_of(config, lengths=FixedLengths(5), prompt_tokens=7)
+    expected: dict[str, Any] = {
+        "bounds": StalenessBounds(1, 2),  # the recipe's own numbers go before a preset's
+        "engines": 3,
+        "on_update": "drain",
+        "mini_batches": 4,
+        "epochs": 2,
+        "actors": 2,
+        "rollouts_per_step": 256,
+        "group_size": 8,
+        "slots": 256,
+        "groups_in_flight": 64,
+    }
+    assert {name: getattr(config_setting, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "change", ["staleness.overdue=wait", "staleness.scope=rollout", "training.tokens_per_step=100"]
+)
+def test_what_is_not_simulated_is_refused(change: str) -> None:
+    with pytest.raises(RecipeError, match="is not simulated"):
+        setting_of(load("tiny", [change]), lengths=FixedLengths(5), prompt_tokens=7)

@@ -1,0 +1,48 @@
+"""Settings and hardware that tests vary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from inference_contract.weights import OnUpdate
+from pipelinerl.simulation.hardware import ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
+from pipelinerl.simulation.lengths import FixedLengths, HeavyTailedLengths
+from pipelinerl.simulation.setting import SimulatedSetting
+from pipelinerl.staleness import StalenessBounds
+
+#: 10 ms a decode step, and 0.1 ms for each row.
+ENGINE = EngineTimes(step_s=0.01, row_s=0.0001)
+#: An engine and a trainer that are about as fast as each other, nothing else takes time.
+BALANCED = Hardware(engine=ENGINE, trainer=TrainerTimes(token_s=2e-4))
+#: The same, and all else takes some.
+WHOLE = replace(
+    BALANCED,
+    engine=replace(ENGINE, prompt_token_s=2e-5),
+    update=UpdateTimes(send_s=0.05, pause_s=0.002),
+    control=ControlTimes(
+        order_s=0.002, request_s=0.0003, answer_s=0.0003, verify_s=0.01, verifiers=4, deliver_s=0.002, report_s=0.01
+    ),
+)
+_HEAVY = HeavyTailedLengths(20.0, 0.9, 200)
+_FIRST = SimulatedSetting(
+    steps=40,
+    engines=1,
+    slots=64,
+    bounds=StalenessBounds(1, 2),
+    on_update=OnUpdate.CONTINUE,
+    rollouts_per_step=64,
+    group_size=8,
+    lengths=_HEAVY,
+    prompt_tokens=10,
+)
+
+
+def setting(j: int = 1, k: float = 2, **changes: Any) -> SimulatedSetting:
+    """64 rollouts a step, heavy-tailed, on one engine of 64 rows."""
+    return replace(_FIRST, bounds=StalenessBounds(j, k), **changes)
+
+
+def fixed(tokens: int) -> FixedLengths:
+    """Every answer has so many."""
+    return FixedLengths(tokens)

@@ -1,0 +1,111 @@
+"""A calibration finds the times that a run's events were made by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from inference_contract.weights import OnUpdate
+from pipelinerl.errors import UserError
+from pipelinerl.simulation.calibration import ObservedRun, calibrate
+from pipelinerl.simulation.hardware import ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
+from pipelinerl.simulation.measured import measure
+from pipelinerl.simulation.simulator import simulate
+from tests.simulation.recorded import run_events
+from tests.simulation.settings import fixed, setting
+
+ENGINE = EngineTimes(step_s=0.011, row_s=0.0002, prompt_token_s=3e-5)
+
+
+def test_times_are_found_again() -> None:
+    """Engine by its counters, trainer by tokens, publication, verification and report by their events."""
+    tokens = [1000 + 100 * (number % 10) for number in range(30)]
+    events = run_events(engine=ENGINE, tokens_by_step=tokens, token_s=2e-4)
+    found = calibrate([ObservedRun(events=events, setting=setting(1, 1))])
+    assert found.engine.step_s == pytest.approx(ENGINE.step_s)
+    assert found.engine.row_s == pytest.approx(ENGINE.row_s)
+    assert found.engine.prompt_token_s == pytest.approx(ENGINE.prompt_token_s)
+    assert found.trainer.token_s == pytest.approx(2e-4)
+    assert found.trainer.optimizer_step_s == pytest.approx(0, abs=1e-6)
+    assert found.update.send_s == pytest.approx(0.05)
+    assert found.update.pause_s == pytest.approx(0.01)
+    assert found.control.verify_s == pytest.approx(0.05, abs=1e-6)
+    assert found.control.report_s == pytest.approx(0.02)
+
+
+def test_what_is_left_is_the_actors() -> None:
+    """Steps that are longer than all else explains are so by the actor's work on each rollout."""
+    known = Hardware(
+        engine=ENGINE,
+        trainer=TrainerTimes(token_s=0.5 / 2000),
+        update=UpdateTimes(send_s=0.05, pause_s=0.01),
+        control=ControlTimes(
+            order_s=0.002, deliver_s=0.002, verify_s=0.05, report_s=0.02, request_s=0.002, answer_s=0.002
+        ),
+    )
+    lockstep = setting(1, 1, lengths=fixed(20))
+    wanted = simulate(lockstep, known).step_s
+    found = calibrate([ObservedRun(events=run_events(period_s=wanted, engine=ENGINE), setting=lockstep)])
+    assert simulate(lockstep, found).step_s == pytest.approx(wanted, rel=0.01)
+    assert found.control.request_s == pytest.approx(0.002, rel=0.1)
+
+
+def test_a_drain_is_not_taken_for_a_slow_network() -> None:
+    """A publication that waits for rows to end is as long as its sending alone."""
+    events = [event | ({"total_s": 3.0} if event["kind"] == "publish" else {}) for event in run_events(engine=ENGINE)]
+    drained = ObservedRun(events=events, setting=setting(1, 8, on_update=OnUpdate.DRAIN))
+    assert calibrate([drained]).update.send_s == pytest.approx(0.05)
+
+
+def test_a_second_run_shows_contention() -> None:
+    """Engine and trainer that are both 1.5 times as slow beside each other are found to be so, and no faster."""
+    alone = ObservedRun(events=run_events(engine=ENGINE), setting=setting(1, 1))
+    slow = EngineTimes(step_s=1.5 * 0.011, row_s=1.5 * 0.0002, prompt_token_s=1.5 * 3e-5)
+    beside = ObservedRun(events=run_events(engine=slow, compute_s=0.75), setting=setting(1, 8))
+    found = calibrate([alone, beside]).contention
+    assert 1.4 < found.engine < 3
+    assert 1.4 < found.trainer < 3
+    assert not calibrate([alone, alone]).contention.exists
+
+
+def test_a_run_measures_itself() -> None:
+    """Means over the steps after the first fifth; those beside an evaluation are left out."""
+    events = run_events(steps=30, period_s=2.0)
+    measured = measure(events)
+    assert measured.step_s == pytest.approx(2.0)
+    assert measured.tokens_per_s == pytest.approx(750)
+    assert measured.trainer_wait == pytest.approx((2.0 - 0.6 - 0.02) / 2)
+    assert measured.discarded == pytest.approx(100 / 1600, rel=0.05)
+    middle = 10.0 + 15 * 2.0
+    slow = [event | {"elapsed_s": event["elapsed_s"] + 500 * (event["elapsed_s"] > middle)} for event in events]
+    evaluation = [
+        {"kind": "evaluation_began", "elapsed_s": middle + 1, "model_version": 15},
+        {"kind": "evaluation", "elapsed_s": middle + 490, "model_version": 15},
+    ]
+    at = next(number for number, event in enumerate(slow) if event["elapsed_s"] > 500)
+    assert measure([*slow[:at], *evaluation, *slow[at:]]).step_s == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        (run_events(steps=5, engine=ENGINE), "a run must be longer"),
+        (run_events(steps=30), "--hardware"),
+        ([each for each in run_events(engine=ENGINE) if each.pop("stale_tokens", 0) is not None], "stale_tokens"),
+    ],
+    ids=["too short", "no busy seconds", "an old run"],
+)
+def test_what_cannot_be_calibrated_says_why(events: list[dict[str, object]], said: str) -> None:
+    """A user reads what is missing, and what to do."""
+    with pytest.raises(UserError, match=said):
+        calibrate([ObservedRun(events=events, setting=setting(1, 1))])
+
+
+def test_a_prediction_is_compared_with_what_was_measured() -> None:
+    """Errors are shares of what was measured."""
+    measured = measure(run_events(period_s=2.0))
+    predicted = replace(
+        simulate(setting(1, 1), Hardware(engine=ENGINE, trainer=TrainerTimes(token_s=1e-4))), step_s=2.2
+    )
+    assert measured.errors(predicted)["step_s"] == pytest.approx(0.1)

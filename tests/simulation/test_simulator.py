@@ -1,0 +1,195 @@
+"""Laws that every simulated run keeps, and closed forms of those that are simple enough."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings as effort, strategies as st
+
+from inference_contract.weights import OnUpdate
+from pipelinerl.simulation.hardware import Contention, ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
+from pipelinerl.simulation.lengths import HeavyTailedLengths
+from pipelinerl.simulation.prediction import Prediction
+from pipelinerl.simulation.simulator import simulate
+from tests.simulation.settings import BALANCED, WHOLE, fixed, setting
+
+BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
+
+
+@pytest.mark.parametrize("on_update", OnUpdate)
+@pytest.mark.parametrize(("j", "k"), BOUNDS)
+def test_orders_and_bounds_are_kept(j: int, k: float, on_update: OnUpdate) -> None:
+    """Every order is trained, filtered, stale, failed or in flight, and nothing that trains is older than k."""
+    run = simulate(setting(j, k, on_update=on_update, max_groups=400, filtered=0.2, oversample=2.0), WHOLE)
+    account = run.account
+    ended = account.trained + account.filtered + account.stale + account.failed
+    assert account.issued == ended + account.in_flight
+    assert 0 <= account.in_flight <= 400
+    assert 1 <= min(run.staleness) <= max(run.staleness) <= k
+    assert account.trained >= (run.steps - 1) * 8
+    assert sum(run.staleness.values()) == pytest.approx(1)
+
+
+@effort(max_examples=25, deadline=None)
+@given(
+    engines=st.integers(1, 5),
+    slots=st.sampled_from([3, 8, 64]),
+    bounds=st.sampled_from(BOUNDS),
+    on_update=st.sampled_from(list(OnUpdate)),
+    groups=st.integers(1, 12),
+    size=st.integers(1, 9),
+    contention=st.sampled_from([1.0, 1.7]),
+    seed=st.integers(0, 5),
+)
+def test_any_run_gets_on_and_keeps_its_account(
+    engines: int,
+    slots: int,
+    bounds: tuple[int, float],
+    on_update: OnUpdate,
+    groups: int,
+    size: int,
+    contention: float,
+    seed: int,
+) -> None:
+    """Whatever the setting, all steps are taken, orders are conserved and shares are shares."""
+    given_setting = setting(
+        *bounds,
+        engines=engines,
+        slots=slots,
+        on_update=on_update,
+        rollouts_per_step=groups * size,
+        group_size=size,
+        attempts=10**6,
+        steps=12,
+        max_groups=64,
+        seed=seed,
+    )
+    run = simulate(given_setting, replace(WHOLE, contention=Contention(engine=contention, trainer=contention)))
+    account = run.account
+    assert run.steps == 12
+    assert account.issued == account.trained + account.stale + account.in_flight
+    for share in (run.trainer_wait, run.trainer_computes, run.trainer_held, run.engine_idle, run.discarded):
+        assert -1e-9 <= share <= 1 + 1e-9
+    assert run.trainer_wait + run.trainer_computes + run.trainer_held <= 1 + 1e-9
+    assert max(run.staleness) <= bounds[1]
+    assert 0 < run.rows <= slots
+
+
+def test_lockstep_of_fixed_lengths_has_a_closed_form() -> None:
+    """One engine, 64 answers of 20 tokens in 64 rows: decode, judge, train, report, publish, one after the other."""
+    control = ControlTimes(
+        order_s=0.003, request_s=0.0, answer_s=0.0, verify_s=0.05, verifiers=None, deliver_s=0.004, report_s=0.02
+    )
+    hardware = replace(BALANCED, update=UpdateTimes(send_s=0.1, pause_s=0.01), control=control)
+    run = simulate(setting(1, 1, lengths=fixed(20)), hardware)
+    decode = 20 * (0.01 + 0.0001 * 64)
+    train = 2e-4 * 64 * (20 + 10)
+    assert run.step_s == pytest.approx(0.02 + 0.1 + 0.01 + 0.003 + decode + 0.05 + 0.004 + train, rel=1e-9)
+    assert run.staleness == {1: 1.0}
+    assert run.discarded == 0
+    assert run.engine_idle == pytest.approx(1 - decode / run.step_s)
+    assert run.trainer_computes == pytest.approx(train / run.step_s)
+
+
+def test_an_actor_does_one_thing_at_a_time() -> None:
+    """8 groups of 8 ask one after the other, each 8 × 1 ms; the last of them begins when all have asked."""
+    hardware = replace(BALANCED, control=ControlTimes(request_s=0.001), engine=EngineTimes(step_s=0.5))
+    run = simulate(setting(1, 1, lengths=fixed(1)), hardware)
+    # the first request starts a step; the rest arrive while it runs, and decode in the second
+    assert run.step_s == pytest.approx(0.008 + 0.5 + 0.5 + 2e-4 * 64 * 11)
+
+
+@pytest.mark.parametrize("generation", [1, 2, 4, 8])
+def test_conventional_steps_take_what_generating_and_training_take(generation: int) -> None:
+    """G optimizer steps for a generation of G batches: G times the decode rounds in the same rows, then G trainings."""
+    run = simulate(
+        setting(1, 1, lengths=fixed(20), rollouts_per_step=64 * generation, mini_batches=generation), BALANCED
+    )
+    rounds = 20 * (0.01 + 0.0001 * 64)
+    assert run.step_s == pytest.approx(generation * (rounds + 2e-4 * 64 * 30), rel=1e-9)
+
+
+def test_one_step_off_hides_the_shorter_of_the_two() -> None:
+    """The engine samples the next batch while the trainer trains on the last: a step takes the longer of them."""
+    decode = 20 * (0.01 + 0.0001 * 64)
+    for token_s in (4e-5, 4e-4):
+        hardware = replace(BALANCED, trainer=TrainerTimes(token_s=token_s))
+        run = simulate(setting(1, 2, lengths=fixed(20)), hardware)
+        assert run.step_s == pytest.approx(max(decode, token_s * 64 * 30), rel=0.02)
+        assert run.staleness == {2: 1.0}
+
+
+def test_a_drain_holds_the_trainer_until_the_rows_are_empty() -> None:
+    """What goes on in flight with `continue` is waited for with `drain`: never faster, and the trainer is held."""
+    continued, drained = (
+        simulate(setting(1, 8, on_update=on_update), BALANCED) for on_update in (OnUpdate.CONTINUE, OnUpdate.DRAIN)
+    )
+    assert drained.step_s > 1.2 * continued.step_s
+    assert drained.trainer_held > 0.2
+    assert continued.trainer_held == 0
+
+
+def test_rlax_reloads_every_jth_version() -> None:
+    """With (4, 8) engines serve version 0, 4, 8 …: what trains is then up to 8 old, and publications are rare."""
+    rare = simulate(setting(4, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
+    often = simulate(setting(1, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
+    assert rare.staleness_mean > often.staleness_mean
+    assert rare.step_s < often.step_s
+
+
+@pytest.mark.parametrize(("j", "k"), [(1, 2), (1, 8), (16, 32)])
+def test_more_engines_are_never_slower(j: int, k: float) -> None:
+    """Engine-bound, throughput rises with the engines until the trainer decides; nowhere does it fall."""
+    fast = replace(BALANCED, trainer=TrainerTimes(token_s=2e-5))
+    speeds = [simulate(setting(j, k, engines=n, steps=60), fast).tokens_per_s for n in (1, 2, 4, 8, 16)]
+    assert all(after > 0.97 * before for before, after in pairwise(speeds))
+    assert speeds[2] > 1.2 * speeds[0]
+
+
+@pytest.mark.parametrize("hardware", [BALANCED, WHOLE])
+def test_littles_law(hardware: Hardware) -> None:
+    """Orders in flight = orders that end per second × how long each is out (Little 1961)."""
+    run = simulate(setting(1, 8, steps=300), hardware)
+    ended_per_s = run.rollouts_per_s / 8 / (1 - _share_stale(run))
+    assert run.in_flight == pytest.approx(ended_per_s * run.order_s, rel=0.05)
+
+
+def _share_stale(run: Prediction) -> float:
+    return run.account.stale / (run.account.stale + run.account.trained)
+
+
+def test_sharing_processors_slows_both() -> None:
+    """Where both compute all the time, factors of 2 make a step twice as long; in lockstep they change nothing."""
+    shared = replace(BALANCED, contention=Contention(engine=2.0, trainer=2.0))
+    for bounds, ratio in (((1, 1), 1.0), ((1, 8), 2.0)):
+        alone, beside = (simulate(setting(*bounds, lengths=fixed(20)), each).step_s for each in (BALANCED, shared))
+        assert beside / alone == pytest.approx(ratio, rel=0.25 if ratio > 1 else 1e-9)
+        assert beside >= alone
+
+
+def test_a_seed_repeats_a_run() -> None:
+    """The result is a function of the arguments; another seed draws other lengths."""
+    first, again, other = (simulate(setting(1, 8, seed=seed), WHOLE) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_a_run_that_cannot_get_on_says_so() -> None:
+    """Steps that want more rollouts than orders may be out would wait for ever."""
+    with pytest.raises(ValueError, match="stands still at step 1 of 40"):
+        simulate(setting(1, 8, max_groups=4), BALANCED)
+
+
+def test_heavy_tails_have_the_mean_of_what_is_drawn() -> None:
+    """Its mean, by quantiles, is that of many draws, cut off and all."""
+    law: Any = HeavyTailedLengths(30.0, 1.0, 256)
+    import numpy as np
+
+    drawn = law.draw(np.random.Generator(np.random.PCG64(0)), 200_000)
+    assert law.mean == pytest.approx(drawn.mean(), rel=0.01)
+    assert drawn.max() == 256
+    assert np.median(drawn) == pytest.approx(30, abs=1)

@@ -41,6 +41,17 @@ def stop_gradient(array: Array) -> Array:
     return sys.modules["jax"].lax.stop_gradient(array) if xp == "jax.numpy" else array
 
 
+def on_host(array: Array) -> np.ndarray[Any, Any] | None:
+    """The values as numpy's; None of an array that has none yet, since JAX is compiling what will compute it."""
+    xp = namespace(array).__name__
+    if xp == "torch":
+        held: np.ndarray[Any, Any] = array.detach().cpu().numpy()
+        return held
+    if xp == "jax.numpy" and isinstance(array, sys.modules["jax"].core.Tracer):
+        return None
+    return np.asarray(array)
+
+
 def segment_sum(values: Array, segment_ids: Array, num_segments: int) -> Array:
     """Sums [S] of `values` [T] over tokens that share a segment id (0..S-1); a segment without tokens sums to 0."""
     xp = namespace(values).__name__

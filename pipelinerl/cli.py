@@ -32,6 +32,7 @@ from pipelinerl.commands.hidden_arguments import hide_password
 from pipelinerl.commands.oubliette.command_line import oubliette_app
 from pipelinerl.commands.processes.role_commands import roles_app
 from pipelinerl.commands.simulation.command_line import simulate
+from pipelinerl.commands.top.command_line import top
 from pipelinerl.commands.watch.command_line import watch
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
@@ -53,6 +54,7 @@ app.add_typer(conformance_app, name="conformance")
 add_evaluation_commands(app)
 app.command()(watch)
 app.command()(simulate)
+app.command()(top)
 
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")]

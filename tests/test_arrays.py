@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.arrays import namespace, segment_sum, stop_gradient
+from pipelinerl.arrays import namespace, on_host, segment_sum, stop_gradient
 from tests.patience import PATIENCE_S
 
 VALUES, IDS = [1.0, 2.0, 4.0, 8.0], [0, 0, 2, 2]
@@ -31,6 +31,15 @@ def test_no_gradient_flows_through_stop_gradient():
     (stop_gradient(x) * x).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [3.0]
     assert stop_gradient(np.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_values_come_to_the_host_as_they_are_unless_a_program_is_being_compiled():
+    assert on_host(torch.tensor([1.5, 2.0], requires_grad=True)).tolist() == [1.5, 2.0]
+    assert on_host(torch.tensor([True, False])).dtype == on_host(np.array([True])).dtype == bool
+    jax = pytest.importorskip("jax")
+    seen = []
+    assert jax.jit(lambda x: seen.append(on_host(x)) or x)(jax.numpy.ones(2)).tolist() == [1.0, 1.0]
+    assert seen == [None] and on_host(jax.numpy.ones(2)).tolist() == [1.0, 1.0]
 
 
 def test_the_objective_and_the_contract_import_nothing_heavy():

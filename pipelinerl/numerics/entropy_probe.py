@@ -8,17 +8,26 @@ sampler's own choice hides: a policy that is sure, or a sampler that is cold.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
-from pipelinerl.arrays import Array, namespace, stop_gradient
-from trainer_contract.types import Columns, HeadMeasure
+import numpy as np
+
+from pipelinerl.arrays import Array, namespace, on_host, stop_gradient
+from trainer_contract.types import Columns, Float32, HeadMeasure
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class EntropyProbe:
-    """Satisfies `trainer_contract.types.Objective`, and `MeasuringObjective`."""
+    """Satisfies `trainer_contract.types.Objective`, and `MeasuringObjective`.
+
+    Attributes:
+        seen: the entropies over the loss mask of each micro-batch that was evaluated in this process, f32 [N] each. A
+            trainer that compiles the objective, or evaluates it elsewhere, leaves none. All probes are one program.
+    """
+
+    seen: list[Float32] = field(default_factory=list, compare=False)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -28,6 +37,9 @@ class EntropyProbe:
     def evaluate(self, predictions: Array, columns: Columns) -> Array:
         """Mean entropy over the loss mask in nats, a scalar that depends on the predictions and moves with none."""
         xp, mask = namespace(predictions), columns["loss_mask"]
+        known = on_host(columns[HeadMeasure.ENTROPY])
+        if known is not None:
+            self.seen.append(known[on_host(mask)].astype(np.float32))
         entropies = stop_gradient(xp.where(mask, columns[HeadMeasure.ENTROPY], 0.0))
         return entropies.sum() / mask.sum() + 0.0 * xp.where(mask, predictions, 0.0).sum()
 

@@ -21,6 +21,7 @@ from pipelinerl.training.step.entropy_meter import EntropyMeter
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.watching.training_samples import drawn
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Head, TrainerSpec
@@ -97,7 +98,16 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
         reference,
         config.training.old_logprobs,
         _history(config, policy, checkpoint, version),
-        EntropyMeter(config.figures.interval(config.trainer.type)),
+        _entropy_meter(config),
+    )
+
+
+def _entropy_meter(config: RunConfig) -> EntropyMeter:
+    """What measures the answers that the sample log keeps, before others."""
+    most = config.samples.groups_per_step if config.samples.log == "on" else 0
+    return EntropyMeter(
+        config.figures.interval(config.trainer.type),
+        kept=lambda version, groups: drawn(config.run.seed, version, groups, most),
     )
 
 

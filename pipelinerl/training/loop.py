@@ -348,7 +348,11 @@ class TrainingLoop:
         self._at(self._version)
         self._solved.note(batch.groups)
         by = self._watch.stepped(
-            accumulated.batch, accumulated.micro_batches, version=self._version, losses=accumulated.losses
+            accumulated.batch,
+            accumulated.micro_batches,
+            version=self._version,
+            losses=accumulated.losses,
+            entropies=accumulated.measured.of_tokens,
         )
         return Taken(batch.stats | taken.figures | self._objective.observe(taken.figures) | held, taken.updates), by
 

@@ -23,6 +23,7 @@ FOLDER_SIZES = {"pipelinerl/objective": (16, "five slots of one equation, which 
 CALLED_FROM_OUTSIDE = {
     "pipelinerl/engines/external/vllm/transfer.py": "vLLM calls the methods of its weight-transfer back ends",
     "inference_contract/errors.py": "a client raises the class whose code the answer names",
+    "pipelinerl/commands/top/textual_app.py": "textual calls the methods of its widgets",
     "launch/supervisor.py": "tests kill what it runs by `pids`",
     "pipelinerl/observability/status.py": "a reader of `pipelinerl status --json` calls `RunStatus.from_json`",
     "pipelinerl/system/connection.py": "uvicorn, the transport and the parser call the methods of a connection",

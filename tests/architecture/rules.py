@@ -12,7 +12,7 @@ from tests.architecture.tree import FLOORS, Module, project, room_of
 HEAVY = frozenset(
     {
         "torch", "jax", "jaxlib", "vllm", "accelerate", "transformers", "ray", "sglang", "optax", "tensorstore",
-        "deepspeed", "peft",
+        "deepspeed", "peft", "textual",
     }
 )  # fmt: skip
 
@@ -61,6 +61,7 @@ CODE_ALLOWED = {"pipelinerl/verifiers/oubliette/box_server.py": "runs in a box, 
 #: Third-party bases that a library demands, by file.
 BASES_ALLOWED: dict[str, frozenset[str]] = {
     "inference_contract/conformance/weight_server.py": frozenset({"BaseHTTPRequestHandler"}),
+    "pipelinerl/commands/top/textual_app.py": frozenset({"App", "Horizontal"}),
     "pipelinerl/trainers/torch/packed_model.py": frozenset({"Module"}),
     "pipelinerl/trainers/torch/packed/segments.py": frozenset({"Function"}),
     "pipelinerl/trainers/torch/packed/shared_prompts.py": frozenset({"Function"}),

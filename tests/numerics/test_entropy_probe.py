@@ -21,6 +21,16 @@ def test_the_value_is_the_mean_over_the_mask() -> None:
     assert not EntropyProbe().measure_gradients(LOGPROBS[MASK], columns)[HeadMeasure.ENTROPY].any()
 
 
+def test_what_was_seen_is_of_the_mask_alone_and_makes_no_other_program_of_it() -> None:
+    numpys, torchs = EntropyProbe(), EntropyProbe()
+    numpys.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
+    columns = {HeadMeasure.ENTROPY: torch.from_numpy(ENTROPIES), "loss_mask": torch.from_numpy(MASK)}
+    torchs.evaluate(torch.from_numpy(LOGPROBS), columns)
+    for (seen,) in (numpys.seen, torchs.seen):
+        assert seen.dtype == np.float32 and seen.tolist() == [0.5, 1.5, 1.0]
+    assert numpys == EntropyProbe() and hash(numpys) == hash(EntropyProbe())
+
+
 def test_no_gradient_comes_of_it() -> None:
     logprobs, entropies = (torch.from_numpy(each[MASK]).requires_grad_() for each in (LOGPROBS, ENTROPIES))
     columns = {HeadMeasure.ENTROPY: entropies, "loss_mask": torch.ones(3, dtype=torch.bool)}

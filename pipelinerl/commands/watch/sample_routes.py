@@ -203,7 +203,7 @@ def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str,
         "delta": deltas,
         "cause": column(causes_of(answer.versions, held=held)) if deltas else None,
         "advantage": column(answer.advantages),
-        "entropy": None,
+        "entropy": column(answer.entropies),
         "special": None,
     }
 

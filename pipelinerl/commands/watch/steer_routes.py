@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from pipelinerl import registry
 from pipelinerl.commands.watch.pages import Pages, RunNumber, Watched, answer
-from pipelinerl.commands.watch.steering import GRACE_S, described, fleet_told, sort_of
+from pipelinerl.commands.watch.steering import GRACE_S, described, flat, fleet_told, sort_of
 from pipelinerl.errors import UserError
 from pipelinerl.staleness import PRESETS
 from pipelinerl.system.http_service import refusal
@@ -145,7 +145,5 @@ def _knobs(watched: Watched) -> dict[str, Any]:
     else:
         with watched.run.lock:
             values, log, source = dict(watched.run.view.knobs), list(watched.run.view.knob_log), "events"
-    weights = values.pop("domain_weights", {})
-    flat = values | {f"domain_weights.{name}": weight for name, weight in weights.items()}
-    told = [described(name, value, watched.steering.steps_of(name)) for name, value in flat.items()]
+    told = [described(name, value, watched.steering.steps_of(name)) for name, value in flat(values).items()]
     return {"knobs": told, "presets": sorted(PRESETS), "log": log, "source": source, **_may(steered)}

@@ -193,6 +193,13 @@ def _refusal(now: Knobs, changes: Mapping[str, Any]) -> str:
     return ""
 
 
+def flat(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Knobs by name, each domain's weight as one of its own."""
+    values = dict(knobs)
+    weights = values.pop("domain_weights", {})
+    return values | {f"domain_weights.{name}": weight for name, weight in weights.items()}
+
+
 def fleet_told(fleet: FleetStatus) -> dict[str, Any]:
     """As JSON says it."""
     told: dict[str, Any] = msgspec.to_builtins(fleet)

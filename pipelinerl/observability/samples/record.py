@@ -47,7 +47,8 @@ class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         tokens: all after the prompt: what was sampled and, of several turns, what the environment wrote between.
         versions: of the weights that sampled each; None for what the environment wrote.
         logprobs: the sampler's. deltas: the trainer's at the step, less the sampler's; empty where it had no gradient.
-        advantages: likewise.
+        advantages: likewise. entropies: of the trainer's distribution that each was chosen from, at the step, in nats;
+            empty of most answers, since few are measured.
     """
 
     tokens: TokenTexts
@@ -55,6 +56,7 @@ class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logprobs: tuple[float | None, ...] = ()
     deltas: tuple[float | None, ...] = ()
     advantages: tuple[float | None, ...] = ()
+    entropies: tuple[float | None, ...] = ()
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -179,6 +181,7 @@ def _cut_answer(answer: AnswerTokens, most: int) -> AnswerTokens:
         logprobs=_cut(answer.logprobs, most),
         deltas=_cut(answer.deltas, most),
         advantages=_cut(answer.advantages, most),
+        entropies=_cut(answer.entropies, most),
     )
 
 

@@ -1,20 +1,26 @@
 """`EntropyMeter`: the policy's exact entropy, now and then, on a few rollouts of a step, before the step is taken.
 
 One rollout in 16 is computed once more for it, forwards and backwards with a gradient of 0 that is discarded: at the
-default interval 0.6 % of the trainer's work. The step itself is the same to the bit with and without.
+default interval 0.6 % of the trainer's work. The step itself is the same to the bit with and without. Up to half of
+these rollouts are answers that the sample log keeps, so that a reader finds the entropy of each of their tokens at no
+further cost; the others are evenly spaced. Which groups are kept is drawn by seed, so the mean stays one over the step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice, zip_longest
 from typing import Final, final
+
+import numpy as np
 
 from pipelinerl.numerics.entropy_probe import EntropyProbe
 from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.training.rollouts.packing import alone
-from pipelinerl.types import Rollout
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
+from trainer_contract.types import Float32, MicroBatch
 
 #: One rollout in so many is measured.
 _ONE_IN: Final = 16
@@ -22,31 +28,68 @@ _ONE_IN: Final = 16
 EXACT_ENTROPY: Final = "exact_entropy"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredEntropy:
+    """Of one step.
+
+    Attributes:
+        figures: the mean, in nats per sampled token; {} where nothing was measured.
+        of_tokens: by rollout of the batch, the entropy of each of its sampled tokens, f32 [N]; {} where the trainer
+            tells the mean alone.
+    """
+
+    figures: dict[str, float] = field(default_factory=dict)
+    of_tokens: Mapping[int, Float32] = field(default_factory=dict)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class EntropyMeter:
-    """Measures in every step whose version `interval_steps` divides; 0 for none."""
+    """Measures in every step whose version `interval_steps` divides; 0 for none.
+
+    `kept(version, groups)` tells which of so many groups the sample log keeps of the step that makes that version.
+    """
 
     interval_steps: int = 0
+    kept: Callable[[int, int], Sequence[int]] = lambda version, groups: ()
 
-    def measure(self, policy: Trainer, batch: TrainBatch) -> dict[str, float]:
-        """The figure in nats per sampled token, at the weights that the step starts from; {} in other steps.
-
-        Leaves no gradient behind, and must find none.
-        """
+    def measure(self, policy: Trainer, batch: TrainBatch) -> MeasuredEntropy:
+        """At the weights that the step starts from. Leaves no gradient behind, and must find none."""
         if self.interval_steps == 0 or batch.producing % self.interval_steps:
-            return {}
+            return MeasuredEntropy()
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        chosen, probe = self._chosen(batch), EntropyProbe()
+        micro_batch = alone([rollouts[row] for row in chosen])
         try:
-            (measured,) = policy.backward([alone(_chosen(batch))], EntropyProbe())
+            (measured,) = policy.backward([micro_batch], probe)
         except NonFiniteError:  # the step finds the cause, and says so
-            return {}
+            return MeasuredEntropy()
         finally:
             policy.discard_gradient()
-        return {EXACT_ENTROPY: measured.loss}
+        return MeasuredEntropy(
+            figures={EXACT_ENTROPY: measured.loss},
+            of_tokens=dict(zip(chosen, _by_rollout(micro_batch, probe.seen), strict=False)),
+        )
+
+    def _chosen(self, batch: TrainBatch) -> list[int]:
+        """Rows of those that the step computes, whatever their length."""
+        members = sorted(member for packed in batch.packed for member in packed.members)
+        count = -(-len(members) // _ONE_IN)
+        computed, ends = set(members), np.cumsum([len(group.rollouts) for group in batch.groups]).tolist()
+        kept = (
+            [row for row in range(ends[number] - len(batch.groups[number].rollouts), ends[number]) if row in computed]
+            for number in self.kept(batch.producing, len(batch.groups))
+        )
+        in_turn = (row for row in chain.from_iterable(zip_longest(*kept)) if row is not None)
+        looked_at = list(islice(in_turn, (count + 1) // 2))
+        others = [member for member in members if member not in looked_at]
+        spaced = others[:: -(-len(others) // (count - len(looked_at)))] if count > len(looked_at) else []
+        return sorted(looked_at + spaced)
 
 
-def _chosen(batch: TrainBatch) -> list[Rollout]:
-    """Some of those that the step computes, evenly spaced, whatever their length."""
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    members = sorted(member for packed in batch.packed for member in packed.members)
-    return [rollouts[member] for member in members[::_ONE_IN]]
+def _by_rollout(micro_batch: MicroBatch, seen: Sequence[Float32]) -> list[Float32]:
+    """The entropies that the probe has seen, apart; none unless they are of all tokens."""
+    sampled = np.bincount(micro_batch.segment_ids[micro_batch.loss_mask], minlength=micro_batch.num_segments)
+    if len(seen) != 1 or len(seen[0]) != sampled.sum():
+        return []
+    return np.split(seen[0], np.cumsum(sampled)[:-1])

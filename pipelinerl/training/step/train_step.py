@@ -26,7 +26,7 @@ from pipelinerl.training.rollouts.packing import with_columns
 from pipelinerl.training.step import finite_check
 from pipelinerl.training.step.adaptive import KL_FIGURE
 from pipelinerl.training.step.critic import Critic
-from pipelinerl.training.step.entropy_meter import EntropyMeter
+from pipelinerl.training.step.entropy_meter import EntropyMeter, MeasuredEntropy
 from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.update import BatchEnd, Gradient, Update, figures_of
@@ -46,7 +46,7 @@ class Accumulated:
     objective: PolicyObjective
     first: Gradient
     rest: Iterator[MiniBatch]
-    measured: dict[str, float]
+    measured: MeasuredEntropy
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -143,7 +143,7 @@ class TrainStep:
             **figures_of(updates, objective, held_version=batch.producing - 1),
             **(self.passes.history.figures() if self.passes.history else {}),
             **_kl_reference(accumulated.micro_batches),
-            **accumulated.measured,
+            **accumulated.measured.figures,
         }
         if dealing.updates == 1:
             return Taken(figures, [])

@@ -7,8 +7,9 @@ example, and nothing else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, final
 
 import numpy as np
@@ -19,7 +20,7 @@ from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.training.watching.domain_figures import DomainTallies, StepFigures
 from pipelinerl.training.watching.training_samples import FilteredGroups, StepRollouts, TrainedTokens, TrainingSamples
 from pipelinerl.types import RolloutGroup
-from trainer_contract.types import LossStats, MicroBatch
+from trainer_contract.types import Float32, LossStats, MicroBatch
 
 #: So many reasons are told apart in one step: those of a user's filter may all differ.
 MOST_REASONS: Final = 20
@@ -53,12 +54,14 @@ class StepWatch:
         *,
         version: int,
         losses: Sequence[LossStats | None] = (),
+        entropies: Mapping[int, Float32] = MappingProxyType({}),
     ) -> StepFigures:
         """A step on the batch has made `version`: figures of what came since the one before, and samples of it.
 
         Args:
             micro_batches: those of the batch with the advantages that they were trained with.
             losses: what each gave at the weights that the step began with, as far as it is known.
+            entropies: of the sampled tokens of some rollouts at these weights.
         """
         self._tallies.add(batch.groups)
         if self.samples is not None:
@@ -66,13 +69,16 @@ class StepWatch:
             if self._example is not None:
                 group, why = self._example
                 filtered = FilteredGroups(counts=dict(self._filtered), example=group, why=why)
-            self.samples.write(version, _rollouts(batch, micro_batches, losses), filtered)
+            self.samples.write(version, _rollouts(batch, micro_batches, losses, entropies), filtered)
         self._filtered, self._example = Counter(), None
         return self._tallies.take()
 
 
 def _rollouts(
-    batch: TrainBatch, micro_batches: Sequence[MicroBatch], losses: Sequence[LossStats | None]
+    batch: TrainBatch,
+    micro_batches: Sequence[MicroBatch],
+    losses: Sequence[LossStats | None],
+    entropies: Mapping[int, Float32],
 ) -> StepRollouts:
     advantages, trained = mean_advantages(batch, micro_batches)
     return StepRollouts(
@@ -80,12 +86,16 @@ def _rollouts(
         shaped=batch.scored.rewards,
         advantages=advantages,
         trained=trained,
-        tokens_of=lambda row: _tokens_of(row, batch, micro_batches, losses),
+        tokens_of=lambda row: _tokens_of(row, batch, micro_batches, losses, entropies),
     )
 
 
 def _tokens_of(
-    row: int, batch: TrainBatch, micro_batches: Sequence[MicroBatch], losses: Sequence[LossStats | None]
+    row: int,
+    batch: TrainBatch,
+    micro_batches: Sequence[MicroBatch],
+    losses: Sequence[LossStats | None],
+    entropies: Mapping[int, Float32],
 ) -> TrainedTokens | None:
     for number, (packed, micro_batch) in enumerate(zip(batch.packed, micro_batches, strict=True)):
         if row in packed.members:
@@ -94,7 +104,8 @@ def _tokens_of(
             mask = micro_batch.loss_mask[start:end]
             loss = losses[number] if losses else None
             logprobs = None if loss is None else loss.predictions[start:end][mask]
-            return TrainedTokens(advantages=micro_batch.advantages[start:end][mask], logprobs=logprobs)
+            advantages = micro_batch.advantages[start:end][mask]
+            return TrainedTokens(advantages=advantages, logprobs=logprobs, entropies=entropies.get(row))
     return None
 
 

@@ -55,10 +55,12 @@ class TrainedTokens:
 
     Attributes:
         logprobs: the trainer's; None where the policy stood still.
+        entropies: of the distributions that they were chosen from; None where they were not measured.
     """
 
     advantages: Float32
     logprobs: Float32 | None
+    entropies: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +106,7 @@ class TrainingSamples:
 
     def write(self, version: int, step: StepRollouts, filtered: FilteredGroups | None) -> None:
         """Keep some groups of the step that made `version`, and what was filtered before it."""
-        draw = generator(self.seed, "samples", version)
-        chosen = draw.permutation(len(step.groups))[: self.groups_per_step].tolist()
+        chosen = drawn(self.seed, version, len(step.groups), self.groups_per_step)
         now = time.time()
         ends = np.cumsum([len(group.rollouts) for group in step.groups]).tolist()
         picked = [
@@ -205,6 +206,7 @@ class TrainingSamples:
         versions = [span.model_version for turn in rollout.turns for span in turn.spans for _ in range(span.num_tokens)]
         logprobs = [each for turn in rollout.turns for each in turn.behavior_logprobs.tolist()]
         ours = [] if trained is None or trained.logprobs is None else trained.logprobs.tolist()
+        entropies = [] if trained is None or trained.entropies is None else trained.entropies.tolist()
         deltas = [a - b for a, b in zip(ours, logprobs, strict=False)]
         return AnswerTokens(
             tokens=self._tokens(token_ids),
@@ -212,6 +214,7 @@ class TrainingSamples:
             logprobs=spread(_told(logprobs, "%.7g")),
             deltas=spread(_told(deltas, "%.3g")) if deltas else (),
             advantages=spread(_told(trained.advantages.tolist(), "%.4g")) if trained is not None else (),
+            entropies=spread(_told(entropies, "%.4g")) if entropies else (),
         )
 
     def _tokens(self, token_ids: Sequence[int]) -> TokenTexts:
@@ -224,6 +227,12 @@ class TrainingSamples:
             if len(self._texts) < _MOST_TEXTS:
                 self._texts[token_id] = text
         return text
+
+
+def drawn(seed: int, version: int, groups: int, most: int) -> list[int]:
+    """Which of so many groups are kept of the step that makes a version."""
+    chosen: list[int] = generator(seed, "samples", version).permutation(groups)[:most].tolist()
+    return chosen
 
 
 def _rows(end: int, group: RolloutGroup) -> range:

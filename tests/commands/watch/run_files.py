@@ -63,6 +63,7 @@ def sampled(step: int, **fields: Any) -> SampleGroup:
         logprobs=(-0.5, None, -0.25),
         deltas=(0.25, None, -0.5),
         advantages=(1.0, None, 1.0),
+        entropies=(0.75, None, 0.125) if step % 2 else (),
     )
     right = answer("right", reward=1.0, advantage=1.0, length=3 + step % 5, trained=True, tokens=tokens)
     wrong = answer("wrong", reward=0.0 if step % 2 else 1.0, advantage=-1.0, length=2, staleness=step % 3)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.commands.watch.run_files import TOKEN, ServedPage, served_page, written_run
 from tests.patience import PATIENCE_S
+from tests.security.servers import TOKEN as GATE_TOKEN, application
+from tests.security.test_authorisation import routes
 
 COOKIE = {"cookie": f"pipelinerl={TOKEN}"}
 
@@ -82,6 +85,26 @@ def test_a_page_of_another_site_or_port_can_neither_read_nor_steer(page: ServedP
         "PATCH", page.url + "/api/knobs", headers=own, content=b"{}", trust_env=False, timeout=PATIENCE_S
     )
     assert form.status_code == 415, "what a form can send is no question"
+
+
+async def test_no_route_at_all_answers_another_site(tmp_path: Path) -> None:
+    """Found from the application: a route that somebody adds is in here without being named."""
+    app, asked = application("page", tmp_path), 0
+    cookie = {"cookie": f"pipelinerl={GATE_TOKEN}", "content-type": "application/json"}
+    foreign = (
+        {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}, {"origin": "https://evil.example"},
+        {"origin": "null"}, {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-origin"},
+    )  # fmt: skip
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        for method, path in routes(app):
+            if path == "/health":
+                continue
+            for headers in foreign:
+                answer = await http.request(method, path, headers=cookie | headers, content=b"[]")
+                assert answer.status_code in (401, 403), (method, path, headers)
+                asked += 1
+    assert asked >= 20 * len(foreign), "the routes were found"
 
 
 def test_every_answer_says_what_a_page_may_do(page: ServedPage) -> None:

@@ -115,7 +115,10 @@ def test_a_group_and_its_tokens(page: ServedPage) -> None:
     assert tokens["sampled"] == tokens["mask"] == [False, False, True, False, True]
     assert tokens["version"] == [None, None, -1, None, 0] and tokens["held_version"] == 0
     assert tokens["cause"] == [None, None, "staleness", None, "numerics"]
-    assert tokens["trainer_logprob"] == [None, None, -0.25, None, -0.75] and tokens["entropy"] is None
+    assert tokens["trainer_logprob"] == [None, None, -0.25, None, -0.75]
+    assert tokens["entropy"] == [None, None, 0.75, None, 0.125]
+    later = page.get("/api/samples", step=2, outcome="correct")["samples"][0]
+    assert page.get(f"/api/tokens/{later['group']}/0")["entropy"] is None, "it was not measured"
     assert page.http.get(f"/api/tokens/{row['group']}/1").json()["error"]["code"] == "no_tokens"
     for gone in ("0" * 16, "x", "0", "9" * 30, "-1", "f" * 16):
         assert page.http.get(f"/api/samples/{gone}").json()["error"]["code"] == "sample_gone"

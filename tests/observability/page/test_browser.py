@@ -113,7 +113,7 @@ def group_of(server: ServedPage, run: int = 0, **query: Any) -> str:
 
 def every_screen(server: ServedPage) -> list[str]:
     group = group_of(server)
-    colours = ("version", "delta", "advantage", "mask")
+    colours = ("version", "delta", "advantage", "entropy", "mask")
     return [*SCREENS, f"group/{group}", *(f"tokens/{group}/0?by={each}" for each in colours)]
 
 
@@ -157,6 +157,13 @@ def test_samples_are_filtered_and_sorted_and_links_last(browser: Browser, server
         tokens = page.get_by_role("group", name=re.compile("^Tokens"))
         expect(tokens).to_have_text("<bos>sayab<eos>")
         expect(tokens.locator(".prompt")).to_have_text(["<bos>", "say", "b"])
+        with_entropy, without = (group_of(server, step=step) for step in (STEPS - 1, STEPS))
+        go(page, server.url, f"tokens/{with_entropy}/0?by=entropy")
+        page.get_by_role("group", name=re.compile("^Tokens")).locator(".other2").click()
+        expect(page.locator("main .tip")).to_contain_text("entropy 0.75")
+        go(page, server.url, f"tokens/{without}/0")
+        expect(page.get_by_role("button", name="entropy")).to_be_disabled()
+        expect(page.locator("main")).to_contain_text("Entropy was not measured here")
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 3840)])
@@ -320,6 +327,46 @@ def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path
             "aria-valuetext", "6 versions"
         )
         go(page, server.url, "samples")
+
+
+@pytest.mark.slow  # four processes are started one after the other; the requests themselves are in test_steering
+def test_engines_are_added_swapped_drained_and_removed_while_the_run_lives(browser: Browser, tmp_path: Path) -> None:
+    from playwright.sync_api import expect
+
+    directory = tmp_path / "runs" / "fleet"
+    with launched(light_run(directory, "run.steps=50000"), directory) as run:
+        run.until_step(1)
+        with served_page(directory) as server, opened(browser, server.url) as page:
+            go(page, server.url, "steer")
+            rows = page.get_by_role("region", name="Engines").locator("tbody tr")
+            expect(rows).to_have_count(1)
+            starting = page.get_by_role("form", name="Start engines")
+            starting.get_by_role("combobox").select_option("bigram")
+            starting.get_by_role("button", name="Add").click()
+            expect(page.locator("main")).to_contain_text("Asked for: engine-1")
+            expect(rows.filter(has_text="engine-1").locator(".pill")).to_have_text("healthy")
+            rows.filter(has_text="engine-1").get_by_role("button", name="Swap").click()
+            rows.filter(has_text="engine-1").get_by_role("combobox").select_option("bigram")
+            page.get_by_role("button", name="Yes, swap").click()
+            expect(page.locator("main")).to_contain_text("engine-1 is replaced: engine-2")
+            expect(rows.filter(has_text="engine-2").locator(".pill")).to_have_text("healthy")
+            expect(rows.filter(has_text="engine-1").locator(".pill")).to_have_text("expelled")
+            page.get_by_role("button", name="Drain engine-0").click()
+            page.get_by_role("button", name="No", exact=True).click()
+            expect(rows.filter(has_text="engine-0").locator(".pill")).to_have_text("healthy")  # nothing was asked
+            page.get_by_role("button", name="Drain engine-0").click()
+            page.get_by_role("button", name="Yes, drain").click()
+            expect(rows.filter(has_text="engine-0").locator(".pill")).to_have_text("expelled")
+            step = newest(run.steps)
+            run.until_step(step + 2)  # what was swapped in does the work alone
+            for screen in SCREENS:
+                go_on(page, screen)
+            go_on(page, "steer")
+            page.get_by_role("button", name="Remove engine-2").click()
+            page.get_by_role("button", name="Yes, remove").click()
+            expect(rows.filter(has_text="engine-2").locator(".pill")).to_have_text("expelled")
+            kinds = [event["kind"] for event in run.events()]
+            assert kinds.count("engine_joined") == 3 and kinds.count("engine_lost") == 3, run.story()
 
 
 def moved_to(events: list[dict[str, Any]], k: int) -> bool:

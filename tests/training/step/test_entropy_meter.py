@@ -45,7 +45,37 @@ def test_it_is_the_mean_entropy_of_the_distributions_of_the_sampled_tokens(spec:
     logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
     expected = entropy[[2, 3]].mean()  # each rollout samples 3 and 4 after the prompt 1, 2
-    assert EntropyMeter(1).measure(made, batch()) == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
+    assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
+
+
+def test_answers_that_are_kept_come_first_and_each_of_their_tokens_is_told(spec: TrainerSpec) -> None:
+    made = worker(spec)
+    (_, logits), *_ = made.gather_weights()
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    asked = []
+
+    def kept(version: int, groups: int) -> list[int]:
+        asked.append((version, groups))
+        return [7, 19]
+
+    told = EntropyMeter(1, kept).measure(made, batch(40, producing=3))  # 80 rollouts: 5 are measured
+    assert asked == [(3, 40)]
+    assert {14, 15, 38} < told.of_tokens.keys() and len(told.of_tokens) == 5, "in turn, three of five"
+    for tokens in told.of_tokens.values():
+        np.testing.assert_allclose(tokens, entropy[[2, 3]], rtol=1e-5)
+    everyone = np.concatenate(list(told.of_tokens.values()))
+    assert told.figures[EXACT_ENTROPY] == pytest.approx(everyone.mean(), rel=1e-6)
+    assert len(EntropyMeter(1).measure(made, batch(40)).of_tokens) == 5, "as many where none is kept"
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8, 9, 33])
+@pytest.mark.parametrize("most", [0, 1, 2, 50])
+def test_as_many_are_measured_whatever_is_kept(spec: TrainerSpec, groups: int, most: int) -> None:
+    meter = EntropyMeter(1, lambda version, count: range(count)[:most])
+    told = meter.measure(worker(spec), batch(groups)).of_tokens
+    assert len(told) in {-(-2 * groups // 16), -(-2 * groups // 16) - 1} and len(told) >= 1
 
 
 def test_a_step_is_the_same_to_the_bit_with_and_without(spec: TrainerSpec) -> None:

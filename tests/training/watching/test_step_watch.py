@@ -79,7 +79,8 @@ def test_the_tokens_of_a_sample_are_those_that_were_sampled_and_trained_on(tmp_p
     batch = build([made], objective=resolve("grpo"), token_budget=4, producing=4)
     assert len(batch.packed) > 1, "the rollouts of the group are in several micro-batches"
     losses = [LossStats(0.0, (each.behavior_logprobs - 0.125) * each.loss_mask) for each in batch.micro_batches]
-    watch.stepped(batch, batch.micro_batches, version=4, losses=losses)
+    entropies = {0: np.array([0.5, 1.23456789, 0.0], np.float32)}
+    watch.stepped(batch, batch.micro_batches, version=4, losses=losses, entropies=entropies)
     closed(watch)
     (sample,) = read_samples(tmp_path)
     assert sample.prompt_tokens == TokenTexts(ids=(5, 6), texts=("5", "6"))
@@ -88,6 +89,7 @@ def test_the_tokens_of_a_sample_are_those_that_were_sampled_and_trained_on(tmp_p
     assert one.tokens == TokenTexts(ids=(7, 8, 9), texts=("7", "8", "9")) and one.versions == (2, 3, 3)
     assert one.logprobs == pytest.approx(right.turns[0].behavior_logprobs.tolist()) and one.deltas == (-0.125,) * 3
     assert one.advantages == pytest.approx((1.0,) * 3, abs=1e-3) and two.advantages == pytest.approx((-1.0,), abs=1e-3)
+    assert one.entropies == (0.5, 1.235, 0.0) and two.entropies == (), "few are measured"
     assert (three.deltas, three.advantages) == ((), ()), "it was not trained on"
 
 

@@ -57,6 +57,8 @@ const SHOWS = {
       return size ? `other${size}` : "";
     },
     keys: () => NATS.map((edge, index) => [`other${index + 1}`, `≥ ${edge} nats`]),
+    absent:
+      "Entropy was not measured here: it is of some answers of each step that figures.exact_entropy_interval divides.",
   },
   mask: {
     title: "mask",
@@ -92,6 +94,7 @@ export function Tokens({ run, rest, query }) {
     )}
       <button type="button" aria-pressed=${table ? "true" : "false"}
         onClick=${() => settle({ as: table ? "" : "table" })}>table</button></div>
+    ${all.entropy ? "" : html`<p class="soft">${SHOWS.entropy.absent}</p>`}
     <${Sequence} all=${all} by=${by} table=${table} /></section></div>`;
 }
 

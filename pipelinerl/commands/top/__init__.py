@@ -1,0 +1,1 @@
+"""`pipelinerl top`: a run's figures and knobs in the terminal."""

@@ -1,0 +1,172 @@
+"""A run's figures as lines of text, for a terminal of any width from 40 columns on. Pure.
+
+Names come from recipes, reasons from whoever failed: both are shown inert, as text that nothing interprets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from rich.text import Text
+
+from pipelinerl.commands.top.run_follower import Sight
+from pipelinerl.observability.samples.visible import one_line
+from pipelinerl.observability.status import EngineStatus, HeldOutStatus, RunStatus, format_duration
+
+_STATE_STYLES: Final = {"live": "bold green", "finished": "bold cyan", "starting": "bold yellow", "suspended": "bold"}
+_LABEL: Final = 10
+#: Two figures stand side by side where each has so many columns.
+_FIGURE: Final = 22
+#: With fewer columns, how many sequences an engine works on is left out.
+_LOADS: Final = 42
+#: More domains and engines than these only `pipelinerl status` and `engines list` tell.
+_MOST: Final = 12
+
+
+def figures(sight: Sight, width: int) -> Text:
+    """All of them, in lines of at most `width` columns; a longer sentence goes on in the next."""
+    lines = [*_head(sight, width), *_pairs(sight, width), *_domains(sight, width), *_engines(sight, width)]
+    return Text("\n").join([*lines, *_ledger(sight), *_waits(sight), *_wrong(sight)])
+
+
+def knob_value(value: Any) -> str:
+    """A knob's value as it can be typed again."""
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
+
+
+def _head(sight: Sight, width: int) -> Iterator[Text]:
+    status = sight.status
+    name = Text.assemble((one_line(status.run), "bold"), " ", (sight.state, _STATE_STYLES.get(sight.state, "bold red")))
+    age = format_duration(status.elapsed_s)
+    left = "" if status.eta_s is None or sight.state != "live" else f", {format_duration(status.eta_s)} to go"
+    fits = name.cell_len + len(age + left) < width
+    yield _ends(name, Text(age + left if fits else age, "dim"), width)
+    count = f"{status.step:,}/{status.total_steps:,}" if status.total_steps else f"step {status.step:,}"
+    room = max(4, width - len(count) - 1)
+    done = min(room, room * status.step // status.total_steps) if status.total_steps else 0
+    yield Text.assemble(("━" * done, "cyan"), ("─" * (room - done), "dim"), " ", (count, "bold"))
+
+
+def _pairs(sight: Sight, width: int) -> Iterator[Text]:
+    """Label and value, two in a line where there is room."""
+    status, step = sight.status, sight.status.last_step
+    pairs = {
+        "reward": _figure(step.reward, ".3f"),
+        "held out": _held_out(status.held_out),
+        "version": f"{status.model_version:,}",
+        "staleness": f"{step.staleness_mean:.1f}, max {step.staleness_max}",
+        "tokens/s": f"{status.fleet.tokens_per_s:,.0f}",
+        "engines": f"{status.fleet.occupancy:.0%} busy",
+        "entropy": _figure(step.entropy, ".3f"),
+        "length": _figure(step.length_mean, ",.1f"),
+        "cut off": _figure(step.truncated, ".0%"),
+        "pause": f"{1e3 * status.fleet.update_pause_s:,.1f} ms",
+    }
+    if status.epoch > 1:
+        pairs["trainers"] = f"{status.epoch} so far"
+    cells = [Text.assemble((f"{label:<{_LABEL}}", "dim"), value) for label, value in pairs.items()]
+    columns = 2 if width >= 2 * _FIGURE else 1
+    for at in range(0, len(cells), columns):
+        row = cells[at : at + columns]
+        if columns == 2:
+            row[0].truncate(width // 2 - 1, pad=True, overflow="ellipsis")
+        yield _cut(Text(" ").join(row), width)
+
+
+def _waits(sight: Sight) -> Iterator[Text]:
+    if sight.waits:
+        yield Text("time of the last steps", "dim")
+        yield from (Text(f"{share:>5.0%} {culprit}") for culprit, share in sight.waits)
+
+
+def _wrong(sight: Sight) -> Iterator[Text]:
+    """What is wrong, and who is waited for."""
+    yield from (Text.assemble(("alarm ", "bold red"), one_line(alarm)) for alarm in sight.status.alarms)
+    if sight.status.waiting_for:
+        yield Text.assemble(("waits for ", "yellow"), one_line(sight.status.waiting_for))
+
+
+def _domains(sight: Sight, width: int) -> Iterator[Text]:
+    by_domain = sorted(sight.status.last_step.by_domain.items())
+    room = max(8, width - 24)
+    if by_domain:
+        yield Text(f"{'domain':<{room}}{'right':>7}{'reward':>8}{'stale':>8}", "dim")
+    for name, each in by_domain[:_MOST]:
+        row = f"{_share(each, 'accuracy'):>7}{_figure(each.get('reward'), '.3f'):>8}{_share(each, 'stale'):>8}"
+        yield Text(_fitted(one_line(name), room) + row)
+    yield from _more(len(by_domain))
+
+
+def _engines(sight: Sight, width: int) -> Iterator[Text]:
+    engines = sight.status.fleet.engines
+    loads = width >= _LOADS
+    room = max(8, width - (31 if loads else 25))
+    if engines:
+        load = f"{'works':>6}" if loads else ""
+        yield Text(f"{'engine':<{room}}{'state':>11}{'version':>8}{load}{'tok/s':>6}", "dim")
+    for each in engines[:_MOST]:
+        name = _fitted(one_line(each.name or each.url.removeprefix("http://")), room)
+        counts = f"{each.version:>8}{f'{each.running:>6}' if loads else ''}{each.tokens_per_s:>6.0f}"
+        yield Text.assemble(name, (f"{each.state:>11}", "green" if each.serves else "red"), counts)
+        yield from _last_error(each)
+    yield from _more(len(engines))
+    yield from (Text(f"{one_line(each.name)} is asked for", "dim") for each in _awaited(sight.status))
+
+
+def _awaited(status: RunStatus) -> Iterator[Any]:
+    there = {engine.name for engine in status.fleet.engines}
+    return (each for each in status.fleet.requested if each.name not in there)
+
+
+def _last_error(engine: EngineStatus) -> Iterator[Text]:
+    if engine.last_error and not engine.serves:
+        yield Text("  " + one_line(engine.last_error), "dim")
+
+
+def _ledger(sight: Sight) -> Iterator[Text]:
+    told = sight.ledger
+    if told is None:
+        return
+    parts = ("trained", "filtered", "stale", "failed", "in_flight")
+    said = " + ".join(f"{getattr(told, part):,} {part.replace('_', ' ')}" for part in parts)
+    yield Text.assemble((f"{'prompts':<{_LABEL}}", "dim"), f"{told.issued:,} = {said}")
+
+
+def _more(count: int) -> Iterator[Text]:
+    if count > _MOST:
+        yield Text(f"and {count - _MOST} more", "dim")
+
+
+def _held_out(held_out: HeldOutStatus) -> str:
+    if held_out.accuracy is None:
+        return "–"
+    known = held_out.low is not None and held_out.high is not None
+    spread = f" ±{(held_out.high - held_out.low) / 2:.1%}" if known else ""  # type: ignore[operator]
+    return f"{held_out.accuracy:.1%}{spread}"
+
+
+def _ends(left: Text, right: Text, width: int) -> Text:
+    left.truncate(max(1, width - len(right) - 1), overflow="ellipsis")
+    return left + Text(" " * max(1, width - left.cell_len - right.cell_len)) + right
+
+
+def _cut(text: Text, width: int) -> Text:
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def _fitted(name: str, width: int) -> str:
+    """In exactly so many columns."""
+    text = Text(name)
+    text.truncate(width - 1, overflow="ellipsis")
+    text.pad_right(width - text.cell_len)
+    return text.plain
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _share(each: Mapping[str, float], name: str) -> str:
+    return f"{each[name]:.0%}" if name in each else "–"

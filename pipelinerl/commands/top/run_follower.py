@@ -1,0 +1,283 @@
+"""`RunFollower`: what is known of one run, from its controller while that answers and else from its files.
+
+A thread asks and reads, so that whoever draws never waits: it finds the newest `Sight` when it looks. Knobs are changed
+on the same thread, one after the other, through the controller's client; what came of it is `said`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+from pipelinerl.commands.remote import controller_of, is_url
+from pipelinerl.commands.watch.steering import flat
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import Event
+from pipelinerl.observability.page.event_tail import EventTail
+from pipelinerl.observability.page.now import number, overview
+from pipelinerl.observability.page.run_view import RunView, sentence, whole
+from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.status import (
+    EngineStatus,
+    FleetStatus,
+    HeldOutStatus,
+    LastStepStatus,
+    LedgerStatus,
+    RunStatus,
+)
+
+#: Between two looks.
+_EVERY_S: Final = 1.0
+_TIMEOUT_S: Final = 5.0
+#: Of a long log so long is read before somebody is shown how far that is.
+_PIECE_S: Final = 0.5
+#: Waits are means over so many steps.
+_WINDOW: Final = 20
+#: A controller writes an event at least that often while it lives.
+_SILENT_S: Final = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """A run at one moment.
+
+    Attributes:
+        status: what the controller says, or, where none answers, as much of it as the files do.
+        state: live, starting, finished, suspended, failed or crashed.
+        knobs: values by name, those of domains as `domain_weights.<name>`.
+        ledger: None where nobody says.
+        waits: (whom the last steps waited for, share of their time), where the files are here.
+        obstacle: why nothing can be steered; empty where it can.
+        reading: the share of the event log that has been read.
+    """
+
+    status: RunStatus
+    state: str
+    knobs: Mapping[str, Any]
+    ledger: LedgerStatus | None
+    waits: tuple[tuple[str, float], ...] = ()
+    obstacle: str = ""
+    reading: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What came of a change: a sentence, and whether it was refused."""
+
+    sentence: str
+    refused: bool = False
+
+
+@final
+@dataclass(slots=True)
+class RunSource:
+    """One run, named by its directory or by its controller's URL; used from one thread."""
+
+    run: str
+    total_steps: int = 0
+    _view: RunView = field(default_factory=RunView)
+    _tail: EventTail | None = None
+    _newest: Sight | None = None
+
+    def __post_init__(self) -> None:
+        if not is_url(self.run):
+            self._tail = EventTail(Path(self.run) / "events.jsonl")
+            self.total_steps = _steps_of(Path(self.run) / "recipe.toml")
+
+    def look(self) -> Sight:
+        """What there is now."""
+        self._read()
+        waits = self._waits()
+        try:
+            with controller_of(self.run, timeout_s=_TIMEOUT_S) as controller:
+                status = controller.status()
+        except UserError as error:
+            self._newest = self._by_files(str(error), waits)
+        else:
+            self._newest = Sight(
+                status=status, state="live", knobs=flat(status.knobs), ledger=status.ledger, waits=waits,
+                reading=self._share,
+            )  # fmt: skip
+        return self._newest
+
+    def change(self, name: str, value: str) -> Said:
+        """Set a knob; the controller takes a number as it is typed."""
+        try:
+            with controller_of(self.run, timeout_s=_TIMEOUT_S) as controller:
+                answer = controller.change_knobs({name: value})
+        except UserError as error:
+            return Said(without_secrets(str(error)), refused=True)
+        return Said(f"{name} = {flat(answer.knobs).get(name, value)}, effective {answer.effective}")
+
+    @property
+    def _share(self) -> float:
+        return 1.0 if self._tail is None else self._tail.share
+
+    def _read(self) -> None:
+        """Read the log on, for a while."""
+        until = time.monotonic() + _PIECE_S
+        while self._tail is not None:
+            try:
+                piece = self._tail.read()
+            except OSError:
+                return
+            if piece.anew:
+                self._view = RunView()
+            for event in piece.events:
+                self._take(event)
+            if not self._tail.is_behind or time.monotonic() > until:
+                return
+
+    def _take(self, event: Event) -> None:
+        try:
+            self._view.take(event)
+        except Exception:  # whoever wrote it: one odd event must not hide a whole run
+            return
+
+    def _waits(self) -> tuple[tuple[str, float], ...]:
+        told = overview(self._view, window=_WINDOW)["waits"] if self._view.recent else []
+        return tuple((each["culprit"], each["share"]) for each in told if each["share"])
+
+    def _by_files(self, why: str, waits: tuple[tuple[str, float], ...]) -> Sight:
+        view = self._view
+        if self._tail is None or (not view.newest and not (Path(self.run) / "recipe.toml").exists()):
+            if self._newest is not None:  # what was last known stays to be seen
+                return _silent(self._newest, why)
+            raise UserError(why)
+        newest = view.newest.get("time")
+        recent = isinstance(newest, int | float) and time.time() - newest < _SILENT_S
+        state = view.state or ("starting" if recent or not view.newest else "crashed")
+        return Sight(
+            status=status_of(view, name=Path(self.run).resolve().name, total_steps=self.total_steps),
+            state=state,
+            knobs=flat(view.knobs),
+            ledger=_ledger_of(view),
+            waits=waits,
+            obstacle="the run is over: its knobs are as it left them" if view.state else without_secrets(why),
+            reading=self._share,
+        )
+
+
+@final
+class RunFollower:
+    """The thread, from its making until `close`."""
+
+    def __init__(self, source: RunSource) -> None:
+        self.sight: Sight | None = None
+        self.said: Said | None = None
+        self._source = source
+        self._wanted: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._follow, name="follow-run", daemon=True)
+        self._thread.start()
+
+    def change(self, name: str, value: str) -> None:
+        """Have a knob set soon; `said` tells what came of it."""
+        self._wanted.put((name, value))
+
+    def close(self, *, timeout_s: float = 1.0) -> None:
+        """End the thread; a question that is under way is left to itself after `timeout_s`."""
+        self._wanted.put(None)
+        self._thread.join(timeout_s)
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self.sight = self._source.look()
+            except UserError as error:
+                self.said = Said(without_secrets(str(error)), refused=True)
+            try:
+                wanted = self._wanted.get(timeout=_EVERY_S)
+            except queue.Empty:
+                continue
+            if wanted is None:
+                return
+            self.said = self._source.change(*wanted)
+
+
+def source_of(run: str) -> RunSource:
+    """The run of that name.
+
+    Raises:
+        UserError: there is no run in the directory.
+    """
+    if not is_url(run) and not any((Path(run) / name).exists() for name in ("events.jsonl", "recipe.toml")):
+        raise UserError(f"{run} is no run: it has neither events.jsonl nor recipe.toml; name the run's directory")
+    return RunSource(run)
+
+
+def status_of(view: RunView, *, name: str, total_steps: int) -> RunStatus:
+    """As much of a run's status as its log holds."""
+    step = view.recent[-1] if view.recent else {}
+    by_domain = step.get("by_domain")
+    domains = by_domain if isinstance(by_domain, dict) else {}
+    return RunStatus(
+        run=str(view.started.get("run") or name),
+        step=view.step,
+        total_steps=whole(view.started, "total_steps") or total_steps,
+        model_version=whole(step, "model_version") or view.step,
+        last_step=LastStepStatus(
+            reward=number(step, "reward"),
+            staleness_mean=number(step, "staleness_mean") or 0.0,
+            staleness_max=int(number(step, "staleness_max") or 0.0),
+            entropy=number(step, "entropy"),
+            exact_entropy=number(step, "exact_entropy"),
+            length_mean=number(step, "length_mean"),
+            truncated=number(step, "truncated"),
+            by_domain={
+                str(domain): {figure: value for figure in each if (value := number(each, figure)) is not None}
+                for domain, each in domains.items()
+                if isinstance(each, dict)
+            },
+        ),
+        held_out=_held_out(view),
+        fleet=FleetStatus(
+            engines=tuple(
+                EngineStatus(url=url, state=each["state"], version=each["version"] or 0, last_error=each["last_error"])
+                for url, each in view.engines.items()
+            ),
+            tokens_per_s=number(view.fleet, "tokens_per_s") or 0.0,
+            occupancy=number(view.fleet, "occupancy") or 0.0,
+            update_pause_s=view.pauses_s[-1] if view.pauses_s else 0.0,
+        ),
+        alarms=tuple(sentence(event) for event in view.alarms.values()),
+        elapsed_s=number(view.newest, "elapsed_s") or 0.0,
+    )
+
+
+def _held_out(view: RunView) -> HeldOutStatus:
+    if not view.evaluations:
+        return HeldOutStatus()
+    name, event = next(iter(view.evaluations.items()))
+    return HeldOutStatus(
+        name=name,
+        version=whole(event, "model_version"),
+        accuracy=number(event, "accuracy"),
+        low=number(event, "low"),
+        high=number(event, "high"),
+    )
+
+
+def _ledger_of(view: RunView) -> LedgerStatus | None:
+    known = {name: value for name in LedgerStatus.__struct_fields__ if (value := whole(view.ledger, name)) is not None}
+    return LedgerStatus(**known) if known else None
+
+
+def _silent(sight: Sight, why: str) -> Sight:
+    return Sight(
+        status=sight.status, state="silent", knobs=sight.knobs, ledger=sight.ledger, obstacle=without_secrets(why)
+    )
+
+
+def _steps_of(recipe: Path) -> int:
+    """The steps that a recipe asks for; 0 where it does not say."""
+    try:
+        section = tomllib.loads(recipe.read_text()).get("run")
+    except (OSError, ValueError):
+        return 0
+    return (whole(section, "steps") or 0) if isinstance(section, dict) else 0

@@ -1,0 +1,193 @@
+"""The screen of `pipelinerl top`, drawn with textual: figures beside knobs, or above them where that is too narrow.
+
+It looks at its `RunFollower` four times a second and never waits for it. A knob is chosen with the arrows, edited in
+its place with Enter, and sent with Enter; Escape leaves it as it was. Whatever ends it, textual leaves the terminal as
+it was found; the mouse is left to the terminal, which selects text with it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final, final
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container, Horizontal, VerticalScroll
+from textual.widgets import Input, Static
+
+from pipelinerl.commands.top.drawing import figures, knob_value
+from pipelinerl.commands.top.run_follower import RunFollower, Said, Sight
+from pipelinerl.observability.samples.visible import one_line
+
+_LOOK_S: Final = 0.25
+_KEYS: Final = "↑↓ PgUp PgDn · Enter edit · Esc · q quit"
+
+
+def show(follower: RunFollower) -> None:
+    """Draw the run until somebody quits."""
+    TopApp(follower).run(mouse=False)
+
+
+@final
+class KnobRow(Horizontal, can_focus=True):
+    """A knob: its name, and its value, which becomes a field while it is edited."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "edit", "edit"),
+        Binding("up,k", "app.focus_previous", "the one above"),
+        Binding("down,j", "app.focus_next", "the one below"),
+    ]
+
+    def __init__(self, knob: str, value: str) -> None:
+        super().__init__()
+        self.knob = knob
+        self._value = value
+
+    def compose(self) -> ComposeResult:
+        """Name, value, field."""
+        yield Static(Text(one_line(self.knob), overflow="ellipsis", no_wrap=True), classes="name")
+        yield Static(Text(self._value), classes="value")
+        field = Input(compact=True, max_length=64, select_on_focus=True)
+        field.display = False
+        yield field
+
+    def take(self, value: str) -> None:
+        """Show a value; what is being typed stays."""
+        if value != self._value:
+            self._value = value
+            self.query_one(".value", Static).update(Text(value))
+
+    def action_edit(self) -> None:
+        """Begin to type."""
+        assert isinstance(self.app, TopApp)
+        if self.app.refuses():
+            return
+        field = self.query_one(Input)
+        field.value = self._value
+        self._typing(True)
+        field.focus()
+
+    def leave(self) -> None:
+        """End it."""
+        self._typing(False)
+        self.focus()
+
+    def _typing(self, typing: bool) -> None:
+        self.query_one(Input).display = typing
+        self.query_one(".value", Static).display = not typing
+
+
+@final
+class TopApp(App[None]):
+    """One run."""
+
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012
+        (0, "-stacked"),
+        (76, "-beside"),
+    ]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("ctrl+c", "quit", "quit", show=False, priority=True),
+        Binding("escape", "leave", "leave", show=False),
+        Binding("pageup", "page(-1)", "figures above", show=False),
+        Binding("pagedown", "page(1)", "figures below", show=False),
+    ]
+    CSS = """
+    Screen { background: ansi_default; }
+    #body { height: 1fr; layout: vertical; }
+    .-beside #body { layout: horizontal; }
+    #figures { height: 1fr; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }
+    #knobs { height: auto; max-height: 40%; scrollbar-size-vertical: 1; }
+    .-beside #figures { width: 1fr; padding-right: 1; }
+    .-beside #knobs { width: 33; height: 1fr; max-height: 100%; border-left: solid $panel; padding-left: 1; }
+    KnobRow { height: 1; }
+    KnobRow:focus { background: $accent; color: $text; }
+    KnobRow .name { width: 1fr; height: 1; }
+    KnobRow .value { width: auto; max-width: 12; height: 1; }
+    KnobRow Input { width: 12; height: 1; }
+    #said { height: auto; max-height: 3; }
+    #said.refused { color: $error; }
+    #keys { height: 1; color: $text-muted; }
+    """
+
+    def __init__(self, follower: RunFollower) -> None:
+        super().__init__(ansi_color=True)
+        self._follower = follower
+        self._drawn: tuple[Sight | None, int] = (None, 0)
+        self._told: Said | None = None
+
+    def compose(self) -> ComposeResult:
+        """Figures, knobs, the last word, the keys."""
+        with Container(id="body"):
+            with VerticalScroll(id="figures", can_focus=False):
+                yield Static("reading the run …", id="figures-text", markup=False)
+            yield VerticalScroll(id="knobs", can_focus=False)
+        yield Static("", id="said", markup=False)
+        yield Static(_KEYS, id="keys", markup=False)
+
+    def on_mount(self) -> None:
+        """Look at the run from now on."""
+        self.set_interval(_LOOK_S, self._look)
+
+    def on_resize(self) -> None:
+        """Draw for the new width."""
+        self.call_after_refresh(self._look)
+
+    def refuses(self) -> bool:
+        """Can nothing be steered? Says so."""
+        sight = self._follower.sight
+        why = "the run is still being read" if sight is None else sight.obstacle
+        if why:
+            self._say(Said(why, refused=True))
+        return bool(why)
+
+    def action_leave(self) -> None:
+        """Let a knob that is being typed be as it was."""
+        if isinstance(self.focused, Input) and isinstance(row := self.focused.parent, KnobRow):
+            row.leave()
+
+    def action_page(self, pages: int) -> None:
+        """Scroll the figures, where they do not fit."""
+        pane = self.query_one("#figures", VerticalScroll)
+        pane.scroll_relative(y=pages * pane.size.height, animate=False)
+
+    def on_input_submitted(self, submitted: Input.Submitted) -> None:
+        """Send what was typed."""
+        row = submitted.input.parent
+        assert isinstance(row, KnobRow)
+        row.leave()
+        self._say(Said(f"{row.knob} = {submitted.value.strip()} is sent"))
+        self._follower.change(row.knob, submitted.value.strip())
+
+    async def _look(self) -> None:
+        """Draw what is new."""
+        sight, said = self._follower.sight, self._follower.said
+        if said is not self._told and said is not None:
+            self._told = said
+            self._say(said)
+        width = max(20, self.query_one("#figures-text").content_size.width)
+        if sight is None or (sight, width) == self._drawn:
+            return
+        if self._drawn[0] is None or sight.obstacle != self._drawn[0].obstacle:
+            self._say(Said(sight.obstacle, refused=True) if sight.obstacle else Said(""))
+        self._drawn = (sight, width)
+        await self._show_knobs(sight)
+        text = figures(sight, width)
+        if sight.reading < 1.0:
+            text = Text.assemble((f"{sight.reading:.0%} of the log is read\n", "yellow"), text)
+        self.query_one("#figures-text", Static).update(text)
+
+    async def _show_knobs(self, sight: Sight) -> None:
+        rows = {row.knob: row for row in self.query(KnobRow)}
+        values = {name: knob_value(value) for name, value in sight.knobs.items()}
+        for name in values.keys() & rows.keys():
+            rows[name].take(values[name])
+        await self.query_one("#knobs").mount(*(KnobRow(name, values[name]) for name in values if name not in rows))
+        if self.focused is None and values:
+            self.query(KnobRow).first().focus()
+
+    def _say(self, said: Said) -> None:
+        line = self.query_one("#said", Static)
+        line.update(Text(one_line(said.sentence)))
+        line.set_class(said.refused, "refused")

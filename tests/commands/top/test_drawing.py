@@ -1,0 +1,87 @@
+"""A run's figures as lines of text: they fit, nothing in them works, and each says what it is of."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from rich.cells import cell_len
+
+from pipelinerl.commands.top.drawing import figures, knob_value
+from pipelinerl.commands.top.run_follower import Sight
+from pipelinerl.observability.status import (
+    EngineStatus,
+    FleetStatus,
+    HeldOutStatus,
+    LastStepStatus,
+    LedgerStatus,
+    RequestedEngine,
+    RunStatus,
+)
+
+HOSTILE = "[red]\x1b[2J\u202e日本"
+LEDGER = LedgerStatus(issued=112, trained=96, filtered=8, in_flight=8)
+STATUS = RunStatus(
+    run="speller",
+    step=1180,
+    total_steps=40_000,
+    model_version=1180,
+    epoch=2,
+    last_step=LastStepStatus(
+        reward=0.412, staleness_mean=1.25, staleness_max=3, entropy=0.5, length_mean=5.8, truncated=0.02,
+        by_domain={"short_words": {"reward": 0.5, "accuracy": 0.51, "stale": 0.02}, HOSTILE * 9: {"reward": 0.25}},
+    ),
+    held_out=HeldOutStatus(accuracy=0.412, low=0.38, high=0.44),
+    fleet=FleetStatus(
+        engines=(
+            EngineStatus(url="http://a:1", name="engine-0", state="healthy", version=1180, tokens_per_s=812.4),
+            EngineStatus(url="http://10.0.0.1:4002", state="expelled", version=9, last_error=HOSTILE),
+        ),
+        requested=(RequestedEngine(name="engine-0", type="torch"), RequestedEngine(name="engine-7", type="torch")),
+        tokens_per_s=812.4,
+        occupancy=0.7,
+        update_pause_s=0.0012,
+    ),
+    alarms=(f"{HOSTILE} is stale",),
+    waiting_for="step 1181: 3 groups",
+    elapsed_s=312.0,
+    eta_s=60.0,
+)  # fmt: skip
+SIGHT = Sight(status=STATUS, state="live", knobs={}, ledger=LEDGER, waits=(("engines: sampling the next batch", 0.31),))
+
+
+@pytest.mark.parametrize("width", [40, 44, 61, 80, 200])
+def test_lines_fit_and_say_everything(width: int) -> None:
+    told = figures(SIGHT, width).plain
+    rows = told.splitlines()
+    told_long = ("prompts", "alarm", "waits for", "  ")  # sentences, which go on in the next line
+    assert all(cell_len(row) <= width for row in rows if not row.startswith(told_long)), rows
+    for wanted in ("speller live", "1,180/40,000", "0.412", "41.2% ±3.0%", "2 so far", "1.2, max 3", "812", "70% busy",
+                   "1.2 ms", "51%", "healthy", "expelled", "engine-7 is asked for", " 31% engines: sampling",
+                   "112 = 96 trained + 8 filtered + 0 stale + 0 failed + 8 in flight", "step 1181"):  # fmt: skip
+        assert wanted in told, wanted
+
+
+def test_what_a_run_names_is_shown_inert() -> None:
+    told = figures(SIGHT, 80)
+    assert "\x1b" not in told.plain and "\u202e" not in told.plain and "\\x1b[2J\\u202e" in told.plain
+    assert "[red]" in told.plain, "markup is text"
+
+
+def test_what_nobody_says_is_left_out() -> None:
+    bare = Sight(status=RunStatus(run="new"), state="starting", knobs={}, ledger=None)
+    told = figures(bare, 40).plain
+    assert "new starting" in told and "step 0" in told and "reward    –" in told
+    assert "prompts" not in told and "engine " not in told and "time of" not in told
+
+
+def test_many_domains_and_engines_are_cut_and_counted() -> None:
+    engines = tuple(EngineStatus(url=f"http://h:{n}", state="healthy") for n in range(40))
+    last = LastStepStatus(by_domain={f"d{n}": {"reward": 0.0} for n in range(15)})
+    status = msgspec.structs.replace(STATUS, fleet=FleetStatus(engines=engines), last_step=last)
+    told = figures(Sight(status=status, state="live", knobs={}, ledger=None), 80).plain
+    assert "and 28 more" in told and "and 3 more" in told
+
+
+def test_a_value_can_be_typed_again() -> None:
+    assert [knob_value(value) for value in (4, 4.0, 1e-6, float("inf"), "inf")] == ["4", "4", "1e-06", "inf", "inf"]
+    assert knob_value(0.000123456789) == "0.000123456789", "no digit is lost"

@@ -1,0 +1,183 @@
+"""`pipelinerl top` as somebody sees it: over the controller's own application, over files, and on a real terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pipelinerl.commands.top.command_line import top
+from pipelinerl.commands.top.run_follower import RunFollower, source_of
+from pipelinerl.controller.service.api import create_api
+from pipelinerl.errors import UserError
+from pipelinerl.system.http_service import listen, serve_until, url_of
+from tests.commands.watch.run_files import written_run
+from tests.controller.service.test_service import Running, running
+from tests.controller.world import ENGINE
+from tests.patience import PATIENCE_S
+
+if TYPE_CHECKING:
+    from textual.pilot import Pilot
+
+pytestmark = pytest.mark.skipif(find_spec("textual") is None, reason="pipelinerl top is not tried: textual is not here")
+
+
+@contextmanager
+def followed(run: Path | str) -> Iterator[RunFollower]:
+    follower = RunFollower(source_of(str(run)))
+    try:
+        yield follower
+    finally:
+        follower.close(timeout_s=PATIENCE_S)
+
+
+@asynccontextmanager
+async def shown(run: Path | str, size: tuple[int, int] = (80, 24)) -> AsyncIterator[Pilot[None]]:
+    """The screen of a run, once it shows its figures."""
+    from pipelinerl.commands.top.textual_app import TopApp
+
+    with followed(run) as follower:
+        app = TopApp(follower)
+        async with app.run_test(size=size) as pilot:
+            await until(pilot, lambda: "version" in text(pilot, "#figures-text"))
+            yield pilot
+
+
+async def until(pilot: Pilot[None], reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not reached():
+            await pilot.pause(0.02)
+
+
+def text(pilot: Pilot[None], selector: str) -> str:
+    from textual.widgets import Static
+
+    return str(pilot.app.query_one(selector, Static).render())
+
+
+def values(pilot: Pilot[None]) -> dict[str, str]:
+    """The knobs as they are shown."""
+    from textual.widgets import Static
+
+    from pipelinerl.commands.top.textual_app import KnobRow
+
+    return {row.knob: str(row.query_one(".value", Static).render()) for row in pilot.app.query(KnobRow)}
+
+
+@asynccontextmanager
+async def a_controller(tmp_path: Path) -> AsyncIterator[tuple[Path, Running, Callable[[], None]]]:
+    """A run's directory, the controller that answers for it, and what ends its answers."""
+    run_dir = written_run(tmp_path / "run", steps=3, end=False)
+    (tmp_path / "controller").mkdir()
+    async with running(tmp_path / "controller") as run:
+        await run.start()
+        over = asyncio.Event()
+        ended = asyncio.ensure_future(over.wait())
+        listener = listen("127.0.0.1", 0)
+        serving = asyncio.create_task(serve_until(create_api(run.service, token="secret"), listener, over=ended))
+        address = url_of(*listener.getsockname()[:2])
+        (run_dir / "controller.json").write_text(json.dumps({"url": address, "token": "secret"}))
+        try:
+            yield run_dir, run, over.set
+        finally:
+            over.set()
+            await asyncio.wait_for(serving, PATIENCE_S)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 24)])
+async def test_a_knob_is_edited_in_its_place_and_a_refusal_is_its_sentence(tmp_path: Path, size: Any) -> None:
+    async with a_controller(tmp_path) as (run_dir, run, _), shown(run_dir, size) as pilot:
+        assert "live" in text(pilot, "#figures-text") and ENGINE.removeprefix("http://") in text(pilot, "#figures-text")
+        knobs = run.controller.state.knobs
+        assert values(pilot)["k"] == "4" and values(pilot)["domain_weights.b"] == "2"
+        await pilot.press("down", "enter", "6", "enter")
+        await until(pilot, lambda: values(pilot)["k"] == "6")
+        assert run.controller.state.knobs.k == 6.0
+        await until(pilot, lambda: text(pilot, "#said") == "k = 6, effective at the next step boundary")
+        await pilot.press("down", "enter", *"-1", "enter")
+        await until(pilot, lambda: "temperature must be" in text(pilot, "#said"))
+        assert pilot.app.query_one("#said").has_class("refused")
+        await pilot.press("enter", *"0.5", "escape")
+        assert run.controller.state.knobs.temperature == knobs.temperature, "who leaves has sent nothing"
+        assert values(pilot)["temperature"] == "1"
+        await pilot.press("enter", "q", "escape")
+        assert pilot.app.is_running, "a letter that is typed into a field is no command"
+
+
+async def test_a_run_that_is_over_shows_what_its_files_say_and_cannot_be_steered(tmp_path: Path) -> None:
+    run_dir = written_run(tmp_path / "run", steps=12)
+    async with shown(run_dir, (40, 24)) as pilot:
+        told = text(pilot, "#figures-text")
+        assert "tiny finished" in told and "12/12" in told and "short_words" in told and "expelled" in told
+        assert values(pilot)["staleness.k"] == "16", "as the last change left it"
+        await pilot.press("enter")
+        assert "the run is over" in text(pilot, "#said")
+        from textual.widgets import Input
+
+        assert not any(field.display for field in pilot.app.query(Input))
+
+
+async def test_a_controller_that_falls_silent_is_told_and_its_figures_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINERL_TOKEN", "secret")
+    async with a_controller(tmp_path) as (run_dir, _, end):
+        address = json.loads((run_dir / "controller.json").read_text())["url"]
+        async with shown(address) as pilot:
+            assert "test live" in text(pilot, "#figures-text") and values(pilot)["k"] == "4"
+            end()
+            await until(pilot, lambda: "test silent" in text(pilot, "#figures-text"))
+            assert "does not answer" in text(pilot, "#said") and values(pilot)["k"] == "4"
+            await pilot.press("enter")
+            assert pilot.app.query_one("#said").has_class("refused")
+
+
+def test_q_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    run_dir = written_run(tmp_path / "run", steps=3)
+    ours, theirs = pty.openpty()
+    try:
+        before = termios.tcgetattr(ours)
+        command = [sys.executable, "-m", "pipelinerl.cli", "top", str(run_dir)]
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            told = read_until(ours, b"finished")
+            os.write(ours, b"q")
+            told += read_until(ours, None)
+            assert process.wait(PATIENCE_S) == 0, told
+        assert termios.tcgetattr(ours) == before
+    finally:
+        os.close(ours)
+    assert told.rindex(b"\x1b[?25h") > told.rindex(b"\x1b[?25l"), "the cursor is seen again"
+    assert told.count(b"\x1b[?1049h") == told.count(b"\x1b[?1049l") == 1
+    assert b"Traceback" not in told and b"\x1b[?1003h" not in told, "the mouse is the terminal's"
+
+
+def read_until(terminal: int, wanted: bytes | None) -> bytes:
+    """What is written to the terminal, until it holds `wanted`, or until nobody has it open any more."""
+    told = b""
+    while wanted is None or wanted not in told:
+        try:
+            told += os.read(terminal, 2**16)
+        except OSError:  # so ends a terminal whose other side is closed
+            assert wanted is None, f"it ended before it said {wanted!r}: {told!r}"
+            break
+    return told
+
+
+def test_what_is_no_terminal_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="try pipelinerl status"):
+        top(str(written_run(tmp_path / "run", steps=3)))
+    with pytest.raises(UserError, match="is no run"):
+        source_of(str(tmp_path))
